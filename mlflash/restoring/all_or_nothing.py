@@ -1,10 +1,11 @@
-"""A state is filled on all ranks, or on none: what goes wrong on any rank is raised on all, and what was loaded is put
-back.
+"""A state is filled on all ranks or on none: an error on any rank is raised on all, and what was loaded is put back.
 
-    objects whose saved state is small    one after the other; what they gave before is kept meanwhile
-    large ones, then tensors and arrays   there is no room for what was there before: where that fails, the state is
+    objects whose saved state is small    one after the other; their previous values are kept meanwhile
+    large ones, then tensors and arrays   there is no room to keep their previous values: if this fails, the state is
                                           undefined, and nothing is saved until a restore has succeeded
     objects of a framework                likewise: adapters load them, see `Loading.changing`
+
+The rows come in this order.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class Loading:
 
     Args:
         ranks: of this run.
-        saves: told that a state is undefined.
+        saves: told if a state is undefined.
     """
 
     def __init__(self, ranks: Ranks, saves: SaveQueue):
         self._ranks, self._saves = ranks, saves
 
     def together(self, step: int, work: Callable[[], T]) -> T:
-        """Do something with the state on this rank; what goes wrong on any rank is raised on all.
+        """Do something with the state on this rank; raise on all ranks what goes wrong on any.
 
         Collective over the world.
         """
@@ -48,7 +49,7 @@ class Loading:
 
     @contextlib.contextmanager
     def changing(self, step: int) -> Iterator[None]:
-        """Change the state where nothing can be put back: when that fails, the state is undefined. Not collective."""
+        """Change a state that cannot be put back: if that fails, the state is undefined. Not collective."""
         self._saves.undefined = _half_loaded(step)
         try:
             yield
@@ -64,7 +65,7 @@ class Loading:
         error.message += f"; {_UNDEFINED}"
 
     def fill(self, step: int, filling: Filling) -> None:
-        """Fill a state that was compared with what it is filled with. Collective over the world.
+        """Fill a state that was already compared with the checkpoint. Collective over the world.
 
         Raises:
             MlflashError: on all ranks, what went wrong on any. The state is as it was before, or the text says that it
@@ -100,7 +101,7 @@ class Loading:
     def _small(self, filling: Filling) -> list[str]:
         """The objects that are kept, the same on all ranks: what they do may be collective. Collective over the world.
 
-        Where ranks have different objects none is.
+        If the ranks have different objects, none is kept.
         """
         sizes = {path: filling.nbytes_of(path) for path in filling.objects}
         name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # fits an int64

@@ -1,4 +1,4 @@
-"""Memory or a directory: which checkpoint a restore takes, and what is said where nothing can be used."""
+"""Memory or a directory: which checkpoint a restore takes, and what it reports if nothing can be used."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Sources:
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
-            wanted: what it has to be.
+            wanted: which checkpoint is asked for.
             bad: folders of the directory that are passed over, and why.
             checked: verify every byte of what is in memory.
 
         Returns:
-            What was found; None where nothing was ever committed.
+            What was found; None if nothing was ever committed.
 
         Raises:
             Unrestorable, StepNotFound: on all ranks; nothing was changed.
@@ -84,7 +84,7 @@ class Sources:
 
     def _refuse_unusable(self, wanted: WantedStep, source: str | None, there: Listing, bad: Mapping[str, str],
                          struck: Mapping[Place, str]) -> None:  # fmt: skip
-        """Raise where something is there, and none of it can be used. Collective over the world.
+        """Raise if there are checkpoints, but none of them can be used. Collective over the world.
 
         Args:
             there: what is in the directory.
@@ -126,7 +126,7 @@ class Sources:
 
     def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, struck: Mapping[Place, str]
                  ) -> None:  # fmt: skip
-        """Say why the directory is taken, and which newer steps are lost by it. Collective over the world."""
+        """Log why the directory is taken, and which newer steps are lost by that. Collective over the world."""
         self._context.restored_from, self._context.rolled_forward = path, False
         lost: dict[int, str] = {}
         if source is not None or not wanted.is_newest:

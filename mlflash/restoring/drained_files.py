@@ -1,6 +1,6 @@
-"""The files of one checkpoint in a directory, read a part at a time, straight from the file that has it.
+"""The files of one checkpoint in a directory, read part by part, each directly from the file that has it.
 
-Each block that is touched is checked. What lies side by side is read at once, so that a file is asked few times.
+Each block that is touched is checked. Parts that are next to each other are read at once, so that there are few reads.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _KEPT = 4  # indexes of files
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A box of the rows that a file has of a leaf, and where it goes.
+    """A box of the rows of a leaf that a file has, and where it goes.
 
     Attributes:
-        place: of the rows.
-        name: of the leaf.
-        shape: of all the rows in the file.
+        place: where the rows are.
+        name: name of the leaf.
+        shape: shape of all the rows in the file.
         part: the box of them.
         target: ``(*box, item bytes)`` uint8.
     """
@@ -46,13 +46,13 @@ class Run:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The first and the last byte that are needed, counted from where the rows begin."""
+        """The first and the last byte that are needed, counted from the start of the rows."""
         offset, shape = self.part
         row = self.target.shape[-1] * math.prod(self.shape[1:])
         return (offset[0] * row, (offset[0] + shape[0]) * row) if shape else (0, row)
 
     def fill(self, raw: np.ndarray) -> None:
-        """Put those bytes where they go."""
+        """Copy those bytes to the target."""
         offset, shape = self.part
         rows = raw.reshape(*shape[:1], *self.shape[1:], self.target.shape[-1])
         self.target[...] = rows[box((0, *offset[1:]), shape)] if shape else rows
@@ -63,8 +63,8 @@ class DrainedFiles:
 
     Args:
         inside: its folder.
-        listed: which it is.
-        files: of each rank, or of those that are read.
+        listed: the checkpoint.
+        files: the files of each rank, or of those ranks that are read.
     """
 
     def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored]):
@@ -80,7 +80,7 @@ class DrainedFiles:
         self._open.clear()
 
     def index(self, rank: int) -> Index:
-        """Read what the file of a rank says of itself."""
+        """Read what the file of a rank says about itself."""
         if rank not in self._indexes:
             while len(self._indexes) >= _KEPT:
                 self._indexes.pop(next(iter(self._indexes)))
@@ -98,18 +98,18 @@ class DrainedFiles:
 
     @contextlib.contextmanager
     def _as_corrupt(self) -> Iterator[None]:
-        """Let an error of the file system say that the checkpoint cannot be used: another one can."""
+        """Turn an error of the file system into CorruptSlot: another checkpoint may be usable."""
         try:
             yield
         except OSError as problem:
             raise CorruptSlot(f"{self._inside.path} cannot be read: {problem}", step=self._listed.step) from None
 
     def name_of(self, rank: int) -> str:
-        """The file of a rank that has its card and its index."""
+        """The file of a rank that contains its card and its index."""
         return self._files[rank].card
 
     def _card(self, rank: int) -> Card:
-        """Read the card of a rank's file, and compare it and the sizes of the files with what was committed."""
+        """Read the card of a rank's file, and compare it, and the sizes of the files, with what was committed."""
         stored, path = self._files[rank], self._inside.path
         nbytes = self._inside.nbytes(stored.card)
         try:
@@ -130,7 +130,7 @@ class DrainedFiles:
         return raw
 
     def places(self, rank: int) -> Places:
-        """Read where the file of a rank has what: of its index that part only."""
+        """Read where everything is in the file of a rank: only that part of its index."""
         if self._listed.card.version == 1 or rank in self._indexes:
             return self.index(rank).places
         its = self._files[rank]
@@ -153,7 +153,7 @@ class DrainedFiles:
             yield raw
 
     def fetch(self, runs: Sequence[Run], its: Places) -> Iterator[int]:
-        """Read from a file what some runs want, in the order of the file; gives the bytes each time."""
+        """Read from a file what some runs need, in the order of the file; yield the number of bytes each time."""
         size = its.block_nbytes
         batch: list[tuple[Run, int, int]] = []
         bounds = [run.bounds for run in runs]
@@ -174,7 +174,7 @@ class DrainedFiles:
             yield self._fetch_at_once(its, batch)
 
     def _joins(self, batch: list[tuple[Run, int, int]], low: int, high: int) -> bool:
-        """Whether bytes of the file are to be read together with those of a batch, which begin before."""
+        """Whether bytes of the file are read together with those of a batch, which begin before them."""
         first = batch[0][0].place.start + batch[0][1]
         run, _, last = batch[-1]
         return low - run.place.start - last <= _GAP_NBYTES and high - first <= RUN_NBYTES
@@ -203,7 +203,7 @@ class DrainedFiles:
                                   tensor=name, step=self._listed.step)  # fmt: skip
 
     def _unpacked(self, its: Places, name: str, row: int, low: int, high: int) -> np.ndarray:
-        """Read bytes of what HDF5 has compressed, in rows of so many bytes."""
+        """Read bytes of rows that HDF5 has compressed; each row has so many bytes."""
         from ..draining import hdf5_files
 
         first, last = low // row, -(-high // row)

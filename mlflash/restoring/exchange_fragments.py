@@ -1,7 +1,7 @@
-"""Parts of tensors → the ranks that ask for them: packed by who has them, checked where they arrive.
+"""Parts of tensors → the ranks that ask for them: their holder packs them, and the receiver checks them.
 
-Each rank tells the others what it wants of them, and every part travels in runs of at most a chunk. Parts of a shard
-that is cut along another dimension are strided: the sender packs them, where a Get would need a datatype for each.
+Each rank tells the others what it needs from them, and every part travels in runs of at most a chunk. Parts of a shard
+that is cut along another dimension are strided: the sender packs them, because a Get would need a datatype for each.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _DEPTH = 2  # runs of a pair of ranks that are on their way at a time
 def exchange(
     context: Context, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
 ) -> bool:
-    """Send what others ask for, and receive what this rank asks for; whether all of that arrived whole.
+    """Send what others ask for, and receive what this rank asks for; return whether all of that arrived whole.
 
     Collective over the world.
 
     Args:
         has: what this rank has, by old rank: its bytes, and its entries.
-        asked: by the rank that has it, what this rank wants.
+        asked: what this rank asks for, by the rank that has it.
     """
     world = context.world
     if world.world is None:

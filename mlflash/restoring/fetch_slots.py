@@ -13,18 +13,18 @@ from ..startup.context import Context
 
 def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
           is_wanted: Callable[[Header], bool]) -> bool:  # fmt: skip
-    """Send files to other ranks and receive one; every byte is checked once more where it arrives.
+    """Send files to other ranks and receive one; the receiver checks every byte once more.
 
     Collective over the world.
 
     Args:
         serves: for each rank that this one sends a file to, the file.
         server: the rank that sends to this one; None: nothing comes.
-        target: a free slot for it, which then holds it; room is made in it.
+        target: a free slot that receives the file and then holds it; it is made large enough.
         is_wanted: whether the header that arrives is the expected one.
 
     Returns:
-        Whether it arrived whole.
+        Whether the file arrived whole.
     """
     world = context.world
     to = {rank: slot.header.extents for rank, slot in serves.items() if slot.header is not None}

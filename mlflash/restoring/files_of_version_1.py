@@ -1,6 +1,6 @@
-"""Checkpoints that were drained before format version 2: only the files of all ranks together say what there is.
+"""Checkpoints that were drained before format version 2: only the files of all ranks together say what they contain.
 
-So the ranks share the reading of their indexes, and tell each other what is in them.
+So the ranks share the reading of the indexes, and tell each other what these contain.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _Piece = tuple[int, str, int, int, int]  # of which ranks, name, first row, row 
 
 
 class ToldPieces:
-    """Who has what of that which several ranks hold alike.
+    """Says which rank has which part of what several ranks hold alike.
 
     Args:
-        commons: of each rank, for each leaf, by which `Piece.common` its pieces are found.
-        pieces: of each rank.
+        commons: for each rank and leaf, the `Piece.common` by which its pieces are found.
+        pieces: the pieces of each rank.
     """
 
     def __init__(self, commons: dict[int, tuple[int, ...]], pieces: dict[int, list[_Piece]]):
@@ -39,14 +39,14 @@ class ToldPieces:
                 self._pieces.setdefault((common, name), []).append((rank, begin, end, check))
 
     def ranks(self, rank: int, number: int, name: str, begin: int, end: int) -> Iterable[int] | None:
-        """The ranks in whose files some rows of a leaf may be; None where they are in the rank's own."""
+        """The ranks whose files may have rows of a leaf; None if these are in the rank's own file."""
         common = self._commons[rank][number]
         if common < 0:
             return None
         return [of for of, first, last, _ in self._pieces.get((common, name), ()) if first < end and begin < last]
 
     def checks(self) -> dict[str, set[int]]:
-        """By name, the distinct checksums of what sets of ranks hold alike."""
+        """The distinct checksums of what sets of ranks hold alike, by name."""
         found: dict[str, set[int]] = {}
         for (_, name), pieces in self._pieces.items():
             found.setdefault(name, set()).add(_check([check for *_, check in pieces]))
@@ -60,11 +60,11 @@ def read_version_1(world: Collectives, mine: Iterable[int], index: Callable[[int
     Args:
         world: the ranks that read.
         mine: the old ranks whose indexes this one reads.
-        index: reads one.
+        index: reads one index.
         together: raises on all ranks what goes wrong on any.
 
     Raises:
-        CorruptSlot: on all ranks, where a file is missing, damaged, or was changed since.
+        CorruptSlot: on all ranks, if a file is missing, damaged, or was changed since.
     """
 
     def describe(rank: int) -> Described:

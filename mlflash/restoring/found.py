@@ -13,11 +13,11 @@ class FoundElsewhere:
     """A restorable checkpoint in the slots of its old ranks.
 
     Attributes:
-        attempt, step: of it.
-        restores: how many runs have restored it, this one included.
+        attempt, step: of the checkpoint.
+        restores: how many runs have restored it, including this one.
         homes: what this rank has or reads, by old rank; verified.
-        files: where shares are.
-        same_ranks: whether its ranks are those of today, each with its own slot.
+        files: where the shares are.
+        same_ranks: whether its ranks are the ranks of this run, each with its own slot.
     """
 
     attempt: Attempt

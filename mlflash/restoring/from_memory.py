@@ -1,15 +1,15 @@
-"""Memory → the newest whole checkpoint, on every rank; then the redundancy made whole again.
+"""Memory → the newest whole checkpoint, on every rank; then lost copies and parity are made again.
 
     take stock   each node lists its sealed slots; all ranks make the same choice
     verify       every byte of every slot that will be used, on all ranks, before anything is loaded
-    repair       lost slots and damaged blocks are made again from parity, where there is some
-    fetch        slots that are on another node come to a slot of the rank's own
-    gather       so do the shares of what several ranks hold alike
-    (load)       by the caller, from the own slot; an error there is agreed on too
-    heal         copies and parity are checked, and made again where they are missing
+    repair       lost slots and damaged blocks are rebuilt from parity, if there is any
+    fetch        slots on other nodes are copied to a slot of the rank's own
+    gather       so are the shares of what several ranks hold alike
+    (load)       by the caller, from its own slot; the ranks agree on an error there, too
+    heal         copies and parity are checked, and made again if they are missing
 
-A slot found bad is struck off the list and the choice is made again, so that all ranks always take the same
-attempt.
+A slot that is found to be bad is removed from the list and the choice is made again, so that all ranks always take the
+same attempt.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ log = logging.getLogger("mlflash")
 
 
 def restorable_steps(context: Context, alike: bool = False) -> list[int]:
-    """List the steps of which every rank's slot is somewhere, ascending. Collective over the world.
+    """List the steps for which some node has every rank's slot, ascending. Collective over the world.
 
     Args:
         context: of this rank.
-        alike: only those that as many ranks have saved.
+        alike: only those that the same number of ranks has saved.
     """
     found = context.take_stock()
     whole = [
@@ -57,24 +57,24 @@ def find_and_verify(
     context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
     struck: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
-    """Bring the newest restorable attempt of what is wanted into this rank's own slot.
+    """Bring the newest restorable attempt that fits the request into this rank's own slot.
 
     Collective over the world.
 
     Args:
         context: of this rank.
-        wanted: what it has to be.
-        others: where it is of another number of ranks, bring it to where it can be read.
-        oldest: pass over attempts of a smaller generation: there is something newer elsewhere.
+        wanted: which checkpoint is asked for.
+        others: if another number of ranks saved it, bring it to where it can be read.
+        oldest: pass over attempts of a smaller generation, because there is something newer elsewhere.
         checked: verify every byte, not only headers and tables.
         struck: gets the files that were found to be damaged, and how; the same on all ranks.
 
     Returns:
-        This rank's state, every byte of it verified on every rank; or what there is of other ranks here; None where
-        there is nothing.
+        This rank's state, every byte of it verified on every rank; or what this rank has of other ranks' states; None
+        if there is nothing.
 
     Raises:
-        WorldSizeChanged: it was saved by another number of ranks, and is not to be resharded.
+        WorldSizeChanged: another number of ranks saved it, and it must not be resharded.
     """
     context.pool.take_back()
     found = context.take_stock().since(oldest)
@@ -109,7 +109,7 @@ def find_and_verify(
 
 
 def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
-    """Say why the newest attempt is not taken, or what is the matter with the one that is."""
+    """Log why the newest attempt is not taken, or what is wrong with the one that is taken."""
     if passed_over is not None and passed_over.attempt != choice.attempt:
         if skip_stuck and passed_over.restores >= skip_stuck:
             log.warning(
@@ -155,13 +155,13 @@ def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:
 
 
 def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
-    """Say why memory gives nothing. Collective over the world.
+    """Return why memory gives nothing. Collective over the world.
 
     Args:
         struck: files that were found to be damaged, and how.
 
     Returns:
-        Why each step that was committed cannot be restored, the newest first; and the steps of saves that did not end.
+        Why each committed step cannot be restored, the newest first; and the steps of saves that did not end.
     """
     traces = [one for one in context.find_traces() if one.attempt is None or one.attempt.generation >= context.floor]
     told = commit_records.why_not(traces, struck, context.world.topology.node_names)
@@ -169,9 +169,9 @@ def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, st
 
 
 def count(context: Context, home: Slot) -> None:
-    """Count, once a run, that a run has restored this attempt, and warn where others have done so before.
+    """Count, once per run, that a run has restored this attempt, and warn if other runs have done so before.
 
-    Not collective. The count goes with the slot; a newer commit begins a new one.
+    Not collective. The count is stored with the slot; a newer commit begins a new one.
     """
     header = home.header
     assert header is not None
@@ -189,10 +189,10 @@ def count(context: Context, home: Slot) -> None:
 
 def _bring(context: Context, found: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
            ) -> dict[Place, str]:  # fmt: skip
-    """Verify the slots of a choice, rebuild, repair and fetch; gives the files to do without, and why, where it failed.
+    """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without, and why.
 
     Args:
-        slots: gets the slots of other ranks that this rank has, where the ranks of the choice are not those of today.
+        slots: gets the slots of other ranks that this rank has, if the ranks of the choice are not those of this run.
     """
     same_ranks = choice.world_size == context.world.size
     serves = _servers(context, choice)
@@ -228,7 +228,7 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
 
     Args:
         slots: gets those that this rank reads.
-        checked: every byte, not only table and manifest.
+        checked: verify every byte, not only table and manifest.
 
     Returns:
         Bad blocks that parity may repair, by rank; files that cannot be restored from, and why.
@@ -261,7 +261,7 @@ def _open(context: Context, attempt: Attempt, rank: int, place: Place, anew: boo
 
 
 def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
-    """Read every byte of a slot; returns the bad blocks where there is parity to repair them."""
+    """Read every byte of a slot; return the bad blocks, if there is parity to repair them."""
     if not parity:
         slot.verify(context.copy_threads)
         slot.manifest()
@@ -278,8 +278,10 @@ def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
 
 
 def _servers(context: Context, choice: Choice) -> list[int]:
-    """For each rank of the choice, who reads its slot: the rank itself where it is on its node, else one of that node,
-    in turn. Where it is rebuilt: the rank itself, or where there is none, any.
+    """For each rank of the choice, the rank that reads its slot.
+
+    That is the rank itself if it is on the node of the slot, otherwise ranks of that node in turn. For a slot that is
+    rebuilt, it is the rank itself, or any rank if there is no rank of that number.
     """
     topology, size = context.world.topology, context.world.size
     return [
@@ -292,7 +294,7 @@ def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:
 
 
 def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
-    """Bring slots from other nodes; returns those that did not arrive whole."""
+    """Fetch slots from other nodes; return those that did not arrive whole."""
     world = context.world
     if all(server == rank for rank, server in enumerate(serves)):
         return []

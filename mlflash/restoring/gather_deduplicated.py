@@ -1,7 +1,7 @@
-"""Shares of what several ranks hold alike → every node that needs them; read like a rank's own.
+"""Shares of what several ranks hold alike → every node that needs them; read like a rank's own slot.
 
-A node needs all shares of each set that a rank of it belongs to. Those that are there are verified by its ranks, side
-by side; those that are not are fetched from any node that has them, and stay until the next commit.
+A node needs all shares of each set that one of its ranks belongs to. The ranks of the node verify, in parallel, the
+shares that are there. The others are fetched from any node that has them, and stay until the next commit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass(frozen=True)
 class _Errand:
-    """What one rank does for its node: look at the file of a share, or fetch it."""
+    """What one rank does for its node: verify the file of a share, or fetch it."""
 
     share: Share
     nbytes: int
@@ -40,24 +40,24 @@ class _Errand:
 
     @property
     def comes(self) -> bool:
-        """Whether it has to come from another node."""
+        """Whether the share has to be fetched from another node."""
         return self.place[0] != self.node
 
 
 def gather_shares(
     context: Context, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
 ) -> tuple[ShareFiles, list[Place]]:
-    """Bring the shares that slots need to the nodes where these are read.
+    """Bring the shares that slots need to the nodes where these slots are read.
 
     Collective over the world.
 
     Args:
         choice: what is restored.
-        slots: those that this rank has or reads, verified, by the rank whose they are.
+        slots: the verified slots that this rank has or reads, by the rank that they belong to.
         checked: verify every byte of the shares, not only their headers and tables.
 
     Returns:
-        Where the shares are; and the files to do without, where that failed.
+        Where the shares are; and the files to do without, if that failed.
     """
     mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
     nothing = context.world.agree([int(not mine)])[0]
@@ -72,7 +72,7 @@ def _gather_shares(
     """Do that; see `gather_shares`.
 
     Args:
-        mine: what is shared of the slots that this rank has or reads.
+        mine: what is shared in the slots that this rank has or reads.
     """
     needs = context.world.gather(mine)
     lacking = {rank for theirs in needs for rank, shared in theirs.items() if not _all_there(choice, shared)}
@@ -101,7 +101,7 @@ def _files_of(choice: Choice, rank: int) -> list[Place]:
 
 
 def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
-    """Who does what on each node, where each rank needs these shares; the same list on all ranks."""
+    """Which rank does what on each node, given where each rank needs these shares; the same list on all ranks."""
     topology = context.world.topology
     for node, ranks in enumerate(topology.ranks_on):
         needed = {
@@ -120,7 +120,7 @@ def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]
 
 
 def _verify(context: Context, attempt: Attempt, errands: list[_Errand], checked: bool) -> list[Place]:
-    """Verify the files that are here, every byte where asked; returns those that cannot be used."""
+    """Verify the files that are here, every byte if asked; return those that cannot be used."""
     bad = []
     for errand in errands:
         if errand.rank == context.world.rank and not errand.comes:
@@ -153,7 +153,7 @@ def _is(attempt: Attempt, errand: _Errand, header: Header) -> bool:
 
 def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
                 ) -> tuple[dict[tuple[int, Share], int], list[Place]]:  # fmt: skip
-    """Fetch a share each, for some ranks; returns the files where they are now, and those that could not be used."""
+    """Fetch one share each for some ranks; return the files where they are now, and those that could not be used."""
     world, pool = context.world, context.pool
     mine = next((errand for errand in errands if errand.rank == world.rank), None)
     serves: dict[int, Slot] = {}

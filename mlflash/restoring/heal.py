@@ -1,4 +1,4 @@
-"""The restored step, whole again on all nodes: copies and parity are checked, and made again where they are missing."""
+"""Heal the restored step on all nodes: copies and parity are checked, and made again if they are missing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _HEAL_TRIES = 3
 
 
 def give_receipts(*slots: Slot) -> None:
-    """Write the receipt of their commit into slots that came from another node, or rolled forward and are whole now.
+    """Write the commit receipt into slots that came from another node, or that were rolled forward and are now whole.
 
-    Not collective. So that whatever node is left knows that the step was committed.
+    Not collective. With it, every remaining node knows that the step was committed.
     """
     for slot in slots:
         if slot.header is not None and not slot.committed:
@@ -26,7 +26,7 @@ def give_receipts(*slots: Slot) -> None:
 
 
 def heal_or_remember(context: Context, home: Slot) -> None:
-    """Heal, a few times over; what cannot be healed now is remembered, and each later save tries again first.
+    """Heal, with a few retries. What cannot be healed now is remembered, and each later save first tries again.
 
     Collective over the world.
     """
@@ -47,7 +47,7 @@ def heal_or_remember(context: Context, home: Slot) -> None:
 
 
 def heal(context: Context, home: Slot) -> None:
-    """Make the redundancy of the restored attempt whole in its new places; then free everything else.
+    """Make the copies and parity of the restored attempt in their new places; then free everything else.
 
     Collective over the world.
 

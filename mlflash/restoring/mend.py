@@ -1,10 +1,10 @@
-"""What was found damaged at rest, made good by all ranks together, before the next save is protected.
+"""Damage that was found at rest: all ranks repair it together, before the next save is protected.
 
-    heads    header and block table of what a rank holds: from what it knows of it, where the blocks say the same
-    blocks   of own slots: from copies, then from parity, where they are
-    again    copies and parity files, beside those that are damaged, which go only when the new ones are whole
+    heads    header and block table of what a rank holds: from what the rank knows, if the blocks agree with it
+    blocks   of own slots: from copies, then from parity, in place
+    again    copies and parity files, next to the damaged ones, which are deleted only when the new ones are whole
 
-Nothing that is damaged is given up before there is something better: a restore finds at any time what it would have
+Nothing that is damaged is given up before there is something better: at any time, a restore finds what it would have
 found without this.
 """
 
@@ -30,9 +30,9 @@ log = logging.getLogger("mlflash")
 
 
 def mend(context: Context, scrubber: Scrubber) -> None:
-    """Mend what can be. Collective over the world; in a job, while no save is being protected.
+    """Repair what can be repaired. Collective over the world; in a job, while no save is being protected.
 
-    What cannot be mended stays as it is. No rank counts as damaged afterwards: the next finding begins anew.
+    What cannot be repaired stays as it is. No rank counts as damaged afterwards: the next finding begins anew.
     """
     context.damaged = False
     start, world = time.perf_counter(), context.world
@@ -69,7 +69,7 @@ def mend(context: Context, scrubber: Scrubber) -> None:
 
 
 def _restore_head(slot: Slot) -> None:
-    """Write header and block table of a slot as they were, where that is known. Not collective."""
+    """Write header and block table of a slot as they were, if that is known. Not collective."""
     header = slot.header
     assert header is not None
     extents = header.extents
@@ -84,7 +84,7 @@ def _restore_head(slot: Slot) -> None:
 
 
 def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bool]:
-    """Repair the own slots of all ranks; gives how many blocks were, here, and whether this rank's slot is whole.
+    """Repair the own slots of all ranks; return how many blocks were repaired here, and whether this slot is whole.
 
     Collective over the world.
     """
@@ -105,7 +105,7 @@ def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bo
 
 
 def _bad_blocks(context: Context, home: Slot) -> list[int] | None:
-    """The bad blocks of a slot; None where its table is damaged. Not collective."""
+    """The bad blocks of a slot; None if its table is damaged. Not collective."""
     assert home.header is not None
     if table_check(home.table(home.header.extents)) != home.header.table_check:
         return None
@@ -120,7 +120,7 @@ def _still_bad(home: Slot, blocks: Sequence[int] | None) -> list[int]:
 
 
 def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, list[int]]) -> None:
-    """Repair blocks from parity, where every member of a group reads its own slot. Collective over the world."""
+    """Repair blocks from parity; each member of a group must read its own slot. Collective over the world."""
     world = context.world
     choice = choose(context.take_stock().of(attempt), world.topology.node_of)
     is_mine = choice is not None and choice.source[world.rank] == (world.node_index, file_number(home.name))
@@ -134,7 +134,7 @@ def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged:
 
 
 def _make_again(context: Context, home: Slot, attempt: Attempt) -> int:
-    """Make copies and parity again that are not whole; gives how many, here. Collective over the world."""
+    """Make copies and parity again that are not whole; return how many were made here. Collective over the world."""
     world, pool, protection = context.world, context.pool, context.protection
     before = _holding(context, attempt)
     lacking = protection.missing(pool, attempt, forget=False)
@@ -161,7 +161,7 @@ def _make_again(context: Context, home: Slot, attempt: Attempt) -> int:
 
 
 def _holding(context: Context, attempt: Attempt) -> list[Slot]:
-    """The copies and parity files of an attempt that are kept from being written. Not collective."""
+    """The copies and parity files of an attempt that must not be written now. Not collective."""
     return [slot for slot in context.protection.kept(context.pool, attempt) if slot.use is Use.HOLDS]
 
 

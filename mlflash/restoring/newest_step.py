@@ -1,7 +1,7 @@
-"""Which step a run goes on from: the newest of which every byte is good, of memory and of the directory.
+"""The step that a run continues from: the newest one, in memory and in the directory, of which every byte is good.
 
 Headers say what was saved, not what can be loaded. Whoever chooses a step asks here, so that a step that is damaged
-beyond repair is passed over once, and not met again by the load and by each relaunch.
+beyond repair is passed over once, and neither the load nor a relaunch meets it again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Found = RankCheckpoint | FoundElsewhere | OpenInDirectory | None
 
 
 class Newest:
-    """Finds steps of which every byte is verified; the courier remembers that until the load that comes next.
+    """Finds steps of which every byte is verified; the courier remembers the result until the next load.
 
     Args:
         trainer: this rank's slots, and its courier.
         find_whole: chooses a checkpoint of which every byte is verified, and remembers it: `Restores._find_whole`.
-        look: raises where what is there cannot be used.
-        steps_alike: lists the steps that as many ranks have saved, by their headers.
+        look: raises if the existing checkpoints cannot be used.
+        steps_alike: lists the steps that the same number of ranks has saved, by their headers.
     """
 
     def __init__(self, trainer: TrainerContext, find_whole: Callable[..., Found], look: Callable[[], Found],
@@ -42,7 +42,7 @@ class Newest:
         return self._close(self._find_whole(NEWEST, others=True))
 
     def step_alike(self) -> int | None:
-        """Find the largest step that can be loaded on as many ranks as have saved it; see `Adapting.newest_alike`."""
+        """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
         reasons: dict[int, str] = {}
         for step in reversed(self._steps_alike()):
             why = self.why_not(step)
@@ -57,7 +57,7 @@ class Newest:
         return None
 
     def why_not(self, step: int) -> str | None:
-        """Say why a step cannot be loaded on as many ranks as have saved it; None where it can.
+        """Return why a step cannot be loaded on the number of ranks that saved it; None if it can.
 
         Collective over the world. What is lost or damaged is made again.
         """
@@ -73,14 +73,14 @@ class Newest:
         """Read every byte of a checkpoint in the directory, once. Collective over the world.
 
         Raises:
-            CorruptSlot: on all ranks, where something is damaged.
+            CorruptSlot: on all ranks, if something is damaged.
         """
         if drained.listed not in self._whole:
             drained.verify_together()
             self._whole.add(drained.listed)
 
     def _close(self, found: Found) -> int | None:
-        """Give the step of what was found: the courier remembers the rest."""
+        """Return the step of what was found; the courier remembers the rest."""
         if isinstance(found, OpenInDirectory):
             found.close()
         elif found is not None:

@@ -1,7 +1,7 @@
-"""A checkpoint in a directory, open: any rank reads any part of any tensor of any old rank.
+"""An open checkpoint in a directory: any rank reads any part of any tensor of any old rank.
 
-What all ranks hold is read by one of them, from the file that commits the checkpoint, and told to the others. Tensors
-are read a part at a time, straight from the file that has it (`drained_files`).
+One rank reads, from the file that commits the checkpoint, what all old ranks hold, and tells the others. Tensors are
+read part by part, each directly from the file that has it (`drained_files`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PARTS = 8192  # looked for at a time, and what more is wanted of the last one's
 
 @dataclasses.dataclass(slots=True)
 class _Asked:
-    """A part that is wanted, how many of its elements are not found yet, and in how many more files they may be."""
+    """A part that is asked for, how many of its elements are not found yet, and how many more files may have them."""
 
     part: WantedPart
     left: int
@@ -57,19 +57,19 @@ class OpenInDirectory:
     Args:
         world: the ranks that read.
         store: the directory.
-        listed: which checkpoint.
-        told: names of small entries whose bytes all ranks shall know.
+        listed: the checkpoint.
+        told: names of small entries whose bytes all ranks need.
 
     Attributes:
-        step: of it.
+        step: its step.
         path: where it is.
         world_size: number of the ranks that saved it.
         restores, home: for memory only; 0 and None.
-        damage: why the last `read` failed, of the lowest rank on which it did; the same on all.
+        damage: why the last `read` failed, from the lowest rank on which it failed; the same on all.
         olds: what each old rank had; the same on all ranks.
 
     Raises:
-        CorruptSlot: on all ranks, where a file is missing, damaged, or was changed since.
+        CorruptSlot: on all ranks, if a file is missing, damaged, or was changed since.
     """
 
     def __init__(self, world: Collectives, store: Store, listed: Listed, told: Collection[str] = ()):
@@ -98,26 +98,26 @@ class OpenInDirectory:
             self.olds.told |= {rank: text for theirs in world.gather(texts) for rank, text in theirs.items()}
 
     def is_near(self, rank: int) -> bool:
-        """Whether the state of an old rank is as near as any. Not collective."""
+        """Whether the state of an old rank is near: all are equally near. Not collective."""
         return True
 
     def distance(self, rank: int) -> int:
-        """How far the state of an old rank is: as far as any. Not collective."""
+        """How far the state of an old rank is: all are equally far. Not collective."""
         return 1
 
     def read(self, wanted: Iterable[WantedPart]) -> bool:
-        """Bring parts of tensors to where they are wanted; whether all of them arrived whole.
+        """Read parts of tensors to where they are needed; return whether all of them arrived whole.
 
         Collective over the world. The ranks wait for each other after each GiB, so that a slow file system is not
-        taken for a dead rank.
+        mistaken for a dead rank.
         """
         return self._in_rounds(self._read(wanted))
 
     def verify_together(self) -> None:
-        """Read every byte of all files, shared out among the ranks, as `read` does. Collective over the world.
+        """Read every byte of all files, divided among the ranks, as `read` does. Collective over the world.
 
         Raises:
-            CorruptSlot: on all ranks, where something is damaged.
+            CorruptSlot: on all ranks, if something is damaged.
         """
         if not self._in_rounds(
             raw.nbytes
@@ -128,10 +128,10 @@ class OpenInDirectory:
             raise CorruptSlot(f"{self.path} is damaged: {self.damage}", step=self.step)
 
     def _in_rounds(self, reading: Iterator[int]) -> bool:
-        """Read as long as all goes well on all ranks; gives whether it did. Collective over the world.
+        """Read as long as all goes well on all ranks; return whether it did. Collective over the world.
 
         Args:
-            reading: reads some more each time, and gives the bytes.
+            reading: reads some more each time, and yields the number of bytes.
         """
         good, more, why = True, True, ""
         while True:
@@ -152,7 +152,7 @@ class OpenInDirectory:
                 return bool(all_good)
 
     def state(self, rank: int) -> tuple[Manifest, Read, list[WantedPart]]:
-        """Give what an old rank's state is built of: its manifest, its bytes, and what is to be read before.
+        """Return what an old rank's state is built from: its manifest, its bytes, and what must be read before.
 
         Not collective.
         """
@@ -173,12 +173,12 @@ class OpenInDirectory:
         self._files.close()
 
     def verify(self, rank: int) -> tuple[str, int, list[str]]:
-        """Read every byte of a rank's file; gives file, bytes, and the tensors in which a block is bad.
+        """Read every byte of a rank's file; yield file, bytes, and the tensors in which a block is bad.
 
         Not collective.
 
         Raises:
-            CorruptSlot: it is missing, or its card or index are damaged.
+            CorruptSlot: it is missing, or its card or index is damaged.
         """
         bad, nbytes = [], 0
         for entry, place in self.index(rank).pieces:
@@ -189,11 +189,11 @@ class OpenInDirectory:
         return self.index(rank).places.data, nbytes, bad
 
     def index(self, rank: int) -> Index:
-        """Read what the file of an old rank says of itself. Not collective."""
+        """Read what the file of an old rank says about itself. Not collective."""
         return self._own[1] if rank == self._own[0] else self._files.index(rank)
 
     def name_of(self, rank: int) -> str:
-        """The file of an old rank that has its index. Not collective."""
+        """The file of an old rank that contains its index. Not collective."""
         return self._files.name_of(rank)
 
     def content(self, rank: int, name: str, place: Place) -> Iterator[np.ndarray]:
@@ -201,7 +201,7 @@ class OpenInDirectory:
         return self._files.content(rank, name, place)
 
     def _plain_of(self, rank: int) -> list[Any]:
-        """The plain leaves of an old rank: its file is read only where ranks have others."""
+        """The plain leaves of an old rank: its file is read only if the ranks have different ones."""
         its = self.olds.groups[self.olds.group_of(rank)]
         if rank == its.ranks[0] or self.olds.plain_differ.isdisjoint(its.structure.paths):
             return its.plain
@@ -213,7 +213,7 @@ class OpenInDirectory:
         return plain
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Do something on this rank; what goes wrong on any is raised on all. Collective over the world."""
+        """Do something on this rank; raise on all ranks what goes wrong on any. Collective over the world."""
         results: list[T] = []
         self._world.raise_together(self._attempt(lambda: results.append(work())))
         return results[0]
@@ -242,9 +242,9 @@ class OpenInDirectory:
         return {name: its.tobytes() for name, its in raw.items()}
 
     def _read(self, wanted: Iterable[WantedPart]) -> Iterator[int]:
-        """Read parts, so many at a time, as each takes memory; gives the bytes each time. Not collective.
+        """Read parts, so many at a time because each takes memory; yield the number of bytes each time. Not collective.
 
-        Each file is read once where the parts of an old rank come one after the other.
+        Each file is read once if the parts of an old rank come one after the other.
         """
         asked: dict[int, list[tuple[int, _Asked]]] = {}
         come: set[int] = set()
@@ -265,7 +265,7 @@ class OpenInDirectory:
         yield from self._read_files(asked, set(asked))
 
     def _read_files(self, asked: dict[int, list[tuple[int, _Asked]]], ranks: set[int]) -> Iterator[int]:
-        """Read what is asked of the files of some ranks. Each rank of this run begins with another. Not collective."""
+        """Read what is asked for from the files of some ranks; each rank begins with another one. Not collective."""
         first = self._world.rank * self.world_size // self._world.size
         for rank in sorted(ranks & asked.keys(), key=lambda rank: (rank - first) % self.world_size):
             places, those = self._files.places(rank), asked.pop(rank)
@@ -289,7 +289,7 @@ class OpenInDirectory:
         return structure.names[number], structure.shape(row, number)
 
     def _holders(self, rank: int, number: int, begin: int, end: int) -> list[tuple[int, int]]:
-        """In which files rows of a leaf may be: old rank, and number of the leaf there."""
+        """The files that may have rows of a leaf: old rank, and number of the leaf there."""
         structure, _ = self.olds.row(rank)
         number = structure.ties[number]
         name = structure.names[number]
@@ -300,7 +300,7 @@ class OpenInDirectory:
         return [(one, its) for one, its in numbers if its is not None]
 
     def _runs(self, rank: int, number: int, wanted_part: WantedPart, places: Places) -> Iterator[Run]:
-        """What a rank's file has of a wanted part."""
+        """What a rank's file has of a part that is asked for."""
         if (place := places.of.get(number)) is None:
             return
         name, shape = self._leaf(rank, number)

@@ -1,6 +1,6 @@
-"""A checkpoint in memory, in the slots of its old ranks, open: any rank reads any part of any tensor.
+"""An open checkpoint in memory, in the slots of its old ranks: any rank reads any part of any tensor.
 
-What lies on a rank's own node is read from its files; the rest is asked of ranks of other nodes (see `fragments`).
+A rank reads what is on its own node from the files there, and asks ranks of other nodes for the rest (see `fragments`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PARTS = 8192  # asked of other ranks at a time
 
 
 class OpenCheckpoint(Protocol):
-    """A checkpoint of whatever ranks, open, in memory (`OpenInMemory`) or in a directory (`OpenInDirectory`)."""
+    """An open checkpoint of any number of ranks, in memory (`OpenInMemory`) or in a directory (`OpenInDirectory`)."""
 
     step: int
     restores: int
@@ -56,13 +56,13 @@ class OpenInMemory:
         trainer: of this rank.
         found: where the checkpoint is.
         checks: make checksums of all tensors that are whole.
-        told: names of small entries whose bytes all ranks shall know.
+        told: names of small entries whose bytes all ranks need.
 
     Attributes:
-        olds: what there is, by old rank; the same on all ranks.
-        step: of it.
-        restores: how many runs have restored it, this one included.
-        home: this rank's own slot, where the ranks are those of today; else None.
+        olds: what each old rank had; the same on all ranks.
+        step: the step of the checkpoint.
+        restores: how many runs have restored it, including this one.
+        home: this rank's own slot, if the ranks are those of this run; otherwise None.
     """
 
     def __init__(self, trainer: TrainerContext, found: FoundElsewhere, checks: bool = False,
@@ -87,16 +87,16 @@ class OpenInMemory:
         return self._ranks.topology.node_of[server] == self._ranks.node_index
 
     def distance(self, rank: int) -> int:
-        """How far the slot of an old rank is: 0 that of this rank's own number, 1 on this node, 2 elsewhere."""
+        """How far the slot of an old rank is: 0 for this rank's own number, 1 on this node, 2 elsewhere."""
         return 2 if not self.is_near(rank) else int(rank != self._ranks.rank)
 
     def read(self, wanted: Iterable[WantedPart]) -> bool:
-        """Bring parts of tensors to where they are wanted; whether all of them arrived whole.
+        """Read parts of tensors to where they are needed; return whether all of them arrived whole.
 
         Collective over the world.
 
         Raises:
-            MlflashError: on all ranks, where one could not read its part or ``wanted`` failed there.
+            MlflashError: on all ranks, if one could not read its part or ``wanted`` failed there.
         """
         found, left = self.found, iter(wanted)
         homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
@@ -109,10 +109,10 @@ class OpenInMemory:
                 return bool(all_whole)
 
     def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
-        """Read what lies on this node; adds the rest to what other ranks are asked for. Not collective.
+        """Read what is on this node; add the rest to what other ranks are asked for. Not collective.
 
         Returns:
-            how many those are; at most so many at a time, as each takes memory.
+            The number of parts that other ranks are asked for; limited, because each takes memory.
         """
         count = 0
         homes = dict(self.found.homes)
@@ -139,7 +139,7 @@ class OpenInMemory:
         return count
 
     def close(self) -> None:
-        """Unmap what is none of this rank's own. Not collective."""
+        """Unmap what does not belong to this rank. Not collective."""
         for home in self.found.homes.values():
             self._unmap(home)
 
@@ -148,11 +148,11 @@ class OpenInMemory:
 
 
 def open_home(trainer: TrainerContext, file: int, files: ShareFiles) -> RankCheckpoint:
-    """Map the slot of an old rank of this node, and its shares, to be read. Not collective.
+    """Map the slot of an old rank of this node, and its shares, for reading. Not collective.
 
     Args:
         file: number of its file.
-        files: where shares are.
+        files: where the shares are.
     """
     return open_rank_checkpoint(trainer.slots.open, trainer.ranks.node_index, trainer.slots.open(file), files)
 

@@ -1,8 +1,8 @@
-"""Lost slots and damaged blocks → made again from the parity of their group.
+"""Lost slots and damaged blocks → rebuilt from the parity of their group.
 
-A damaged block is one lost unit of one stripe: damage that is scattered over several members of a group is repaired
-as long as no stripe lost more than the scheme covers. Blocks are repaired where they are; the slot of a lost node is
-rebuilt in a free slot of the rank whose it is, by all members of its group together.
+A damaged block is one lost unit of one stripe. Damage that is scattered over several members of a group is repaired as
+long as no stripe has lost more than the scheme covers. Blocks are repaired in place. The slot of a lost node is rebuilt
+in a free slot of the rank that it belongs to, by all members of its group together.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass
 class Repair:
-    """What is to be done for one group.
+    """What has to be done for one group.
 
     Attributes:
         group: its ranks and parity files.
         extents: parts of the slot of each member.
-        tasks: what is to be coded.
+        tasks: what has to be coded.
         heads: header and block table of the ranks whose slots are rebuilt.
-        slot_rank, parity_rank: for each member, the rank that reads its slot, and its parity file.
+        slot_rank, parity_rank: for each member, the ranks that read its slot and its parity file.
     """
 
     group: ParityGroup
@@ -53,18 +53,18 @@ class Repair:
 class Repairs:
     """Finds out whether a choice can be made whole, and does it.
 
-    Collective over the world, as all its methods.
+    Collective over the world, like all its methods.
 
     Args:
         context: of this rank.
-        choice: what is to be restored.
-        serves: for each rank of the choice, the rank that reads its slot, or has it after it was rebuilt.
-        slots: slots that this rank reads, by the rank whose they are.
+        choice: what is restored.
+        serves: for each rank of the choice, the rank that reads its slot, or that has the slot after it was rebuilt.
+        slots: slots that this rank reads, by the rank that they belong to.
         damaged: bad blocks of the slots that have some, by rank.
 
     Attributes:
-        beyond: the files of groups that have lost too much; where there are any, nothing can be repaired.
-        rebuilt: by rank of the choice, the slots that were rebuilt here.
+        beyond: the files of groups that have lost too much; if there are any, nothing can be repaired.
+        rebuilt: the slots that were rebuilt here, by rank of the choice.
     """
 
     def __init__(self, context: Context, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],
@@ -117,7 +117,7 @@ class Repairs:
         self.beyond += [place for place in (*places, *group.files) if place is not None]
 
     def _verify(self, group: ParityGroup, nth: int) -> list[int] | None:
-        """The bad parity blocks of a file; None where nothing in it can be used."""
+        """The bad parity blocks of a file; None if nothing in it can be used."""
         place, rank, context = group.files[nth], group.ranks[nth], self._context
         assert place is not None
         try:
@@ -139,7 +139,7 @@ class Repairs:
         return [block - first for block in bad]
 
     def run(self) -> list[Place]:
-        """Rebuild and repair; returns the files to do without, where that failed."""
+        """Rebuild and repair; return the files to do without, if that failed."""
         context, world, pool = self._context, self._context.world, self._context.pool
         heads = {rank: head for repair in self._repairs for rank, head in repair.heads.items()}
         heads = {rank: head for rank, head in heads.items() if self._serves[rank] == world.rank}

@@ -1,7 +1,7 @@
-"""Damaged blocks of own slots → what they were, from copies on other nodes, where they are.
+"""Damaged blocks of own slots → repaired in place from copies on other nodes.
 
-A block comes from the first partner whose copy has it whole. It is written only if it is what the table of the damaged
-slot says. Nothing is unsealed: whatever comes between, no block is worse than it was.
+A block comes from the first partner whose copy of it is whole. It is written only if it matches the table of the
+damaged slot. Nothing is unsealed: whatever happens meanwhile, no block gets worse.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BLOCK = 51
 
 
 def repair(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, Sequence[int]]) -> None:
-    """Repair what copies have. Collective over the world.
+    """Repair blocks that copies have. Collective over the world.
 
     Args:
-        home: the own slot, whose table is whole where any of its blocks are damaged.
-        attempt: that all own slots hold.
+        home: the own slot; its table is whole if any of its blocks are damaged.
+        attempt: the attempt that all own slots hold.
         damaged: by rank, the bad blocks of its own slot; the same on all ranks.
     """
     world, placement = context.world, context.protection.placement
@@ -53,7 +53,7 @@ def repair(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int,
 
 
 def _copy_of(context: Context, owner: int, attempt: Attempt) -> Slot | None:
-    """The copy that this rank holds of the slot of another one, with a table that is whole."""
+    """The copy of another rank's slot that this rank holds, if its table is whole."""
     for slot in context.pool.inbox.get(owner, ()):
         if owner != context.world.rank and slot.use is Use.HOLDS and slot.header is not None:
             try:

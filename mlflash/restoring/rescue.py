@@ -1,7 +1,7 @@
-"""Without training: what is in memory → the directory, or made whole again.
+"""Without training: write what is in memory to the directory, or make it whole again.
 
-By processes that are there for this only, on the nodes that are left; of whatever number, as each can hand in the
-state of several ranks of the job. What is lost is rebuilt from copies or parity first, and stays in memory.
+Processes that exist only for this run it on the remaining nodes. Their number does not matter, because each can hand in
+the state of several ranks of the job. Lost slots are first rebuilt from copies or parity, and stay in memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BY = "scavenge"
 
 
 def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
-    """Begin to drain the newest checkpoint that memory can give.
+    """Begin to drain the newest checkpoint that memory has.
 
     Collective over the world; for a job of the courier.
 
     Returns:
-        The drain; None where the directory has what memory has, or more.
+        The drain. None if the directory has what memory has, or more.
     """
     listed = drains.listed()
     newest = max((one.card.attempt.generation for one in listed), default=0)
@@ -46,16 +46,16 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
 
 
 def heal(context: Context) -> int | None:
-    """Make the redundancy of the newest checkpoint in memory whole again.
+    """Make the lost copies and parity of the newest checkpoint in memory again.
 
-    Collective over the world, which must be of as many ranks as the job; for a job of the courier.
+    Collective over the world, which must have as many ranks as the job; for a job of the courier.
 
     Returns:
-        Its step; None where memory has nothing.
+        Its step; None if memory has no checkpoint.
 
     Raises:
         WorldSizeChanged: this is another number of ranks.
-        MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
+        MemoryTooSmall, SaveFailed: healing failed; what was in memory is untouched.
     """
     found = from_memory.find_and_verify(context, NEWEST)
     if not isinstance(found, RankCheckpoint):

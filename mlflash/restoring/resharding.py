@@ -1,12 +1,12 @@
 """A checkpoint of other ranks, or in other shards → this run's: each rank puts its state together in a slot of its own.
 
     gather     what the old ranks' slots hold: entries, plain leaves, checksums of whole tensors
-    plan       of which parts each tensor is made (see `shards`), and who has them
-    exchange   parts on this node are read from its files; the others are asked for (see `fragments`)
-    commit     the new slot is protected and committed like a save; only then may the old ones go
+    plan       which parts make up each tensor (see `shards`), and which ranks have them
+    exchange   parts on this node are read from its files; ranks are asked for the others (see `fragments`)
+    commit     the new slot is protected and committed like a save; only then may the old ones be freed
 
-What each old rank had its own of goes to the rank of its number. Where there was none, a rank keeps what it has; where
-there is none any more, it is left behind; rank 0 says both.
+What each old rank had of its own goes to the rank with its number. If there was no such rank, a rank keeps what it has.
+If there is no such rank any more, it is left behind. Rank 0 logs both.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _PARTS = 4096  # whose numbers are Python's at a time
 
 @dataclasses.dataclass
 class _Wanted:
-    """The state of a new rank: where it goes, and of what it is made.
+    """The state of a new rank: where it goes, and what it is made of.
 
     Attributes:
-        flat: its leaves; the values are live ones, or None where there are none yet.
+        flat: its leaves; the values are live ones, or None if there are none yet.
         made_of: for each leaf that is brought, by number, the parts of old shards that make it up.
     """
 
@@ -64,7 +64,7 @@ class _Wanted:
 
 @dataclasses.dataclass
 class Resharded:
-    """A state that was put together in an own slot (its share stays empty), and not loaded yet."""
+    """A state that was put together in an own slot (its share stays empty), and is not loaded yet."""
 
     slot: Slot
     share: Slot
@@ -72,14 +72,14 @@ class Resharded:
     flat: Flat
 
     def filling(self, state: Any) -> Filling:
-        """Fill it into a live state, in place. Not collective."""
+        """Fill a live state with it, in place. Not collective."""
         layout = self.plan.layout
         read = self.slot.reader(layout.extents)
         return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
 
 
 def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way: bool = False) -> Resharded:
-    """Put this rank's state together. Collective over the world; nothing of ``state`` is changed.
+    """Put this rank's state together. Collective over the world; nothing in ``state`` is changed.
 
     Args:
         trainer: of this rank.
@@ -88,9 +88,9 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
         gives_way: files that are left aside may be deleted for it.
 
     Raises:
-        StructureMismatch: on all ranks, where that of any does not go together with the checkpoint.
-        MemoryTooSmall: on all ranks, where there is no room for it beside the old slots.
-        CorruptSlot: on all ranks, where a part did not arrive whole on any.
+        StructureMismatch: on all ranks, if the state of any does not match the checkpoint.
+        MemoryTooSmall: on all ranks, if there is no room for it next to the old slots.
+        CorruptSlot: on all ranks, if a part did not arrive whole on any.
     """
     ranks = trainer.ranks
 
@@ -151,7 +151,7 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
 
 
 def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
-    """Say what old ranks had their own of where there is no such rank any more, or was none before. Not collective."""
+    """Log what old ranks had of their own, if there is no such rank any more, or was none before. Not collective."""
     olds = old.olds
     own = {name for name, spots in olds.spots.items() if olds.is_private(spots)} | olds.plain_differ
     named = [(group.ranks, {*group.structure.names, *group.structure.paths}) for group in olds.groups]
@@ -177,14 +177,14 @@ def _some(names: list[str]) -> str:
 
 
 def give_up(trainer: TrainerContext, made: Resharded) -> None:
-    """Let saves write the slots that a state was put together in, as it was not loaded. Not collective."""
+    """Let saves write the slots in which a state was put together, because it was not loaded. Not collective."""
     trainer.slots.give_back([made.slot, made.share])
 
 
 def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> None:
-    """Commit what was put together, as a save of its own; then the old slots may go. Collective over the world.
+    """Commit what was put together, as a save of its own; then the old slots may be freed. Collective over the world.
 
-    Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
+    If that fails, it is a warning, and the old slots stay until a newer step is committed.
     """
     save = PendingSave(Snapshot(old.step, lambda: None), trainer.slots, trainer.ranks)
     assert made.slot.segment is not None
@@ -232,7 +232,7 @@ def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]
 
 
 def _refuse_flat_shards(state: Any, old: OldRank, olds: OldRanks) -> None:
-    """Refuse an optimizer's state whose shards do not say that they are shards, where the parameters are cut anew."""
+    """Refuse an optimizer's state whose shards are not marked as shards, if the parameters are now cut differently."""
     for number, parameter in parameters(state, old.tree).items():
         entry, shape = old.entries[number], tuple(parameter.shape)
         if olds.is_private(olds.spots[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
@@ -245,16 +245,16 @@ def _refuse_flat_shards(state: Any, old: OldRank, olds: OldRanks) -> None:
 
 
 def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
-    """An entry of the checkpoint, in the shard that a live tensor of its name is."""
+    """Return an entry of the checkpoint in the shard that the live tensor of its name has."""
     mine = live.get(entry.name)
     same = (entry.kind, entry.dtype, entry.global_shape)
     return mine if mine is not None and (mine.kind, mine.dtype, mine.global_shape) == same else entry
 
 
 def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
-    """Say what this rank's state is made of.
+    """Work out what this rank's state is made of.
 
-    Its structure is that of the old rank of its number, since objects (an optimizer before its first step) may not
+    Its structure is that of the old rank with its number, because objects (an optimizer before its first step) may not
     have theirs yet; its shards are those of the live tensors.
     """
     olds = opened.olds
@@ -298,7 +298,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
 
 
 def _make_rooms(wanted: _Wanted, plan: Plan, slot: Slot) -> dict[int, np.ndarray]:
-    """Copy what the live state keeps into the new slot; gives where the other leaves go in it, by number."""
+    """Copy what the live state keeps into the new slot; return where the other leaves go in it, by number."""
     slot.unseal()
     slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
     payload = slot.payload(plan.layout.extents)
@@ -314,7 +314,7 @@ def _make_rooms(wanted: _Wanted, plan: Plan, slot: Slot) -> dict[int, np.ndarray
 
 
 def _parts_in(rooms: Mapping[int, np.ndarray], made_of: Mapping[int, Parts]) -> Iterator[WantedPart]:
-    """Say which parts of the checkpoint go where, as they are asked for: there may be very many."""
+    """Yield which parts of the checkpoint go where, as they are asked for: there may be very many."""
     for number, nth in _by_old_rank(made_of):
         part = made_of[number][nth]
         target = rooms[number][box(part.target, part.shape)]
@@ -322,7 +322,7 @@ def _parts_in(rooms: Mapping[int, np.ndarray], made_of: Mapping[int, Parts]) -> 
 
 
 def _by_old_rank(made_of: Mapping[int, Parts]) -> Iterator[tuple[int, int]]:
-    """Of which leaf, and which of its parts, all of one old rank after those of another: they are in one file."""
+    """Yield leaves and their parts, all of one old rank after those of another: they are in one file."""
     if not made_of:
         return
     ranks = np.concatenate([parts.ranks for parts in made_of.values()])

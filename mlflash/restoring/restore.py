@@ -1,6 +1,6 @@
-"""The restores of this run: found, brought home, loaded together, and healed behind.
+"""The restores of this run: found, fetched, loaded together, and healed in the background.
 
-What goes wrong on any rank is raised on all of them, so that no rank trains on from another step than the others.
+An error on any rank is raised on all of them, so that no rank trains on from another step than the others.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Restores:
     """Fills states with what memory or the directory holds.
 
     Args:
-        trainer: this rank's slots, and its courier, which does all that is collective.
-        saves: told of the step that was restored.
-        drains: waited for before.
+        trainer: this rank's slots, and its courier, which does everything that is collective.
+        saves: told the step that was restored.
+        drains: waited for before a restore.
 
     Attributes:
-        newest: says which step can really be loaded.
+        newest: finds the step that can really be loaded.
     """
 
     def __init__(self, trainer: TrainerContext, saves: SaveQueue, drains: Drains):
@@ -99,12 +99,12 @@ class Restores:
         return self._restored(home)
 
     def _as_elsewhere(self, home: RankCheckpoint, same_ranks: bool = False) -> FoundElsewhere:
-        """Take this rank's own checkpoint for one of any ranks."""
+        """Treat this rank's own checkpoint as one of any ranks."""
         return FoundElsewhere(home.header.attempt, home.header.step, self._restores, {self._ranks.rank: home},
                               home.files, same_ranks)  # fmt: skip
 
     def _shards_differ(self, home: RankCheckpoint, state: Any) -> bool:
-        """Whether the state of any rank has other shards than its checkpoint; else it can be loaded as it is.
+        """Whether the state of any rank has other shards than its checkpoint; otherwise it can be loaded as it is.
 
         Collective over the world.
         """
@@ -112,7 +112,7 @@ class Restores:
         return not self._ranks.agree([int(not differ)])[0]
 
     def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
-        """Give the state anew; see `Checkpointer.load`."""
+        """Return the state anew; see `Checkpointer.load`."""
         bad: dict[str, str] = {}
         while isinstance(found := self._find(wanted, source=source, bad=bad, checked=copy), OpenInDirectory):
             try:
@@ -156,7 +156,7 @@ class Restores:
         done: Callable[[], None],
         anew: bool = False,
     ) -> None:
-        """Read out of an opened checkpoint and close it; see `Adapting.read`."""
+        """Read from an opened checkpoint and close it; see `Adapting.read`."""
         start, step = time.perf_counter(), opened.step
         wanted_parts: list[WantedPart] = []
         try:
@@ -182,7 +182,7 @@ class Restores:
         return steps
 
     def steps_alike(self) -> list[int]:
-        """List the steps that as many ranks have saved; see `Adapting.steps_alike`."""
+        """List the steps that the same number of ranks has saved; see `Adapting.steps_alike`."""
         return self._steps(alike=True)
 
     def _prepare_or_warn(self, state: Any) -> None:
@@ -193,7 +193,7 @@ class Restores:
                 log.warning("the slots could not be made: %s", error)
 
     def _put_together(self, old: OpenCheckpoint, state: Any) -> int:
-        """Restore what was saved by other ranks, or in other shards, or is not in memory."""
+        """Restore what other ranks saved, or what is in other shards, or not in memory."""
         start = time.perf_counter()
         made: resharding.Resharded
         try:
@@ -263,7 +263,7 @@ class Restores:
         return FoundElsewhere(found.attempt, found.step, found.restores, homes, found.files)
 
     def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
-        """Note that a checkpoint of the directory is not to be used, and why. Not collective."""
+        """Note that a checkpoint of the directory must not be used, and why. Not collective."""
         bad[listed.folder] = why
         if self._ranks.rank == 0:
             log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)
@@ -272,7 +272,7 @@ class Restores:
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         remember: bool = False,
     ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
-        """Find the newest of what is wanted of which every byte is verified, also where it comes from the directory."""
+        """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
         bad: dict[str, str] = {}
         while isinstance(found := self._find(wanted, others, source, told, bad, remember=remember), OpenInDirectory):
             try:
@@ -296,7 +296,7 @@ class Restores:
         return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
 
     def _count(self, step: int, source: object, own: int | None = None) -> None:
-        """Note that a step was restored: out of memory, or of a directory."""
+        """Note that a step was restored, from memory or from a directory."""
         self._saves.last_step = step
         self._courier.call(Restored(own))
         where = source.path if isinstance(source, OpenInDirectory) else "memory"
@@ -306,15 +306,15 @@ class Restores:
         self._recorder.restored(step, time.perf_counter() - self._began, where, came_from, nbytes, how)
 
     def _hold_until_healed(self, home: RankCheckpoint) -> None:
-        """Where a step was rolled forward, keep saves from the step before, whether this one can be loaded or not.
+        """If a step was rolled forward, keep saves from writing the step before, whether this one can be loaded or not.
 
-        Until its copies are made only that covers a lost node. Collective over the world.
+        Until its copies are made, only the step before covers a lost node. Collective over the world.
         """
         if self._rolled_forward:
             self._courier.call(HoldOlder(self._number_of(home)))
 
     def _heal_first(self, home: RankCheckpoint) -> None:
-        """Where a step was rolled forward its slots must not be all there is while it is put together or read."""
+        """Heal first if a step was rolled forward: no other slots may have it while it is put together or read."""
         if self._rolled_forward:
             self._courier.call(HealFirst(self._number_of(home)))
 

@@ -1,8 +1,8 @@
-"""What this rank holds, verified again and again at a low rate, while its courier has nothing else to do.
+"""Verifies what this rank holds, again and again at a low rate, while its courier has nothing else to do.
 
 Slots, copies, parity and shares are read a run of blocks at a time. When all of memory was verified once since it last
-changed, the file that this rank wrote for the newest drained checkpoint is read, too, on a thread of its own: a file
-system that hangs holds up no save. What is damaged is said once, and `mend` mends what it can with the next save.
+changed, the file that this rank wrote for the newest drained checkpoint is read, too. A separate thread does that, so
+that a file system that hangs delays no save. Damage is logged once, and `mend` repairs what it can with the next save.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COMES = {
 
 @dataclasses.dataclass
 class _Round:
-    """One look at all that is held: which slot is being read, and from which block on; -1: its head."""
+    """One pass over everything that is held: the slot that is being read, and the next block; -1: its head."""
 
     begun_s: float
     nth: int = 0
@@ -50,8 +50,8 @@ class Scrubber:
 
     Args:
         context: this rank's slots.
-        rate: bytes per second that are read; a drained file is read at the same rate beside it.
-        newest_drain: gives the newest drain of this run, on its way or ended; None: there is none.
+        rate: bytes per second that are read; a drained file is read at the same rate at the same time.
+        newest_drain: returns the newest drain of this run, running or ended; None: there is none.
         clock: seconds.
     """
 
@@ -69,7 +69,7 @@ class Scrubber:
         self._over = threading.Event()
 
     def go_on(self, is_wanted: Callable[[], bool]) -> None:
-        """Verify a little more, until the courier is wanted.
+        """Verify a little more, until the courier has something to do.
 
         Args:
             is_wanted: whether a job waits.
@@ -88,23 +88,23 @@ class Scrubber:
             self._may_read -= nbytes
 
     def close(self) -> None:
-        """Read no drained file any more. Not collective; any thread."""
+        """Stop reading drained files. Not collective; any thread."""
         self._over.set()
 
     @property
     def damaged(self) -> list[Slot]:
-        """The slots that were found damaged, and hold the same still."""
+        """The slots that were found damaged and still hold the same."""
         return [slot for slot, header in self._found if slot.header is header and slot.use is Use.HOLDS]
 
     def forget(self, slots: Sequence[Slot]) -> None:
-        """Verify slots again that were found damaged, as they are mended."""
+        """Verify slots again that were found damaged, because they were repaired."""
         self._found = [one for one in self._found if not any(one[0] is slot for slot in slots)]
         self._held = []
 
     # Memory
 
     def _look_what_is_held(self) -> None:
-        """Begin anew where slots hold something else than before: nothing is read of what may be written now."""
+        """Begin anew if slots hold something else than before: what may be written now is not read."""
         held = [
             (slot, slot.header)
             for slot in self._context.pool.all()
@@ -116,7 +116,7 @@ class Scrubber:
             self._found = [(slot, header) for slot, header in self._found if slot.header is header]
 
     def _verify_some(self) -> int:
-        """Verify a run of blocks; gives its bytes, and 0 where there is nothing to do now."""
+        """Verify a run of blocks; return its bytes, and 0 if there is nothing to do now."""
         at = self._round
         while at.nth < len(self._held):
             slot, header = self._held[at.nth]
@@ -149,7 +149,7 @@ class Scrubber:
         return (last - first) * extents.block_nbytes
 
     def _say(self, slot: Slot, header: Header, block: int | None, how: str) -> None:
-        """Say of a slot that it is damaged; it is passed over from now on."""
+        """Log that a slot is damaged; it is passed over from now on."""
         context, kind = self._context, self._kind_of(slot, header)
         self._found.append((slot, header))
         context.damaged = context.damaged or kind in _MENDABLE
@@ -169,7 +169,7 @@ class Scrubber:
     # The directory
 
     def _look_at_drained(self) -> None:
-        """Begin to read the drained file of this rank where memory is verified, or take what came of it."""
+        """Begin to read the drained file of this rank if memory is verified, or take the result of that."""
         drain = self._newest_drain()
         if self._reading is None:
             is_there = drain is not None and drain is not self._drain and drain.done and drain.error is None

@@ -1,4 +1,4 @@
-"""The files that this rank has drained, read again: whether each block is what it was when it was written."""
+"""Reads again the files that this rank has drained, and compares each block with what was written."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _RUN_NBYTES = 4 << 20  # read at once; at least a block
 
 
 def why_damaged(drain: Drain, rate: float, over: threading.Event) -> list[tuple[int, str, str]]:
-    """Read every block of what this rank has drained; what HDF5 has compressed is left out.
+    """Read every block of what this rank has drained, except what HDF5 has compressed.
 
     Not collective; for a thread that may hang.
 
     Args:
-        drain: it has ended well.
+        drain: a drain that has ended well.
         rate: bytes per second.
-        over: set where the result is of no use any more.
+        over: set if the result is not needed any more.
 
     Returns:
-        Of each file that is damaged, or cannot be read: the rank whose state it has, its name, and why.
+        For each file that is damaged or cannot be read: the rank whose state it has, its name, and why.
     """
     assert drain.inside is not None and drain.attempt is not None
     card = Card(drain.attempt, drain.step, -1, 0, 0, 0, 0, 0, 0, "")
