@@ -1,15 +1,15 @@
 """Receipts → agreement → generation: what the courier does for one save.
 
-    announce    what each rank sends; whether all can; whether somebody needs larger slots     1 allreduce
-    settle      only where a structure is new: what of it is shared; then it is announced again
-    confirm     whether those that share hold the same; then the shares are sealed             1 among these
+    announce    what each rank sends; whether all can; whether a rank needs larger slots       1 allreduce
+    settle      only if a structure is new: what of it is shared; then it is announced again
+    confirm     whether ranks that share hold the same; then the shares are sealed             1 among these
     protect     checksum, transfer, verify; the own slot and the copies are sealed
-    agree       every slot sealed, every copy verified, on every rank; who was waited for       1 allreduce
+    agree       every slot sealed, every copy verified, on every rank; which rank was late     1 allreduce
     record      a receipt in each slot; older slots may be written again
 
-A rank that cannot save still goes through all of it, with a failed receipt, so that nobody waits for it. What concerns
-one rank alone, and may raise anything (tensors, devices, adapters), is done by `_locally`: whatever goes wrong becomes
-the one outcome that all ranks agree on, as text, and the next save goes on.
+A rank that cannot save still takes part in all of it, with a failed receipt, so that no rank waits for it. Work that
+concerns one rank alone, and may raise anything (tensors, devices, adapters), is done by `_locally`: whatever goes wrong
+becomes the one outcome that all ranks agree on, as text, and the next save continues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OneAhead(Exception):
 
 
 class MendFirst(Exception):
-    """Something at rest is damaged, on some rank: it is to be mended before this save, on all of them."""
+    """Some rank has damage at rest: all ranks must repair it before this save."""
 
 
 class CommitListener(Protocol):
@@ -51,41 +51,41 @@ class CommitListener(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no drain is on its way on this rank."""
+        """Whether no drain is running on this rank."""
 
     @property
     def asked(self) -> bool:
         """Whether somebody has asked for a drain on this node."""
 
     def certified(self, attempt: Attempt) -> None:
-        """Hear that an attempt is certified."""
+        """Note that an attempt is certified."""
 
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
-        """Count a checkpoint that was committed just now, and begin to drain it where it is due. Collective."""
+        """Count a checkpoint that was just committed, and begin to drain it if it is due. Collective."""
 
 
 class Save:
-    """One save on its way through the courier.
+    """One save that the courier is working on.
 
     Args:
-        request: what the trainer asks.
-        trainer: answers what is asked meanwhile.
+        request: what the trainer asks for.
+        trainer: answers questions during the save.
         context: of this rank.
 
     Attributes:
         step: the training step.
         attempt: its number, which the ranks agree on when they announce it.
-        slot, share: where the state is staged into; None: nowhere.
-        plan, inode, checks, problem: of the request; made or found later where it says so.
-        skipped: whether it is given up on all ranks, as the slots of one are busy.
-        drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
-        drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
-        mends: whether what is damaged at rest is mended before it; the same on all ranks.
+        slot, share: where the state is staged; None: nowhere.
+        plan, inode, checks, problem: of the request; made or found later if it says so.
+        skipped: whether all ranks skip it because the slots of one rank are busy.
+        drains_idle: whether no drain is running: at first on this rank, and on any rank once that was agreed on.
+        drain_asked: whether a drain was asked for: at first on this rank, and on any rank once that was agreed on.
+        mends: whether damage at rest is repaired before it; the same on all ranks.
         is_restored: whether it is an older checkpoint that was put together again: what is newer in memory stays.
-        is_suspect: whether the values of any rank are, once that was agreed on.
-        is_given_up: whether it may be written over at once, as an older step is kept.
-        due: what may be certified now that it is committed.
-        looks: at the values of this rank, once it is announced.
+        is_suspect: whether the values of any rank are suspect, once that was agreed on.
+        is_given_up: whether it may be overwritten at once, because an older step is kept.
+        due: what may be certified now that this save is committed.
+        looks: the checks of the values of this rank, once the save is announced.
         times: how long each of its phases takes on this rank.
     """
 
@@ -113,24 +113,24 @@ class Save:
 
     @property
     def extents(self) -> Extents | None:
-        """Of what this rank sends; None: nothing."""
+        """The extents of what this rank sends; None: nothing."""
         if self.plan is None or self.problem is not None or self.request.skip:
             return None
         return self.plan.layout.extents
 
 
 def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda: None) -> None:
-    """Bring one save to its end. Collective over the world.
+    """Run one save to its end. Collective over the world.
 
     Args:
-        save: which.
+        save: the save.
         context: of this rank.
-        committed_now: done once it is committed, before the snapshot says so.
+        committed_now: called once it is committed, before the snapshot says so.
 
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
-        OneAhead: the other ranks come to this save with their next one: it is to be run once more.
-        MendFirst: on all ranks, with ``save.mends``: so is it when that is done.
+        OneAhead: the other ranks come to this save with their next one: run it once more.
+        MendFirst: on all ranks, with ``save.mends``: repair first, and then run it once more.
     """
     error: MlflashError | None = None
     with save.times.of("deferred"):
@@ -173,7 +173,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
 
 
 def _settle(save: Save, context: Context) -> None:
-    """Agree on what is shared of a new structure."""
+    """Agree on what is shared in a new structure."""
     replicas = context.sharers
     if replicas is None:
         return
@@ -199,7 +199,7 @@ def _lay_out(save: Save) -> None:
 
 
 def _announce(save: Save, context: Context) -> bool:
-    """Tell the others; whether it was heard. Else some rank's structure is new, and it has to be settled first."""
+    """Tell the other ranks; return False if some rank's structure is new and must be settled first."""
     world, pool = context.world, context.pool
     save.times.begin_announcing()
     extents = save.extents
@@ -244,14 +244,16 @@ def _announce(save: Save, context: Context) -> bool:
 
 
 def _falls_in(context: Context, step: int, low: int) -> bool:
-    """Whether a rank that left saves out falls in again: those that are ahead stay where they are, the others go on.
+    """Whether a rank that left saves out catches up: ranks that are ahead stay at their step, and the others continue.
 
-    An exception, such as that of a signal handler, may have kept it from posting some, and its saves would be ahead of
-    the others' for good. That is so where each rank that is ahead has already failed with the step that the others are
-    at now, or with a later one: it stays, while they end theirs and come to it. It is not where a rank goes back to an
-    earlier step, as overlapping saves of a framework do: all ranks have posted as many then.
+    An exception, such as one of a signal handler, may have kept a rank from posting some saves, and its saves would
+    stay ahead of the others' for good. The ranks treat it so if each rank that is ahead has already failed with the
+    step that the others are at now, or with a later one: it stays, while the others end theirs and come to it. They do
+    not if a rank goes back to an earlier step, as overlapping saves of a framework do: then all ranks have posted the
+    same number of saves.
 
-    Collective over the world, where the steps of the ranks differ. Nothing is, for this save, where it is so.
+    Collective over the world, if the steps of the ranks differ. If a rank catches up, nothing else of this save is
+    collective.
     """
     left = -1 if context.left_at is None else context.left_at
     falls_in = bool(context.world.agree([int(step > left if step == low else low <= left)])[0])
@@ -261,7 +263,7 @@ def _falls_in(context: Context, step: int, low: int) -> bool:
 
 
 def _locally(save: Save, work: Callable[[], object]) -> None:
-    """Do what concerns this rank alone; whatever goes wrong is why the save fails, on all ranks. Not collective."""
+    """Do what concerns this rank alone; whatever goes wrong makes the save fail, on all ranks. Not collective."""
     try:
         work()
     except MlflashError as error:
@@ -317,7 +319,7 @@ def _protect(save: Save, context: Context) -> None:
 
 
 def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:
-    """Write the receipt, and what the values say, into slots that hold the attempt."""
+    """Write the receipt, and the verdict on the values, into slots that hold the attempt."""
     for slot in slots:
         if slot is not save.share:
             slot.record_commit(save.attempt, save.step)
@@ -345,7 +347,7 @@ def _note(save: Save, problem: MlflashError | None) -> None:
 
 
 def _confirm(save: Save, context: Context) -> None:
-    """Seal this rank's share, where all that hold it hold the same."""
+    """Seal this rank's share, if all ranks that hold it hold the same."""
     replicas = context.sharers
     if replicas is None:
         return

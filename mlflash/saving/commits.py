@@ -1,4 +1,4 @@
-"""What the courier does for each save of this run: heals first where that is due, commits, and tells who asked."""
+"""What the courier does for each save of this run: heal first if that is due, commit, and tell whoever asked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger("mlflash")
 
 
 class Commits:
-    """Brings saves to their end. Collective over the world; for the courier.
+    """Runs saves to their end. Collective over the world; for the courier.
 
     Args:
         context: this rank's slots and communicators.
         drains: told what was committed.
-        heal: tries once more to make the redundancy of the restored step whole. Collective over the world.
-        mend: makes good what was found damaged at rest. Collective over the world.
+        heal: tries once more to heal the restored step. Collective over the world.
+        mend: repairs damage that was found at rest. Collective over the world.
     """
 
     def __init__(self, context: Context, drains: commit.CommitListener, heal: Callable[[Slot], None],
@@ -70,7 +70,7 @@ class Commits:
             context.recorder.seconds["protect and commit"] += time.perf_counter() - start
 
     def _mend_first(self, trainer: Trainer) -> None:
-        """Mend; then no rank says any more that it has found damage."""
+        """Repair damage; afterwards no rank reports damage any more."""
         try:
             self._mend()
         except MlflashError as error:

@@ -1,8 +1,8 @@
 """Where the leaves of a state go in one slot, and how: at once, or later.
 
 Large contiguous CPU tensors go through ``np.copyto`` (memcpy on one thread; torch's OpenMP copy is up to 26 times
-slower where ranks fight for cores), small ones through one ``torch._foreach_copy_`` per dtype, those on other devices
-through a `DeviceCopies`.
+slower if ranks compete for cores). Small ones go through one ``torch._foreach_copy_`` per dtype, and those on other
+devices through a `DeviceCopies`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CopyPlan:
         layout: of the slot.
         segments: of the slot, and of the share.
         targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
-        copy_threads: copies together.
+        copy_threads: threads that copy together.
         timeout_s: how long devices may take, seconds.
     """
 
@@ -65,7 +65,7 @@ class CopyPlan:
         self._structure, self._lazy = flat.structure, lazy
 
     def copy(self, values: list[Any]) -> None:
-        """Copy what is copied at once; returns when that may be changed again.
+        """Copy what is copied at once; when it returns, that may be changed again.
 
         Raises:
             SaveFailed: a device takes too long.
@@ -92,9 +92,10 @@ class CopyPlan:
                 raise SaveFailed(f"a device did not finish its copies within {self._timeout_s:g} s")
 
     def begin(self, values: list[Any], samples: SampledBytes) -> tuple[list[Work], list[DeviceCopies]]:
-        """Begin what is copied later: the pieces that are to be made, and what devices are at.
+        """Begin what is copied later; return the pieces still to be copied, and the copies that devices are making.
 
-        Both know where the bytes are now: a parameter may get other memory meanwhile (FSDP does that).
+        Both use the places where the bytes are now, because a parameter may get other memory meanwhile (FSDP does
+        that).
 
         Args:
             values: the leaves.
@@ -112,9 +113,9 @@ class CopyPlan:
         return pieces, self._later.transfers(values, noted, self.segments)
 
     def read_back(self, flat: Flat) -> None:
-        """Read one leaf of each kind as a restore would, and compare it with the live one; the smallest of them.
+        """Read the smallest leaf of each kind as a restore would, and compare it with the live one.
 
-        Of a leaf that is copied later only dtype and shape: `SampledBytes` compares its bytes.
+        For a leaf that is copied later, only dtype and shape are compared: `SampledBytes` compares its bytes.
 
         Raises:
             StateError: a restore would find something else.
@@ -142,7 +143,7 @@ class CopyPlan:
 
 
 def _how(value: Any) -> tuple[Any, ...]:
-    """What a leaf is copied by, besides its dtype."""
+    """What decides how a leaf is copied, besides its dtype."""
     if isinstance(value, np.ndarray):
         return (value.flags.c_contiguous,)
     is_odd = value.is_conj() or value.is_neg()
@@ -154,7 +155,7 @@ class _Kinds:
 
     Attributes:
         arrays: numbers and targets of those that numpy copies.
-        large: numbers of tensors, their targets, and the bytes of these, where memcpy does.
+        large: numbers of tensors, their targets, and the bytes of these, for memcpy.
         small: for each dtype: targets and numbers of those that torch copies together.
         on_devices: for each device: targets and numbers.
     """
@@ -188,7 +189,7 @@ class _Kinds:
         Args:
             values: the leaves.
             more: a further target and value, by device.
-            segments: the files they go to.
+            segments: the files that they are copied to.
         """
         found = []
         for device, (targets, numbers) in self.on_devices.items():

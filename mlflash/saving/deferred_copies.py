@@ -1,8 +1,8 @@
 """What is copied after `save` has returned: tensors that nothing changes before an optimizer's next step.
 
-The courier copies while training computes; training copies what is left when it comes to the step (the idea is
-DataStates-LLM's, Maurya et al., HPDC 2024). A tensor that was written to in between all the same has
-another version, or other bytes than were noted (`sampled_bytes`), and then the save fails: no torn copy is committed.
+The courier copies while training computes; when training comes to the step, it copies what is left (the idea is
+DataStates-LLM's, Maurya et al., HPDC 2024). A tensor that was nevertheless written to in between has another version,
+or other bytes than were noted (`mutation_check`). Then the save fails: no torn copy is committed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _CHANGED = (
 
 
 class DeferredCopies:
-    """The copies of one save that need not have been made when it returns.
+    """The copies of one save that need not be made when it returns.
 
     Args:
         pieces: each copies a part of a CPU tensor; in any order, on any thread.
         transfers: copies that devices are making.
-        tensors: names and tensors that must not change before all is copied.
-        timeout_s: how long anything here waits at most; after it the save fails.
+        tensors: names and tensors that must not change before everything is copied.
+        timeout_s: how long anything here waits at most; after that the save fails.
         samples: bytes that the copies must have.
 
     Attributes:
-        is_empty: whether there were none.
-        is_over: whether the save has ended: nobody need wait any more.
-        error: why what was copied is of no use.
-        tell_changed: called where something else than an optimizer's step has changed a tensor; on any thread.
+        is_empty: whether there were no copies.
+        is_over: whether the save has ended, so that nothing needs to wait any more.
+        error: why the copies cannot be used.
+        tell_changed: called if something other than an optimizer's step changed a tensor; on any thread.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DeferredCopies:
         return self._made.is_set() and all(transfer.is_done for transfer in self._transfers)
 
     def help(self) -> None:
-        """Make pieces until none is left to begin; others may still be making theirs. Not collective."""
+        """Copy pieces until none is left to begin; other threads may still be copying theirs. Not collective."""
         while True:
             try:
                 piece = self._pieces.popleft()
@@ -88,7 +88,7 @@ class DeferredCopies:
                 self._count(1)
 
     def hold_back(self) -> None:
-        """Let whatever the caller does from now on, or gives a device to do, come after the copies.
+        """Make everything that the caller does from now on, or gives a device to do, come after the copies.
 
         Not collective.
         """
@@ -112,15 +112,15 @@ class DeferredCopies:
             self._fail_changed(name, " (by a write that torch does not count, such as to .data)")
 
     def look(self) -> None:
-        """Look whether something else than an optimizer's step has changed a tensor.
+        """Check whether something other than an optimizer's step changed a tensor.
 
-        Not collective. To be called once more when the slot is sealed: an operation tells of its change when it ends.
+        Not collective. Call it once more when the slot is sealed: an operation counts its change only when it ends.
         """
         with self._lock:  # who waits for it may step as soon as it has it
             self._check()
 
     def cancel(self) -> None:
-        """Let what is not begun be, and wait for what is: from then on nothing is written any more.
+        """Drop the copies that are not begun, and wait for the others; afterwards nothing is written any more.
 
         Not collective.
 

@@ -1,6 +1,6 @@
 """Tensors on devices → the slot: copies that the device makes on a stream of its own.
 
-In pieces, so that other traffic of the device is not held up behind one copy for long.
+They are made in pieces, so that one copy does not delay other traffic of the device for long.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _streams: dict[Any, Any] = {}
 
 
 class DeviceCopies:
-    """Copies from one device to pinned memory, on their way when this is made.
+    """Copies from one device to pinned memory, which begin when this is made.
 
-    They come after all that the caller's stream has been given so far. The tensors are held until the copies are
-    made: else the caching allocator could give their memory to others.
+    They come after everything that the caller's stream has been given so far. The tensors are kept until the copies are
+    made; otherwise the caching allocator could give their memory to others.
 
     Args:
         device: of the tensors.
-        targets: CPU tensors, where the copies go.
+        targets: CPU tensors that receive the copies.
         values: tensors of the same dtypes and shapes.
         segments: the files that the targets are in: each notes this as one of its writers.
     """
@@ -60,14 +60,14 @@ class DeviceCopies:
         return self._event is not None and bool(self._event.query())
 
     def hold_back(self) -> None:
-        """Let what the caller's stream is given from now on come after the copies; the host does not wait.
+        """Make everything that the caller's stream is given from now on come after the copies; the host does not wait.
 
         Not collective.
         """
         self._api.current_stream(self._device).wait_event(self._event)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the copies are made; False where they are not in time. Not collective."""
+        """Wait until the copies are made; False if they are not made in time. Not collective."""
         end = time.monotonic() + timeout_s
         while not self.is_done:
             if time.monotonic() > end:

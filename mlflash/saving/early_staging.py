@@ -26,9 +26,9 @@ class StagedState:
 
     Attributes:
         slot, share: where it is.
-        plan: how.
+        plan: how it is laid out.
         inode, checks: as in `SaveRequest`.
-        later: what is copied into it still.
+        later: what is still being copied into it.
         given_up: whether the slot was given to other saves.
     """
 
@@ -43,21 +43,21 @@ class StagedState:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether not all of it was there when it was staged: who reads its bytes calls `finish` before."""
+        """Whether some of it was not there yet when it was staged: before you read its bytes, call `finish`."""
         return not self.later.is_empty
 
     def finish(self) -> None:
         """Wait until all of it is there. Not collective.
 
         Raises:
-            StateError: it is no copy of the state, as that was changed meanwhile; or it could not be copied.
+            StateError: it is not a copy of the state, because that was changed meanwhile; or it could not be copied.
         """
         self.later.finish()
         if self.later.error is not None:
             raise self.later.error
 
     def bytes_of(self, leaf: int) -> np.ndarray | None:
-        """The bytes of a leaf; None where they are shared with other ranks, and may be stored there."""
+        """The bytes of a leaf; None if they are shared with other ranks, which may store them."""
         layout = self.plan.layout
         entry = layout.entries[leaf]
         if layout.is_shared(entry):
@@ -65,7 +65,7 @@ class StagedState:
         return self.slot.payload(layout.extents)[entry.start : entry.start + entry.nbytes]
 
     def write(self, leaf: int, content: bytes) -> bool:
-        """Put bytes into a leaf that was staged as blanks; False where it is too small, or the slot was given up."""
+        """Write bytes into a leaf that was staged as blanks; False if it is too small, or if the slot was given up."""
         room = self.bytes_of(leaf)
         if room is None or self.given_up or len(content) > room.nbytes:
             return False
@@ -74,12 +74,12 @@ class StagedState:
 
 
 class StagedStates:
-    """Those of this rank. Not collective.
+    """The staged states of this rank. Not collective.
 
     Args:
         stage: copies them.
         pool: has the slots.
-        lazy: says what of them is copied later.
+        lazy: says which parts of them are copied later.
     """
 
     def __init__(self, stage: Staging, pool: OwnSlots, lazy: LazySaves):
@@ -87,7 +87,7 @@ class StagedStates:
         self.all: tuple[StagedState, ...] = ()
 
     def stage(self, flat: Flat, planned: Plan, timeout_s: float, until: Until | None = None) -> StagedState | None:
-        """Stage a state; None where no slots are free in time, or they have to be made first."""
+        """Stage a state; None if no slots are free in time, or if they have to be made first."""
         ahead: StagedState | None = None
         try:
             taken = self._pool.take(timeout_s, flat)
@@ -109,7 +109,7 @@ class StagedStates:
         return ahead
 
     def take(self, ahead: StagedState) -> bool:
-        """Leave a state to a save; False where it was given up."""
+        """Leave a state to a save; False if it was given up."""
         known = ahead in self.all
         self.all = tuple(other for other in self.all if other is not ahead)
         return known

@@ -1,7 +1,7 @@
-"""A state copied to plain memory of this process, where its slots are too small: training need not wait.
+"""A state is copied to plain memory of this process if its slots are too small, so that training need not wait.
 
 The pages of a slot are made for all ranks of a node, are filled with zeros, and are mapped by two processes. Plain
-memory needs none of that. It is given back when the slot has the state.
+memory needs none of that. It is freed when the slot has the state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
         slots: bytes that all slots of a rank, and their redundancy, take for each byte of it.
         memory: the directory that these are in.
         local_size: ranks on this node, which may all do the same now.
-        copy_threads: copy together.
+        copy_threads: threads that copy together.
 
     Returns:
-        The same leaves with values of their own. None where some are on a device, which copies to page-locked memory
-        only at its full speed, or where the node would not have the memory besides that of all slots.
+        The same leaves with values of their own. None if some are on a device, which copies at full speed only to
+        page-locked memory, or if the node would not have the memory in addition to that of all slots.
     """
     if flat.is_on_device:
         return None

@@ -1,8 +1,8 @@
 """Which leaves of a state are copied after `save` has returned: those in the memory of an optimizer's own tensors.
 
-Nothing but a step of a torch optimizer is meant to change these: its parameters, and its state. Beside them are tensors
-that an adapter knows to be changed in such a step only. All else (buffers, averages, what a framework has copied) is
-copied at once. Where nothing is copied later, `why` says so.
+Only a step of a torch optimizer is meant to change these: its parameters, and its state. In addition there are tensors
+of which an adapter knows that only such a step changes them. Everything else (buffers, averages, copies that a
+framework made) is copied at once. If nothing is copied later, `why` gives the reason.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NONE_OWNED = "no large tensor of the state lies in the memory of its optimizers
 
 @dataclasses.dataclass(frozen=True)
 class Until:
-    """What copies may last until.
+    """How long copies may last.
 
     Attributes:
-        optimizers: torch's: until a step of any.
-        owned: gives further tensors, which change in these steps only, or where an adapter waits for the copies before.
+        optimizers: torch optimizers: until a step of any of them.
+        owned: returns further tensors, which change only in these steps, or after an adapter has waited for the copies.
     """
 
     optimizers: tuple[Any, ...]
@@ -37,10 +37,10 @@ class Until:
 
 
 class LazyLeaves:
-    """Finds them. Not collective.
+    """Finds these leaves. Not collective.
 
     Attributes:
-        why: why the last state had none, though it has large tensors; "": it had some, or has none that are large.
+        why: why the last state had none, though it has large tensors; "": it had some, or it has no large tensors.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LazyLeaves:
         self._owners: dict[int, _Owner] = {}
 
     def find(self, flat: Flat, until: Any) -> Mapping[int, Any]:
-        """The numbers of those leaves, each with the optimizer's tensor that it lies in.
+        """The numbers of those leaves, each with the optimizer's tensor that contains it.
 
         Args:
             flat: the state.
@@ -95,18 +95,18 @@ class LazyLeaves:
 
 
 class _Owner:
-    """An optimizer's tensor that a leaf lies in, where both were when this was made."""
+    """An optimizer's tensor that contains a leaf, and where both were when this was made."""
 
     def __init__(self, leaf: Any, tensor: Any):
         self._tensor, self._places = weakref.ref(tensor), (leaf.data_ptr(), tensor.data_ptr())
 
     @property
     def tensor(self) -> Any:
-        """It; None: it is gone."""
+        """The tensor; None: it is gone."""
         return self._tensor()
 
     def is_where_it_was(self, leaf: Any) -> bool:
-        """Whether neither has got other memory."""
+        """Whether both still have the same memory."""
         tensor = self.tensor
         return tensor is not None and (leaf.data_ptr(), tensor.data_ptr()) == self._places
 
@@ -131,7 +131,7 @@ class _Memory:
             self._begins[device] = sorted(there)
 
     def owner_of(self, leaf: Any) -> Any:
-        """The tensor in whose memory all of a contiguous leaf lies; None: there is none."""
+        """The tensor whose memory contains all of a contiguous leaf; None: there is none."""
         begins, begin = self._begins.get(leaf.device, []), leaf.data_ptr()
         place = bisect.bisect_right(begins, begin) - 1
         if place < 0:
@@ -142,7 +142,7 @@ class _Memory:
 
 
 def is_torch_optimizer(optimizer: Any) -> bool:
-    """Whether something says when it steps."""
+    """Whether mlflash can hear the steps of something: whether it is a torch optimizer."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(optimizer, torch.optim.Optimizer)
 
@@ -157,7 +157,7 @@ def _tensors_of(optimizer: Any) -> Iterable[Any]:
 
 
 def local(tensor: Any) -> Any:
-    """The shard of a DTensor that is here; another tensor itself."""
+    """The shard of a DTensor that is on this rank; any other tensor itself."""
     return tensor._local_tensor if type(tensor).__name__ == "DTensor" else tensor
 
 

@@ -1,8 +1,8 @@
-"""Which saves copy while training goes on, until an optimizer's next step; where they do not, the log says why, once.
+"""Which saves copy while training continues, until an optimizer's next step; if they do not, the log says why, once.
 
-A loop of the user's says so by ``until=``. Adapters give the optimizers of their framework, or why it is not safe to go
-by them. Of these only such are gone by that were heard to step: some change tensors in backward, and never step. Where
-something else than a step has changed a tensor, so that a save has failed, later ones copy at once.
+A user's loop asks for this with ``until=``. Adapters give the optimizers of their framework, or the reason why their
+steps cannot be used. Only optimizers that were heard to step are used: some change tensors in backward, and never step.
+If something other than a step changed a tensor, so that a save failed, later saves copy at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CHANGED = "something other than an optimizer's step changed a tensor before it 
 
 
 class LazySaves:
-    """Those of this rank. Not collective.
+    """Decides this for the saves of this rank. Not collective.
 
     Args:
-        is_on: whether any is to copy later.
-        speaks: whether this rank says why one does not.
+        is_on: whether any save may copy later.
+        speaks: whether this rank logs why one does not.
 
     Attributes:
-        steps: of optimizers.
+        steps: the steps of optimizers.
     """
 
     def __init__(self, is_on: bool, speaks: bool):
@@ -41,9 +41,9 @@ class LazySaves:
         self._is_first = True
 
     def stepped(self) -> Sequence[Any] | str:
-        """Give torch's optimizers that have stepped, as `until` takes them, where the framework's are not known.
+        """Return torch's optimizers that have stepped, as `until` takes them, if the framework's are not known.
 
-        From the first call on they are heard to step. The first time there may be none.
+        Steps are heard from the first call on. The first time there may be none.
         """
         HOOK.register()
         heard = sorted(HOOK.heard, key=id)
@@ -51,7 +51,7 @@ class LazySaves:
         return heard if heard or is_first else "mlflash has not heard any torch optimizer step"
 
     def until(self, optimizers: Sequence[Any] | str, owned: Callable[[], Iterable[Any]] = lambda: ()) -> Until | None:
-        """Give what a save waits for that is an adapter's; None: it copies at once.
+        """Return what a save of an adapter waits for; None: it copies at once.
 
         Args:
             optimizers: those of the framework, of any class; or why it is not known where they change tensors.
@@ -79,7 +79,7 @@ class LazySaves:
 
         Args:
             flat: the state.
-            until: a torch optimizer, or several, or `Until`; None: all is copied at once.
+            until: a torch optimizer, or several, or `Until`; None: everything is copied at once.
 
         Raises:
             StateError: it is something else.

@@ -1,7 +1,7 @@
-"""Bytes here and there of what is copied later, noted at once: the copy must have them, too.
+"""Sampled bytes of what is copied later, noted at once: the copy must have the same bytes.
 
-Torch counts writes to a tensor, but not all of them (`parameter.data`, a kernel of one's own, NumPy on the same
-memory). Such a write to a whole tensor changes nearly every byte of it, and so is found by few.
+Torch counts writes to a tensor, but not all of them (`parameter.data`, a custom kernel, NumPy on the same memory). Such
+a write to a whole tensor changes nearly every byte of it, and so a few bytes are enough to find it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class SampledBytes:
         self._lives.clear()
 
     def note_on(self, device: Any, names: list[str], values: list[Any], rooms: list[np.ndarray]) -> tuple[Any, Any]:
-        """Note bytes of tensors on a device; on its current stream.
+        """Note bytes of tensors on a device, on its current stream.
 
         Args:
             device: of the tensors.
-            names: of them.
-            values: contiguous ones.
+            names: of the tensors.
+            values: the tensors, contiguous.
             rooms: where they are copied to, as bytes.
 
         Returns:
@@ -67,7 +67,7 @@ class SampledBytes:
         return into, noted
 
     def changed(self) -> str | None:
-        """Name a tensor whose copy does not have the bytes that were noted; None where all do."""
+        """Return the name of a tensor whose copy does not have the noted bytes; None if all have them."""
         found = _first_unlike(self._noted, self._names, self._rooms)
         for into, names, rooms in self._elsewhere:
             found = found or _first_unlike(into.numpy(), names, rooms)

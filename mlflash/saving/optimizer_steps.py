@@ -1,7 +1,7 @@
-"""Steps of torch optimizers, heard of before they change anything: what is copied behind training is copied by then.
+"""Hears of steps of torch optimizers before they change anything, so that deferred copies are made by then.
 
-A step that is given a closure (Lightning does that) begins with it, and that is forward and backward: torch's own
-optimizers call it before they change anything, and so the copies have until its end.
+A step may get a closure (Lightning does that), which does forward and backward. Torch's own optimizers call it before
+they change anything, and so the copies have time until the closure ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Steps:
-    """Hears of the steps of all torch optimizers there are, before they are made."""
+    """Hears of the steps of all torch optimizers before they are made."""
 
     def __init__(self) -> None:
         self._laters: list[DeferredCopies] = []
@@ -39,11 +39,11 @@ class Steps:
 
     @property
     def holds_back(self) -> bool:
-        """Whether a step has to wait for anything. Not collective."""
+        """Whether a step has to wait for copies. Not collective."""
         return bool(self._laters)
 
     def hold_back(self) -> None:
-        """Let what changes the state from now on come after the copies. Not collective."""
+        """Make whatever changes the state from now on come after the copies. Not collective."""
         while self._laters:
             self._laters.pop().hold_back()
 
@@ -58,7 +58,7 @@ class Steps:
             HOOK.register()
 
     def before_step(self, optimizer: Any) -> None:
-        """Hear of a step (for the hook)."""
+        """Note a step (for the hook)."""
         if self._told is None:
             return
         counted = self._counted()
@@ -69,15 +69,15 @@ class Steps:
 
 
 class _Hook:
-    """The hook before each step, which is torch's, for all optimizers there are: one for this process.
+    """The hook that torch calls before each step of any optimizer: one for this process.
 
-    It stays registered, as compiled code is made again whenever the hooks have changed.
+    It stays registered, because compiled code is compiled again whenever the hooks change.
 
     Attributes:
-        listeners: those who want to hear of steps.
-        heard: optimizers of which a step was heard of.
-        is_passed_by: whether steps run without it, compiled (``fullgraph=True``) or captured in a CUDA graph: nothing
-            may wait for a step.
+        listeners: the `Steps` that hear of steps.
+        heard: optimizers that have stepped since the hook was registered.
+        is_passed_by: whether steps run without the hook, compiled (``fullgraph=True``) or captured in a CUDA graph:
+            then nothing may wait for a step.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Hook:
         self._handle: Any = None
 
     def register(self) -> None:
-        """Have torch call it from now on."""
+        """Make torch call it from now on."""
         if self._handle is not None:
             return
         import torch
@@ -105,7 +105,7 @@ class _Hook:
         self._handle = register_optimizer_step_pre_hook(hook)
 
     def _tell(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Hold a step back, or what comes after its closure: then with what it is to be called instead."""
+        """Delay a step, or what comes after its closure; then return the arguments with which it is called instead."""
         if _is_captured():  # no device may be asked or waited for now: what is not copied yet fails if it is changed
             self._note_passed_by("captured in a CUDA graph")
             return None
@@ -119,7 +119,7 @@ class _Hook:
         return instead
 
     def _after_closure(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments of a step that holds it back when its closure has returned; None: that would be too late."""
+        """The arguments of a step that waits when its closure has returned; None: that would be too late."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         hooks = self._handle.hooks_dict_ref()
         others = optimizer._optimizer_step_pre_hooks or next(reversed(hooks)) != self._handle.id  # they come before it
@@ -140,7 +140,7 @@ class _Hook:
             steps.hold_back()
 
     def pass_by(self) -> None:
-        """Make the copies that wait for a step, as none is heard of any more."""
+        """Make the copies that wait for a step now, because no step is heard of any more."""
         self._note_passed_by("compiled as one graph (fullgraph=True)")
         self._hold_back()
 
@@ -156,13 +156,13 @@ HOOK = _Hook()
 
 
 def _is_captured() -> bool:
-    """Whether what a device is given just now is noted in a graph, and not done."""
+    """Whether what a device is given now is recorded in a graph, and not executed."""
     cuda = sys.modules["torch"].cuda
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def _is_passed_by() -> bool:
-    """Whether the step that torch compiles just now must be one graph: then nothing of ours can run in it."""
+    """Whether the step that torch compiles now must be one graph: then none of our code can run in it."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -1,4 +1,4 @@
-"""The trainer's side of one save that its courier has: the live state, what is copied later, and who waits."""
+"""The trainer's side of one save that its courier works on: the live state, what is copied later, and who waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .snapshot import Snapshot
 
 
 class LiveState:
-    """Answers what the courier asks of a state that ranks may share: see `save_request.Shareable`.
+    """Answers the courier's questions about a state that ranks may share: see `save_request.Shareable`.
 
     Args:
         flat: the state; None: it is gone.
@@ -37,19 +37,20 @@ class LiveState:
 
 
 class PendingSave(LiveState):
-    """Answers what the courier asks in the middle of a save: see `save_request.Trainer`.
+    """Answers the courier's questions during a save: see `save_request.Trainer`.
 
     Attributes:
         request: what the courier was asked.
         snapshot: what the user has of it.
         flat: the state, while the courier may still ask for it.
         plan_now: makes the plan, once the ranks have agreed.
-        stage_now: fills the slots; gives the inode and the checksums of the request.
-        is_copied: whether the state is in memory of its own by now, so that training goes on before it is in the slots.
-        later: what is copied after `save` has returned; None: all is there.
-        left: why the main thread goes on though the slots may not be filled yet, and may change the state: such as an
-            exception of a signal handler.
-        staged: set when the slots are filled and the courier has them, or the save cannot be staged or has ended.
+        stage_now: fills the slots; returns the inode and the checksums of the request.
+        is_copied: whether the state is already in memory of its own, so that training continues before it is in the
+            slots.
+        later: what is copied after `save` has returned; None: everything is there.
+        left: why the main thread continues although the slots may not be filled yet, and may change the state: for
+            example an exception of a signal handler.
+        staged: set when the slots are filled and the courier has them, or when the save cannot be staged or has ended.
     """
 
     def __init__(self, snapshot: Snapshot, slots: OwnSlots, ranks: Ranks):
@@ -63,25 +64,25 @@ class PendingSave(LiveState):
         self.staged = threading.Event()
 
     def note_slots(self, slot: Slot, share: Slot) -> None:
-        """Note which slots are handed to the courier with it. Not collective."""
+        """Note which slots the courier gets with it. Not collective."""
         request = self.request
         own, shares = slot.inode, share.inode
         request.files = own, shares
         request.slot, request.share = (name.number for name in self._slots.ids_of([slot, share]))
 
     def take_over(self, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
-        """Save what own slots hold that were filled for something else. Not collective.
+        """Save what is in own slots that were filled for something else. Not collective.
 
         Args:
             plan: how they were filled.
-            inode: of the file of the slot that was.
+            inode: of the file that the slot had then.
         """
         self._slots.hand_over((slot, share), self.request)
         self.note_slots(slot, share)
         self.request.plan, self.request.inode = plan, inode
 
     def defer(self, later: DeferredCopies) -> None:
-        """Have the courier wait for what is copied after `save` has returned. Not collective."""
+        """Make the courier wait for what is copied after `save` has returned. Not collective."""
         if not later.is_empty:
             self.later = self.snapshot.later = later
             self.request.has_deferred = True

@@ -11,7 +11,7 @@ class PhaseTimes:
     """The phases of one save. Not collective.
 
     Args:
-        waited_s: gives how long the courier has waited for anything so far.
+        waited_s: returns how long the courier has waited for anything so far.
         copy_s: seconds from the call of `save` until its state was in the slot.
 
     Attributes:
@@ -25,7 +25,7 @@ class PhaseTimes:
 
     @contextlib.contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        """Count what is done as a phase, waiting included; for a ``with`` block."""
+        """Count the time of a ``with`` block as a phase, including its waits."""
         began, waited = time.perf_counter(), self._waited_s()
         try:
             yield
@@ -36,7 +36,7 @@ class PhaseTimes:
             self._waited += self._waited_s() - waited
 
     def begin_announcing(self) -> None:
-        """Note that this rank is ready to save: what it waits from now on it waits for others to come to it."""
+        """Note that this rank is ready to save: from now on it waits for other ranks to come to the save."""
         self._waited = self._waited_s()
 
     def announced(self) -> None:

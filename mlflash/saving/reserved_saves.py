@@ -1,6 +1,6 @@
-"""Saves that were begun on all ranks before it is known whether they come: a framework plans first, and may fail.
+"""Saves that all ranks begin before it is known whether they follow: a framework plans first, and may fail.
 
-A rank on which one does not come posts its failure: the jobs of all ranks must match.
+A rank on which a save does not follow posts its failure: the jobs of all ranks must match.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass(eq=False)
 class ReservedSave:
-    """A save that was begun on all ranks, and that this rank posts, or fails to come to.
+    """A save that was begun on all ranks, and that this rank posts, or fails.
 
     Attributes:
-        step: of it.
-        thread: works for it, and is through with it when it posts it, begins something else, or ends.
-        staged_states: what had been staged ahead when it was begun; nobody else comes for it any more.
-        came: whether its thread has come to save it, and will post it.
+        step: its step.
+        thread: works for it, and has finished with it when it posts it, begins something else, or ends.
+        staged_states: what had been staged ahead when it was begun; nothing else will use it.
+        came: whether its thread has come back to save it, and will post it.
     """
 
     step: int
@@ -36,11 +36,11 @@ class ReservedSave:
 
 
 class ReservedSaves:
-    """Those of this rank. Not collective.
+    """The reserved saves of this rank. Not collective.
 
     Args:
-        post_failure: posts the failure of one that does not come.
-        timeout_s: how long the others wait for one that takes its time, seconds.
+        post_failure: posts the failure of a save that does not follow.
+        timeout_s: how long other saves wait for a slow one, seconds.
     """
 
     def __init__(self, post_failure: Callable[[ReservedSave], None], timeout_s: float):
@@ -49,17 +49,17 @@ class ReservedSaves:
         self._lock = threading.Lock()
 
     def add(self, step: int, thread: threading.Thread, staged_states: tuple[StagedState, ...]) -> ReservedSave:
-        """Say that a save comes; see `Adapting.begin`."""
+        """Announce that a save follows; see `Adapting.begin`."""
         begun = ReservedSave(step, thread, staged_states)
         with self._lock:
             self._all.append(begun)
         return begun
 
     def end(self, at_once: bool = False) -> None:
-        """Post the failure of those whose thread is through with them.
+        """Post the failure of the saves that their thread has left.
 
         Args:
-            at_once: also of those whose thread is still on its way.
+            at_once: also of those whose thread still works for them.
         """
         here = threading.current_thread()
         with self._lock:
@@ -74,7 +74,7 @@ class ReservedSaves:
             self._post_failure(begun)
 
     def wait(self) -> None:
-        """Wait until all are posted, or their failure; those that do not come in time fail.
+        """Wait until all saves, or their failures, are posted; those that do not come in time fail.
 
         What this thread posts next comes after them in any case.
         """
@@ -86,7 +86,7 @@ class ReservedSaves:
 
     @contextlib.contextmanager
     def coming(self, begun: ReservedSave) -> Iterator[None]:
-        """Let one come: until it is posted, which is done inside, what other threads post waits for it.
+        """Mark that a save has come: what other threads post waits until it is posted, which is done in the block.
 
         Raises:
             SaveFailed: its failure was posted before.

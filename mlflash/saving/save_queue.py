@@ -1,9 +1,9 @@
 """The saves of this run: numbered, staged, posted to the courier, and watched until they end.
 
 Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match. An exception
-may come at any moment, as signal handlers raise some: a save has failed until it is staged, and is posted in a
-``finally``. A save of an adapter may be staged before its step is known; and it is begun before it is known whether it
-comes (`ReservedSave`).
+may come at any moment, because some signal handlers raise. So a save counts as failed until it is staged, and is posted
+in a ``finally``. A save of an adapter may be staged before its step is known, and it is begun before it is known
+whether it follows (`ReservedSave`).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class SaveQueue:
 
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
-        undefined: why the state is undefined: a restore has failed when it had changed some of it.
+        undefined: why the state is undefined: a restore failed after it had changed some of it.
         stage: copies states into slots.
         staged_states: states that were staged before their step was known.
-        begun: saves of which it is not known yet whether they come.
-        lazy: which of them copy while training goes on.
+        begun: saves that were begun and may or may not follow.
+        lazy: decides which saves copy while training continues.
     """
 
     def __init__(self, trainer: TrainerContext):
@@ -89,14 +89,14 @@ class SaveQueue:
         return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
-        """Say that a save comes; see `Adapting.begin`."""
+        """Announce that a save follows; see `Adapting.begin`."""
         self.begun.end()
         begun = self.begun.add(step, thread, self.staged_states.all)
         self.last_step = step if self.last_step is None else max(step, self.last_step)
         return begun
 
     def _post_failure(self, begun: ReservedSave) -> None:
-        """Post the failure of a save that does not come: other ranks may have posted theirs. Not collective."""
+        """Post the failure of a save that does not follow: other ranks may have posted theirs. Not collective."""
         for ahead in begun.staged_states:
             self.staged_states.give_up(ahead)
         try:
@@ -126,10 +126,10 @@ class SaveQueue:
             return self._save(begun.step, fill, again=True)
 
     def stage_ahead(self, flat: Flat, until: Until | None = None) -> StagedState | None:
-        """Stage a state whose step is not known yet; None where that needs other ranks. Not collective.
+        """Stage a state whose step is not known yet; None if that needs other ranks. Not collective.
 
-        That is so where its slots must be made first, or where what is shared must be agreed on, or where another
-        state is staged ahead.
+        That is the case if its slots must be made first, if the ranks must agree on what is shared, or if another state
+        is staged ahead.
         """
         if self.staged_states.all or not self._is_settled(flat) or self._is_staging:
             return None
@@ -137,12 +137,12 @@ class SaveQueue:
         return self.staged_states.stage(flat, self.plan(flat), timeout_s, until)
 
     def forget(self) -> None:
-        """Forget the slots, which are going to be replaced, and what was staged ahead into them. Not collective."""
+        """Forget the slots, which will be replaced, and what was staged ahead into them. Not collective."""
         self.staged_states.give_up_all()
         self.stage.forget()
 
     def end(self) -> None:
-        """Let slots and optimizers be: nothing is saved any more. Not collective."""
+        """Release slots and optimizers: nothing is saved any more. Not collective."""
         self.stage.forget()
         self.lazy.steps.close()
 
@@ -195,7 +195,7 @@ class SaveQueue:
                              "again, or begin anew", found=self.undefined)  # fmt: skip
 
     def _give_up(self, save: PendingSave, error: BaseException) -> BaseException | None:
-        """Note why a save is posted as a failure; returns what the caller has to hear now."""
+        """Note why a save is posted as a failure; return what the caller must raise now."""
         problem = error if isinstance(error, MlflashError) else None
         problem = problem or _unreadable(text_of(error))
         problem.rank, problem.node = self._ranks.rank, self._ranks.node_name
@@ -209,7 +209,7 @@ class SaveQueue:
         self.raise_what_failed()
 
     def settle(self) -> None:
-        """Wait as `wait` does, and raise nothing: what is collective begins with this, on all ranks. Not collective."""
+        """Wait as `wait` does, but raise nothing: collective calls begin with this, on all ranks. Not collective."""
         self.begun.wait()
         for snapshot in self._pending:
             try:
@@ -264,7 +264,7 @@ class SaveQueue:
 
     @property
     def _is_staging(self) -> bool:
-        """Whether room is made in the slots, or a state is copied into them, for an earlier save."""
+        """Whether an earlier save still makes room in the slots, or copies a state into them."""
         return self._staging is not None and not self._staging.staged.is_set()
 
     def _lay_out(self, save: PendingSave, flat: Flat) -> Plan:
@@ -300,7 +300,7 @@ class SaveQueue:
         self._courier.call(Reserve(nbytes, share_nbytes, is_first=self.last_step is None))
 
     def _look_at(self, state: object) -> Flat:
-        """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
+        """Take a state apart, unless it is leaves already, and find out what of it is shared. Collective over comm."""
 
         def look() -> tuple[Flat, dict[tuple[int, ...], int]]:
             flat = state if isinstance(state, Flat) else self._flattener.flatten(state)
@@ -311,7 +311,7 @@ class SaveQueue:
         return flat
 
     def find_replicas(self, state: object) -> None:
-        """Find out which ranks hold the same of a state, where that says so. Collective over the world."""
+        """Find out which ranks hold the same parts of a state, if the state says so. Collective over the world."""
 
         def held() -> dict[tuple[int, ...], int]:
             flat = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
@@ -320,7 +320,7 @@ class SaveQueue:
         self._courier.call(FindReplicas(self._ranks.together(held, _not_like)))
 
     def _is_settled(self, flat: Flat) -> bool:
-        """Whether the ranks have agreed on what they share of a state like this one."""
+        """Whether the ranks have agreed on what they share in a state like this one."""
         sharing = self._trainer.sharing
         if sharing.sharing is None:
             return True
@@ -373,7 +373,7 @@ class SaveQueue:
         self._recorder.late(snapshot.step, error)
 
     def raise_what_failed(self) -> None:
-        """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""
+        """Forget the snapshots that have ended; with ``strict``, raise their errors, each once."""
         wrong = [s for s in self._pending if s.error is not None and not s.reported]
         if any(s.done and (s.error is None or s.skipped) for s in self._pending):
             self._recorder.caught_up()

@@ -1,10 +1,10 @@
 """Tensors → slot: the only part of a save that training waits for.
 
-In the steady state nothing is planned, allocated or faulted in: the layout is cached by the structure of the state,
-where each leaf goes, and how, by slot.
+In the steady state nothing is planned, allocated or faulted in. The layout is cached by the structure of the state, and
+for each slot it is cached where each leaf goes, and how.
 
-Of state that this rank shares with others it copies its own share, and makes checksums of the rest: with them the
-courier finds out whether all that hold it hold the same.
+For state that this rank shares with others, it copies its own share and makes checksums of the rest: with them the
+courier finds out whether all ranks hold the same.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 def _whole_or_anew(method: Method) -> Method:
-    """Let a method that an exception has left in the middle be followed by one that trusts nothing cached.
+    """If an exception interrupts the method, make the next call trust nothing that is cached.
 
-    An exception may come at any moment, as signal handlers raise some: between two things that belong together.
+    An exception may come at any moment, because some signal handlers raise: between two things that belong together.
     """
 
     @functools.wraps(method)
@@ -59,7 +59,7 @@ class Staging:
 
     Args:
         block_nbytes: bytes per checksum, for the layout.
-        copy_threads: copies together.
+        copy_threads: threads that copy together.
         timeout_s: how long the pages of a new slot, or devices, may take, seconds.
         provenance: of all states, see `Manifest`.
     """
@@ -90,12 +90,12 @@ class Staging:
 
     @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
-        """Lay a state out, or find that it is laid out like the one before. Not collective.
+        """Lay out a state, or find that it is laid out like the one before. Not collective.
 
         Args:
             flat: the state.
             sharing: the ranks that hold some of it alike.
-            is_shared: which of it these hold alike; asked only for a state that is not known.
+            is_shared: which parts these ranks hold alike; asked only for a state that is not known.
         """
         its, known = flat.structure, self.knows(flat)
         if not known or its.tree is not self._tree:
@@ -139,23 +139,23 @@ class Staging:
     def copy(
         self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: Mapping[int, Any] = NOTHING
     ) -> tuple[dict[Piece, int], DeferredCopies]:
-        """Copy a state into a slot; returns once the live tensors may be changed again, but for lazy ones.
+        """Copy a state into a slot; when it returns, the live tensors may be changed again, except lazy ones.
 
-        Not collective. The slots are unsealed by this and stay so.
+        Not collective. This unseals the slots, and they stay unsealed.
 
         Args:
             flat: the state.
             planned: where it goes.
             slot: of this rank.
             share: gets this rank's share of what it holds like others.
-            lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that it lies in.
+            lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that contains it.
 
         Returns:
-            The checksums of the pieces of other shares, once all is copied; and what is copied later.
+            The checksums of the pieces of other shares, once everything is copied; and what is copied later.
 
         Raises:
-            SaveFailed: the pages of a slot are not there in time.
-            StateError: what was copied is not what a restore would read.
+            SaveFailed: the pages of a slot are not ready in time.
+            StateError: the copy is not what a restore would read.
         """
         if planned.sharing is None:
             share = None
@@ -226,13 +226,13 @@ class Staging:
 
 
 def has_room(planned: Plan, slot: Slot, share: Slot) -> bool:
-    """Whether a state fits into slots as large as they are."""
+    """Whether a state fits into slots of their present size."""
     size = planned.share_extents
     return slot.view.nbytes >= planned.layout.extents.nbytes and (size is None or share.view.nbytes >= size.nbytes)
 
 
 def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
-    """The pieces that go into this rank's share, and where."""
+    """The pieces that go into this rank's share, and where they go."""
     assert planned.sharing is not None and planned.share_extents is not None
     payload, number = share.payload(planned.share_extents), planned.sharing.share
     return [(p, payload[p.at : p.at + p.end - p.start]) for p in planned.pieces if p.share == number]
@@ -241,11 +241,11 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
 def _pieces_of(
     flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: Collection[int], samples: SampledBytes
 ) -> Iterator[tuple[int, Work]]:
-    """Of leaves that are cut: what copies the pieces of this rank's share; and what checks those of others.
+    """For leaves that are cut: work that copies the pieces of this rank's share, and work that checks those of others.
 
     Args:
         checks: gets the checksums of the others' pieces.
-        lazy: leaves of which the work is done later.
+        lazy: leaves for which the work is done later.
         samples: gets bytes of their pieces.
     """
     assert planned.sharing is not None
@@ -271,7 +271,7 @@ def _pieces_of(
 
 
 def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:
-    """For each leaf that is shared, one number for its bytes: those stored here, and those that are stored elsewhere.
+    """For each shared leaf, one number for its bytes, both those stored here and those stored elsewhere.
 
     Args:
         planned: where the state was copied.

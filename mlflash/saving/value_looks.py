@@ -1,4 +1,4 @@
-"""A save's slot and share → what is suspect in their values, looked at while their checksums are made."""
+"""A save's slot and share → what is suspect in their values, checked while their checksums are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("mlflash")
 
 
 class ValueLooks:
-    """What is looked at of one save on this rank. Not collective.
+    """The value checks of one save on this rank. Not collective.
 
     Args:
         context: of this rank.
@@ -32,12 +32,12 @@ class ValueLooks:
         self._begun: list[Examination] = []
 
     def of_slot(self, plan: Plan, slot: Slot) -> Callable[[int], None]:
-        """What is told up to which block of the slot there are checksums."""
+        """Return a function that is told up to which block the slot has checksums."""
         layout = plan.layout
         return self._begin(slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout))
 
     def of_share(self, plan: Plan, share: Slot) -> Callable[[int], None]:
-        """The same of this rank's share of what several ranks hold alike."""
+        """The same for this rank's share of what several ranks hold alike."""
         return self._begin(share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan))
 
     def _begin(self, slot: Slot, extents: Extents | None, key: object, stored: Callable[[], Iterator[Stored]]
@@ -54,15 +54,15 @@ class ValueLooks:
 
 
 def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
-    """Let the recorder say what is suspect on this rank, if anything is. Not collective."""
+    """Let the recorder report what is suspect on this rank, if anything is. Not collective."""
     if findings:
         context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
 
 
 def certify(context: Context, due: Saved) -> bool:
-    """Look at all values of an attempt that training went on from, and certify it if they are numbers.
+    """Check all values of an attempt that training continued from, and certify it if they are numbers.
 
-    What ranks hold alike must have been the same on all of them, too.
+    What ranks hold alike must also have been the same on all of them.
 
     Collective over the world; whether it is certified is the same on all ranks.
     """
@@ -81,7 +81,7 @@ def certify(context: Context, due: Saved) -> bool:
 
 
 def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
-    """What is suspect in this rank's own slot of an attempt; None: it cannot be looked at. Not collective."""
+    """What is suspect in this rank's own slot of an attempt; None: it cannot be read. Not collective."""
     mine = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
     if mine is None or mine.header is None:
         return None
