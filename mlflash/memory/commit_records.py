@@ -1,8 +1,8 @@
-"""What says that something was committed, whether or not it can be used still; and why it cannot.
+"""What records that something was committed, whether or not it can still be used; and why it cannot.
 
-A receipt in any file of an attempt says that it was committed: of its commit, or that a run has restored it. A save
-that died before its first receipt was never told to anybody as committed: where every rank had sealed its slot it
-rolls forward all the same, and else it is nothing. Pure but for `trace`; nothing is ever written here.
+A receipt in any file of an attempt records that it was committed: a receipt of its commit, or of a run that restored
+it. A save that died before its first receipt was never reported as committed. If every rank had sealed its slot, it is
+nevertheless rolled forward; otherwise it counts as nothing. Pure except for `trace`; nothing is ever written here.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Trace:
     """A file in the memory of a node that holds something, or did before it was damaged.
 
     Attributes:
-        place: of it.
-        attempt, step: that it holds, by its header, else by its receipt; None and -1 where neither can be read.
+        place: where the file is.
+        attempt, step: what it holds, by its header or otherwise by its receipt; None and -1 if neither can be read.
         committed: whether it has a receipt.
-        header: None where that is damaged.
-        damage: what is wrong with it; "" as far as the header goes.
-        verdict: what is known of its values.
+        header: its header; None if that is damaged.
+        damage: what is wrong with it; "" if its header is good.
+        verdict: what is known about its values.
     """
 
     place: Place
@@ -56,7 +56,7 @@ class Trace:
 
 
 def trace(memory: NodeDirectory, node: int) -> list[Trace]:
-    """List the files of this node that hold something, damaged ones too. Not collective."""
+    """List the files of this node that hold something, including damaged ones. Not collective."""
     found = []
     for name, page, nbytes in first_pages(memory):
         commit, restores = any_record(page, COMMIT_START), any_record(page, RESTORES_START)
@@ -78,12 +78,12 @@ def trace(memory: NodeDirectory, node: int) -> list[Trace]:
 
 
 def encode(traces: Sequence[Trace]) -> bytes:
-    """Encode what a node holds for its way to the others. Not collective."""
+    """Encode what a node holds, to send it to the others. Not collective."""
     return zlib.compress(pickle.dumps(traces), 1)
 
 
 def join(packed: Iterable[bytes]) -> list[Trace]:
-    """Put together what nodes have told (see `encode`). Not collective."""
+    """Combine what nodes have sent (see `encode`). Not collective."""
     return [one for part in packed for one in pickle.loads(zlib.decompress(part))]
 
 
@@ -93,7 +93,7 @@ def committed(traces: Iterable[Trace]) -> set[Attempt]:
 
 
 def floor(traces: Iterable[Trace], mark: int) -> int:
-    """The generation from which on a fresh start looks: newer than all that does not bear its mark.
+    """The generation from which a fresh start looks: newer than everything without its mark.
 
     Args:
         traces: of all nodes.
@@ -112,12 +112,12 @@ def floor(traces: Iterable[Trace], mark: int) -> int:
 
 
 def why_not(traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> dict[int, str]:
-    """Say of each committed step why it cannot be restored, newest first, of `MOST_STEPS` at most.
+    """Return for each committed step why it cannot be restored, newest first, at most `MOST_STEPS`.
 
     Args:
         traces: of all nodes.
         struck: files that a restore found to be damaged, and how.
-        nodes: names of today's nodes.
+        nodes: names of the nodes of this run.
     """
     told: dict[int, str] = {}
     for attempt in sorted(committed(traces), key=lambda one: one.generation, reverse=True):
@@ -128,7 +128,7 @@ def why_not(traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequenc
 
 
 def _why(its: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> str:
-    """Why an attempt cannot be restored: what is gone, and what is damaged."""
+    """Why an attempt cannot be restored: what is missing, and what is damaged."""
     wrong = {one.place: one.damage or struck.get(one.place, "") for one in its}
     headers = [one.header for one in its if one.header is not None]
     slots = {one.header.rank for one in its if not wrong[one.place] and one.header and one.header.kind is Kind.SLOT}

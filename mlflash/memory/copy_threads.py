@@ -1,7 +1,7 @@
-"""Several threads for one rank's copies and checks, where one cannot use the bandwidth of the memory.
+"""Several threads for one rank's copies and checks, if one thread cannot use the whole bandwidth of the memory.
 
-Where ranks fight for cores more threads only get in each other's way, so it is measured, by all ranks at a time, as
-they will copy at a time.
+If ranks compete for cores, more threads only get in each other's way. So all ranks measure it at the same time, as they
+will copy at the same time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WORTH = 1.15  # so much faster more threads have to be
 
 
 class CopyThreads:
-    """Threads that do pieces of work together with the one who asks them to.
+    """Threads that do pieces of work together with the thread that asks them to.
 
     Args:
-        threads: with that one.
+        threads: number of threads, including that one.
     """
 
     def __init__(self, threads: int):
@@ -32,10 +32,10 @@ class CopyThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, works: Sequence[Callable[[], object]]) -> None:
-        """Do all works, in any order; returns when they are done. Not collective.
+        """Do all pieces of work, in any order; return when they are done. Not collective.
 
         Raises:
-            Exception: what one of them raised; no work is being done any more then.
+            Exception: what one of them raised; then no work is being done any more.
         """
         if self.threads == 1 or len(works) < 2:
             for work in works:
@@ -76,13 +76,13 @@ ALONE = CopyThreads(1)
 
 def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[int]],
                     cores: frozenset[int] | None = None) -> CopyThreads:  # fmt: skip
-    """Make so many threads that copy, or of as many as are worth it. Collective over the world.
+    """Make so many threads that copy, or as many as help. Collective over the world.
 
     Args:
-        threads: 0: to be measured.
-        ranks: that share this rank's cores.
+        threads: number of threads; 0: measure it.
+        ranks: number of ranks that share this rank's cores.
         agree: takes the minimum of numbers over all ranks.
-        cores: where copies will be made; where this thread runs if None.
+        cores: where copies will be made; None: where this thread runs.
     """
     if threads:
         return CopyThreads(threads)
@@ -92,7 +92,7 @@ def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[
 
 @contextlib.contextmanager
 def _on(cores: frozenset[int] | None) -> Iterator[None]:
-    """Run on some cores, with the threads that are started meanwhile, where that may be."""
+    """Run on some cores, with the threads that are started meanwhile, if that is allowed."""
     own = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         if cores:
@@ -122,7 +122,7 @@ def _measured(ranks: int, agree: Callable[[list[int]], list[int]]) -> int:
 
 
 def _copy_s(threads: int, source: np.ndarray, target: np.ndarray) -> float:
-    """Seconds that so many threads take to copy a few large tensors: the median."""
+    """Median of the seconds that so many threads take to copy a few large tensors."""
     copy_threads = CopyThreads(threads)
     works = [_copying(target[i], source[i]) for i in range(_PIECES)]
     seconds = []

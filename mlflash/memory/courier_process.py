@@ -1,4 +1,4 @@
-"""Zygotes and couriers among the processes of a node: whose they are, as their command line says."""
+"""Finds zygotes and couriers among the processes of a node; their command line says whose they are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _PROC = Path("/proc")
 
 
 def parent_and_trainer(process: Path) -> tuple[int, int] | None:
-    """Say who started a zygote or a courier, and for which trainer; None: it is neither, or has ended.
+    """Return who started a zygote or a courier, and for which trainer; None: it is neither, or has ended.
 
     A courier has the command line of the zygote that it was forked from. A zygote that a host has started (`mlflash
-    courier`) counts as its trainer's child, as long as that runs. Not collective.
+    courier`) counts as its trainer's child as long as the trainer runs. Not collective.
 
     Args:
         process: its directory in /proc.
@@ -33,20 +33,20 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
 
 
 def _in_its_namespace(process: Path) -> int | None:
-    """The number by which a process knows itself, where it has another one here; None: it has none."""
+    """The pid of a process in its own pid namespace, if it has another one here; None: it has none."""
     lines = (process / "status").read_text().splitlines() if (process / "status").exists() else []
     numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
     return int(numbers[-1]) if len(numbers) > 1 else None
 
 
 def _told(process: Path) -> str | None:
-    """Whose zygote or courier a process is, by its command line; None: it is neither."""
+    """Whose zygote or courier a process is, according to its command line; None: it is neither."""
     words = (process / "cmdline").read_bytes().split(b"\0")
     return words[words.index(_ZYGOTE) + 2].decode() if _ZYGOTE in words[:6] else None
 
 
 def works_for(pid: int, proc: Path = _PROC) -> int:
-    """The process that a process works for: of a courier its trainer, and of any other, and of one left over, itself.
+    """The process that a process works for: a courier works for its trainer, any other or orphaned one for itself.
 
     Not collective.
     """
@@ -56,5 +56,5 @@ def works_for(pid: int, proc: Path = _PROC) -> int:
 
 
 def process_named(pid: int) -> str:
-    """Name a process for people; 0 is what the kernel has for one whose number is of no use here. Not collective."""
+    """Name a process for people; 0 stands for a process whose pid has no meaning here. Not collective."""
     return f"pid {pid}" if pid else "a process in another container"

@@ -11,14 +11,14 @@ from .slot_header import Attempt, Kind
 
 @dataclasses.dataclass
 class AssignedFiles:
-    """The files that a rank takes over: numbers, or None where there is none yet.
+    """The files that a rank takes over: numbers, or None if there is none yet.
 
-    The first of each is the one for the attempt that was chosen, the next one for the next save.
+    The first of each kind is for the attempt that was chosen, the next one for the next save.
 
     Attributes:
         own: the rank's slots.
         inbox: by owner, copies of another rank's slots; under the rank's own number, its parity files.
-        share: of shared state.
+        share: files of shared state.
     """
 
     own: list[int | None]
@@ -37,26 +37,26 @@ def assign(
     own: int = 2,
     copies: int = 2,
 ) -> tuple[dict[int, AssignedFiles], list[int]]:
-    """Share the files of a node out among its ranks, so that ranks that moved do not double the memory.
+    """Divide the files of a node among its ranks, so that ranks that moved do not double the memory.
 
-    A file of the chosen attempt goes to the rank whose state, whose partner's copy, whose parity or whose share of
-    shared state it is; the others of that attempt come last, since they must not be written until the redundancy is
-    whole in its new places.
+    A file of the chosen attempt goes to the rank that it concerns: the rank whose state it has, or that holds this
+    copy, this parity or this share. The other files of that attempt come last, because they must not be written until
+    the redundancy is whole in its new places.
 
     Args:
         found: all sealed files of all nodes.
         names: all slot files of this node, sealed or not.
         node: index of this node.
         chosen: the attempt that must be kept.
-        same_ranks: whether that attempt's ranks are the ranks of today (same world size).
-        inboxes: for each rank of this node, the ranks whose copies it holds, and itself where it holds parity.
+        same_ranks: whether that attempt's ranks are the ranks of this run (same world size).
+        inboxes: for each rank of this node, the ranks whose copies it holds, and itself if it holds parity.
         shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
-        own: how many slots of its own, and for its share, a rank has.
-        copies: how many it has for each copy, and for parity.
+        own: number of slots for a rank's own state, and for its share.
+        copies: number of slots for each copy, and for parity.
 
     Returns:
-        The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is
-        whole in its new places).
+        The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is whole in
+        its new places).
     """
     unused = _Unused(found.on(node), names, chosen)
     files = {

@@ -1,8 +1,8 @@
-"""A file of tmpfs mapped where huge pages fit, and filled with them before anything is in it.
+"""Maps a file of tmpfs where huge pages fit, and fills it with them before anything is written to it.
 
-A page of 4 KiB costs a fault in each process that maps it, and a walk of the page tables at every other turn: a slot
-of huge pages is made in half the time, and a relaunched job reads it in half the time. Most clusters mount /dev/shm
-without them, but since Linux 6.1 a process may ask for them by itself, with MADV_COLLAPSE.
+A page of 4 KiB costs a fault in each process that maps it, and frequent walks of the page tables. With huge pages a
+slot is made in half the time, and a relaunched job reads it in half the time. Most clusters mount /dev/shm without
+them, but since Linux 6.1 a process may ask for them by itself, with MADV_COLLAPSE.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Mapping:
-    """Memory that is unmapped when nobody has a view of it any more; NumPy asks for its interface."""
+    """Memory that is unmapped when it has no views any more; NumPy asks for its interface."""
 
     def __init__(self, address: int, nbytes: int):
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
@@ -41,7 +41,7 @@ class _Mapping:
 
 
 def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
-    """Map the first bytes of a file, readable and writable, so that a huge page of the file is one in memory.
+    """Map the first bytes of a file, readable and writable, so that huge pages of the file are huge pages in memory.
 
     Not collective.
 
@@ -51,7 +51,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
         private: what is written stays in this process.
 
     Returns:
-        Its bytes, shape ``(nbytes,)``, uint8. They are unmapped when the last view of them goes.
+        Its bytes, shape ``(nbytes,)``, uint8. They are unmapped when the last view of them is deleted.
 
     Raises:
         OSError: as by mmap.
@@ -76,12 +76,12 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
 
 
 def fill(fd: int, view: np.ndarray, begin: int = 0) -> bool:
-    """Give an empty file huge pages where the kernel has them; the rest of the file stays a hole. Not collective.
+    """Give an empty file huge pages if the kernel has them; the rest of the file stays a hole. Not collective.
 
     Args:
-        fd: of tmpfs, of its full size.
+        fd: a file of tmpfs, at its full size.
         view: the file, from `map_file`.
-        begin: where it is empty from.
+        begin: where its empty part begins.
 
     Returns:
         Whether the kernel gives any.
@@ -107,13 +107,13 @@ def fill(fd: int, view: np.ndarray, begin: int = 0) -> bool:
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:
-    """Call madvise, with advice that Python's mmap need not know; 0, or the number of the error. Not collective."""
+    """Call madvise, with advice that Python's mmap need not know; return 0, or the error number. Not collective."""
     return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
 
 
 @functools.cache
 def huge_nbytes() -> int:
-    """Bytes of a huge page; 0 where there are none, or such large ones that slots would hardly have any."""
+    """Bytes of a huge page; 0 if there are none, or if they are so large that slots would hardly have any."""
     try:
         with open(_SIZE_FILE, encoding="ascii") as file:
             nbytes = int(file.read())

@@ -1,4 +1,4 @@
-"""The sealed files that the nodes hold, as one table: listed by each node, and put together by all."""
+"""The sealed files that the nodes hold, as one table: each node lists its own, and all tables are joined."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Inventory:
         return [(Attempt(_RUN_ID.pack(a, b), g), step, size) for g, a, b, step, size in reversed(unique)]
 
     def of(self, attempt: Attempt) -> Inventory:
-        """What there is of one attempt."""
+        """The files of one attempt."""
         first, second = _RUN_ID.unpack(attempt.run_id)
         rows = self.rows
         mine = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
@@ -74,19 +74,19 @@ class Inventory:
 
     @property
     def verdict(self) -> Verdict:
-        """What is known of the values of the one attempt that this is of."""
+        """What is known about the values of the one attempt in this inventory."""
         return Verdict(int(self.rows["verdict"].max(initial=0)))
 
     def since(self, generation: int) -> Inventory:
-        """What there is of attempts of this generation and newer ones."""
+        """The files of attempts of this generation and newer ones."""
         return Inventory(self.rows[self.rows["generation"] >= generation], self.groups)
 
     def on(self, node: int) -> Inventory:
-        """What there is on one node."""
+        """The files on one node."""
         return Inventory(self.rows[self.rows["node"] == node], self.groups)
 
     def without(self, places: Iterable[Place]) -> Inventory:
-        """All but some files."""
+        """All files except some."""
         rows = self.rows
         for node, file in places:
             rows = rows[(rows["node"] != node) | (rows["file"] != file)]
@@ -108,10 +108,10 @@ def join(parts: Sequence[Inventory]) -> Inventory:
 
 
 def encode(found: Inventory) -> bytes:
-    """Encode an inventory for its way to the other nodes. Not collective.
+    """Encode an inventory, to send it to the other nodes. Not collective.
 
-    Column by column and compressed, since most of it repeats: the files of 8 ranks with rs:6+2 take 270 bytes
-    instead of the 2,400 of a pickle, and those of 16,384 ranks 0.5 MB instead of 5.
+    It is encoded column by column and compressed, because most of it repeats: the files of 8 ranks with rs:6+2 take 270
+    bytes instead of the 2,400 of a pickle, and those of 16,384 ranks 0.5 MB instead of 5.
     """
     columns = np.frombuffer(found.rows.tobytes(), dtype=np.uint8).reshape(-1, FOUND.itemsize).T.tobytes()
     groups = np.array([word for group in found.groups for word in (len(group), *group)], dtype="<u4").tobytes()
@@ -119,7 +119,7 @@ def encode(found: Inventory) -> bytes:
 
 
 def decode(packed: bytes) -> Inventory:
-    """Decode what `encode` gave. Not collective."""
+    """Decode what `encode` returned. Not collective."""
     raw = zlib.decompress(packed)
     end = _COUNT.size + FOUND.itemsize * _COUNT.unpack_from(raw)[0]
     columns = np.frombuffer(raw[_COUNT.size : end], dtype=np.uint8).reshape(FOUND.itemsize, -1)
@@ -139,7 +139,7 @@ def file_name(number: int) -> str:
 
 
 def first_pages(memory: NodeDirectory) -> Iterator[tuple[str, bytes, int]]:
-    """Give of each slot file of this node its name, header and records as they are, and its size. Not collective."""
+    """Return for each slot file of this node its name, header and records as they are, and its size. Not collective."""
     for name in memory.slot_names():
         try:
             fd = memory.open(name, os.O_RDONLY)
@@ -155,7 +155,7 @@ def first_pages(memory: NodeDirectory) -> Iterator[tuple[str, bytes, int]]:
 def scan(memory: NodeDirectory, node: int) -> Inventory:
     """List the sealed files of this node by their headers. Not collective.
 
-    Files that are not private files of this user are left alone, as if they were not there.
+    Files that are not private files of this user are ignored.
     """
     found = []
     for name, page, nbytes in first_pages(memory):
@@ -170,7 +170,7 @@ def scan(memory: NodeDirectory, node: int) -> Inventory:
 
 
 def of_headers(found: Iterable[tuple[str, Header, int, int]], node: int) -> Inventory:
-    """List sealed files of a node: of each its name and header, how many runs have restored it, and its verdict."""
+    """List sealed files of a node: for each, name and header, how many runs have restored it, and its verdict."""
     rows = []
     groups: dict[tuple[int, ...], int] = {}
     for name, header, restores, verdict in found:

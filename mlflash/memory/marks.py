@@ -1,4 +1,4 @@
-"""What somebody says of a step, written into the files of a node that hold it."""
+"""Writes a user's verdict on a step into the files of a node that hold the step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from .slot_header import VERDICT_START, Attempt, Verdict, pack_record, unpack
 
 
 def mark(memory: NodeDirectory, step: int, verdict: Verdict) -> set[Attempt]:
-    """Write a verdict into all sealed files of this node that hold a step; gives the attempts that they hold.
+    """Write a verdict into all sealed files of this node that hold a step; return the attempts that they hold.
 
-    Not collective. A live job may write such a file meanwhile: then the record is of no attempt that is in it any more.
+    Not collective. A live job may write such a file at the same time: then the record belongs to an attempt that is no
+    longer in the file, and has no effect.
     """
     found = set()
     for name, page, _ in first_pages(memory):

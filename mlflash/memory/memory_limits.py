@@ -1,6 +1,6 @@
-"""How many bytes of memory this node still gives: tmpfs, cgroup, RAM.
+"""How many bytes of memory this node has left: tmpfs, cgroup, RAM.
 
-Past a cgroup limit an allocation is SIGKILL, not an error, so it is read before anything is allocated.
+An allocation beyond a cgroup limit ends in SIGKILL, not in an error, so the limit is read before anything is allocated.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ _LEAST_HEADROOM_NBYTES, _MOST_HEADROOM_NBYTES = 1 << 20, 64 << 20
 
 
 def headroom(nbytes: int) -> int:
-    """How much must be left free on a node when ``nbytes`` are allocated: an eighth of them, 1 MiB to 64 MiB.
+    """How much must stay free on a node when ``nbytes`` are allocated: an eighth of them, 1 MiB to 64 MiB.
 
-    Between the look at what is free and the allocation others allocate too: MPI and torch their buffers, which are
-    larger where tensors are. 64 MiB cover these on a node of a cluster. A small state, such as a test or a demo has
+    Between the check and the allocation, other software allocates too: MPI and torch allocate buffers, which are larger
+    if tensors are. 64 MiB are enough for these on a node of a cluster. But a small state, such as a test or a demo has
     on the 64 MiB that Docker gives, must not need forty times its size.
     """
     return min(max(nbytes // 8, _LEAST_HEADROOM_NBYTES), _MOST_HEADROOM_NBYTES)
 
 
 def available(directory: str, root: str = "/") -> dict[str, int]:
-    """Read what is left, in bytes, by the name of what limits it; the smallest number counts.
+    """Read what is left, in bytes, by the name of the limit; the smallest number counts.
 
     Not collective. Limits that cannot be read are left out.
 
     Args:
         directory: a directory of the memory file system.
-        root: where /proc and the cgroup file systems are looked for.
+        root: where to look for /proc and the cgroup file systems.
     """
     stat = os.statvfs(directory)
     left = {f"free space of {directory}": stat.f_bavail * stat.f_frsize}
@@ -42,7 +42,7 @@ def available(directory: str, root: str = "/") -> dict[str, int]:
 
 
 def _cgroups(root: str) -> list[Path]:
-    """This process's memory cgroups, and those above them: any of these may hold the limit."""
+    """This process's memory cgroups and their parents: any of them may have the limit."""
     mounts = {}
     for line in _read(Path(root, "proc/self/mounts")).splitlines():
         _, where, kind, options, *_ = line.split()

@@ -1,4 +1,4 @@
-"""What a directory is mounted from."""
+"""Which file system a directory is on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mount:
 
 
 def find_mount(mountinfo: str, path: str) -> Mount | None:
-    """Find what a path is on; of several mounts in one place the last one covers the others.
+    """Find the file system of a path; of several mounts in one place, the last one covers the others.
 
     Args:
         mountinfo: text of ``/proc/<pid>/mountinfo``.
@@ -50,7 +50,7 @@ def find_mount(mountinfo: str, path: str) -> Mount | None:
 
 
 def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
-    """What a path is on for a process; None where that cannot be seen. Not collective."""
+    """The file system of a path as a process sees it; None if that cannot be seen. Not collective."""
     try:
         text = Path(root, "proc", pid, "mountinfo").read_text()
     except OSError:
@@ -59,7 +59,7 @@ def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
 
 
 def slow_kind(path: str) -> str:
-    """Name the kind of file system that a path is on where that is no memory; "" where it is, or cannot be told.
+    """Name the kind of file system of a path if it is not memory; "" if it is, or if that cannot be found out.
 
     Not collective.
     """

@@ -1,8 +1,8 @@
 """The directory of this job in the memory of this node.
 
-``<memory>/mlflash-<uid>/<job>/`` on a real node, with ``node<k>/`` below it where nodes are emulated.
-Nothing outside it is ever touched. Directories are 0700, files 0600, opened with O_NOFOLLOW and checked for
-their owner; each deletion is logged. What is in it and not ours is passed over, with one warning.
+``<memory>/mlflash-<uid>/<job>/`` on a real node, with ``node<k>/`` below it if nodes are emulated. Nothing outside it
+is ever touched. Directories are 0700, files 0600, opened with O_NOFOLLOW and checked for their owner; each deletion is
+logged. Foreign files in it are passed over, with one warning.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class NodeDirectory:
     Args:
         memory: the memory file system ("/dev/shm").
         job: the job's name.
-        emulated_node: index of the node that this rank plays, or None on a real node.
-        make: make the directories where there are none.
-        top: this user's directory in the memory, as `user_directory.claim` found it; "": it is looked for.
+        emulated_node: index of the node that this rank emulates, or None on a real node.
+        make: make the directories if they do not exist.
+        top: this user's directory in the memory, as `user_directory.claim` found it; "": look for it.
 
     Raises:
         UnsafePath: a directory on the way is a link, open to others or somebody else's.
         ConfigError: there is no such file system.
-        FileNotFoundError: there is none, and none is to be made.
+        FileNotFoundError: the directory does not exist, and ``make`` is not set.
     """
 
     def __init__(self, memory: str, job: str, emulated_node: int | None, make: bool = True, top: str = ""):
@@ -78,9 +78,8 @@ class NodeDirectory:
     def lock(self, local_rank: int, local_size: int, wait_s: float = 5.0) -> None:
         """Hold this rank's part of the job's lock until the process ends.
 
-        Not collective, but each rank of the node calls it. The first local rank also holds the places of all
-        local ranks that there could be. The lock goes with the process, however it dies; a forked child does
-        not inherit it.
+        Not collective, but each rank of the node calls it. The first local rank also holds the places of all local
+        ranks that there could be. The lock ends with the process, however it dies; a forked child does not inherit it.
 
         Raises:
             JobInUse: another live process holds it; the text names its pid.
@@ -117,10 +116,10 @@ class NodeDirectory:
         return works_for(int(_FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, asked))[4]))
 
     def alive(self) -> int | None:
-        """Process id of a live process of the job on this node; None where there is none. Takes no lock.
+        """Process id of a live process of the job on this node; None if there is none. Takes no lock.
 
-        Not collective. It is the trainer where its courier holds the lock, and 0 where that is of another pid
-        namespace. Not for processes that hold the lock themselves.
+        Not collective. If a courier holds the lock, it is the pid of its trainer; it is 0 if that has another pid
+        namespace. Do not call it in processes that hold the lock themselves.
         """
         if self._status(_LOCK_NAME) is None:
             return None
@@ -162,16 +161,16 @@ class NodeDirectory:
         return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name) and self._status(name))
 
     def pulse_names(self) -> list[str]:
-        """List the files in which ranks say how they are, sorted."""
+        """List the heartbeat files of ranks, sorted."""
         return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name) and self._status(name))
 
     def nbytes(self, name: str) -> int:
-        """Size of a file of this node; 0 where it is gone."""
+        """Size of a file of this node; 0 if it does not exist."""
         status = self._status(name)
         return 0 if status is None else status.st_size
 
     def _status(self, name: str) -> os.stat_result | None:
-        """What a file of ours is like; None where it is gone, and, with a warning, where it is not ours."""
+        """The status of a file of ours; None if it does not exist, or, with a warning, if it is not ours."""
         try:
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -182,7 +181,7 @@ class NodeDirectory:
         return None
 
     def _unlink(self, name: str) -> bool:
-        """Delete a file of ours; whether it was there."""
+        """Delete a file of ours; return whether it existed."""
         if self._status(name) is None:
             return False
         try:
@@ -209,19 +208,19 @@ class NodeDirectory:
         self._unlink(name)
 
     def request_drain(self) -> None:
-        """Ask the job that is alive here to drain the next checkpoint it commits. Not collective."""
+        """Ask the live job on this node to drain the next checkpoint that it commits. Not collective."""
         os.close(self.open(_REQUEST_NAME, os.O_WRONLY | os.O_CREAT))
 
     def has_request(self) -> bool:
-        """Whether that was asked for, and no job has heard it yet. Not collective."""
+        """Whether a drain was asked for, and no job has noticed it yet. Not collective."""
         return self._status(_REQUEST_NAME) is not None
 
     def take_request(self) -> bool:
-        """Whether that was asked for; it is forgotten by this. Not collective."""
+        """Whether a drain was asked for; forgets the request. Not collective."""
         return self._unlink(_REQUEST_NAME)
 
     def wipe(self) -> int:
-        """Delete all slots, the lock and the directory; returns the bytes freed. Hold the lock of all ranks before."""
+        """Delete all slots, the lock and the directory; return the bytes freed. Hold the lock of all ranks before."""
         nbytes = 0
         for name in self.slot_names():
             nbytes += self.nbytes(name)
@@ -241,7 +240,7 @@ class NodeDirectory:
         return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
 
     def close(self) -> None:
-        """Give up the lock and the directory; the files stay. May be called twice."""
+        """Release the lock and the directory; the files stay. May be called twice."""
         for key in self._locks:
             _locked_here.discard(key)
         self._locks.clear()
@@ -257,7 +256,7 @@ def jobs_of(memory: str) -> list[str]:
 
 
 def job_path(memory: str, job: str) -> str | None:
-    """Find the directory of a job on this node; None where there is none. Not collective."""
+    """Find the directory of a job on this node; None if there is none. Not collective."""
     top = user_directory.find(memory, job)
     return next((path for path in _below(top) if os.path.basename(path) == job), None) if top else None
 
@@ -306,7 +305,7 @@ _NODE = re.compile(r"node\d+")
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:
-    """What is in a directory; nothing where it is gone, or cannot be read."""
+    """What is in a directory; nothing if it does not exist or cannot be read."""
     try:
         with os.scandir(path) as found:
             return sorted(found, key=lambda entry: entry.name)
@@ -315,7 +314,7 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
 
 
 def _below(path: str) -> list[str]:
-    """The directories of this user in one of them, sorted; what is not ours is passed over."""
+    """The directories of this user in one of them, sorted; those that are not ours are passed over."""
     found = []
     for entry in _entries(path):
         if entry.is_dir(follow_symlinks=False):
@@ -339,7 +338,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _open_directory(name: str, above: int, path: str, make: bool) -> int:
-    """Open a directory, made where there is none; returns its descriptor."""
+    """Open a directory, and make it if it does not exist; return its descriptor."""
     if make:
         try:
             os.mkdir(name, 0o700, dir_fd=above)

@@ -1,8 +1,8 @@
 """A rank's own slots, as its trainer has them: two for its state, two for its share of what several ranks hold alike.
 
-Each of them is either the trainer's, which may fill it, or the courier's, and never both. A save hands the slots that
-it has filled to the courier; the courier gives back those that may be filled again, and asks for free ones where it
-has to replace their files.
+Each of them belongs either to the trainer, which may fill it, or to the courier, and never to both. A save hands the
+slots that it has filled to the courier. The courier gives back those that may be filled again, and asks for free ones
+if it has to replace their files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOK_S = 0.05  # how long one look for a free slot waits for word of it
 
 
 class SlotId(NamedTuple):
-    """Which of a rank's own slots: one for its state, or one for its share."""
+    """One of a rank's own slots: one for its state, or one for its share."""
 
     is_share: bool
     number: int
@@ -44,13 +44,13 @@ def named(own: Sequence[Slot], shares: Sequence[Slot]) -> list[tuple[SlotId, Slo
 
 @dataclasses.dataclass(frozen=True)
 class SlotFile:
-    """What the courier tells of an own slot.
+    """What the courier reports about an own slot.
 
     Attributes:
-        slot: which.
+        slot: the slot.
         file: number of its file; None: it has none yet.
         inode, nbytes: of that file, which may have become larger; 0: none.
-        is_free: whether it is the trainer's from now on.
+        is_free: whether it belongs to the trainer from now on.
     """
 
     slot: SlotId
@@ -65,12 +65,12 @@ class OwnSlots:
 
     Args:
         memory: this node's directory.
-        count: how many of each kind; three where checkpoints are drained, as one of them may be read for long.
-        known: mappings of files that this process has besides, by inode: the courier's, where it is a thread.
+        count: number of slots of each kind; three if checkpoints are drained, because reading one may take long.
+        known: further mappings of files that this process has, by inode: the courier's, if it is a thread.
 
     Attributes:
-        own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS:
-            it is the courier's.
+        own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS: it
+            belongs to the courier.
     """
 
     def __init__(self, memory: NodeDirectory, count: int, known: Callable[[], Mapping[int, Segment]]):
@@ -100,13 +100,13 @@ class OwnSlots:
     # Filling them
 
     def take(self, wait_s: float, taker: object, leave: bool = False) -> tuple[Slot, Slot] | None:
-        """Take a slot and one for a share, for a save; None where there is none for so long.
+        """Take a slot and one for a share, for a save; None if none become free in that time.
 
         Args:
             wait_s: how long to wait for them, seconds.
-            taker: what they are taken for. `taken_by` finds them again, should an exception keep the caller from
-                ever noting what it took.
-            leave: rather leave files to the views that this rank has given than wait for the end of these.
+            taker: what they are taken for. `taken_by` finds them again if an exception keeps the caller from noting
+                what it took.
+            leave: leave files to the views that this rank has given, instead of waiting for the end of these.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -119,7 +119,7 @@ class OwnSlots:
                 return pair
 
     def _wait(self, end: float) -> bool:
-        """Wait for a slot to become free, or a little; whether there was time for it. Not with the lock."""
+        """Wait a little for a slot to become free; return whether there was time for it. Do not hold the lock."""
         left = end - time.monotonic()
         if left > 0:
             self._freed.acquire(timeout=min(left, _LOOK_S))
@@ -134,19 +134,19 @@ class OwnSlots:
         return [slot for _, slot in self._all() if slot.taker is taker and slot.use is Use.BUSY]
 
     def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
-        """Let slots that were taken be busy with something else."""
+        """Make slots that were taken busy with something else."""
         for slot in slots:
             slot.taker = taker
 
     def give_back(self, taken: Iterable[Slot]) -> None:
-        """Free slots that were taken, and that the courier was not told of."""
+        """Free slots that were taken, and that the courier does not know about."""
         with self._lock:
             for slot in taken:
                 self._free(slot)
             self._tell_freed()
 
     def committed(self, taker: object) -> None:
-        """Leave the slots of a save to the courier: they hold a checkpoint now."""
+        """Leave the slots of a save to the courier: they now hold a checkpoint."""
         with self._lock:
             for slot in self.taken_by(taker):
                 slot.taker, slot.use = None, Use.HOLDS
@@ -154,10 +154,10 @@ class OwnSlots:
                     slot.segment.writers.clear()  # all is there; they hold the state that was copied
 
     def reclaim(self, has_failed: Callable[[object], bool]) -> None:
-        """Leave the slots of saves that have failed to a courier that knows nothing of them; nobody fills them now.
+        """Leave the slots of failed saves to a courier that does not know about them; nothing fills them any more.
 
         Args:
-            has_failed: whether what slots were taken for is such a save.
+            has_failed: whether what slots were taken for is a failed save.
         """
         with self._lock:
             for slot in [slot for _, slot in self._all() if slot.use is Use.BUSY and has_failed(slot.taker)]:
@@ -166,7 +166,7 @@ class OwnSlots:
             self._tell_freed()
 
     def wait_until_given(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
-        """Leave all slots to the courier, and wait until none is being filled; whether that was so in time.
+        """Leave all slots to the courier, and wait until none is being filled; return whether that happened in time.
 
         Args:
             has_failed: see `reclaim`.
@@ -185,15 +185,20 @@ class OwnSlots:
         return None if own is None or share is None else (own, share)
 
     def _free_slot(self, slots: Sequence[Slot], leave: bool) -> Slot | None:
-        """A slot that may be filled; where there is none but for views of its file, that is left to them: those of
-        others in any case, as nobody here knows when they end, and with ``leave`` those that this rank has given.
+        """A slot that may be filled.
+
+        If only files with views are left, the slot gets another file and leaves its file to the views. This is always
+        done for views of other processes, because nobody here knows when these end. With ``leave`` it is done for views
+        that this rank has given, too.
         """
         may_leave: Callable[[Segment], bool] = lambda segment: leave or not self._lent[segment.inode]
         return oldest_free(slots) or leave_behind(self._memory, slots, may_leave)
 
     def _free(self, slot: Slot) -> None:
-        """Let saves fill a slot again. What a device is still copying into stays the device's: the slot gets another
-        file with the next save.
+        """Let saves fill a slot again.
+
+        If a device is still copying into its file, the file is left to the device, and the slot gets another one with
+        the next save.
         """
         stuck = slot.segment
         if stuck is not None and stuck.is_written_to:
@@ -205,7 +210,7 @@ class OwnSlots:
 
     @property
     def is_device_stuck(self) -> bool:
-        """Whether a device has not ended its copies into a slot of an earlier save."""
+        """Whether a device has not finished its copies into a slot of an earlier save."""
         with self._lock:
             over = [one for one in self._quarantined if not one.is_written_to]
             self._quarantined = [one for one in self._quarantined if one not in over]
@@ -216,14 +221,14 @@ class OwnSlots:
     # What the courier asks and tells
 
     def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
-        """Leave free slots to the courier, which may replace their files: those that are too small are unmapped.
+        """Leave free slots to the courier, which may replace their files; files that are too small are unmapped.
 
         Args:
-            wanted: slots, and the bytes that each has to take; 0: it needs no larger file.
+            wanted: slots, and the bytes that each must hold; 0: it needs no larger file.
             waiting: slots that are busy with a save which waits for their files.
 
         Returns:
-            Those of the others that were free; they are the courier's now.
+            Those of the other slots that were free; they now belong to the courier.
         """
         given = []
         with self._lock:
@@ -240,7 +245,7 @@ class OwnSlots:
         return given
 
     def update(self, files: Iterable[SlotFile]) -> None:
-        """Hear which files the slots have, and which of them may be filled from now on."""
+        """Note which files the slots have, and which of them may be filled from now on."""
         fresh = []
         with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore: they keep the mappings
             slots, had = dict(self._all()), self.mapped()
@@ -258,7 +263,7 @@ class OwnSlots:
         shared_memory_segment.prefault_in_background(fresh)
 
     def _map(self, slot: Slot, told: SlotFile, had: Mapping[int, Segment]) -> list[Segment]:
-        """Map the file of a slot; gives the mapping where its pages are to be faulted in.
+        """Map the file of a slot; return the mapping if its pages have to be faulted in.
 
         Args:
             slot: which.
@@ -286,15 +291,15 @@ class OwnSlots:
     # Reading them
 
     def holding(self, number: int) -> Slot:
-        """Give an own slot that the courier has sealed, to be read."""
+        """Return an own slot that the courier has sealed, for reading."""
         slot = self.own[number]
         slot.header = read_header(slot.view)
         return slot
 
     def lend(self, slot: Slot) -> Slot:
-        """Give a slot to be read for as long as anybody has views of it; what is written to these stays here.
+        """Return a slot for reading as long as it has views; what is written to these stays in this process.
 
-        Until then no save gets the slot that is lent.
+        Until then no save gets this slot.
         """
         mapped, take_back = shared_memory_segment.lend(self._memory, slot.name)
         self._lent[mapped.inode] += 1
@@ -308,14 +313,14 @@ class OwnSlots:
             self._tell_freed()
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
-        """Unmap those of some slots that are none of these."""
+        """Unmap those of some slots that do not belong to this rank."""
         mine = [slot.segment for _, slot in self._all()]
         for slot in slots:
             if slot.segment is not None and not any(slot.segment is one for one in mine):
                 slot.segment.close()
 
     def open(self, file: int) -> Slot:
-        """Map a slot file of this node, to be read; `unmap_others` unmaps it.
+        """Map a slot file of this node for reading; `unmap_others` unmaps it.
 
         Raises:
             CorruptSlot, UnsafePath, OSError: it cannot be mapped.
@@ -323,12 +328,12 @@ class OwnSlots:
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=self.mapped()))
 
     def pin(self) -> None:
-        """Page-lock, behind, the slots that the state is copied into."""
+        """Page-lock, in the background, the slots that the state is copied into."""
         own = [slot.segment for _, slot in self._all() if slot.segment is not None]
         shared_memory_segment.prefault_in_background(own, pin=True)
 
     def wait_until_written(self, end: float) -> bool:
-        """Wait until nothing copies into any slot any more, or a moment by time.monotonic; whether that is so."""
+        """Wait until nothing copies into any slot any more, or until a time.monotonic; return whether nothing does."""
         segments = [slot.segment for _, slot in self._all() if slot.segment is not None] + self._quarantined
         while any(one.is_written_to for one in segments):
             if time.monotonic() >= end:

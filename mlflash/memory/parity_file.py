@@ -1,8 +1,8 @@
 """What a parity file holds: the heads of its group's slots, then parity blocks. It has the form of a slot.
 
-The *head* of a slot is its header and its block table. Every member of a group keeps the heads of all: when a slot
-is lost, they say how large it was, and what each of its blocks must be once it is rebuilt. Where a slot has its
-manifest, a parity file has the heads, padded to whole blocks, so that one bad block is one lost parity block.
+The *head* of a slot is its header and its block table. Every member of a group keeps the heads of all. When a slot is
+lost, they say how large it was, and what each of its blocks must be once it is rebuilt. At the place where a slot has
+its manifest, a parity file has the heads, padded to whole blocks, so that one bad block is one lost parity block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_heads(slot: Slot) -> list[Head]:
     """Decode and check the heads in a sealed parity file, in the order of the ranks of its group.
 
     Raises:
-        CorruptSlot: they are not what the header says.
+        CorruptSlot: they do not match the header.
     """
     assert slot.header is not None
     raw = slot.body(slot.header.extents)[: slot.header.manifest_nbytes].tobytes()
@@ -50,7 +50,7 @@ def decode_heads(raw: bytes, of: Header, name: str) -> list[Head]:
         name: of that file.
 
     Raises:
-        CorruptSlot: they are not what the header says.
+        CorruptSlot: they do not match the header.
     """
     heads = []
     at = 0

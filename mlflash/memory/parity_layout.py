@@ -36,13 +36,13 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Blocks that are made of other blocks of their stripe, by the rank that holds one of them.
+    """Blocks that are computed from other blocks of their stripe, by the rank that holds one of them.
 
     Attributes:
         coder: the block whose holder does it.
         inputs: units ``have`` of the stripe; None is a block of zeros.
         outputs: units ``want`` of the stripe.
-        have, want: numbers of the units, as `erasure.matrix` takes them.
+        have, want: numbers of the units, as `erasure_codes.matrix` takes them.
     """
 
     coder: Unit
@@ -59,7 +59,7 @@ class Stripes:
     Attributes:
         blocks: number of blocks in the slot of each member.
         losses: how many members may be lost.
-        number: of the group, where there are several.
+        number: number of the group, if there are several.
     """
 
     blocks: tuple[int, ...]
@@ -89,7 +89,7 @@ class Stripes:
         return Unit(member, parity, block, self.number)
 
     def units(self, row: int, stripe: int) -> list[Unit | None]:
-        """The units of a stripe, data first; None where a slot has no such block: it counts as zeros."""
+        """The units of a stripe, data first; None if a slot has no such block: it counts as zeros."""
         found: list[Unit | None] = []
         for column in range(self.data):
             member = (stripe + self.losses + column) % self.members
@@ -106,10 +106,10 @@ class Stripes:
         return row, (unit.member - column - (0 if unit.parity else self.losses)) % self.members
 
     def encode(self, holders: Collection[int]) -> Iterator[Task]:
-        """Plan the making of the parity of some members, in the order in which all members work.
+        """Plan how the parity of some members is made, in the order in which all members work.
 
-        A stripe's parity is made by the first of its holders and sent to the others, so that each data block
-        travels once, whatever the number of parity blocks.
+        A stripe's parity is made by the first of its holders and sent to the others, so that each data block travels
+        once, whatever the number of parity blocks.
         """
         for row in range(self.rows):
             for stripe in range(self.members):
@@ -121,13 +121,13 @@ class Stripes:
                     yield Task(outputs[0], tuple(units[: self.data]), outputs, tuple(range(self.data)), want)
 
     def rebuild(self, lost: Collection[Unit]) -> list[Task] | None:
-        """Plan the rebuilding of the data blocks among the lost ones; None where too many are lost for that.
+        """Plan how the data blocks among the lost ones are rebuilt; None if too many are lost for that.
 
-        A stripe is decoded by one of those that hold its blocks, in turn, and not where the result is needed: so no
-        member receives more than the others.
+        The ranks that hold blocks of the stripes decode them in turn, and not the rank that needs the result, so that
+        no member receives more than the others.
 
         Args:
-            lost: data and parity blocks that are gone or damaged.
+            lost: data and parity blocks that are missing or damaged.
         """
         stripes = sorted({self.stripe_of(unit) for unit in lost if not unit.parity})
         tasks = []
@@ -154,13 +154,13 @@ def parity_extents(blocks: Sequence[int], losses: int, block_nbytes: int) -> Ext
 
 
 def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: Collection[int]) -> bool:
-    """Whether the slots that are gone can be rebuilt, as far as whole files tell.
+    """Whether the missing slots can be rebuilt, judged by whole files.
 
     Args:
         members: of the group.
         losses: how many may be lost.
-        no_slot: members whose slot is gone.
-        no_parity: members whose parity is gone.
+        no_slot: members whose slot is missing.
+        no_parity: members whose parity is missing.
     """
     whole = Stripes((members - losses,) * members, losses)  # one full row
     lost = {whole.unit(member, False, block) for member in no_slot for block in range(whole.data)}

@@ -1,8 +1,8 @@
 """A named file in node memory, mapped by this rank; it outlives the process.
 
-Room is taken in huge pages where there are such, and with ``posix_fallocate`` (a full tmpfs is an error, not SIGBUS);
-other pages are faulted in once, in the background, with MADV_POPULATE_WRITE: a copy into fresh tmpfs pages costs 4 to
-10 times a warm one.
+Room is taken in huge pages if there are any, and with ``posix_fallocate`` (a full tmpfs is an error, not SIGBUS). Other
+pages are faulted in once, in the background, with MADV_POPULATE_WRITE: a copy into fresh tmpfs pages takes 4 to 10
+times as long as into pages that exist.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Writer(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether it writes nothing any more."""
+        """Whether it has stopped writing."""
 
 
 _never_unmapped: list[Segment] = []  # a device may write into these until the process ends
 
 
 class _Pinning:
-    """Whether a mapping is page-locked, for all segments that have it: each time anew costs more than a copy."""
+    """Whether a mapping is page-locked, for all segments that use it: locking it for each costs more than a copy."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -56,7 +56,7 @@ class _Pinning:
         self.was_tried = self.is_done = False
 
     def pin(self, view: np.ndarray) -> None:
-        """Page-lock it, if nobody has tried that; `lock` is held."""
+        """Page-lock it, unless that was already tried; `lock` is held."""
         if self.was_tried or not view.nbytes:
             return
         self.was_tried = True
@@ -68,7 +68,7 @@ class _Pinning:
                 torch.zeros(1, device="cuda")
 
     def leave(self, view: np.ndarray) -> None:
-        """One segment less has it; `lock` is held."""
+        """Note that one segment less uses it; `lock` is held."""
         self.segments -= bool(view.nbytes)
         if self.is_done and self.segments == 0 and view.nbytes:
             sys.modules["torch"].cuda.cudart().cudaHostUnregister(view.ctypes.data)
@@ -104,16 +104,16 @@ class Segment:
         self._close_file.atexit = False
 
     def again(self) -> Segment:
-        """Give the same mapping once more, which is there until both are closed. Not collective."""
+        """Return the same mapping once more; it exists until both are closed. Not collective."""
         return Segment(self.name, self._fd, self.nbytes, fresh=False, same=self)
 
     @property
     def is_lent(self) -> bool:
-        """Whether anybody, in whatever process of this node, has views of the file; see `lend`."""
+        """Whether any process of this node has views of the file; see `lend`."""
         return self._close_file.alive and _ask(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
     def prefault(self) -> None:
-        """Fault the pages in and pin them where there is CUDA. Not collective; done once."""
+        """Fault the pages in, and pin them if there is CUDA. Not collective; done once."""
         at = 0
         try:
             while at < self.nbytes and not self.ready.is_set():
@@ -155,13 +155,13 @@ class Segment:
 
 
 def lend(memory: NodeDirectory, name: str) -> tuple[Segment, Callable[[], None]]:
-    """Map a file for views: what is written to them stays here, and as long as it is lent nobody else may write it.
+    """Map a file for views: what is written to them stays here, and nobody else may write the file while it is lent.
 
-    Not collective. Who has lent it is said by a lock on the file, which goes with the process, and which every rank of
-    the node sees that gets the file meanwhile. A file that is deleted stays as it is for those that have views of it.
+    Not collective. A lock on the file marks it as lent. The lock ends with the process, and every rank of the node that
+    gets the file meanwhile sees it. A file that is deleted stays as it is for those that have views of it.
 
     Returns:
-        The mapping, and what is to be called once nobody has views of it.
+        The mapping, and a function to call once it has no views any more.
     """
     fd = memory.open(name, os.O_RDWR)
     try:
@@ -180,7 +180,7 @@ def _take_back(fd: int, lender: int) -> None:
 
 
 def _ask(fd: int, command: int, kind: int) -> int:
-    """Set or test a lock on all of a file that belongs to its descriptor, not to the process; returns what there is."""
+    """Set or test a lock on a whole file that belongs to its descriptor, not to the process; return the lock found."""
     return int(_FLOCK.unpack(fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)))[0])
 
 
@@ -198,10 +198,10 @@ def create(memory: NodeDirectory, nbytes: int) -> Segment:
 
 
 def grow(memory: NodeDirectory, segment: Segment, nbytes: int) -> Segment:
-    """Make the file of a segment larger, and map it anew; what it has of pages stays, as to make others takes long.
+    """Make the file of a segment larger, and map it anew; it keeps its pages, because making others takes long.
 
-    Not collective. The segment is closed, whatever comes of it; others that map the file have its beginning still.
-    Where its file was removed, which a trainer does with one that a device does not leave, another one is made.
+    Not collective. The segment is closed in any case; other processes that map the file still have its beginning. If
+    its file was removed, another one is made (a trainer removes a file that a device does not release).
 
     Raises:
         MemoryTooSmall: the file system is full; the file is removed.
@@ -221,7 +221,7 @@ def grow(memory: NodeDirectory, segment: Segment, nbytes: int) -> Segment:
 
 
 def _allocated(memory: NodeDirectory, name: str, fd: int, nbytes: int, begin: int = 0) -> Segment:
-    """Give a file its size, and pages from ``begin`` on; it is removed where that fails. Its descriptor is closed."""
+    """Give a file its size, and pages from ``begin`` on; if that fails, remove it. Its descriptor is closed."""
     segment: Segment | None = None
     try:
         os.truncate(fd, nbytes)
@@ -249,13 +249,13 @@ def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | Non
     Args:
         memory: this node's directory.
         name: its file.
-        mapped: mappings that are there already, by inode: one of the same file is given back instead of a new
-            one, whose pages would have to be faulted in again (which takes longer than to read them).
+        mapped: existing mappings, by inode. A mapping of the same file is returned instead of a new one, whose pages
+            would have to be faulted in again (which takes longer than reading them).
         private: what is written to it stays here: pages that are written to are copied first.
-        again: likewise; one of the same file is given once more, and the caller closes what it gets in any case.
+        again: likewise, but the same mapping is returned once more, and the caller closes what it gets in any case.
 
     Raises:
-        CorruptSlot: the file is shorter than a page, or has holes that there is no room to fill.
+        CorruptSlot: the file is shorter than a page, or has holes that memory has no room to fill.
         UnsafePath: it is not a private file of this user.
     """
     fd = memory.open(name, os.O_RDWR)
@@ -283,7 +283,7 @@ def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> No
     """Fault in the pages of some segments, one after the other, on a thread of its own.
 
     Args:
-        segments: which.
+        segments: the segments.
         pin: page-lock them, too.
     """
     todo = [segment for segment in segments if pin or not segment.ready.is_set()]

@@ -1,8 +1,8 @@
 """Room for one rank's state of one step, inside a segment.
 
-The life of a slot: FREE → BUSY (unsealed, being written) → HOLDS (sealed; may be restored from) → FREE when a
-newer attempt was committed. Checksums are made and checked a run of blocks at a time, so that they can go
-along with a transfer.
+The life of a slot: FREE → BUSY (unsealed, being written) → HOLDS (sealed; may be restored from) → FREE when a newer
+attempt was committed. Checksums are made and checked a run of blocks at a time, so that this can be done along with a
+transfer.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Slot:
     """A slot in a segment.
 
     Attributes:
-        segment: where its bytes are; None until room is made.
+        segment: where its bytes are; None until it has room.
         use: whether it may be written.
-        header: what it holds, once sealed or adopted; None otherwise.
-        drains: whether it is being drained: it is not to be written then, whatever its use.
+        header: what it holds, once sealed or adopted; otherwise None.
+        drains: whether it is being drained: then it must not be written, whatever its use.
         taker: what it is busy with; see `OwnSlots.take`.
     """
 
@@ -70,12 +70,12 @@ class Slot:
 
     @property
     def view(self) -> np.ndarray:
-        """All its bytes, ``(nbytes,)`` uint8; empty where there is no segment yet."""
+        """All its bytes, ``(nbytes,)`` uint8; empty if there is no segment yet."""
         return _NOTHING if self.segment is None else self.segment.view
 
     @property
     def inode(self) -> int:
-        """Of its file; 0 where it has none."""
+        """Inode of its file; 0 if it has none."""
         return 0 if self.segment is None else self.segment.inode
 
     @property
@@ -90,12 +90,12 @@ class Slot:
 
     @property
     def is_lent(self) -> bool:
-        """Whether anybody on this node has views of its file, which is not to be written then either."""
+        """Whether its file has views on this node; then it must not be written either."""
         return self.segment is not None and self.segment.is_lent
 
     @property
     def generation(self) -> int:
-        """Generation of what it holds; -1 where it holds nothing."""
+        """Generation of what it holds; -1 if it holds nothing."""
         return -1 if self.header is None else self.header.attempt.generation
 
     def body(self, extents: Extents) -> np.ndarray:
@@ -112,20 +112,20 @@ class Slot:
         return raw.view("<u8")
 
     def unseal(self) -> None:
-        """Forget what the slot holds; the first thing that is done to a slot that will be written."""
+        """Forget what the slot holds; always do this first before you write a slot."""
         self.view[:PAGE_NBYTES] = 0
         self.header = None
         self.use = Use.BUSY
 
     def seal(self, header: Header) -> None:
-        """Write the header, last of all: from here on the slot can be restored from."""
+        """Write the header, last of all: from then on the slot can be restored from."""
         packed = np.frombuffer(header.pack(), dtype=np.uint8)
         self.view[8:HEADER_NBYTES] = packed[8:]
         self.view[:8] = packed[:8]  # the magic last, so that a torn header is no header
         self.header = header
 
     def record_commit(self, attempt: Attempt, step: int) -> None:
-        """Write the commit record: a receipt, never asked whether the slot may be restored."""
+        """Write the commit record. It is only a receipt: it does not decide whether the slot may be restored."""
         self._record(COMMIT_START, attempt, step)
 
     def record_restores(self, attempt: Attempt, times: int) -> None:
@@ -133,12 +133,12 @@ class Slot:
         self._record(RESTORES_START, attempt, times)
 
     def record_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
-        """Write what is known of the values that this slot holds."""
+        """Write what is known about the values that this slot holds."""
         self._record(VERDICT_START, attempt, verdict)
 
     @property
     def verdict(self) -> Verdict:
-        """What is known of the values that it holds, as far as this file says."""
+        """What this file says about the values that it holds."""
         if self.header is None:
             return Verdict.UNKNOWN
         return read_verdict(self.view[:PAGE_NBYTES].tobytes(), self.header.attempt)
@@ -154,7 +154,7 @@ class Slot:
         return np.array(sums, dtype="<u8")
 
     def bad_blocks(self, extents: Extents, copy_threads: CopyThreads = ALONE) -> list[int]:
-        """List the blocks whose bytes are not what the table says. Reads the whole body."""
+        """List the blocks whose bytes do not match the table. Reads the whole body."""
         table = self.table(extents)
         bad: list[int] = []
 
@@ -208,7 +208,7 @@ class Slot:
         return self._decoded[1]
 
     def reader(self, extents: Extents | None = None) -> Read:
-        """Give the bytes of entries: views, which must not outlive the slot's use.
+        """Return the bytes of entries: views, which must not outlive the slot's use.
 
         Args:
             extents: of what is being written; None: of the sealed slot.
@@ -225,7 +225,7 @@ class Slot:
 
     @property
     def committed(self) -> bool:
-        """Whether the commit record of what it holds is there."""
+        """Whether the slot has the commit record of what it holds."""
         if self.header is None:
             return False
         return read_record(self.view[:PAGE_NBYTES].tobytes(), COMMIT_START, self.header.attempt) is not None
@@ -237,7 +237,7 @@ def table_check(table: np.ndarray) -> int:
 
 
 def read_header(view: np.ndarray) -> Header | None:
-    """Read the header of a slot; None where it is not sealed or does not fit its file."""
+    """Read the header of a slot; None if it is not sealed or does not fit its file."""
     try:
         header = unpack(view[:HEADER_NBYTES].tobytes())
     except CorruptSlot:
@@ -251,12 +251,12 @@ def oldest_free(slots: Iterable[Slot]) -> Slot | None:
 
 
 def leave_behind(memory: NodeDirectory, slots: Iterable[Slot], may_leave: Callable[[Segment], bool]) -> Slot | None:
-    """Leave the file of a slot to those who have views of it; the slot is free, and gets another one.
+    """Leave the file of a slot to its views; the slot is free, and gets another file.
 
     Args:
         memory: where its file is removed.
-        slots: of which one may be written, were it not lent.
-        may_leave: whether a file is to be left.
+        slots: slots of which one could be written if it were not lent.
+        may_leave: whether a file may be left.
     """
     for slot in slots:
         if slot.use is Use.FREE and not slot.drains and slot.segment is not None and may_leave(slot.segment):

@@ -1,9 +1,9 @@
-"""The first page of a slot: the header that seals it, and three records: of commit, restores, and what values say.
+"""The first page of a slot: the header that seals it, and three records: commit, restores, and verdict on the values.
 
-A parity file has the same form, and is told from a slot by `Header.parities`.
+A parity file has the same form; `Header.parities` tells it from a slot.
 
-All are fixed little-endian structs that end in a checksum of themselves. A slot whose header does not parse
-is an empty slot. The commit record is a receipt only: it is never asked whether a slot may be restored.
+All are fixed little-endian structs that end in a checksum of themselves. A slot whose header does not parse is an empty
+slot. The commit record is only a receipt: it does not decide whether a slot may be restored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kind(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """What is known of the values of an attempt; of several files the largest counts, as they are from good to bad."""
+    """What is known about the values of an attempt, from good to bad; if files differ, the largest counts."""
 
     UNKNOWN = 0  # they were not looked at
     PASSED = 1
@@ -71,16 +71,16 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a slot says of itself; it is written last, and that seals the slot.
+    """What a slot says about itself. It is written last, and that seals the slot.
 
     Attributes:
-        group: the ranks that protect each other: of a parity group in ascending order; of copies this rank and its
-            partners; this rank alone where there is no redundancy.
-        parities: of a parity file, how many of its group may be lost; else 0.
-        share: of shared state, which share of it this is, see `shares`; the group is then the rank's siblings; -1:
+        group: the ranks that protect each other. With parity: the parity group, in ascending order. With copies: this
+            rank and its partners. Without redundancy: this rank alone.
+        parities: for a parity file, how many of its group may be lost; otherwise 0.
+        share: for shared state, which share of it this is, see `shares`; the group is then the rank's siblings. -1:
             this is the slot of a rank, its copy, or a parity file.
         shared_by: the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none.
-        mark: of the fresh start that the run goes back to, see `config.Config.mark`; 0: it was not begun anew.
+        mark: of the fresh start that the run goes back to, see `config.Config.mark`; 0: no fresh start.
     """
 
     attempt: Attempt
@@ -131,7 +131,7 @@ def unpack(page: bytes) -> Header:
         page: the first page of a slot, or at least its first `HEADER_NBYTES`.
 
     Raises:
-        CorruptSlot: this is no header, or of another version, or damaged.
+        CorruptSlot: this is not a header, or it has another version, or it is damaged.
     """
     if page[:8] != MAGIC:
         raise CorruptSlot("this slot is not sealed", expected=MAGIC, found=bytes(page[:8]))
@@ -184,13 +184,13 @@ def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> byte
 
 
 def read_record(page: bytes, start: int, attempt: Attempt) -> int | None:
-    """The number in the record at ``start``; None where there is none of this attempt."""
+    """The number in the record at ``start``; None if there is none of this attempt."""
     found = any_record(page, start)
     return None if found is None or found[0] != attempt else found[1]
 
 
 def any_record(page: bytes, start: int) -> tuple[Attempt, int] | None:
-    """The record at ``start``, whatever the header says: of which attempt, and its number; None where there is none."""
+    """The record at ``start``, whatever the header says: its attempt, and its number; None if there is none."""
     record = page[start : start + RECORD_NBYTES]
     body = record[: _RECORD.size]
     if len(record) != RECORD_NBYTES or _SUM.unpack(record[_RECORD.size :])[0] != xxhash.xxh3_64_intdigest(body):
@@ -200,6 +200,6 @@ def any_record(page: bytes, start: int) -> tuple[Attempt, int] | None:
 
 
 def read_verdict(page: bytes, attempt: Attempt) -> Verdict:
-    """What a file says of the values of an attempt."""
+    """What a file says about the values of an attempt."""
     number = read_record(page, VERDICT_START, attempt)
     return Verdict(number) if number in set(Verdict) else Verdict.UNKNOWN

@@ -1,9 +1,9 @@
 """The slots of this rank: two of its own, two for each rank whose copies it holds, two for its part of parity.
 
-Where it shares state with others, two more for its share.
+If it shares state with other ranks, it has two more for its share.
 
-Two of each, because the last committed one is never written: a save goes into the other one. Where checkpoints are
-drained there is a third own one, as one may be read for long.
+There are two of each because the last committed one is never written: a save goes into the other one. If checkpoints
+are drained, there is a third own one, because reading one may take long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRAINER = object()  # the taker of own slots that the trainer may fill
 
 
 class TrainerSlots(Protocol):
-    """What the pool asks and tells the trainer: see `OwnSlots`, which has it."""
+    """What the pool asks and tells the trainer: see `OwnSlots`, which the trainer has."""
 
     def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
         """See `OwnSlots.prepare`."""
@@ -41,18 +41,18 @@ class TrainerSlots(Protocol):
 class SlotPool:
     """This rank's slots, in its courier.
 
-    Own slots that are free are the trainer's to fill; here they are busy then.
+    Own slots that are free belong to the trainer, which may fill them; here they count as busy then.
 
     Args:
         memory: this node's directory.
-        owners: the ranks whose copies this rank holds, and itself where it holds parity.
-        slots: for each copy, and of its own.
-        spare: more slots of its own, where checkpoints are drained, as one of them may be read for long.
+        owners: the ranks whose copies this rank holds, and itself if it holds parity.
+        slots: number of slots for each copy, and of its own.
+        spare: number of further own slots if checkpoints are drained, because reading one may take long.
 
     Attributes:
         trainer: fills the own slots; None: there is none yet.
         copies: slots for each copy.
-        certified: gives the attempt that is held besides the newest; None: there is none.
+        certified: returns the attempt that is held in addition to the newest; None: there is none.
     """
 
     def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0):
@@ -85,11 +85,12 @@ class SlotPool:
         """Take over files that an earlier process left. Not collective.
 
         Args:
-            files: which.
+            files: the files.
             kept: the attempt that must not be overwritten.
-            trusted: numbers of this node's files that hold it; others that say so were found damaged.
+            trusted: numbers of this node's files that hold it; others that claim to hold it were found damaged.
             spare: files of this node that nobody needs, to be deleted by `drop_spare`.
-            needed: files of this node that nobody will write, but which the attempt needs until a newer is committed.
+            needed: files of this node that nobody will write, but which the attempt needs until a newer one is
+                committed.
         """
         before = self.mapped()
         self._distrusted = []
@@ -118,8 +119,8 @@ class SlotPool:
 
         Args:
             file: its number.
-            mapped: mappings that are there besides those of the slots, by inode.
-            anew: make a mapping in any case, which is there still when the slots get other files.
+            mapped: existing mappings in addition to those of the slots, by inode.
+            anew: always make a new mapping, which still exists when the slots get other files.
 
         Raises:
             CorruptSlot, UnsafePath, OSError: it cannot be mapped.
@@ -128,7 +129,7 @@ class SlotPool:
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
-        """Unmap those of some slots that are none of these. Not collective."""
+        """Unmap those of some slots that do not belong to this rank. Not collective."""
         mine = [slot.segment for slot in self.all()]
         for slot in slots:
             if slot.segment is not None and not any(slot.segment is one for one in mine):
@@ -167,8 +168,8 @@ class SlotPool:
         """Get slots from the trainer: they are busy with what it has filled them for. Not collective.
 
         Args:
-            filled: which, and the inodes of the files that the trainer has mapped; 0: none. It has left the file that
-                this slot had before, where it is another one.
+            filled: the slots, and the inodes of the files that the trainer has mapped; 0: none. If that is another file
+                than the slot had before, the trainer has left the earlier one.
             taker: what they are busy with.
         """
         slots, got = dict(self._own()), []
@@ -187,18 +188,18 @@ class SlotPool:
         return [slot for _, slot in self._own() if slot.taker is taker and slot.use is Use.BUSY]
 
     def leave_to_trainer(self, slots: Iterable[Slot]) -> None:
-        """Let the trainer go on with slots that it has told of, and not handed over. Not collective."""
+        """Let the trainer keep slots that it has reported and not handed over. Not collective."""
         for slot in slots:
             slot.taker = _TRAINER
 
     def news(self, only: Collection[Slot] | None = None) -> list[SlotFile]:
-        """Give the trainer what may be filled, and say which files its slots have. Not collective.
+        """Tell the trainer which slots it may fill, and which files its slots have. Not collective.
 
         Args:
             only: the slots that may be given to it now; None: all.
 
         Returns:
-            What it has not been told yet.
+            What it was not told yet.
         """
         news = []
         for name, slot in self._own():
@@ -215,15 +216,15 @@ class SlotPool:
         return news
 
     def take_back(self, slots: Iterable[Slot] | None = None) -> None:
-        """Get those of some own slots from the trainer that it does not need now; they are free. Not collective.
+        """Get those of some own slots back that the trainer does not need now; they are free. Not collective.
 
         Args:
-            slots: which; None: all.
+            slots: the slots; None: all.
         """
         self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
 
     def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> list[Slot]:
-        """Get free slots from the trainer, and have it leave the files of those that are too small."""
+        """Get free slots from the trainer, and make it unmap the files of those that are too small."""
         names = {id(slot): name for name, slot in self._own()}
         asked = [(names[id(slot)], nbytes) for slot, nbytes in wanted
                  if id(slot) in names and (slot.taker is _TRAINER or any(slot is one for one in waiting))]  # fmt: skip
@@ -238,27 +239,27 @@ class SlotPool:
         return got
 
     def drained(self, slots: Iterable[Slot]) -> None:
-        """Let saves write slots again that were drained. Not collective."""
+        """Let saves write slots again after they were drained. Not collective."""
         for slot in slots:
             slot.drains = False
 
     def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
         """A slot of a pair that may be written; the one with the older content first.
 
-        Where there is none but for views of its file, that is left to them.
+        If only files with views are left, the slot leaves its file to the views.
         """
         return oldest_free(pair) or leave_behind(self._memory, pair, lambda segment: True)
 
     @contextlib.contextmanager
     def reserved(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = ()
                  ) -> Iterator[tuple[list[Slot], list[Slot]]]:  # fmt: skip
-        """Keep the free ones of some slots from being taken for a save while their files are replaced.
+        """Keep saves from taking the free ones of some slots while their files are replaced.
 
-        Gives these, and those of them that are the trainer's, which is to get them back.
+        Yields these, and those of them that belong to the trainer, which must get them back.
 
         Args:
-            demand: slots, and the bytes that each has to take.
-            waiting: busy slots, whose files the trainer waits for, and leaves.
+            demand: slots, and the bytes that each must hold.
+            waiting: busy slots for whose files the trainer waits, and which it unmaps.
         """
         borrowed = self._prepare(demand, waiting)
         taken = [slot for slot, _ in demand if slot.is_free]
@@ -272,13 +273,15 @@ class SlotPool:
 
     def release(self, attempt: Attempt, taken: Sequence[Slot], committed: bool,
                 held: Collection[Attempt] | None = None) -> None:  # fmt: skip
-        """End an attempt: committed, slots hold what is to be held and others are free; failed, its slots are free.
+        """End an attempt.
+
+        If it was committed, slots hold what must be held and the others are free. If it failed, its slots are free.
 
         Args:
-            attempt: which.
-            taken: the slots it was staged into; the others may be busy with the next save already.
+            attempt: the attempt.
+            taken: the slots it was staged into; the others may already be busy with the next save.
             committed: how it ended.
-            held: the attempts that are to be held once it is committed; None: this one, and what is certified.
+            held: the attempts that must be held once it is committed; None: this one, and the certified one.
         """
         kept = {attempt, self.certified()} if held is None else held
         for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
@@ -298,7 +301,7 @@ class SlotPool:
         return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
-        """Free every slot but these (redundancy is whole in its new places), and unseal those found damaged."""
+        """Free every slot except these (redundancy is whole in its new places), and unseal those found damaged."""
         self.take_back(self._distrusted)
         for slot in self._distrusted:
             if slot.use is Use.FREE:
@@ -310,7 +313,7 @@ class SlotPool:
                 slot.use = Use.FREE
 
     def hold_older(self) -> None:
-        """Keep what the own slots hold besides the restored step from being written, until `free_older`.
+        """Keep saves from writing what the own slots hold in addition to the restored step, until `free_older`.
 
         Not collective.
         """
@@ -326,22 +329,22 @@ class SlotPool:
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:
-        """Keep the file of a slot that is none of this rank's until a newer step is committed. Not collective."""
+        """Keep a file that does not belong to this rank until a newer step is committed. Not collective."""
         self._kept.add(file_number(slot.name))
 
     def drop_spare(self, committed: bool = False) -> None:
-        """Delete the files that nobody needs; once a newer step is ``committed``, those kept until then too."""
+        """Delete the files that nobody needs; once a newer step is ``committed``, also those kept until then."""
         self._drop(self._spare | self._kept if committed else self._spare)
         if committed:
             self.aside.clear()
 
     def drop_aside(self) -> None:
-        """Delete the files that were left to themselves. Not collective: the rank that keeps them deletes them."""
+        """Delete the files that were left aside. Not collective: the rank that keeps them deletes them."""
         self._drop(self._kept & self.aside)
         self.aside.clear()
 
     def drop_stale(self) -> None:
-        """Delete those of them that hold older attempts only, so that a heal finds room."""
+        """Delete those of them that hold only older attempts, so that a heal has room."""
         self._drop(self._stale)
 
     def _drop(self, numbers: set[int]) -> None:
@@ -356,13 +359,13 @@ class SlotPool:
 
 
 def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str, forget: bool = True) -> bool:
-    """Whether one of some slots, which hold the same, is whole; those found damaged before it are forgotten.
+    """Whether one of some slots that hold the same is whole; those before it that are damaged are forgotten.
 
     Args:
         slots: sealed ones.
-        verify: raises CorruptSlot where one is damaged.
-        what: they hold, and on which rank, for the warning.
-        forget: unseal what is damaged; else nothing is done to it, and nothing said of it.
+        verify: raises CorruptSlot if one is damaged.
+        what: what they hold, and on which rank, for the warning.
+        forget: unseal a damaged slot; otherwise nothing is done to it, and nothing is logged.
     """
     for slot in slots:
         try:

@@ -1,8 +1,9 @@
-"""This user's directory in a memory file system, whoever was there first.
+"""This user's directory in a memory file system, even if somebody else took its name first.
 
-``mlflash-<uid>`` may be taken by anybody, as everybody may write to /dev/shm. Whatever is not a directory of this user
-is passed over, with one warning, and ``mlflash-<uid>.1`` is next, and so on. All who look for a job find it by the same
-rule: the first of this user's directories that has the job, else the first, else the first name that is free.
+Anybody may take the name ``mlflash-<uid>``, because everybody may write to /dev/shm. Whatever is not a directory of
+this user is passed over, with one warning; then ``mlflash-<uid>.1`` is next, and so on. All processes that look for a
+job find it by the same rule: the first of this user's directories that has the job, otherwise the first of them,
+otherwise the first free name.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ _passed_over: set[str] = set()
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether only this user may use something."""
+    """Whether only this user can use a file or directory."""
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def describe(status: os.stat_result) -> str:
-    """Say what something is, and whose."""
+    """Say what a file or directory is, and who owns it."""
     return f"{stat.filemode(status.st_mode)} uid {status.st_uid}, {status.st_nlink} links"
 
 
 def pass_over(path: str, found: str) -> None:
-    """Warn, once in this process, of something that is not ours: it is neither used nor deleted."""
+    """Warn, once in this process, about something that is not ours: it is neither used nor deleted."""
     if path not in _passed_over:
         _passed_over.add(path)
         log.warning("%s is passed over, as it is not mlflash's: %s", path, found)
 
 
 def look(memory: str) -> tuple[list[str], dict[str, str]]:
-    """Look who has the names of this user's directories. Not collective.
+    """Find out who has the names of this user's directories. Not collective.
 
     Returns:
-        The paths of those that are this user's, in their order; and what the others are, by path.
+        The paths of those that belong to this user, in their order; and what the others are, by path.
 
     Raises:
         OSError: there is no such memory.
@@ -75,7 +76,7 @@ def directories(memory: str) -> list[str]:
 
 
 def find(memory: str, job: str) -> str | None:
-    """Find the directory of this user that has a job, or would get it; None where there is none. Not collective."""
+    """Find the directory of this user that has a job, or would get it; None if there is none. Not collective."""
     own = directories(memory)
     return next((path for path in own if os.path.isdir(os.path.join(path, job))), own[0] if own else None)
 
@@ -83,8 +84,8 @@ def find(memory: str, job: str) -> str | None:
 def claim(memory: str, job: str) -> str:
     """Find the directory for a job, or make one.
 
-    Not collective. The first rank of a node does it for all, so that nobody who takes and frees names meanwhile can
-    divide them.
+    Not collective. The first rank of a node does it for all, so that somebody who takes and frees names meanwhile
+    cannot divide them.
 
     Raises:
         ConfigError: none can be made in this memory.

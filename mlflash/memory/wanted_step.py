@@ -1,4 +1,4 @@
-"""Which checkpoint somebody wants, of those that are there. Pure."""
+"""Which of the existing checkpoints a caller asks for. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .slot_header import Verdict
 
 @dataclasses.dataclass(frozen=True)
 class WantedStep:
-    """What a restore asks for: the newest checkpoint for which all of this is so.
+    """What a restore asks for: the newest checkpoint that meets all of this.
 
-    What was marked bad is only given to who asks for its step.
+    A checkpoint that was marked bad is only used if its step is asked for.
 
     Attributes:
-        step: it is of this step; None: of any.
-        before: it is of a smaller step; None: of any.
-        certified: its values have passed their checks, and training went on from it without anything suspect.
+        step: it has this step; None: any step.
+        before: its step is smaller than this; None: any step.
+        certified: its values have passed their checks, and training continued from it without anything suspect.
     """
 
     step: int | None = None
@@ -25,15 +25,15 @@ class WantedStep:
 
     @property
     def is_newest(self) -> bool:
-        """Whether simply the newest one is wanted."""
+        """Whether simply the newest one is asked for."""
         return self == NEWEST
 
     def fits_step(self, step: int) -> bool:
-        """Whether it may be one of a step."""
+        """Whether a checkpoint of this step may be used."""
         return self.step in (None, step) and (self.before is None or step < self.before)
 
     def fits(self, step: int, verdict: Verdict) -> bool:
-        """Whether it may be one of a step of whose values so much is known."""
+        """Whether a checkpoint of this step, with this verdict on its values, may be used."""
         if not self.fits_step(step) or (self.step is None and verdict is Verdict.BAD):
             return False
         return not self.certified or verdict.is_certified
