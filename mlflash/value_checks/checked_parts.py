@@ -1,4 +1,4 @@
-"""A layout → which bytes of a slot are values to be looked at, and whose, a stretch of blocks at a time."""
+"""A layout → which bytes of a slot are values to be checked, and of which tensor, in stretches of blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRETCH_NBYTES = 1 << 20
 
 
 class Stored(NamedTuple):
-    """Bytes of a tensor that lie in a slot, or in a share.
+    """Bytes of a tensor in a slot or in a share.
 
     Attributes:
         entry: the tensor.
@@ -36,8 +36,8 @@ class Run:
     """Values of one format in a stretch.
 
     Attributes:
-        form: of the values.
-        start, end: where they lie, bytes from the start of the payload.
+        form: format of the values.
+        start, end: where they are, bytes from the start of the payload.
         bounds: where the values of each tensor begin and end, in values from ``start``.
         first: number of the first of these parts; the others follow.
     """
@@ -55,11 +55,11 @@ class CheckedParts:
 
     Attributes:
         extents: of the slot or share.
-        stretch: blocks of one.
-        runs: of each stretch.
-        names: of the tensor of each part.
-        counts: values of each part.
-        formats: of each part.
+        stretch: number of blocks in a stretch.
+        runs: the runs of each stretch.
+        names: the tensor of each part.
+        counts: number of values of each part.
+        formats: format of each part.
     """
 
     extents: Extents
@@ -71,18 +71,18 @@ class CheckedParts:
 
 
 def is_skipped(name: str, skip: Sequence[str]) -> bool:
-    """Whether the name of a tensor is one of some patterns of the shell."""
+    """Whether the name of a tensor matches one of some shell patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in skip)
 
 
 def find(stored: Iterable[Stored], extents: Extents, skip: Sequence[str]) -> CheckedParts:
-    """Find what is to be looked at: floats of at least one value, but for those with some names.
+    """Find what has to be checked: floats with at least one value, except those with some names.
 
     Not collective.
 
     Args:
-        stored: what lies there; tied tensors may come twice.
-        extents: of it.
+        stored: what is in the slot or share; tied tensors may come twice.
+        extents: its extents.
         skip: patterns of names.
     """
     wanted = {

@@ -1,9 +1,9 @@
-"""What the values of a save say: whether training can have gone on from them as it did from those before.
+"""Checks the values of a save against those of the saves before: could training have come to them.
 
-While checksums are made, some of the blocks are looked at, others at each save, so that all were after so many saves;
-a part that was found suspect is looked at each time until it is as it was. A part is suspect where it has NaN, where it
-has infinities that it did not have when it was first looked at, where all of it is zero and was not, and where its
-largest magnitude is far beyond all that it was before.
+While checksums are made, some of the blocks are checked, others at each save, so that all are checked after a number of
+saves. A part that was suspect is checked each time until it is as before. A part is suspect if it has NaN; if it has
+infinities that it did not have when it was first checked; if all of it is zero and was not before; or if its largest
+magnitude is far beyond everything before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEVER = -1
 
 
 class Finding(NamedTuple):
-    """Something that is suspect.
+    """Something suspect.
 
     Attributes:
         tensor: its path in the state.
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 class _Held:
-    """What the parts of one layout held so far."""
+    """What the parts of one layout have held so far."""
 
     def __init__(self, key: object, parts: CheckedParts):
         self.key, self.parts = key, parts
@@ -70,11 +70,11 @@ class _Held:
 
 
 class Examiner:
-    """Looks at what this rank saves. Not collective; for the courier.
+    """Checks what this rank saves. Not collective; for the courier.
 
     Args:
-        share: of the blocks of a large state that are looked at in each save, 0 to 1.
-        skip: patterns of names of tensors that are not looked at.
+        share: fraction of the blocks of a large state that each save checks, 0 to 1.
+        skip: patterns of names of tensors that are not checked.
     """
 
     def __init__(self, share: float, skip: Sequence[str]):
@@ -84,19 +84,19 @@ class Examiner:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is looked at."""
+        """Whether anything is checked."""
         return self._every > 0
 
     def begin(self, slot: Slot, extents: Extents, key: object, stored: Callable[[], Iterable[Stored]],
               generation: int) -> Examination:  # fmt: skip
-        """Begin to look at what a save has put into a slot or a share.
+        """Begin to check what a save has put into a slot or a share.
 
         Args:
-            slot: where it lies.
-            extents: of it.
-            key: of what ``stored`` gives: the same or an equal one for the same tensors in the same places.
-            stored: gives the tensors that lie there.
-            generation: of the attempt: the blocks go by it.
+            slot: the slot or share.
+            extents: its extents.
+            key: key of what ``stored`` returns: the same or an equal one for the same tensors in the same places.
+            stored: returns the tensors in it.
+            generation: of the attempt: it decides which blocks are checked.
         """
         held = next((one for one in self._known if one.parts.extents == extents and one.key == key), None)
         if held is None:
@@ -108,12 +108,12 @@ class Examiner:
         return Examination(held, slot, wanted | {int(held.stretch_of[part]) for part in held.suspect})
 
     def look_at_all(self, slot: Slot, extents: Extents, stored: Iterable[Stored]) -> list[Finding]:
-        """Look for NaN, and for infinities where all was finite, in all that a slot holds, whatever it held before.
+        """Check everything that a slot holds for NaN, and for infinities where all was finite, whatever it held before.
 
         Args:
-            slot: where it lies.
-            extents: of it.
-            stored: the tensors that lie there.
+            slot: the slot.
+            extents: its extents.
+            stored: the tensors in it.
         """
         parts = find(stored, extents, self._skip)
         payload = slot.payload(extents)
@@ -130,12 +130,12 @@ class Examiner:
         return findings
 
     def forget(self) -> None:
-        """Forget what tensors held: the state is another one from now on, or somebody says that it is good as it is."""
+        """Forget what tensors held: the state is now another one, or a user says that it is good as it is."""
         self._known.clear()
 
 
 class Examination:
-    """One look at one slot."""
+    """One check of one slot."""
 
     def __init__(self, held: _Held, slot: Slot, wanted: set[int]):
         self._held, self._wanted = held, wanted
@@ -144,7 +144,7 @@ class Examination:
         self.findings: list[Finding] = []
 
     def look(self, upto: int) -> None:
-        """Look at what is wanted of the blocks below one, as far as that was not done."""
+        """Check the chosen blocks below a given one, unless that was done already."""
         parts = self._held.parts
         stretches = len(parts.runs) if upto >= parts.extents.blocks else upto // parts.stretch
         for number in range(self._next, stretches):
@@ -170,7 +170,7 @@ class Examination:
         held.last[its] = np.where(wrong, last, now)
 
     def _judge(self, run: Run, now: np.ndarray, wrong: dict[str, np.ndarray]) -> None:
-        """Note what is suspect, and what is so no more."""
+        """Note what is suspect, and what is not suspect any more."""
         held = self._held
         for nth in range(run.bounds.size // 2):
             part = run.first + nth
@@ -197,7 +197,7 @@ class Examination:
 
 
 def in_words(findings: Sequence[Finding]) -> str:
-    """Say what was found, the first few of it; of a tensor that lies in several blocks once."""
+    """Describe the first few findings; a tensor that is in several blocks counts once."""
     told = {finding.tensor: finding.text for finding in reversed(findings)}
     named = [told[tensor] for tensor in dict.fromkeys(finding.tensor for finding in findings)]
     more = len(named) - _NAMED

@@ -1,8 +1,8 @@
-"""The floats that states hold, as bits: the largest magnitude in a run of bytes, without a copy and for any dtype.
+"""The floats in states, as bits: the largest magnitude in a run of bytes, without a copy and for any dtype.
 
-The magnitudes of floats grow as their bits do, read as whole numbers (IEEE 754-2019, 3.4; so do those of the OCP 8-bit
-formats). So two maxima tell all: of the bits as signed numbers, which is the largest positive value, and of the bits as
-unsigned ones, which is the most negative one. Infinity and NaN are larger than all that is finite.
+The magnitudes of floats grow with their bits, read as integers (IEEE 754-2019, 3.4; the OCP 8-bit formats do the same).
+So two maxima are enough. The maximum of the bits as signed integers is the largest positive value; the maximum as
+unsigned integers is the most negative one. Infinity and NaN are larger than everything finite.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class FloatFormat:
     """A format of floats.
 
     Attributes:
-        nbytes: of one.
-        mantissa: its bits.
-        bias: of the exponent.
-        infinity: bits of it; where the format has none, the same as ``nan``.
-        nan: the smallest bits, without the sign, that are no number.
-        negative_zero_is_nan: whether only what would be -0 is no number.
+        nbytes: bytes of a value.
+        mantissa: number of mantissa bits.
+        bias: bias of the exponent.
+        infinity: bits of infinity; if the format has none, the same as ``nan``.
+        nan: the smallest bits, without the sign, that are not a number.
+        negative_zero_is_nan: whether the only NaN is what would be -0.
     """
 
     nbytes: int
