@@ -1,6 +1,7 @@
-"""Checkpoints in a framework's own files: written to memory by the framework, moved to disk behind training.
+"""Checkpoints in a framework's own files: the framework writes them to memory, and mlflash moves them to disk.
 
-In come directories in memory that a framework has written as it writes to disk (`staged`); out come the same files in
-their place, all of them or none. A process beside each rank moves them (`mover`), and outlives it; it makes the
-checksums that torch has left out (`zip_checksums`). This room imports nothing but `memory`, for where memory is.
+The input is directories in memory, which a framework has written as it writes to disk (`staged`). The output is the
+same files at their place on disk, all of them or none. A process of each rank moves them (`mover`) during training, and
+outlives the rank; it also makes the checksums that torch has left out (`zip_checksums`). This room imports only
+`memory`, to find the memory.
 """

@@ -1,14 +1,15 @@
-"""Moves directories of files from memory to disk: ``python -m mlflash.background_files.mover``, beside each rank.
+"""Moves directories of files from memory to disk: ``python -m mlflash.background_files.mover``, one for each rank.
 
 Standard input brings a `Job`, and then moves, a JSON object a line: ``{"from": DIR, "to": PATH, "notes": {PATH: TEXT},
-"alone": BOOL, "checks": BOOL}``. Each rank's mover is told of the same moves, in the same order, and has its own part
-of the files. It copies them into a directory beside the one that they are for, syncs them, and leaves a list of them
-there. When the lists of all ranks are there, and all that they name, rank 0's gives the directory its name, and writes
-the notes (``latest`` and the like): so either all of it is there, or nothing has that name. What one rank has written
-``alone`` is not waited for by others; it may be one file. ``{"link": PATH, "to": NAME}`` links to what was moved
-before. Each is answered: ``{"moved": PATH}`` or ``{"failed": PATH, "why": TEXT}``.
+"alone": BOOL, "checks": BOOL}``. Each rank's mover is told the same moves, in the same order, and has its own part of
+the files. It copies them into a directory next to the target, syncs them, and leaves a list of them there. When the
+lists of all ranks are there, and all files that they name, rank 0's mover renames the directory to the target, and
+writes the notes (``latest`` and the like). So either all of it is there, or nothing has that name. Other ranks do not
+wait for what one rank has written ``alone``; it may be one file. ``{"link": PATH, "to": NAME}`` links to what was moved
+before. Each line is answered: ``{"moved": PATH}`` or ``{"failed": PATH, "why": TEXT}``.
 
-It goes on when standard input ends, as the rank has, until all that was written to memory is on disk.
+When standard input ends because the rank has ended, the mover continues until everything that was written to memory is
+on disk.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Job:
     """What a mover is told first.
 
     Attributes:
-        rank, size: of this rank, and how many there are.
+        rank, size: of this rank, and the number of ranks.
         run: tells this run's moves from those of another one.
-        rate: bytes per second; 0: as fast as they go.
+        rate: bytes per second; 0: no limit.
         patience_s: how long to wait for the files of other ranks.
         place: the directory in memory that all of it comes from. This process has a descriptor that locks it, so that
-            nobody takes it for a leftover.
+            it is not taken for a leftover.
     """
 
     rank: int
@@ -54,14 +55,14 @@ class Job:
 
 
 class MoveFailed(Exception):
-    """Some rank's files did not arrive: nothing has the name that was wanted."""
+    """Some rank's files did not arrive: nothing has the target's name."""
 
 
 class Mover:
-    """One rank's.
+    """The mover of one rank.
 
     Args:
-        job: see there.
+        job: see `Job`.
     """
 
     def __init__(self, job: Job):
@@ -70,18 +71,18 @@ class Mover:
     def move(
         self, source: Path, target: Path, notes: dict[str, str], alone: bool = False, checks: bool = False
     ) -> None:
-        """Bring what is in a directory to its place.
+        """Move what is in a directory to its target.
 
         Args:
-            source: in memory; is removed, whatever comes of it.
-            target: its place; where the directory has one file of this name only, that of the file. A directory that
-                has this name already stays, and is taken for what is moved; a file is replaced.
-            notes: files to write once it is there, and what they say.
+            source: in memory; it is always removed.
+            target: its place. If the directory contains only a file of this name, it is the place of that file. If a
+                directory has this name already, it stays, and counts as moved; a file is replaced.
+            notes: files to write once it is there, and their text.
             alone: no other rank has a part of it.
-            checks: files of `torch.save` have no checksums yet.
+            checks: files of `torch.save` do not have checksums yet.
 
         Raises:
-            MoveFailed: nothing has that name, or what had it before.
+            MoveFailed: nothing has that name, or what had it before still does.
         """
         beside = self._beside(target)
         ranks = [self._job.rank] if alone else list(range(self._job.size))
@@ -97,14 +98,14 @@ class Mover:
             shutil.rmtree(source, ignore_errors=True)
 
     def link(self, target: Path, to: str) -> None:
-        """Link to what was moved before, in the place of what has this name.
+        """Link to what was moved before, in place of whatever has this name.
 
         Args:
             target: the link.
             to: relative to its directory.
 
         Raises:
-            MoveFailed: it is not there, and what had the name has it still.
+            MoveFailed: its target does not exist, and what had the name still has it.
         """
         if not (target.parent / to).exists():
             raise MoveFailed(f"{to} is not there")
@@ -121,11 +122,11 @@ class Mover:
             beside.unlink(missing_ok=True)
 
     def _beside(self, target: Path) -> Path:
-        """Where it is put together; its name has nothing of the target's, in which NeMo would look for a metric."""
+        """Where it is put together. The name contains nothing of the target's: NeMo would look for a metric in it."""
         return target.with_name(f".{self._job.run}.{zlib.crc32(os.fsencode(target.name)):08x}.part")
 
     def _bring(self, source: Path, beside: Path, checks: bool, is_first: bool) -> None:
-        """Copy what this rank has, and leave a list of it; where that fails, leave word."""
+        """Copy the files of this rank, and leave a list of them; if that fails, leave a note."""
         try:
             beside.mkdir(parents=True, exist_ok=True)
             sizes = dict(self._copied(source, beside, checks))
@@ -158,7 +159,7 @@ class Mover:
             _sync(inside)
 
     def _finish(self, beside: Path, target: Path, notes: dict[str, str], ranks: Sequence[int]) -> None:
-        """Give it its name, when all files of all ranks are there."""
+        """Rename it to the target when all files of all ranks are there."""
         lists = [beside / f"{_LIST}{rank}" for rank in ranks]
         try:
             self._wait(lambda: self._failure(beside) or all(one.exists() for one in lists))
@@ -192,7 +193,7 @@ class Mover:
             time.sleep(_LOOK_S)
 
     def _failure(self, beside: Path) -> str:
-        """What another rank has said went wrong; "": nothing."""
+        """What went wrong on another rank; "": nothing."""
         for path in beside.glob(f"{_FAILED}*"):
             with contextlib.suppress(OSError):
                 return path.read_text() or "a rank has failed"
@@ -200,7 +201,7 @@ class Mover:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file, which is there with all of its text or not at all."""
+    """Write a file with all of its text or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with beside.open("w") as file:
         file.write(text)
@@ -219,7 +220,7 @@ def _sync(folder: Path) -> None:
 
 
 def main() -> None:
-    """Move what standard input says, until it ends."""
+    """Do what standard input says, until it ends."""
     job = Job(**json.loads(sys.stdin.readline()))
     mover = Mover(job)
     for line in sys.stdin:

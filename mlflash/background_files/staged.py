@@ -1,4 +1,4 @@
-"""Where a framework writes its checkpoint to memory, and has it moved to disk: `BackgroundFiles`."""
+"""Gives a framework a directory in memory to write its checkpoint to, and has it moved to disk: `BackgroundFiles`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONG_S = 1.0  # a wait of training that is worth a line
 
 
 class BackgroundFiles:
-    """Directories that are written to memory, and moved to disk by a process of their own.
+    """Directories that are written to memory, and moved to disk by a separate process.
 
     Not collective, but all ranks make one, and write the same directories in the same order. Close it.
 
@@ -35,11 +35,11 @@ class BackgroundFiles:
         job: whose files they are.
         run: tells this run from another one of the same job; the same on all ranks.
         rank, size: of this process.
-        rate: bytes per second that this rank moves; 0: as fast as they go.
+        rate: bytes per second that this rank moves; 0: no limit.
         patience_s: how long a rank waits for the files of others.
 
     Raises:
-        UnsafePath: somebody else has the directory for it.
+        UnsafePath: the directory for it belongs to somebody else.
     """
 
     def __init__(self, memory: str, job: str, run: str, rank: int, size: int, rate: float = 0.0,
@@ -71,8 +71,8 @@ class BackgroundFiles:
     def has_room(self) -> bool:
         """Whether there is a process that moves files, and room for one more checkpoint in memory.
 
-        Waits for what is on its way, so that memory holds one at most. A checkpoint is written to memory where all
-        ranks have room, and else to disk by the framework itself.
+        Waits for the files that are being moved, so that memory holds at most one checkpoint. A checkpoint is written
+        to memory if all ranks have room; otherwise the framework writes it to disk itself.
         """
         start = time.monotonic()
         self.wait()
@@ -86,16 +86,16 @@ class BackgroundFiles:
     @contextlib.contextmanager
     def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None,
                   alone: bool = False, checks: bool = False) -> Iterator[Path]:  # fmt: skip
-        """Give a directory to write to in the place of another one, to which its content is moved behind training.
+        """Yield a directory to write to in place of another one, to which its content is moved during training.
 
-        Where writing raises, nothing is moved.
+        If writing raises, nothing is moved.
 
         Args:
-            target: the other one; it has its name when all files of all ranks are there. Or a file, which is written
+            target: the other one; it gets its name when all files of all ranks are there. Or a file, which is written
                 into the directory under its name.
-            notes: files to be written then, by their paths, and what they say.
+            notes: files to write then, by their paths, and their text.
             alone: no other rank writes a part of it.
-            checks: `torch.save` leaves its checksums out, and the files get them on their way (`zip_checksums`).
+            checks: `torch.save` leaves its checksums out, and the files get them when they are moved (`zip_checksums`).
         """
         path = self._place / str(self._count) / Path(target).name
         self._count += 1
@@ -111,32 +111,32 @@ class BackgroundFiles:
                             "checks": checks})  # fmt: skip
 
     def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
-        """Have a link made when all that was written until now is on disk; by one rank only.
+        """Make a link once everything that was written so far is on disk; for one rank only.
 
         Args:
-            path: the link; what has this name then is replaced.
-            to: where it leads.
+            path: the link; it replaces whatever has this name then.
+            to: its target.
         """
         there = os.path.relpath(to, os.path.dirname(path))
         self._order(os.path.abspath(path), {"link": os.path.abspath(path), "to": there})
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was written is on disk, or has failed; whether it is.
+        """Wait until everything that was written is on disk, or has failed; return whether it is.
 
         Args:
-            timeout_s: how long; None: as long as it takes, which ends with the patience of the movers.
+            timeout_s: how long. None: as long as it takes; the patience of the movers limits it.
         """
         with self._news:
             return self._news.wait_for(lambda: not self._on_their_way, timeout_s)
 
     def failures(self) -> dict[str, str]:
-        """What was not moved since this was last asked, by where it should be, and why."""
+        """What was not moved since the last call, by where it should be, and why."""
         with self._news:
             failed, self._failed = self._failed, {}
         return failed
 
     def close(self) -> None:
-        """Let the mover end when it has moved all; nobody waits for it."""
+        """Let the mover end when it has moved everything, without waiting for it."""
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -177,14 +177,14 @@ class BackgroundFiles:
 
 
 def leftovers(memory: str, job: str, dry_run: bool = False) -> int:
-    """Remove what runs of a job have left in memory whose movers are gone, and say how many bytes it has.
+    """Remove what runs of a job left in memory, if their movers have ended; return its bytes.
 
     Not collective.
 
     Args:
         memory: see `BackgroundFiles`.
         job: likewise.
-        dry_run: leave it there.
+        dry_run: do not remove it.
     """
     of_job = _of_user(memory) / job
     nbytes = _remove_leftovers(of_job, dry_run) if of_job.is_dir() else 0
@@ -224,7 +224,7 @@ def _locked(folder: Path, how: int = 0) -> Iterator[None]:
 
 
 def _private(path: Path) -> Path:
-    """Make a directory that only this user has."""
+    """Make a directory that only this user can access."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()

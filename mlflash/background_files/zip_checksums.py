@@ -1,8 +1,8 @@
-"""The checksums that `torch.save` leaves out when it is told to: here they are made while training goes on.
+"""The checksums that `torch.save` leaves out when it is told to: they are made here while training continues.
 
-They take three quarters of its time. A file that was written without them is, byte by byte, the one with them, but for
-the checksum of each record, in its data descriptor and in the directory at the end, and for the last record, an id that
-is made of all checksums. A file may be several archives one after the other, as in DCP's ``.distcp``.
+They take three quarters of its time. A file without them is byte by byte the same as one with them, with two
+exceptions: the checksum of each record, in its data descriptor and in the directory at the end; and the last record, an
+id that is made from all checksums. A file may be several archives one after the other, as in DCP's ``.distcp``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORD = (1 << 64) - 1
 
 
 def complete(path: Path) -> None:
-    """Put the checksums into a file where they are missing. What is no file of `torch.save` stays as it is."""
+    """Add the missing checksums to a file. A file that is not from `torch.save` stays as it is."""
     if path.stat().st_size < _END_NBYTES:
         return
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as raw:
@@ -33,7 +33,7 @@ def complete(path: Path) -> None:
 
 
 def _complete_archive(raw: mmap.mmap, end: int) -> int:
-    """Do it for the archive that ends there; gives its beginning, or 0 where it is none of ours."""
+    """Do it for the archive that ends there; return its beginning, or 0 if it is not one of ours."""
     nbytes, start = struct.unpack_from("<II", raw, end - 10)
     directory = end - _END_NBYTES - nbytes
     at = end - _END_NBYTES - _LOCATOR_NBYTES
