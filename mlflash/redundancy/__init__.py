@@ -1,5 +1,5 @@
-"""Copies, parity and shares: how a slot gets to other nodes, checked where it arrives.
+"""Copies, parity and shares: how a slot gets to other nodes, where the receiver checks it.
 
-In come slots and who protects whom; out go copies and parity files on other nodes. It imports `memory`, `placement` and
-`mpi`.
+The input is slots, and which rank protects which; the output is copies and parity files on other nodes. This room
+imports `memory`, `placement` and `mpi`.
 """

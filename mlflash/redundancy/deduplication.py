@@ -1,8 +1,8 @@
 """State that several ranks hold alike: stored once on each node, split over its ranks, and not sent at all.
 
-Ranks of data-parallel training hold the same parameters (DDP), or the same shards of them (HSDP). Where they are on
-more nodes than the scheme may lose, their copies are redundancy enough. The ranks of such a set that are on one node
-are *siblings*: each stores one *share* of what they hold alike. The files of a share are equal on all nodes.
+Ranks of data-parallel training hold the same parameters (DDP), or the same shards of them (HSDP). If these are on more
+nodes than the scheme may lose, they are redundancy enough. The ranks of such a set on one node are *siblings*: each
+stores one *share* of what they hold alike. The files of a share are equal on all nodes.
 
     node 0   rank 0: share 0   rank 1: share 1
     node 1   rank 2: share 0   rank 3: share 1
@@ -43,23 +43,23 @@ class Sharing:
 
     @property
     def by(self) -> int:
-        """The lowest rank of the set, which is its name in headers."""
+        """The lowest rank of the set, which identifies the set in headers."""
         return self.ranks[0]
 
 
 def find(topology: Topology, ranks: Sequence[int], rank: int, losses: int) -> Sharing | None:
-    """Find a rank's place among those that hold the same state; None where there is nothing to be gained.
+    """Find a rank's place among those that hold the same state; None if sharing gains nothing.
 
     Not collective.
 
     Args:
         topology: ranks and nodes.
-        ranks: those that hold the same state, this one among them.
+        ranks: those that hold the same state, including this one.
         rank: this rank.
         losses: nodes that the scheme may lose: the copies must be on more.
 
     Returns:
-        None too where the set has unequal numbers of ranks on its nodes: shares must be the same everywhere.
+        The place. Also None if the set has different numbers of ranks on its nodes: shares must be the same everywhere.
     """
     on_node: dict[int, list[int]] = {}
     for member in sorted(set(ranks)):
@@ -93,11 +93,11 @@ class Piece:
 
 
 def pieces(layout: Layout, shares: int) -> list[Piece]:
-    """Cut the leaves that are shared where the shares are cut, in the order of the leaves; tied ones count once.
+    """Cut the shared leaves at the borders of the shares, in the order of the leaves; tied ones count once.
 
     Args:
         layout: of a rank's state.
-        shares: how many there are on a node.
+        shares: number of shares on a node.
     """
     found = []
     bounds = cuts(layout.shared_nbytes, shares)

@@ -30,7 +30,8 @@ _SPAN_NBYTES = 1 << 30  # per call of ISA-L, which takes the length as a C int
 def _powers() -> tuple[np.ndarray, np.ndarray]:
     """List the powers of 2, and the logarithm of each byte.
 
-    That of 0 is so large that its sum with any other is where the powers are 0: a product needs no test for 0.
+    The logarithm of 0 is so large that its sum with any other points to a 0 in the powers: a product needs no test for
+    0.
     """
     power, log = np.zeros(1023, dtype=np.uint8), np.full(256, 511)
     value = 1
@@ -51,11 +52,11 @@ def _times(a: np.ndarray | int, b: np.ndarray | int) -> np.ndarray:
 
 
 def matrix(data: int, have: Sequence[int], want: Sequence[int]) -> np.ndarray:
-    """Work out which combination of some units gives others.
+    """Compute which combination of some units gives others.
 
     Args:
         data: number of data units; these are units 0 to ``data - 1``, the parities follow.
-        have: the units to start from, exactly ``data`` of them, in the order that :func:`combine` will be given.
+        have: the units to start from, exactly ``data`` of them, in the order in which :func:`combine` will get them.
         want: the units to make.
 
     Returns:
@@ -205,7 +206,7 @@ def _pointers(addresses: Sequence[int], offset: int) -> ctypes.Array[ctypes.c_vo
 
 @functools.lru_cache(maxsize=1024)
 def _tables(isal: ctypes.CDLL, rows: bytes, wanted: int, units: int) -> ctypes.Array[ctypes.c_char]:
-    """Expand coefficients as this library wants them; the format differs between versions and processors."""
+    """Expand coefficients as this library needs them; the format differs between versions and processors."""
     tables = ctypes.create_string_buffer(32 * wanted * units)
     isal.ec_init_tables(units, wanted, rows, tables)
     return tables
@@ -223,7 +224,7 @@ def library() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _isal() -> tuple[str, ctypes.CDLL] | None:
-    """Load ISA-L: the one MLFLASH_ISAL names (0: none), the system's, or the one in the wheel of pyeclib."""
+    """Load ISA-L: the library that MLFLASH_ISAL names (0: none), the system's, or the one in the wheel of pyeclib."""
     named = os.environ.get("MLFLASH_ISAL", "")
     for path in [named] if named else ["libisal.so.2", *_in_pyeclib()]:
         try:
@@ -235,10 +236,10 @@ def _isal() -> tuple[str, ctypes.CDLL] | None:
 
 
 def _tried(isal: ctypes.CDLL) -> ctypes.CDLL:
-    """Let a library code a little, and compare: one that computes something else must not be used.
+    """Let a library encode a little, and compare: a library that computes something else must not be used.
 
     Raises:
-        OSError: it does.
+        OSError: it computes something else.
     """
     units = np.arange(6 * 256, dtype=np.uint64).view(np.uint8).reshape(6, -1) * np.uint8(37)
     theirs, ours = np.empty((3, units.shape[1]), np.uint8), np.empty((3, units.shape[1]), np.uint8)

@@ -1,7 +1,7 @@
 """Redundancy by parity: the ranks of a group hold XOR or Reed-Solomon parity of each other's slots.
 
-While a slot is sent block by block to those that code its stripes, its checksums are made; when all parity is in
-place, every member gets the heads of all slots, and seals its parity file.
+A slot is sent block by block to the ranks that code its stripes, and its checksums are made at the same time. When all
+parity is in place, every member gets the heads of all slots, and seals its parity file.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Parity:
 
     Args:
         world: the communicators.
-        placement: who protects whom.
+        placement: which rank protects which.
         transport: "p2p" or "rma".
-        block_nbytes: bytes per checksum, which are those of a parity block.
+        block_nbytes: bytes per checksum, and of a parity block.
         job: name of the job, for headers.
     """
 
@@ -71,7 +71,7 @@ class Parity:
         return self._others if self._extents else []
 
     def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
-        """Bytes that the inbox pair must take, where the ranks' slots have so many."""
+        """Bytes that each inbox slot must hold if the ranks' slots have so many."""
         if not self.group:
             return {}
         blocks = [-(-nbytes_of[rank] // self._block_nbytes) for rank in self.group]
@@ -85,7 +85,7 @@ class Parity:
             self._world.drop(self._comm)
 
     def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
-        """Tell the group the size of this rank's slot; returns the parity slot needed, with its bytes.
+        """Tell the group the size of this rank's slot; return the parity slot needed, with its bytes.
 
         Collective over the group.
 
@@ -166,7 +166,7 @@ class Parity:
                                       len(self.group))  # fmt: skip
 
     def _swap_heads(self, source: Source) -> Operation:
-        """Send this rank's head to those that get parity, and take theirs; gives raw headers and tables, by rank."""
+        """Send this rank's head to those that get parity, and receive theirs; return raw heads and tables, by rank."""
         mpi, comm, me = self._world.mpi, self._world.data, self._world.rank
         page = source.slot.view[:HEADER_NBYTES].copy()
         table = np.array(source.slot.table(source.extents))
@@ -185,7 +185,7 @@ class Parity:
 
     def _seal(self, target: Slot, attempt: Attempt, raw: dict[int, tuple[np.ndarray, np.ndarray]],
               blocks: _GroupBlocks) -> bool:  # fmt: skip
-        """Write heads, table and header, unless a slot is not what its blocks were."""
+        """Write heads, table and header, unless a slot does not match the blocks that were coded."""
         heads: list[Head] = []
         for rank in self.group:
             header = _good_head(*raw[rank], rank, attempt, self._extents[rank])
@@ -215,7 +215,7 @@ class Parity:
     def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
         """Whether a rank of the group lacks its parity of an attempt. The members wait for each other.
 
-        Each rank checks every byte of its own; a bad one is forgotten, if that is wanted.
+        Each rank checks every byte of its own; with ``forget``, a damaged one is unsealed.
         """
         if not self.group:
             return False
@@ -277,7 +277,7 @@ class _GroupBlocks:
         self._seen[self._group[unit.member]][unit.block] = check
 
     def agrees(self, rank: int, table: np.ndarray) -> bool:
-        """Whether the blocks of a rank that were coded here are those of its table."""
+        """Whether the blocks of a rank that were coded here match its table."""
         return all(int(table[block]) == check for block, check in self._seen[rank].items())
 
 

@@ -1,12 +1,12 @@
 """Blocks from several ranks to one, coded there, and the results to where they belong: encoding and rebuilding.
 
-All ranks of a group know the same list of tasks; each sends the inputs that it holds, codes the tasks that are its
-own, and takes the outputs that belong to it, in the order of the list. A few tasks are on their way at a time, in
-buffers of one block per unit. Blocks that are coded get a checksum where they arrive, which is compared with the table
-of their slot; coded blocks travel with theirs.
+All ranks of a group know the same list of tasks. In the order of the list, each sends the inputs that it holds, codes
+its own tasks, and receives the outputs that belong to it. A few tasks are in progress at a time, in buffers of one
+block per unit. The rank that codes blocks makes a checksum of each, which is compared with the table of its slot; coded
+blocks travel with their checksums.
 
-Two transports, as in `transfer`: ``p2p`` (Isend/Irecv) and ``rma`` (Rput into the receiver's buffer, which it names
-when it is free).
+There are two transports, as in `slot_transfer`: ``p2p`` (Isend/Irecv) and ``rma`` (Rput into the receiver's buffer,
+which it names when it is free).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _DEPTH = 3  # tasks on their way at a time
 
 
 class Blocks(Protocol):
-    """The blocks that the tasks are about, and who has them.
+    """The blocks that the tasks are about, and the ranks that have them.
 
     Attributes:
-        compares: whether `took` is to be told the checksums of inputs; else what is coded is known beforehand.
+        compares: whether `took` is told the checksums of inputs; otherwise it is known beforehand what is coded.
         pace: how fast they are sent.
     """
 
@@ -59,7 +59,7 @@ class Blocks(Protocol):
         """Where the bytes of an output of this rank go."""
 
     def placed(self, unit: Unit, check: int) -> bool:
-        """Note that an output is in place; whether it is what it must be."""
+        """Note that an output is in place; return whether it is what it must be."""
 
     def took(self, unit: Unit, check: int) -> None:
         """Note the checksum of a block that was coded here, so that it can be compared with its slot's table."""
@@ -70,9 +70,9 @@ class Roles:
     """What one rank does for a list of tasks.
 
     Attributes:
-        sends: blocks that it sends: to whom, message tag, which.
+        sends: blocks that it sends: receiver, message tag, block.
         codes: tasks that it codes, by number.
-        takes: blocks that it receives: from whom, message tag, which.
+        takes: blocks that it receives: sender, message tag, block.
     """
 
     sends: list[tuple[int, int, Unit]]
@@ -81,7 +81,7 @@ class Roles:
 
 
 def roles_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -> Roles:
-    """Pick what one rank has to do out of the tasks, which are the same on all ranks."""
+    """Select what one rank has to do from the tasks, which are the same on all ranks."""
     roles = Roles([], [], [])
     for number, task in enumerate(tasks):
         coder = rank_of(task.coder)
@@ -119,7 +119,7 @@ class ParityExchange:
         self._window = OpenMemory(world, comm, self._lanes.reshape(-1)) if transport == "rma" else None
 
     def flush(self) -> None:
-        """Complete what this rank has put. No deadline: only once all of it was taken."""
+        """Complete what this rank has put. It has no deadline: call it only once the receivers have taken all of it."""
         if self._window is not None:
             self._window.flush_all()
 
@@ -209,7 +209,7 @@ class ParityExchange:
         return good
 
     def _send(self, peer: int, tag: int, raw: np.ndarray, check: int, tell: bool) -> Operation:
-        """Send a block; with ``tell`` its checksum too, which a Put needs in any case as its notice."""
+        """Send a block; with ``tell`` also its checksum, which a Put always needs as its notice."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.array([check], dtype="<u8")
         if self._window is None:
@@ -231,7 +231,7 @@ class ParityExchange:
         return None
 
     def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int, told: bool) -> Operation:
-        """Receive a block; gives whether it is what was ``told``, where that is, and its checksum."""
+        """Receive a block; return whether it matches the checksum ``told``, if there is one, and its checksum."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.empty(1, dtype="<u8")
         if self._window is None:
@@ -259,7 +259,7 @@ def _tag(task: int, unit: int) -> int:
 
 
 def in_order(operations: Iterator[Operation], width: int) -> Operation:
-    """Begin operations in their order, so many at a time; the result is whether all of them gave True.
+    """Begin operations in their order, so many at a time; the result is whether all of them returned True.
 
     Each makes its first step before the next one begins, so that what it posts is posted in order.
     """

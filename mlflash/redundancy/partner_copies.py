@@ -1,4 +1,4 @@
-"""Redundancy by copies: each slot is sent whole to partners, ranks on other nodes."""
+"""Redundancy by copies: each slot is sent whole to partners, which are ranks on other nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PartnerCopies:
 
     Args:
         world: the communicators; the group communicator is one of ``placement.connected``.
-        placement: who protects whom.
+        placement: which rank protects which.
         transport: "p2p" or "rma".
         chunk_nbytes: bytes per transfer.
     """
@@ -43,7 +43,7 @@ class PartnerCopies:
         self._targets: dict[int, Slot] = {}
 
     def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
-        """Bytes that each inbox pair must take, where the ranks' slots have so many."""
+        """Bytes that each inbox slot must hold if the ranks' slots have so many."""
         return {owner: nbytes_of[owner] for owner in self.owners}
 
     def open_windows(self, pool: SlotPool) -> None:
@@ -110,7 +110,7 @@ class PartnerCopies:
     def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
         """Whether a partner lacks a whole copy of this rank's slot of an attempt. Partners wait for each other.
 
-        Each rank checks every byte of the copies it holds; a bad one is forgotten, if that is wanted.
+        Each rank checks every byte of the copies it holds; with ``forget``, a damaged one is unsealed.
         """
         what = f"rank {self._world.rank}: a copy"
         whole = {owner: any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget) for owner in self.owners}

@@ -1,4 +1,4 @@
-"""The redundancy of this rank's slots: copies, parity, or both where the nodes have unequal numbers of ranks."""
+"""The redundancy of this rank's slots: copies, parity, or both if the nodes have different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .slot_transfer import Source
 
 
 class Protection:
-    """Makes, looks for and keeps the redundancy of this rank's slots, and its share of that of others.
+    """Makes, finds and keeps the redundancy of this rank's slots, and its share of that of other ranks.
 
     Collective over the world.
 
     Args:
         world: the communicators.
-        placement: who protects whom.
+        placement: which rank protects which.
         transport: ``p2p``, ``rma`` or ``auto``.
-        chunk_nbytes: of a message.
-        block_nbytes: what has a checksum, and what is coded at a time.
+        chunk_nbytes: bytes of a message.
+        block_nbytes: bytes that have a checksum, and that are coded at a time.
         job: its name.
     """
 
@@ -64,7 +64,7 @@ class Protection:
         return (*self._copies.owners, *self._parity.owners)
 
     def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
-        """Bytes that each inbox pair must take, where the ranks' slots have so many."""
+        """Bytes that each inbox slot must hold if the ranks' slots have so many."""
         return {**self._copies.inbox_nbytes(nbytes_of), **self._parity.inbox_nbytes(nbytes_of)}
 
     def open_windows(self, pool: SlotPool) -> None:
@@ -87,7 +87,7 @@ class Protection:
         return [need for part in self._parts for need in part.offer(pool, extents, again)]
 
     def protect(self, pool: SlotPool, source: Source, attempt: Attempt) -> bool:
-        """Exchange what was offered; whether all that concerns this rank arrived whole.
+        """Exchange what was offered; return whether everything that concerns this rank arrived whole.
 
         Collective over the group. On return the own slot is sealed, and so is each inbox slot whose content was
         verified.
@@ -103,13 +103,13 @@ class Protection:
         """Whether redundancy of this rank's slot of an attempt is missing. Collective over the group.
 
         Args:
-            forget: what is found damaged; else it stays, and what is made again goes beside it.
+            forget: unseal what is damaged; otherwise it stays, and a new file is made next to it.
         """
         lacking = [part.missing(pool, attempt, forget) for part in self._parts]
         return any(lacking)
 
     def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
-        """The inbox slots that hold redundancy of an attempt, where it belongs."""
+        """The inbox slots that hold redundancy of an attempt, in the right place."""
         return [slot for part in self._parts for slot in part.kept(pool, attempt)]
 
     def free(self) -> None:

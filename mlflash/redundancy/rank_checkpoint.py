@@ -1,4 +1,4 @@
-"""One rank's checkpoint, to be read: its slot, and the shares of what it holds like other ranks."""
+"""One rank's checkpoint for reading: its slot, and the shares of what it holds like other ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ShareFiles = dict[tuple[int, Share], int]
 
 @dataclasses.dataclass
 class RankCheckpoint:
-    """A rank's checkpoint to be read: its slot, and the shares of what it holds like others.
+    """One rank's checkpoint for reading: its slot, and the shares of what it holds like others.
 
     Attributes:
         slot: verified.
         manifest: of the slot.
-        shares: files of this node, verified; empty where nothing is shared.
-        files: where those of all nodes are.
+        shares: files of this node, verified; empty if nothing is shared.
+        files: where the shares of all nodes are.
     """
 
     slot: Slot
@@ -42,7 +42,7 @@ class RankCheckpoint:
         return self.slot.header
 
     def reader(self) -> Read:
-        """Give the bytes of entries: views, or copies where shares are cut; not for longer than the files are open."""
+        """Return the bytes of entries: views, or copies if shares are cut; use them only while the files are open."""
         own, shared = self.slot.reader(), self.manifest.shared
         if shared is None:
             return own
@@ -65,7 +65,7 @@ class RankCheckpoint:
 
 
 def open_rank_checkpoint(open_file: Callable[[int], Slot], node: int, slot: Slot, files: ShareFiles) -> RankCheckpoint:
-    """Put a slot and its shares on this node together, to be read; the caller unmaps them. Not collective.
+    """Combine a slot and its shares on this node, for reading; the caller unmaps them. Not collective.
 
     Args:
         open_file: maps the file of a number.

@@ -1,10 +1,10 @@
 """Ranks that hold the same tensors: what they may share, and whether it is still the same.
 
-Where each stores all of its own, the courier has a checksum of every block it sent; one number made of them is
-compared by one small allreduce. Where they share (see `shares`), each has checksums of all that is shared, and a step
-on which they do not agree is not committed. Only where a number differs is each tensor looked at by itself, and those
-that differ are named, once, and not shared any more. A faulty device that computes wrong numbers without a word is
-found in this way, and so is a forgotten allreduce.
+If each rank stores all of its own, the courier has a checksum of every block it sent; one number made from them is
+compared by one small allreduce. If they share (see `deduplication`), each has checksums of everything that is shared,
+and a step on which they do not agree is not committed. Only if a number differs, each tensor is compared separately;
+those that differ are named, once, and not shared any more. This finds a faulty device that silently computes wrong
+numbers, and a forgotten allreduce.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplicatedTensors:
         world: the communicators.
         members: the ranks that hold the same state as this one, ascending.
         patterns: of the names of what they hold alike.
-        placed: what is alike is only what DTensors of these ranks are by their placements.
+        placed: only those tensors are alike that are DTensors replicated on these ranks by their placements.
 
     Attributes:
         members: the ranks that hold the same state as this one, ascending.
@@ -52,7 +52,7 @@ class ReplicatedTensors:
         differed_at: the newest step at which any did; None: none has.
 
     Raises:
-        ConfigError: on all ranks, where the ranks do not name each other.
+        ConfigError: on all ranks, if the ranks do not name each other.
     """
 
     def __init__(self, world: World, members: Sequence[int], patterns: Sequence[str] = ("*",), placed: bool = False):
@@ -77,7 +77,7 @@ class ReplicatedTensors:
         self.differed_at: int | None = None
 
     def share(self, losses: int) -> None:
-        """Share what is held alike, where the copies are on more nodes than may be lost. Collective over the world."""
+        """Share what is held alike, if the copies are on more nodes than may be lost. Collective over the world."""
         world = self._world
         self.sharing = deduplication.find(world.topology, self.members, world.rank, losses)
         mine = None if self.sharing is None else (self.sharing.by, self.sharing.share)
@@ -90,14 +90,14 @@ class ReplicatedTensors:
 
     def settle(self, leaves: Sequence[ShareableLeaf] | None, digests: Callable[[Collection[int]], Mapping[int, int]],
                able: bool = True, step: int | None = None) -> bool:  # fmt: skip
-        """Agree on what of a state is shared: what all members hold, and hold alike now. Collective over the group.
+        """Agree on what of a state is shared: what all members have, and have alike now. Collective over the group.
 
         Args:
             leaves: of a structure that was not settled before; None: there is nothing new on this rank.
             digests: makes checksums of leaves, by their keys.
             able: False: this rank has no state, so that nothing can be settled.
-            step: named in a warning of what differs. None: it is settled again before the first save, as ranks may
-                still get the same values.
+            step: named in a warning about what differs. None: it is settled again before the first save, because ranks
+                may still get the same values.
 
         Returns:
             Whether it is settled.
@@ -126,9 +126,9 @@ class ReplicatedTensors:
         return any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._patterns)
 
     def confirm(self, plan: Plan | None, checks: Mapping[int, int] | None, step: int) -> SaveFailed | None:
-        """Compare what is shared before it is sealed: the same on all members, or it must not be committed.
+        """Compare what is shared before it is sealed: if it differs between members, it must not be committed.
 
-        Collective over the group: one allreduce, as a rule.
+        Collective over the group: usually one allreduce.
 
         Args:
             plan: what is shared.
@@ -162,9 +162,9 @@ class ReplicatedTensors:
                           "next save stores each rank's own", step=step)  # fmt: skip
 
     def _sort_out(self, mine: Mapping[int, int]) -> tuple[set[int], dict[int, dict[int, list[int]]]]:
-        """Find the keys for which all members have the same number; and for the others who has which.
+        """Find the keys for which all members have the same number; and for the others, which ranks have which.
 
-        Collective over the group. Where all have the same keys, as a rule, two allreduces are enough, however many
+        Collective over the group. If all have the same keys, which is usual, two allreduces are enough, however many
         members there are; only what differs is gathered.
         """
         keys = sorted(mine)
@@ -190,10 +190,10 @@ class ReplicatedTensors:
         return sum(map(len, by.values())) == len(self.members)
 
     def compare(self, slot: Slot, plan: Plan, step: int) -> None:
-        """Compare a committed slot with those of the other ranks, and warn of what differs for the first time.
+        """Compare a committed slot with those of the other ranks, and warn about what differs for the first time.
 
-        Nothing is done where ranks share, as they have compared before, nor where nobody said what is alike.
-        Collective over the group: one allreduce of two numbers, as a rule.
+        Does nothing if ranks share, because they have compared before, or if nobody said what is alike. Collective over
+        the group: usually one allreduce of two numbers.
 
         Args:
             slot: the committed slot.
@@ -256,11 +256,11 @@ class ReplicatedTensors:
 
 
 def whole_blocks(layout: Layout, apart: set[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """The blocks whose checksums can be compared as they are, and the pieces of the body beside them.
+    """The blocks whose checksums can be compared as they are, and the other pieces of the body.
 
     Args:
         layout: of the slot.
-        apart: names of tensors that are not compared; nor is the manifest.
+        apart: names of tensors that are not compared; the manifest is not compared either.
 
     Returns:
         Block numbers, ascending, and ``(start, end)`` in bytes of the body.
@@ -290,11 +290,11 @@ def _differing(names: Mapping[int, str], holders: Mapping[int, dict[int, list[in
 
 
 def parties_in_words(parties: list[list[int]], node_of: Callable[[int], str]) -> str:
-    """Say who differs from whom: the fewer from the more, and where these are if more than half say the same.
+    """Say which ranks differ from which: the minority from the majority, and where these are if more than half agree.
 
     Args:
         parties: ranks that have the same values.
-        node_of: gives the name of a rank's node.
+        node_of: returns the name of a rank's node.
     """
     usual = max(parties, key=lambda ranks: (len(ranks), -min(ranks)))
     odd = sorted(rank for ranks in parties if ranks is not usual for rank in ranks)

@@ -1,4 +1,4 @@
-"""What of a state other ranks may hold alike, as plain data: who compares it with theirs needs no tensor for that."""
+"""What other ranks may hold alike of a state, as plain data: comparing it with theirs needs no tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ShareableLeaf:
     Attributes:
         key: the same on all ranks that have the same shard of a tensor of this name; see `key_of`.
         name: of its entry.
-        replicas: of a DTensor, the ranks that hold the same shard by its placements; else None.
+        replicas: for a DTensor, the ranks that hold the same shard by its placements; otherwise None.
     """
 
     key: int
@@ -31,13 +31,13 @@ class ShareableLeaf:
 
 
 class Shareable(Protocol):
-    """What the courier asks of a state that ranks may share. None of it is collective."""
+    """The courier's questions about a state that ranks may share. Nothing here is collective."""
 
     def shareable(self) -> list[ShareableLeaf]:
-        """List what other ranks may hold alike of a state that is not settled yet; the trainer does not change it."""
+        """List what other ranks may hold alike in a state that is not settled yet; the trainer does not change it."""
 
     def digests(self, keys: Collection[int]) -> dict[int, int]:
-        """Make checksums of some of that, by key."""
+        """Make checksums of some of these leaves, by key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SharingNews:
     """What ranks share, as far as they have agreed on it.
 
     Attributes:
-        sharing: who shares; None: each rank stores all of its own.
+        sharing: the ranks that share; None: each rank stores all of its own.
         agreed: keys of the leaves that they hold alike; see `shareable_leaves.key_of`.
         version: grows when less is shared than before.
     """
@@ -60,7 +60,7 @@ def shareable(flat: Flat, from_torch: FromTorch) -> list[ShareableLeaf]:
 
     Args:
         flat: the state.
-        from_torch: gives the ranks that some ranks of torch.distributed are.
+        from_torch: converts ranks of torch.distributed to ranks of this run.
     """
     return [
         ShareableLeaf(
@@ -72,7 +72,7 @@ def shareable(flat: Flat, from_torch: FromTorch) -> list[ShareableLeaf]:
 
 
 def digests(flat: Flat, keys: Collection[int]) -> dict[int, int]:
-    """Make a checksum of each leaf of some keys, as they are now. Not collective; it reads all their bytes."""
+    """Make a checksum of each leaf with one of some keys, as they are now. Not collective; it reads all their bytes."""
     return {
         key: xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
         for leaf in flat.leaves
@@ -95,6 +95,6 @@ def replica_nbytes(flat: Flat | None, from_torch: FromTorch) -> dict[tuple[int, 
 
 
 def key_of(entry: Entry) -> int:
-    """Give the number of a shard of a tensor: of its name, type, shape and place in the whole. Not collective."""
+    """Return the key of a shard of a tensor, made from its name, type, shape and place in the whole. Not collective."""
     same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
     return xxhash.xxh3_64_intdigest(repr(same).encode())

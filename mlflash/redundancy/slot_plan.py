@@ -10,16 +10,16 @@ from .deduplication import Piece, Sharing, cuts
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where a state goes, and the manifest that says so.
+    """Where a state goes, and the manifest that describes it.
 
     Attributes:
         layout: of the rank's slot.
         manifest: of the rank's slot.
-        private: names of tensors that each rank has its own of.
+        private: names of tensors of which each rank has its own.
         sharing: the ranks that hold some of it alike; None: nothing is shared.
-        pieces: of what is shared.
-        manifest_nbytes: of the manifest; -1: as many as it has. In a courier that is a process the manifest itself is
-            empty: it lies in the slot.
+        pieces: pieces of what is shared.
+        manifest_nbytes: bytes of the manifest; -1: its actual size. In a courier that is a process, the manifest itself
+            is empty here: it is in the slot.
     """
 
     layout: Layout

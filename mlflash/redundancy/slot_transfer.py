@@ -1,9 +1,9 @@
 """A slot from one rank to another, in chunks, with checksums at both ends.
 
-Two transports with one receipt: ``p2p`` (Isend/Irecv into the mapped slot) and ``rma`` (Rput into the
-receiver's window). The sender makes the checksums of a chunk while the chunk before is on its way; the
-receiver checks a chunk while the next one arrives, then checks table and header, seals its slot, and
-acknowledges. Both sides are operations for `World.drive`, so that one thread runs any number side by side.
+Two transports with one receipt: ``p2p`` (Isend/Irecv into the mapped slot) and ``rma`` (Rput into the receiver's
+window). The sender makes the checksums of a chunk while the previous chunk is being sent. The receiver checks a chunk
+while the next one arrives, then checks table and header, seals its slot, and acknowledges. Both sides are operations
+for `World.drive`, so that one thread runs any number of them at the same time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become vis
 
 
 class Source:
-    """A slot being sent; where it is not sealed yet, its checksums are made on the way.
+    """A slot that is sent; if it is not sealed yet, its checksums are made during the transfer.
 
     Args:
         slot: the slot.
         extents: its parts.
-        seal: called with the checksum of the finished table; makes the header, or None where the slot must stay
-            unsealed (then the receiver refuses it too). None for a slot that is sealed already.
+        seal: called with the checksum of the finished table; makes the header, or returns None if the slot must stay
+            unsealed (then the receiver refuses it, too). None for a slot that is sealed already.
         pace: how fast it is sent.
-        look: told up to which block there are checksums: what is just read is cheap to look at.
+        look: told up to which block there are checksums: bytes that were just read are cheap to check.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Source:
             self._checked = block
 
     def seal(self) -> None:
-        """Finish the table and seal the slot; nothing happens where that is done."""
+        """Finish the table and seal the slot; does nothing if that is done."""
         self.check_up_to(self.extents.blocks)
         if self._seal is not None:
             header = self._seal(table_check(self.slot.table(self.extents)))
@@ -92,7 +92,7 @@ def swap(world: World, to: Mapping[int, Sequence[int]], receive_from: Sequence[i
 
 
 def offer(world: World, to: Mapping[int, Extents | None], receive_from: Sequence[int]) -> dict[int, Extents | None]:
-    """Tell the receivers what will be sent to them, and learn what will be sent to us (None: nothing)."""
+    """Tell the receivers what will be sent to them, and learn what will be sent to this rank (None: nothing)."""
     numbers = {
         peer: (-1, -1, -1) if e is None else (e.manifest_room, e.payload_nbytes, e.block_nbytes)
         for peer, e in to.items()
@@ -109,8 +109,8 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
         peer: the receiver.
         source: what to send.
         chunk_nbytes: bytes per transfer.
-        window: for the transport rma: from the number that the receiver names, its window and target rank;
-            None for p2p.
+        window: for the transport rma: gives, for the number that the receiver names, its window and target rank; None
+            for p2p.
     """
     mpi, comm, slot, extents = world.mpi, world.data, source.slot, source.extents
     body, table = slot.body(extents), slot.table(extents)
@@ -160,8 +160,8 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
         extents: as offered.
         is_wanted: whether its header is the expected one.
         chunk_nbytes: the sender's bytes per transfer.
-        window: for the transport rma: the window that exposes ``slot`` and the number that tells the sender
-            which it is; None for p2p.
+        window: for the transport rma: the window that exposes ``slot``, and the number that identifies it to the
+            sender; None for p2p.
     """
     mpi, comm = world.mpi, world.data
     while slot.segment is not None and not slot.segment.ready.is_set():
@@ -194,7 +194,7 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
 
 
 def slot_of(owner: int, attempt: Attempt) -> Callable[[Header], bool]:
-    """Tell the header of a rank's slot."""
+    """Return a function that says whether a header belongs to a rank's slot of an attempt."""
     return lambda header: (header.kind, header.rank, header.attempt) == (Kind.SLOT, owner, attempt)
 
 
