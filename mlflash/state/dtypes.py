@@ -1,4 +1,4 @@
-"""The dtypes that a slot can hold: one table for what is written and for what is read."""
+"""The dtypes that a slot can hold: one table for writing and for reading."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def array_dtype_name(dtype: np.dtype[Any], path: str) -> str:
     """The name under which a slot holds a NumPy dtype.
 
     Raises:
-        StateError: it holds none, or one that would be read back as another dtype.
+        StateError: it has no name, or would be read back as another dtype.
     """
     if dtype.hasobject or dtype.names is not None:
         raise StateError("an array of objects or records cannot be saved", tensor=path, found=dtype)
@@ -69,7 +69,7 @@ def torch_dtype_name(dtype: Any, path: str) -> str:
     """The name under which a slot holds a torch dtype.
 
     Raises:
-        StateError: it holds none.
+        StateError: it has no name.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in TORCH_ITEM_NBYTES:

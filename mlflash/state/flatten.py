@@ -1,4 +1,4 @@
-"""A nested state → leaves and a tree; and the same state again, when only its values have changed.
+"""A nested state → leaves and a tree; faster if only the values have changed since the last time.
 
 The first walk describes each tensor. From then on, `Flattener` only compares: containers by their classes and keys, all
 tensors by one list of each property. That takes less than a microsecond per tensor; describing takes ten.
@@ -29,12 +29,12 @@ class _Node:
 
     Attributes:
         kind: its class.
-        keys: of a dict.
-        key_types: of its keys: 1 == True == 1.0.
-        codes: of its keys, where two of one type that are equal may differ: 0.0 == -0.0.
-        subs: what is in it, in order: a `_Node`, LEAF or PLAIN; of an object: what its ``state_dict()`` gave.
-        is_private: of an object: whether each rank has its own of it.
-        only: LEAF or PLAIN, where nothing else is in it.
+        keys: keys of a dict.
+        key_types: types of its keys: 1 == True == 1.0.
+        codes: its encoded keys, if two equal ones of one type may differ: 0.0 == -0.0.
+        subs: what is in it, in order: a `_Node`, LEAF or PLAIN; for an object: what its ``state_dict()`` returned.
+        is_private: for an object: whether each rank has its own of it.
+        only: LEAF or PLAIN, if nothing else is in it.
     """
 
     kind: type
@@ -59,13 +59,13 @@ def flatten(state: Any) -> Flat:
     Not collective. The leaves alias the live tensors.
 
     Raises:
-        StateError: a leaf cannot be saved (its path is named), or a container holds itself.
+        StateError: a leaf cannot be saved (its path is named), or a container contains itself.
     """
     return _Walk().flatten(state)
 
 
 def flatten_or_none(state: Any) -> Flat | None:
-    """Take a state apart as `flatten` does; None where it cannot be. Not collective."""
+    """Take a state apart as `flatten` does; None if that is not possible. Not collective."""
     try:
         return flatten(state)
     except Exception:  # state_dict() of an object may raise anything
@@ -76,7 +76,7 @@ class Flattener:
     """Takes the states of a training apart, one after the other. Not collective.
 
     Args:
-        objects: ask objects for their ``state_dict()``; False: a state that has such an object is refused.
+        objects: call ``state_dict()`` of objects; False: refuse a state that contains such an object.
     """
 
     def __init__(self, objects: bool = True) -> None:
@@ -84,7 +84,7 @@ class Flattener:
         self._objects = objects
 
     def flatten(self, state: Any) -> Flat:
-        """Take a state apart; see `flatten`. What is like the one before has the very structure of that."""
+        """Take a state apart; see `flatten`. If it is like the one before, its structure is the very same object."""
         taken: dict[int, list[Any]] = {}
         if self._known is not None:
             flat = self._known.take(state, taken)
@@ -106,8 +106,8 @@ class _Known:
     """A state that was taken apart, as a pattern for others.
 
     Args:
-        walk: through it.
-        flat: what that gave.
+        walk: the walk through it.
+        flat: the result of that walk.
     """
 
     def __init__(self, walk: _Walk, flat: Flat):
@@ -124,11 +124,11 @@ class _Known:
         self._places = _places(_pick(flat.values, self._filled))
 
     def take(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
-        """Take a state apart that is like this one; None where it is not.
+        """Take a state apart that is like this one; None if it is not.
 
         Args:
             state: nested.
-            taken: gets what ``state_dict()`` of objects gave, by their ids.
+            taken: gets what ``state_dict()`` of objects returned, by their ids.
         """
         values: list[Any] = []
         plain: list[Any] = []
@@ -179,7 +179,7 @@ class _Known:
                 self._gather(sub, one, values, plain, taken)
 
     def _compare(self, values: list[Any]) -> dict[int, Any]:
-        """Compare leaves with those of the pattern; shards take the places of their DTensors, which are returned."""
+        """Compare leaves with those of the pattern; shards replace their DTensors, which are returned."""
         if list(map(type, values)) != self._kinds:
             raise _Changed
         wholes = {}
@@ -204,7 +204,7 @@ class _Known:
         return wholes
 
     def _compare_places(self, values: list[Any]) -> None:
-        """Look for leaves that have other memory than before: it may be that of another leaf, or gone."""
+        """Find leaves that have other memory than before: it may belong to another leaf, or be freed."""
         filled = _pick(values, self._filled)
         places = _places(filled)
         if places == self._places:
@@ -234,7 +234,7 @@ class _Walk:
     """One walk through a state.
 
     Args:
-        taken: what ``state_dict()`` of objects, by their ids, has given already: it is not called once more.
+        taken: what ``state_dict()`` of objects, by their ids, has already returned: it is not called once more.
         objects: see `Flattener`.
 
     Attributes:
@@ -337,7 +337,7 @@ class _Numbered:
 
 
 def is_object(value: Any) -> bool:
-    """Tell an object that saves and loads itself by ``state_dict`` and ``load_state_dict``."""
+    """Whether something is an object that saves and loads itself by ``state_dict`` and ``load_state_dict``."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -366,7 +366,7 @@ def _placing(whole: Any) -> tuple[Any, ...]:
 
 
 def _memory(value: Any) -> tuple[Any, ...]:
-    """What tied leaves have alike."""
+    """What is equal for tied leaves."""
     if isinstance(value, np.ndarray):
         return value.__array_interface__["data"][0], value.strides
     return value.data_ptr(), value.stride()
@@ -380,7 +380,7 @@ def _places(values: list[Any]) -> list[int]:
 
 
 def _is_tie(one: Any, other: Any) -> bool:
-    """Whether two leaves that begin at one place are one."""
+    """Whether two leaves that begin at one place are the same."""
     if isinstance(one, np.ndarray) is not isinstance(other, np.ndarray):
         return False
     return (one.dtype, one.shape, _memory(one)) == (other.dtype, other.shape, _memory(other))

@@ -72,20 +72,20 @@ class Layout:
     shared_nbytes: int = 0
 
     def is_shared(self, entry: Entry) -> bool:
-        """Whether an entry lies in a file of shared state."""
+        """Whether an entry is in a file of shared state."""
         return entry.nbytes > 0 and entry.start >= self.extents.payload_nbytes
 
 
 def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection[int] = ()) -> Layout:
     """Give each leaf its extent: those of this rank in the order of the state, shared ones by name.
 
-    Not collective. The manifest gets half as much room again as it needs now, so that plain leaves may grow.
+    Not collective. The manifest gets one and a half times the room that it needs now, so that plain leaves may grow.
 
     Args:
         flat: the state taken apart.
         manifest_nbytes: bytes of the encoded manifest, now.
         block_nbytes: bytes per checksum.
-        shared: numbers of leaves that other ranks hold too; of tied ones all or none.
+        shared: numbers of leaves that other ranks hold, too; of tied ones all or none.
     """
     entries, ties = flat.structure.entries, flat.structure.ties
     own = [i for i, tie in enumerate(ties) if tie < 0 and i not in shared]

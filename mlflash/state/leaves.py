@@ -1,8 +1,9 @@
-"""What a state is once it is taken apart: tensors and arrays are *leaves* (bytes for the slot), all else is a *tree*
-that JSON can hold. `flatten` makes it, the way back is in `rebuild`.
+"""A state taken apart: tensors and arrays are *leaves* (bytes for the slot), everything else is a *tree* for JSON.
 
-The core must not pay for torch where there are only arrays, so torch is looked up in ``sys.modules`` and
-never imported to ask whether something is a tensor.
+`flatten` takes states apart, and `rebuild` puts them together again.
+
+Users who save only arrays must not pay for torch, so torch is looked up in ``sys.modules`` and never imported only to
+ask whether something is a tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Tree = list[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a slot says of one tensor shard or array (the model of PyTorch DCP).
+    """What a slot says about one tensor shard or array (the model of PyTorch DCP).
 
     Args:
         name: path in the state, dict keys and list indices joined with ".".
@@ -50,7 +51,7 @@ class Entry:
 
 
 def ties_of(entries: Sequence[Entry]) -> tuple[int, ...]:
-    """For each entry the number of the first one with the same memory: its own, as a rule, and that of an empty one."""
+    """For each entry, the number of the first one with the same memory: usually its own; always for an empty one."""
     firsts: dict[Any, int] = {}
     return tuple(
         firsts.setdefault((e.start, e.kind, e.dtype, e.global_shape, e.offset, e.shape), number) if e.nbytes else number
@@ -70,13 +71,13 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What does not change from save to save, as a rule: equal structures, equal extents.
+    """What usually does not change from save to save: equal structures have equal extents.
 
     Attributes:
         entries: of the leaves.
-        ties: of each leaf the number of an earlier one with the same memory, or -1.
+        ties: for each leaf the number of an earlier one with the same memory, or -1.
         tree: of the state.
-        private: names of leaves that each rank has its own of.
+        private: names of leaves of which each rank has its own.
     """
 
     entries: tuple[Entry, ...]
@@ -90,10 +91,10 @@ class Flat:
     """A state taken apart.
 
     Attributes:
-        structure: all but the values.
+        structure: everything except the values.
         values: of the leaves.
         plain: values of the plain leaves, each in a form that JSON can hold.
-        wholes: the DTensors whose local shards some leaves are, by number of the leaf.
+        wholes: the DTensors to which leaves belong as local shards, by number of the leaf.
     """
 
     structure: Structure
@@ -103,7 +104,7 @@ class Flat:
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], tree: Tree, plain: list[Any], private: frozenset[str] = frozenset()) -> Flat:
-        """Put a flat state together from leaves."""
+        """Make a flat state from leaves."""
         structure = Structure(tuple(leaf.entry for leaf in leaves), tuple(leaf.tie for leaf in leaves), tree, private)
         wholes = {number: leaf.whole for number, leaf in enumerate(leaves) if leaf.whole is not None}
         return cls(structure, [leaf.value for leaf in leaves], plain, wholes)
@@ -115,7 +116,7 @@ class Flat:
 
     @functools.cached_property
     def leaves(self) -> list[Leaf]:
-        """Each leaf by itself."""
+        """The leaves, one by one."""
         its = self.structure
         return [
             Leaf(entry, value, tie, self.wholes.get(number))
@@ -124,7 +125,7 @@ class Flat:
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell a torch tensor, without loading torch to ask."""
+    """Whether something is a torch tensor, without loading torch to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -171,10 +172,10 @@ def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple
 
 
 def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
-    """The tensor itself, without a class of its own: that of a subclass with storage of its own, as Parameter has.
+    """The tensor itself, without a class of its own, if its class has storage of its own, like Parameter.
 
     Raises:
-        StateError: it wraps others, so that what it holds is not in its own storage.
+        StateError: it wraps others, so that its content is not in its own storage.
     """
     kind = type(tensor)
     if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
@@ -194,7 +195,7 @@ def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
 
 
 def has_memory(tensor: Any) -> bool:
-    """Whether the storage of a tensor with elements has all of them: it may have been freed for a while."""
+    """Whether the storage of a tensor with elements is complete: it may have been freed for a while."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     end: int = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return bool(tensor.data_ptr() != 0 and end <= tensor.untyped_storage().nbytes())
@@ -229,13 +230,13 @@ def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[i
 
 
 def local_of(dtensor: Any) -> Any:
-    """The local shard of a DTensor, once it is there: it may be the result of a collective that goes on."""
+    """The local shard of a DTensor, once it is there: it may be the result of a collective that is still running."""
     local = dtensor.to_local()
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
 
 
 def replica_ranks(dtensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same shard of a DTensor as this one, ascending, as its placements say."""
+    """The ranks that hold the same shard of a DTensor as this one, ascending, according to its placements."""
     mesh = dtensor.device_mesh
     here = mesh.get_coordinate()
     if here is None:
@@ -245,7 +246,7 @@ def replica_ranks(dtensor: Any) -> tuple[int, ...]:
 
 
 def as_shard_like(live: Any, local: Any) -> Any:
-    """Make a local shard part of a DTensor like a live one; where that is none, or another shard, give it as it is."""
+    """Make a local shard part of a DTensor like a live one; if that has another shard or none, return it as it is."""
     if type(live).__name__ != "DTensor" or live.to_local().shape != local.shape:
         return local
     on_device = local.to(live.device)
@@ -272,8 +273,8 @@ def array_entry(array: np.ndarray, path: str) -> tuple[Any, Entry, tuple[Any, ..
 def as_bytes(value: Any) -> np.ndarray:
     """View a contiguous CPU tensor or array as a 1-d uint8 array (no copy).
 
-    A storage that torch has given to NumPy can never be resized again, which FSDP and others do; so torch does not hear
-    of this view. It keeps the tensor alive, but its storage must not be resized while the view is used.
+    A storage that torch has given to NumPy can never be resized again, which FSDP and others do; so torch does not know
+    about this view. It keeps the tensor alive, but the storage must not be resized while the view is used.
     """
     if isinstance(value, np.ndarray):
         return value.reshape(-1).view(np.uint8)
@@ -295,9 +296,9 @@ def as_bytes(value: Any) -> np.ndarray:
 
 
 def kept_bytes(value: Any) -> np.ndarray:
-    """View as `as_bytes` does what is read after `save` has returned; torch refuses to resize the storage from now on.
+    """View like `as_bytes` what is read after `save` has returned; torch refuses to resize the storage from now on.
 
-    There is no other way to keep it from doing so, and nobody may take the memory from under a copy that goes on.
+    There is no other way to prevent that, and nothing may take away the memory while it is being copied.
     """
     if isinstance(value, np.ndarray):
         return as_bytes(value)
@@ -306,12 +307,12 @@ def kept_bytes(value: Any) -> np.ndarray:
 
 
 def flat_bytes(tensor: Any) -> Any:
-    """View a contiguous tensor as a 1-d uint8 tensor; of one with a single element the strides may be any."""
+    """View a contiguous tensor as a 1-d uint8 tensor; if it has a single element, its strides do not matter."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
 def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = False) -> np.ndarray:
-    """Some of the bytes of a tensor or array in C order, on the host: a view where they are so already, else a copy.
+    """Some of the bytes of a tensor or array in C order, on the host: a view if they are so already, otherwise a copy.
 
     Args:
         value: the tensor or array.
@@ -329,16 +330,17 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
 
 
 def as_bits(tensor: Any) -> Any:
-    """View a tensor as bytes where torch does not copy its dtype as it is.
+    """View a tensor as bytes if torch does not copy its dtype exactly.
 
-    Of each byte of a bool that is not 0 it makes 1, and some of the small floats it copies in no strides but C's.
+    Torch turns each byte of a bool that is not 0 into 1, and copies some of the small floats only with the strides of
+    C.
     """
     return tensor.view(sys.modules["torch"].uint8) if is_copied_as_bytes(tensor.dtype) else tensor
 
 
 @functools.cache
 def is_copied_as_bytes(dtype: Any) -> bool:
-    """Whether a dtype is such a one."""
+    """Whether torch does not copy a dtype exactly, so that it is copied as bytes."""
     return dtype.itemsize == 1 and torch_dtype_name(dtype, "") not in ("int8", "uint8")
 
 

@@ -24,12 +24,12 @@ BAD_DOCUMENT = (ValueError, LookupError, TypeError, AttributeError, OverflowErro
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """State that a slot's rank shares with others, and which lies in files of its own.
+    """State that a slot's rank shares with others, and that is in files of its own.
 
     Attributes:
         by: the lowest of these ranks.
-        shares: how many files it lies in, on each node.
-        nbytes: of it.
+        shares: number of files that it is divided into, on each node.
+        nbytes: its bytes.
     """
 
     by: int
@@ -42,9 +42,9 @@ class Manifest:
     """What a slot holds: the entries, and the tree that puts them together again.
 
     Attributes:
-        shared: where the entries are whose start is behind the payload; None where there are none.
-        provenance: ``versions`` of what the trainer had loaded, by name, and what was ``given`` by the user as JSON;
-            empty where an older version has written it.
+        shared: where the entries are whose start is behind the payload; None if there are none.
+        provenance: ``versions`` of what the trainer had loaded, by name, and what the user has ``given`` as JSON; empty
+            if an older version has written it.
     """
 
     entries: tuple[Entry, ...]
@@ -65,11 +65,11 @@ def encode_tree(tree: Tree) -> bytes:
 
 
 def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
-    """Say where a state comes from: see `Manifest`.
+    """Return where a state comes from: see `Manifest`.
 
     Args:
-        versions: of what is loaded, by name.
-        given: by the user, a JSON object; "": nothing.
+        versions: versions of what is loaded, by name.
+        given: the user's entries, a JSON object; "": nothing.
     """
     return {"versions": dict(versions), "given": json.loads(given) if given else {}}
 
@@ -130,7 +130,7 @@ def decode(raw: bytes, payload_nbytes: int) -> Manifest:
 
 
 def from_document(document: Any, payload_nbytes: int) -> Manifest:
-    """Read a manifest out of a parsed JSON document as `decode` does; anything wrong is one of `BAD_DOCUMENT`."""
+    """Read a manifest from a parsed JSON document as `decode` does; any error is one of `BAD_DOCUMENT`."""
     listed, shared = document["entries"], _shared(document.get("shared"))
     nbytes = 0 if shared is None else shared.nbytes
     entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
@@ -166,7 +166,7 @@ def _provenance(said: Any) -> dict[str, Any]:
 
 
 def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> Entry:
-    """Make an entry of its fields in a manifest; whatever is wrong with them is one of `BAD_DOCUMENT`."""
+    """Make an entry from its fields in a manifest; any error in them is one of `BAD_DOCUMENT`."""
     name, kind, dtype, global_shape, offset, shape, start, nbytes = fields
     entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes)
     numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
@@ -185,7 +185,7 @@ def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> En
 
 
 def check_tree(tree: Any, entries: int, plain: int, depth: int = 0) -> None:
-    """Refuse a tree with a tag, a key or a number of a leaf that cannot be; that is one of `BAD_DOCUMENT`."""
+    """Refuse a tree with an impossible tag, key or leaf number; the error is one of `BAD_DOCUMENT`."""
     tag, rest = tree
     if depth > MAX_DEPTH:
         raise ValueError(f"the tree is more than {MAX_DEPTH} levels deep")

@@ -1,11 +1,12 @@
-"""What all ranks of a checkpoint hold, in little memory: structures once, and of each rank a row of numbers.
+"""What all ranks of a checkpoint hold, in little memory: each structure once, and for each rank a row of numbers.
 
-With 10,000 ranks of 3,000 leaves that is 6 MB, where an object for each leaf of each rank took 23 GiB. Of which parts
-of which ranks' tensors a new shard is made is found for each class of leaves once. What a rank holds is put together
-when it is asked for. A tensor is found by its name. Where the old ranks held shards of it, every part of the new shard
-is cut from one of them. Where they held it whole and alike, any copy will do. Where they held it whole, each its own
-(random generators, positions of data loaders), it does not reshard: a rank gets back what the old rank of its number
-had, or keeps what it has.
+With 10,000 ranks of 3,000 leaves that is 6 MB; an object for each leaf of each rank took 23 GiB. For each class of
+leaves it is computed once which parts of which ranks' tensors make up a new shard. What a rank holds is put together
+when it is asked for.
+
+A tensor is found by its name. If the old ranks held shards of it, every part of the new shard is cut from one of them.
+If they held it whole and alike, any copy will do. If they held it whole, each its own (random generators, positions of
+data loaders), it does not reshard: a rank gets back what the old rank with its number had, or keeps what it has.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class OldRank:
     """What one old rank holds.
 
     Attributes:
-        entries, tree: of its manifest; where entries start tells no more than which are tied.
+        entries, tree: of its manifest; the start of an entry only tells which entries are tied.
         plain: its plain leaves by path, encoded.
-        told: the bytes of some entries, by name, where these were asked for.
+        told: the bytes of some entries, by name, if these were asked for.
     """
 
     entries: tuple[Entry, ...]
@@ -49,10 +50,10 @@ class Group:
     """The ranks of one structure.
 
     Attributes:
-        structure: of them all.
+        structure: the structure of all of them.
         ranks: ascending, ``(n,)`` int64.
-        rows: of each, ``(n, width)`` int64.
-        plain: the plain leaves of the first.
+        rows: a row for each rank, ``(n, width)`` int64.
+        plain: the plain leaves of the first rank.
     """
 
     structure: RankStructure
@@ -66,8 +67,8 @@ class _Column:
     """All that ranks hold of the tensors of a class, by rank.
 
     Attributes:
-        at: where each rank is among all, ``(n,)``.
-        spots: the number of the spot that each is of, ``(n,)``.
+        at: position of each rank among all, ``(n,)``.
+        spots: for each, the number of its spot, ``(n,)``.
         boxes: offset and shape, ``(n, 2, dims)`` int64.
         wholes: the distinct global shapes.
         sharded: whether any is not whole.
@@ -82,14 +83,14 @@ class _Column:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Of what a new shard is made; gives a `Fragment` for each part."""
+    """What makes up a new shard; iterating yields a `Fragment` for each part."""
 
     template: Sequence[_Part]
     numbers: Sequence[int]
 
     @property
     def ranks(self) -> np.ndarray:
-        """The old rank of each, ``(n,)``."""
+        """The old rank of each part, ``(n,)``."""
         return np.fromiter((rank for rank, *_ in self.template), dtype=np.int64, count=len(self))
 
     def __len__(self) -> int:
@@ -107,13 +108,14 @@ class OldRanks(Mapping[int, OldRank]):
     """The ranks of a checkpoint, ascending; what one of them holds is made anew each time that it is asked for.
 
     Args:
-        groups: those of each structure, by their lowest rank.
-        differ: names of tensors of which not all ranks that hold them whole have the same bytes; None: nobody has
-            compared them.
-        plain_differ: paths of plain leaves of which not all ranks have the same.
-        plain_of: gives the plain leaves of a rank, by number.
-        told: of some ranks the bytes of some entries, by name.
-        near: those whose slots are on this node: they are taken first, else new ranks take turns; None: all are near.
+        groups: the ranks of each structure, ordered by their lowest rank.
+        differ: names of tensors that ranks hold whole, but not with the same bytes on all; None: they were not
+            compared.
+        plain_differ: paths of plain leaves that are not the same on all ranks.
+        plain_of: returns the plain leaves of a rank, by number.
+        told: for some ranks the bytes of some entries, by name.
+        near: ranks whose slots are on this node: they are taken first; otherwise new ranks take turns. None: all are
+            near.
 
     Attributes:
         ranks: all of them, ascending, ``(n,)`` int64.
@@ -193,21 +195,21 @@ class OldRanks(Mapping[int, OldRank]):
 
     @property
     def compared(self) -> bool:
-        """Whether it is known what ranks have alike of what they hold whole."""
+        """Whether it is known which of the tensors that ranks hold whole are alike."""
         return self._differ is not None
 
     def parts(self, want: Entry, rank: int, spots: Sequence[Spot] | None = None, only: int | None = None
               ) -> Parts | None:  # fmt: skip
-        """Find what a new shard is made of.
+        """Find what makes up a new shard.
 
         Args:
             want: the new shard.
             rank: the new rank.
-            spots: where the tensor is; None: where its name is.
-            only: of this old rank only.
+            spots: where the tensor is; None: look it up by its name.
+            only: use only this old rank.
 
         Returns:
-            Its parts; None where each old rank had its own and there was none of this rank's number.
+            Its parts; None if each old rank had its own and there was no rank of this number.
 
         Raises:
             StructureMismatch: it is another tensor, it is not whole, or it does not reshard.
@@ -256,7 +258,7 @@ class OldRanks(Mapping[int, OldRank]):
         return [tuple(group.rows[at, starts[n] : starts[n] + group.structure.dims[n]].tolist()) for n in classes]
 
     def _template(self, key: _Key, want: Entry, rank: int, only: int | None) -> tuple[list[_Part], bool]:
-        """The parts of a new shard, and whether they are all of it: the same for all leaves of a class."""
+        """The parts of a new shard, and whether they cover it: the same for all leaves of a class."""
         if not key:
             return [], covers(want.shape, [])
         column = self._column(key)
@@ -308,12 +310,12 @@ class OldRanks(Mapping[int, OldRank]):
         return self._columns[key]
 
     def merge_plain(self, live: Sequence[Any], paths: Mapping[str, int], rank: int) -> list[Any]:
-        """Choose the plain leaves of a new rank: what all old ranks have, else what the old rank of its number has.
+        """Choose the plain leaves of a new rank: what all old ranks have, or what the old rank with its number has.
 
         Not collective.
 
         Args:
-            live: the values that this rank has, by number: what stays where there was no such rank.
+            live: the values that this rank has, by number: they stay if there was no such rank.
             paths: their numbers, by path.
             rank: the new rank.
         """
@@ -328,7 +330,7 @@ class OldRanks(Mapping[int, OldRank]):
 
 
 def _alike(rows: np.ndarray) -> list[np.ndarray]:
-    """The places of equal ones, ascending; those come first that begin first."""
+    """The positions of equal rows, ascending, in the order in which they first occur."""
     if not rows.size:
         return [np.arange(len(rows))] if len(rows) else []
     flat = rows.reshape(len(rows), -1)

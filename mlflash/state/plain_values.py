@@ -1,7 +1,7 @@
 """Plain leaves and keys of a state ↔ JSON that keeps Python's types apart.
 
-`KINDS` is the one table: a kind that is written can be read, and what reads it knows no other. Whatever is written with
-a tag is read back at once and compared.
+`KINDS` is the only table: every kind that can be written can be read, and the reader knows no other. Whatever is
+written with a tag is read back at once and compared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Kind:
     """Plain leaves that JSON has no form for: they are written as ``[tag, *texts]``.
 
     Attributes:
-        texts: how many there are.
+        texts: number of texts.
         holds: whether a value is such a leaf.
-        encode: gives the texts; arguments: the value, its path.
-        decode: gives the value back; arguments: the texts.
+        encode: returns the texts; arguments: the value, its path.
+        decode: returns the value; arguments: the texts.
     """
 
     texts: int
@@ -101,10 +101,10 @@ _AS_JSON: dict[type, Callable[[Any], bool]] = {
 
 
 def encode_plain(value: Any, path: str) -> Any:
-    """Put a plain leaf into a form that JSON can hold, exactly.
+    """Convert a plain leaf to a form that JSON can hold, exactly.
 
     Raises:
-        StateError: it has none.
+        StateError: there is no such form.
     """
     is_json = _AS_JSON.get(type(value))
     if is_json is not None and is_json(value):
@@ -139,7 +139,7 @@ def decode_plain(value: Any) -> Any:
 
 
 def check_plain(value: Any, depth: int = 0) -> None:
-    """Raise ValueError, or what decoding raises, where something read is not the form of a plain leaf or key."""
+    """Raise ValueError, or what decoding raises, if something read does not have the form of a plain leaf or key."""
     if isinstance(value, dict) or depth > MAX_DEPTH:
         raise ValueError("a plain leaf is not a plain leaf")
     if isinstance(value, list):
@@ -156,10 +156,10 @@ def check_plain(value: Any, depth: int = 0) -> None:
 
 
 def encode_key(key: Any, path: str) -> Any:
-    """Put a dict key (a plain leaf or a tuple of them) into a form that JSON can hold.
+    """Convert a dict key (a plain leaf or a tuple of them) to a form that JSON can hold.
 
     Raises:
-        StateError: it has none, or what is read back would not be found under it.
+        StateError: there is no such form, or the value could not be found under the key that is read back.
     """
     if type(key) is str and key.isascii():
         return key

@@ -1,7 +1,7 @@
-"""What ranks have in common: a tree, and of each leaf name, dtype and *class*; and the numbers that tell them apart.
+"""What ranks have in common: a tree, and for each leaf name, dtype and *class*; and the numbers that tell them apart.
 
-Thousands of ranks differ in which box of each tensor they hold, and thousands of tensors lie in a dozen distinct boxes.
-So a rank is a structure, which many share, and a row of numbers: of each class global shape, offset and shape.
+Thousands of ranks differ in which box of each tensor they hold, and thousands of tensors have a dozen distinct boxes.
+So a rank is a structure, which many share, and a row of numbers: global shape, offset and shape for each class.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class RankStructure:
     """What ranks have in common.
 
     Attributes:
-        names, kinds, dtypes: of each leaf, see `leaves.Entry`.
-        ties: of each leaf the number of the first one with the same memory: its own, as a rule.
-        classes: of each leaf the number of its class; leaves of a class are in the same box on any one rank.
-        dims: of each class the number of dimensions.
+        names, kinds, dtypes: for each leaf, see `leaves.Entry`.
+        ties: for each leaf the number of the first one with the same memory: usually its own.
+        classes: for each leaf the number of its class; leaves of a class have the same box on any one rank.
+        dims: for each class the number of dimensions.
         tree: of the state.
         alike: the leaves that all ranks hold alike, in the order in which they were dealt out to files.
         shared: those that the rank's set shares, in that order.
@@ -72,7 +72,7 @@ class RankStructure:
 
     @functools.cached_property
     def places(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Of each leaf in `alike`, and of each in `shared`, where it is there."""
+        """For each leaf in `alike`, and each in `shared`, its position there."""
         alike, shared = ({number: nth for nth, number in enumerate(leaves)} for leaves in (self.alike, self.shared))
         return alike, shared
 
@@ -88,12 +88,12 @@ class RankStructure:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """16 bytes that tell it from others."""
+        """16 bytes that identify it."""
         text = json.dumps(self.document, separators=(",", ":"))
         return xxhash.xxh3_128_digest(text.encode())
 
     def entries(self, row: np.ndarray) -> tuple[Entry, ...]:
-        """The entries of a rank; where they start tells no more than which are tied."""
+        """The entries of a rank; the start of an entry only tells which entries are tied."""
         boxes = [tuple(map(tuple, row[at : at + 3 * d].reshape(3, d).tolist()))
                  for at, d in zip(self.starts, self.dims, strict=False)]  # fmt: skip
         found: list[Entry] = []
@@ -116,10 +116,10 @@ class RankStructure:
         return math.prod(self.shape(row, number)) * item_nbytes(self.kinds[number], self.dtypes[number])
 
     def check_rows(self, rows: np.ndarray) -> None:
-        """Refuse rows, ``(ranks, width)``, in which a box is not inside its tensor.
+        """Refuse rows, ``(ranks, width)``, with a box that is not inside its tensor.
 
         Raises:
-            ValueError: it is not.
+            ValueError: a box is not inside its tensor.
         """
         for at, d in zip(self.starts, self.dims, strict=False):
             whole, offset, shape = (rows[:, at + n * d : at + (n + 1) * d] for n in range(3))
@@ -129,13 +129,13 @@ class RankStructure:
 
 
 def from_document(document: Any, plain: int) -> RankStructure:
-    """Read a structure out of parsed JSON and check every number in it.
+    """Read a structure from parsed JSON and check every number in it.
 
-    Not collective. Anything wrong is one of `manifest.BAD_DOCUMENT`.
+    Not collective. Any error is one of `manifest.BAD_DOCUMENT`.
 
     Args:
         document: of `RankStructure.document`.
-        plain: how many plain leaves its ranks have.
+        plain: number of plain leaves of its ranks.
     """
     names, kinds, dtypes, ties, classes, dims, tree, alike, shared = document
     made = RankStructure(tuple(names), tuple(kinds), tuple(dtypes), tuple(ties), tuple(classes), tuple(dims), tree,

@@ -23,10 +23,10 @@ _LISTED = 8  # differences shown in an error
 
 
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
-    """List how a live state differs in structure from a saved one; empty where it does not.
+    """List how a live state differs in structure from a saved one; empty if it does not.
 
-    Not collective. Of objects with ``load_state_dict`` only what those of torch would refuse for sure is listed: they
-    judge for themselves.
+    Not collective. For objects with ``load_state_dict``, only what those of torch would certainly refuse is listed:
+    they decide for themselves.
     """
     found: list[str] = []
     _compare(live, tree, entries, "", found)
@@ -99,13 +99,12 @@ def fill(live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], re
 
 
 class Filling:
-    """Puts a saved state into a live one, in place, and puts back what was there before where that goes wrong.
+    """Puts a saved state into a live one, in place, and restores the previous values if that fails.
 
     Args:
-        live: tensors and arrays are copied into it, plain leaves replaced, objects get copies through
-            ``load_state_dict``.
+        live: tensors and arrays are overwritten, plain leaves replaced, objects get copies through ``load_state_dict``.
         tree, entries, plain: of the manifest.
-        read: gives the bytes.
+        read: returns the bytes.
 
     Attributes:
         objects: those in the state that load by themselves, and what was saved of each, by path.
@@ -121,12 +120,12 @@ class Filling:
         self._for_good = False  # whether something has changed that no copy was made of
 
     def nbytes_of(self, path: str) -> int:
-        """How large the saved state of an object is. Not collective."""
+        """Size of the saved state of an object. Not collective."""
         its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
         return sum(its.values())
 
     def keep(self, paths: Collection[str]) -> None:
-        """Copy what objects give now, so that it can be put back; some may not give it. Not collective."""
+        """Copy the present state of objects, so that it can be put back; some may not give it. Not collective."""
         for path in paths:
             try:
                 self._kept[path] = _copied(self.objects[path][0].state_dict())
@@ -155,9 +154,9 @@ class Filling:
                                     found=type(self._live).__name__)  # fmt: skip
 
     def put_back(self) -> bool:
-        """Put back what was there before; whether all of it is there again. Not collective, but what objects do may be.
+        """Put back what was there before; return whether all of it is there again. Not collective, but objects may be.
 
-        What was kept is put back whether it was loaded on this rank or not, as other ranks may have come further.
+        What was kept is put back whether it was loaded on this rank or not, because other ranks may have come further.
         """
         for container, key, before in reversed(self._replaced):
             container[key] = before
@@ -241,8 +240,8 @@ class _Made:
 
     Args:
         entries, plain: of the manifest.
-        read: gives the bytes.
-        copy: whether what is handed out is copied, or what ``read`` gives.
+        read: returns the bytes.
+        copy: whether to return copies, or what ``read`` returns.
     """
 
     def __init__(self, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True):
@@ -253,9 +252,9 @@ class _Made:
         """Build a state anew.
 
         Args:
-            tree: of it.
-            like: what is like a DTensor becomes such a one again, by number of the entry.
-            own: tensors that get the bytes of an entry, and are then what is built of it.
+            tree: its tree.
+            like: DTensors, by number of the entry: an entry becomes a DTensor like that.
+            own: tensors that get the bytes of an entry, and are then used for it.
         """
         tag, rest = tree
         if tag == "o":
@@ -285,8 +284,8 @@ def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: 
 
     Args:
         tree, entries, plain: of the manifest.
-        read: gives the bytes.
-        copy: whether what is handed out is copied, or what ``read`` gives.
+        read: returns the bytes.
+        copy: whether to return copies, or what ``read`` returns.
     """
     return _Made(entries, plain, read, copy).make(tree, {})
 

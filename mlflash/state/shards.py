@@ -1,4 +1,4 @@
-"""Boxes of tensors: where two overlap, whether some are all of one, how one is cut; paths of plain leaves. Pure."""
+"""Boxes of tensors: where two overlap, whether some cover another, how one is cut; paths of plain leaves. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Fragment(NamedTuple):
 
     Attributes:
         rank: the old rank that has it.
-        number: of the entry there.
+        number: number of the entry there.
         source: where it begins in the old shard.
         target: where it begins in the new one.
-        shape: of the part.
+        shape: its shape.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Fragment(NamedTuple):
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None where that is nothing."""
+    """What two boxes have in common; None if that is nothing."""
     if len({*map(len, (*one, *other))}) > 1:
         raise ValueError(f"boxes of different dimensions: {one} and {other}")
     low = tuple(map(max, one[0], other[0]))
@@ -44,7 +44,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether some parts together are all of a shard. Not collective."""
+    """Whether some parts together cover a shard. Not collective."""
     if math.prod(shape) == 0:
         return True
     if sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) and _disjoint(boxes):

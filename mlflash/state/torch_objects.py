@@ -1,8 +1,9 @@
-"""Modules and optimizers of torch, as they load: what they would refuse, what they make of tensors, and what the state
-of an optimizer is like that has not made any yet.
+"""Modules and optimizers of torch, as they load: what they would refuse, and what they make of tensors.
 
-What is asked here must be answered without changing anything, and without refusing what loading would have accepted:
-where a class or a hook may see things otherwise than torch does, nothing is said.
+It also says what the state of an optimizer will be like that has not made any yet.
+
+These questions must be answered without changing anything, and without refusing what loading would have accepted: if a
+class or a hook may treat something differently from torch, nothing is reported.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _refused_by_module(torch: Any, live: Any, tree: Tree, entries: tuple[Entry, 
 
 
 def _wanted(torch: Any, live: Any) -> dict[str, Any] | None:
-    """Parameters and buffers that strict loading asks for, by key; None where that is not known."""
+    """Parameters and buffers that strict loading asks for, by key; None if that is not known."""
     whole = torch.nn.Module
     usual = {whole._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict}
     if type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live):
@@ -88,7 +89,7 @@ def _wanted(torch: Any, live: Any) -> dict[str, Any] | None:
 
 
 def _children(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All modules below one, as loading comes to them: shared ones several times, and None where one was taken out."""
+    """All modules below one, as loading comes to them: shared ones several times, and None for one that was removed."""
     for key, child in module._modules.items():
         at = f"{path}.{key}" if path else key
         yield at, child
@@ -109,7 +110,7 @@ def _refused_by_optimizer(live: Any, tree: Tree, name: str) -> list[str]:
 
 
 def _item(tree: Tree, key: str) -> Tree:
-    """What is saved under a key of a dict; an empty node where there is none."""
+    """What is saved under a key of a dict; an empty node if there is nothing."""
     return next((sub for saved, sub in tree[1] if saved == key), [""]) if tree[0] == "d" else [""]
 
 
@@ -131,7 +132,7 @@ def _loads_as_torch_does(live: Any) -> bool:
 
 
 def copies_what_it_loads(live: Any, tree: Tree) -> bool:
-    """Whether an object keeps no tensor that it is given to load: a module that loads as torch's do. Not collective."""
+    """Whether an object copies every tensor that it loads, like a module that loads as torch's do. Not collective."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(live, torch.nn.Module):
         return False
@@ -145,9 +146,9 @@ def copies_what_it_loads(live: Any, tree: Tree) -> bool:
 
 
 def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any]:
-    """Find the tensors of an optimizer that what was saved of them can be copied into, by number of the entry.
+    """Find the tensors of an optimizer that saved ones can be copied into, by number of the entry.
 
-    Loading keeps them then, where they are: no memory is taken for the state a second time. Not collective, but calls
+    Loading then keeps them in place: no memory is taken for the state a second time. Not collective, but calls
     ``state_dict()``.
     """
     if not _loads_as_torch_does(live):
@@ -175,12 +176,12 @@ def load(live: Any, saved: Any, exactly: bool = False) -> None:
     """Load a saved state into an object, with every bit of it.
 
     Not collective. torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
-    one on purpose. Only where the live state has that dtype already is it left so.
+    one on purpose. The cast is left in place only if the live state already has the dtype of the parameter.
 
     Args:
         live: the object.
-        saved: what its ``state_dict()`` gave.
-        exactly: whatever dtypes the live state has.
+        saved: what its ``state_dict()`` returned.
+        exactly: restore every bit, whatever dtypes the live state has.
     """
     if not _loads_as_torch_does(live):
         live.load_state_dict(saved)
@@ -228,13 +229,13 @@ class _StateOf:
 
 
 def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any]:
-    """Find the live tensors that the saved ones of an object are made like, by number of their entries.
+    """Find the live tensors that have the form of the saved ones of an object, by number of their entries.
 
-    Not collective, but calls ``state_dict()``. Where an optimizer has not made the state of a parameter, the parameter
-    is what all of it is made like that has its shape.
+    Not collective, but calls ``state_dict()``. If an optimizer has not made the state of a parameter, the parameter
+    itself gives the form for everything that has its shape.
 
     Raises:
-        StructureMismatch: an optimizer has not made a tensor that was saved in shards, which no parameter is like.
+        StructureMismatch: an optimizer has not made a tensor that was saved in shards, and no parameter is like it.
     """
     found: dict[int, Any] = {}
     for number, like in _matched(_given(live), tree):
@@ -285,7 +286,7 @@ def _matched(like: Any, tree: Tree, optimizers: bool = False) -> Iterator[tuple[
 
 
 def _given(live: Any, made: bool = True) -> Any:
-    """What an object gives, and what it would have given with all of its state; or as if none were ``made``."""
+    """What an object returns, and what it would return with all of its state; or as if none were ``made``."""
     given = live.state_dict()
     if not _is_optimizer(live) or not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         return given
