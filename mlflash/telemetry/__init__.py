@@ -1,6 +1,6 @@
-"""What happens to a rank, told to people and to programs that watch: events, metrics, a heartbeat per rank.
+"""Reports what happens to a rank, to people and to programs that watch: events, metrics, a heartbeat per rank.
 
-`lateness` finds out, with each commit, which rank it waited for, and `stragglers` when that is worth a warning.
-In comes what the other rooms report; out go files. Nothing that trains ever waits for it. It imports `memory`, where a
-heartbeat lies.
+With each commit, `lateness` finds out which rank it waited for, and `stragglers` decides when that is worth a warning.
+The input is what the other rooms report; the output is files. Training never waits for this room. It imports `memory`,
+because the heartbeats are there.
 """

@@ -1,6 +1,6 @@
-"""What happens to a rank, as lines of JSON in a file; docs/watching.md has each kind.
+"""What happens to a rank, as lines of JSON in a file; docs/watching.md describes each kind.
 
-A thread of its own opens the file and writes: a parallel file system that hangs holds up neither training nor saves.
+A separate thread opens the file and writes: a parallel file system that hangs delays neither training nor saves.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CLOSE_S = 2.0  # for what is still to be written at the end
 class EventLog:
     """The events of this rank; not collective.
 
-    Whatever is logged as a warning is an event, too, until `close`.
+    Every warning that is logged is an event, too, until `close`.
 
     Args:
         path: the file of this node, see `file_of_node`; None: nothing is written.
-        common: fields of each event: run, rank and node; ``by="courier"`` for a courier that is a process of its own,
-            whose warnings are its trainer's, too.
+        common: fields of each event: run, rank and node. ``by="courier"`` for a courier that is a separate process,
+            whose warnings are also its trainer's.
     """
 
     def __init__(self, path: str | None, **common: Any):
@@ -48,7 +48,7 @@ class EventLog:
         return self._thread is not None
 
     def add(self, event: str, **fields: Any) -> None:
-        """Note an event that has just ended; returns at once."""
+        """Note an event that has just ended; return at once."""
         if self._thread is None:
             return
         document = {"event": event, "time": time.time(), **self._common, **fields}
@@ -59,7 +59,7 @@ class EventLog:
             self._dropped += 1
 
     def close(self) -> None:
-        """Wait a moment until all is written. May be called twice."""
+        """Wait a moment until everything is written. May be called twice."""
         if self._thread is None:
             return
         log.removeFilter(self._see)
@@ -71,7 +71,7 @@ class EventLog:
         self._thread = None
 
     def leave(self) -> None:
-        """Write nothing in a process that was forked: the thread is the parent's, and may hold the queue's lock."""
+        """Write nothing in a forked process: the thread belongs to the parent, and may hold the queue's lock."""
         log.removeFilter(self._see)
         self._thread = None
 
@@ -95,7 +95,7 @@ class EventLog:
             log.warning("events are not written any more, to %s: %s", self._path, error)
 
     def _next(self) -> bytes | None:
-        """What is to be written at once; None at the end."""
+        """What must be written at once; None at the end."""
         lines = [self._lines.get()]
         while lines[-1] is not None and not self._lines.empty():
             lines.append(self._lines.get())
@@ -111,9 +111,10 @@ class EventLog:
 
 
 def _write_whole(fd: int, lines: bytes) -> None:
-    """Write each line in one write: ranks of one node, and their couriers, append to one file.
+    """Write each line in one write, because ranks of one node, and their couriers, append to one file.
 
-    Where only a part was taken the line that was cut is written once more, whole: another process may be in between.
+    If only a part was written, the line that was cut is written once more, whole: another process may have written in
+    between.
     """
     while lines:
         taken = os.write(fd, lines)
@@ -124,7 +125,7 @@ def _write_whole(fd: int, lines: bytes) -> None:
 
 
 def file_of_node(path: str, node_index: int) -> str:
-    """Name the file that the ranks of a node append to: machines must not append to one file of a shared file system.
+    """Name the file that the ranks of a node append to: nodes must not append to one file of a shared file system.
 
     Example:
         ``run.jsonl`` is that of the first node, ``run.node1.jsonl`` that of the second.

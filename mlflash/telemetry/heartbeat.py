@@ -1,9 +1,9 @@
-"""What a rank says of itself to those who look at its node from outside: a small file in the job's memory directory.
+"""What a rank reports about itself to programs that look at its node from outside: a small file in the job's memory.
 
-`mlflash run` reads it to tell training that goes on from training that hangs, and a run that came to its end from one
-that did not: launchers of MPI return 0 after a lost node. `mlflash top` and metrics show it. It is written by plain
-writes to memory, whatever MPI does. The trainer and the courier of a rank each write a part of it, also where the other
-is dead: see `heartbeat_format`.
+`mlflash run` reads it to tell training that continues from training that hangs, and a run that ended from one that did
+not: launchers of MPI return 0 after a lost node. `mlflash top` and metrics show it. It is written by plain writes to
+memory, whatever MPI does. The trainer and the courier of a rank each write a part of it, even if the other is dead: see
+`heartbeat_format`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _LETTERS = 512  # of a text, each of which may take six bytes
 
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
-    """Whose heartbeat it is: plain values, which the trainer makes and tells its courier.
+    """The rank that a heartbeat belongs to: plain values, which the trainer makes and sends to its courier.
 
     Attributes:
         rank, size, local_rank: of the world.
         node: name of the node.
         run: which start of `mlflash run` this is; "" without it.
-        start: names this trainer and its Checkpointer: what couriers of others have left in the file is passed over.
+        start: identifies this trainer and its Checkpointer: what couriers of others have left in the file is passed
+            over.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class RankFacts:
 
 
 class _Part:
-    """What one process of a rank says, in its part of the file; not collective."""
+    """The part of the file that one process of a rank writes; not collective."""
 
     def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int):
         self._lock = threading.Lock()  # a courier that is a thread writes, too
@@ -68,16 +69,16 @@ class _Part:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last word was said."""
+        """Whether its last message was written."""
         return self._over
 
     def note(self, **news: Any) -> None:
-        """Have something new to say with what is written next."""
+        """Note something that will be written with the next beat."""
         with self._lock:
             self._said.update(_short(news))
 
     def beat(self, event: str = "", **news: Any) -> None:
-        """Say that this process gets on, and what is new; the first time of each event stays."""
+        """Report that this process makes progress, and what is new; the first time of each event stays."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -100,14 +101,14 @@ class _Part:
             self._fd, self._over = -1, True
 
     def leave(self) -> None:
-        """Say nothing more in a process that was forked; what the file says is the parent's. Not collective."""
+        """Write nothing more in a forked process; what the file says belongs to the parent. Not collective."""
         fd, self._fd, self._over = self._fd, -1, True
         if fd >= 0:
             os.close(fd)
 
 
 class TrainerHeartbeat(_Part):
-    """What the trainer of this rank says: its beat is the progress of the training. Not collective.
+    """The heartbeat of this rank's trainer: its beat is the progress of the training. Not collective.
 
     Args:
         memory: where it is.
@@ -121,28 +122,28 @@ class TrainerHeartbeat(_Part):
         self.beat("made")
 
     def flush(self) -> None:
-        """Write what was noted, as of the last beat: the training gets on by itself only."""
+        """Write what was noted, with the time of the last beat: only training itself makes progress."""
         with self._lock:
             if self._fd >= 0:
                 self._write()
 
     def end(self, state: str) -> None:
-        """Say the last word: "ended", or "failed". May be called twice; the first one counts."""
+        """Write the last message: "ended", or "failed". May be called twice; the first one counts."""
         self.beat(state, state=state)
         self._close()
 
 
 class CourierHeartbeat(_Part):
-    """What the courier of this rank says; it goes on when the trainer is dead. Not collective.
+    """The heartbeat of this rank's courier; it continues when the trainer is dead. Not collective.
 
-    A courier that follows another one of the same trainer goes on from what that one has said.
+    A courier that replaces another one of the same trainer continues from what that one has reported.
 
     Args:
         memory: where it is.
         facts: of this rank.
 
     Attributes:
-        before: what the courier before it has said, by name; empty where there was none.
+        before: what the courier before it has reported, by name; empty if there was none.
     """
 
     def __init__(self, memory: NodeDirectory, facts: RankFacts):
@@ -154,13 +155,13 @@ class CourierHeartbeat(_Part):
         self.beat()
 
     def end(self) -> None:
-        """Say that it goes, and did not die. May be called twice."""
+        """Report that the courier ends, and did not die. May be called twice."""
         self.beat(state="ended")
         self._close()
 
 
 def _open(memory: NodeDirectory, name: str) -> int:
-    """Open the file of a rank, with room for all it will ever say; -1 where that cannot be: training goes on."""
+    """Open the file of a rank, with room for everything it will contain; -1 if that fails: training continues."""
     try:
         fd = memory.open(name, os.O_RDWR | os.O_CREAT)
     except UnsafePath as error:
@@ -175,7 +176,7 @@ def _open(memory: NodeDirectory, name: str) -> int:
 
 
 def _short(news: dict[str, Any]) -> dict[str, Any]:
-    """So that all of it has room: times to the microsecond, the last letters of long paths."""
+    """Shorten values so that everything has room: times to the microsecond, the last letters of long paths."""
     return {
         name: round(value, 6) if isinstance(value, float) else value[-_LETTERS:] if isinstance(value, str) else value
         for name, value in news.items()
@@ -183,11 +184,12 @@ def _short(news: dict[str, Any]) -> dict[str, Any]:
 
 
 class Heard(NamedTuple):
-    """What the ranks of some nodes say of themselves.
+    """What the ranks of some nodes report about themselves.
 
     Attributes:
         heartbeats: of the ranks, and whether each is alive.
-        unread: why other files cannot be read, in words: of another version of mlflash, or of nobody.
+        unread: why other files cannot be read, in words: another version of mlflash wrote them, or they are no
+            heartbeats.
     """
 
     heartbeats: list[dict[str, Any]]
@@ -195,7 +197,7 @@ class Heard(NamedTuple):
 
 
 def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
-    """Read what the ranks of a node say, and whether each is alive; nothing where the job has no memory there.
+    """Read what the ranks of a node report, and whether each is alive; nothing if the job has no memory there.
 
     Not collective.
 
@@ -220,7 +222,7 @@ def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
 
 
 def all_heartbeats(memory: str, job: str) -> Heard:
-    """The same of this node, and of all that are emulated on it. Not collective."""
+    """The same for this node, and for all nodes that are emulated on it. Not collective."""
     nodes: list[int | None] = [*emulated_nodes(memory, job), None]
     heard = [read_heartbeats(memory, job, node) for node in nodes]
     return Heard(
@@ -229,7 +231,7 @@ def all_heartbeats(memory: str, job: str) -> Heard:
 
 
 def live_jobs(memory: str) -> list[str]:
-    """List the jobs of this user that are alive on this node, if only by a courier whose trainer is gone.
+    """List the jobs of this user that are alive on this node, even if only a courier without its trainer is.
 
     Not collective.
     """
@@ -251,8 +253,8 @@ def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | N
     """Read the file of some rank. Not collective.
 
     Returns:
-        What its trainer and its courier say together, see `heartbeat_format.together`; None where the trainer's part is
-        gone, blank, or cannot be read. And, in words, why parts cannot be read.
+        What its trainer and its courier report together, see `heartbeat_format.together`; None if the trainer's part is
+        missing, blank, or cannot be read. And, in words, why parts cannot be read.
     """
     try:
         fd = memory.open(name, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""What stands in the heartbeat of a rank: its trainer's part, its courier's part, and what the two say together. Pure.
+"""The content of a rank's heartbeat: its trainer's part, its courier's part, and both combined. Pure.
 
-The file has two parts of 4096 bytes, the trainer's first. A part is a JSON object, filled up with spaces, or blank.
-Each process writes only its own part, in one write, so that neither waits for the other, nor loses what it says.
+The file has two parts of 4096 bytes, the trainer's first. A part is a JSON object, padded with spaces, or blank. Each
+process writes only its own part, in one write, so that neither waits for the other, or loses what it wrote.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _RANK_MAY = (
 
 
 def encode(said: Mapping[str, Any]) -> bytes:
-    """Make a part of what a process says; never more than a part, as the other one begins there."""
+    """Encode what a process reports; never longer than a part, because the other one begins there."""
     text = json.dumps(said, separators=(",", ":")).encode()
     if len(text) > PART_NBYTES:
         short = {name: value[-_SHORT:] if isinstance(value, str) else value for name, value in said.items()}
@@ -76,17 +76,17 @@ def encode(said: Mapping[str, Any]) -> bytes:
 
 
 def trainer_part(text: bytes) -> dict[str, Any] | str | None:
-    """Read what a trainer says, or why that cannot be read; None where nothing is there."""
+    """Read the trainer's part, or return why it cannot be read; None if it is blank."""
     return _part(text, _TRAINER, _TRAINER_MAY)
 
 
 def courier_part(text: bytes) -> dict[str, Any] | str | None:
-    """Read what a courier says, or why that cannot be read; None where nothing is there."""
+    """Read the courier's part, or return why it cannot be read; None if it is blank."""
     return _part(text, _COURIER, _COURIER_MAY)
 
 
 def carried_on(before: Mapping[str, Any] | str | None, start: str, rank: int) -> dict[str, Any]:
-    """Give what a courier goes on from: what the one before it has said, where that was of the same trainer.
+    """Return what a courier continues from: what the courier before it reported, if that had the same trainer.
 
     Args:
         before: what `courier_part` has found.
@@ -99,16 +99,16 @@ def carried_on(before: Mapping[str, Any] | str | None, start: str, rank: int) ->
 
 def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, alive: bool, courier_alive: bool
              ) -> dict[str, Any]:  # fmt: skip
-    """Say of a rank what its trainer and its courier say: its life and its progress are the trainer's alone.
+    """Combine what the trainer and the courier of a rank report: only the trainer decides its life and its progress.
 
     Args:
-        trainer, courier: their parts; the courier's is left out where it is of another start, and None where it says
-            nothing that can be read.
-        alive, courier_alive: whether their processes are.
+        trainer, courier: their parts. The courier's is left out if it belongs to another start, and None if it cannot
+            be read.
+        alive, courier_alive: whether their processes are alive.
 
     Returns:
-        What each says, as if it were one process, ``alive`` of the trainer, and ``courier_pid``, ``courier_alive``,
-        ``courier_beat`` and ``courier_state``, each None where nothing is known of a courier.
+        What both report, as if they were one process, ``alive`` of the trainer, and ``courier_pid``, ``courier_alive``,
+        ``courier_beat`` and ``courier_state``, each None if nothing is known about a courier.
     """
     names = (name for name in (*_TRAINER, *_TRAINER_MAY, "version") if name not in ("start", "restored_at"))
     said: dict[str, Any] = {name: trainer[name] for name in names if name in trainer}
@@ -125,12 +125,12 @@ def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, aliv
 
 
 def has_own_courier(heartbeat: Mapping[str, Any]) -> bool:
-    """Whether a process of its own is the courier of a rank, as far as is known."""
+    """Whether a separate process is the courier of a rank, as far as is known."""
     return heartbeat.get("courier_pid") not in (None, heartbeat["pid"])
 
 
 def is_orphan(heartbeat: Mapping[str, Any]) -> bool:
-    """Whether the trainer of a rank is gone, and its courier still brings to its end what that had saved."""
+    """Whether the trainer of a rank has ended, and its courier still finishes what the trainer had saved."""
     return (
         not heartbeat["alive"] and has_own_courier(heartbeat)
         and heartbeat.get("courier_state") == "started" and bool(heartbeat.get("courier_alive"))
@@ -138,7 +138,7 @@ def is_orphan(heartbeat: Mapping[str, Any]) -> bool:
 
 
 def is_without_courier(heartbeat: Mapping[str, Any]) -> bool:
-    """Whether the courier of a rank died without a word, and its trainer goes on."""
+    """Whether the courier of a rank died unexpectedly, and its trainer continues."""
     return (
         heartbeat["state"] == "started" and heartbeat["alive"] and has_own_courier(heartbeat)
         and heartbeat.get("courier_state") == "started" and not heartbeat.get("courier_alive")
@@ -146,7 +146,7 @@ def is_without_courier(heartbeat: Mapping[str, Any]) -> bool:
 
 
 def why_unread(said: object) -> str:
-    """Why what is said of a rank, see `together`, cannot be read; "" where it can. It may come from another version."""
+    """Why what a rank reports (see `together`) cannot be read; "" if it can. It may come from another version."""
     return _why_unread(said, _RANK, _RANK_MAY)
 
 
@@ -181,7 +181,7 @@ def _why_unread(said: object, must: Mapping[str, Any], may: Mapping[str, Any]) -
 
 
 def _is_a(value: object, kind: Any) -> bool:
-    """Whether a value is of a kind, and a number one that can be reckoned with."""
+    """Whether a value has a type, and, if it is a number, is finite and not too large."""
     if isinstance(value, bool):
         return kind is bool or kind == (bool | None)
     if isinstance(value, float) and not math.isfinite(value):

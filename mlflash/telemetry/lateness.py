@@ -1,8 +1,8 @@
 """How long each phase of a save takes on this rank → which rank a commit waits for, in which phase, for how long.
 
-It rides on an allreduce that a commit has anyway, which takes the minimum of each number. So every rank brings, for
-each phase, its seconds and its rank in one number; and three ranks, others in each commit, bring all their seconds, in
-place of a median over all ranks. Only durations are compared: the clocks of nodes differ.
+It uses an allreduce that a commit makes anyway, which takes the minimum of each number. For each phase, every rank
+contributes its seconds and its rank in one number. In addition three ranks, different ones in each commit, contribute
+all their seconds, in place of a median over all ranks. Only durations are compared, because the clocks of nodes differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CODES_PER_E = ((1 << _CODE_BITS) - 1) / math.log(_MOST_US)  # so that a code is
 
 
 class Late(NamedTuple):
-    """A rank that was later than most others, in which phase, and by how many seconds."""
+    """A rank that was later than most others, the phase, and by how many seconds."""
 
     rank: int
     phase: str
@@ -42,12 +42,12 @@ class Late(NamedTuple):
 
 
 class Lateness(NamedTuple):
-    """What is known on each rank when a commit was agreed on.
+    """What each rank knows when a commit was agreed on.
 
     Attributes:
         slowest: the rank that the commit waited for.
         own: this rank, in the phase in which it was latest.
-        node: of the slowest one.
+        node: node of the slowest one.
     """
 
     slowest: Late
@@ -56,13 +56,13 @@ class Lateness(NamedTuple):
 
 
 class Riding:
-    """What rides on the agreement of one commit. Not collective.
+    """The numbers that are sent along with the agreement of one commit. Not collective.
 
     Args:
         rank, size: of the world.
-        generation: of the attempt, by which the ranks are drawn that bring all their seconds.
-        took: seconds of each phase on this rank; of "training" those that it waited for others to come to this save:
-            the last one waits least.
+        generation: of the attempt; it decides which ranks contribute all their seconds.
+        took: seconds of each phase on this rank. For "training": the seconds that it waited for others to come to this
+            save, so the last one waits least.
     """
 
     def __init__(self, rank: int, size: int, generation: int, took: Mapping[str, float]):
@@ -75,11 +75,11 @@ class Riding:
         """What this rank brings."""
 
     def heard(self, least: Sequence[int], name_of: Callable[[int], str]) -> Lateness | None:
-        """Understand the minimum of each number over all ranks; None where there is nobody to be compared with.
+        """Interpret the minimum of each number over all ranks; None if there is no other rank to compare with.
 
         Args:
-            least: these.
-            name_of: gives the node of a rank.
+            least: these minima.
+            name_of: returns the node of a rank.
         """
         samples = [sample for sample in least[len(PHASES) :] if sample != _NOTHING]
         if not samples or self._size == 1:
@@ -112,7 +112,7 @@ def _microseconds(seconds: float) -> int:
 
 
 def _packed(seconds: float, rank: int) -> int:
-    """Give one number of a duration and a rank, which grows with the duration."""
+    """Pack a duration and a rank into one number, which grows with the duration."""
     return _microseconds(seconds) << _RANK_BITS | rank
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a node say of themselves → Prometheus: a file for the collector of textfiles, or an endpoint.
+"""What the ranks of a node report about themselves → Prometheus: a file for the textfile collector, or an endpoint.
 
 The first rank of each node does it for all of them, on a thread that calls no MPI; see docs/watching.md.
 """
@@ -47,12 +47,12 @@ _COUNTERS = (
 class Metrics:
     """Shows the metrics of one node until it is closed; not collective.
 
-    What cannot be shown is a warning: training goes on.
+    Metrics that cannot be shown are a warning: training continues.
 
     Args:
         where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
         job: name of the job.
-        look: gives what the ranks of the node say.
+        look: returns what the ranks of the node report.
     """
 
     def __init__(self, where: str, job: str, look: Callable[[], Heard]):
@@ -80,7 +80,7 @@ class Metrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Show what was last, and nothing any more. May be called twice."""
+        """Show the last values, and then nothing any more. May be called twice."""
         self._over.set()
         if self._server is not None:
             self._server.shutdown()
@@ -90,7 +90,7 @@ class Metrics:
         self._thread = self._server = None
 
     def leave(self) -> None:
-        """Show nothing in a process that was forked, and keep no port open that the parent may close."""
+        """Show nothing in a forked process, and keep no port open that the parent may close."""
         if self._server is not None:
             self._server.socket.close()
         self._thread = self._server = None
@@ -111,7 +111,7 @@ class Metrics:
 
 
 class _Collector:
-    """What prometheus_client asks when somebody wants to know."""
+    """What prometheus_client calls when metrics are requested."""
 
     def __init__(self, job: str, look: Callable[[], Heard]):
         self._job, self._look = job, look
@@ -146,7 +146,7 @@ class _Collector:
         yield _late(labels, values)
 
     def _heard(self) -> Heard:
-        """Look, and warn once of each thing that cannot be read."""
+        """Read the heartbeats, and warn once about each file that cannot be read."""
         try:
             heard = self._look()
         except Exception as error:  # it is asked again
@@ -171,6 +171,6 @@ def _late(labels: Sequence[str], values: Sequence[tuple[list[str], dict[str, Any
 
 
 def port_of(where: str) -> int:
-    """The port that is meant by ":9464"; 0 where it is the name of a file."""
+    """The port in ":9464"; 0 if it is the name of a file."""
     found = _PORT.fullmatch(where)
     return int(found[1]) if found else 0

@@ -48,12 +48,12 @@ class TrainerRecorder(_Tally):
     Args:
         rank: of the world.
         heartbeat, events: told what happens.
-        metrics: shown by this rank for all of its node; None: another one does, or none.
-        courier_is_thread: whether the courier is a thread beside this one, and calls `flush`.
+        metrics: shown by this rank for all of its node; None: another rank shows them, or none does.
+        courier_is_thread: whether the courier is a thread of this process, and calls `flush`.
 
     Attributes:
         counts: what happened, by name.
-        seconds: that verbs took, by name.
+        seconds: seconds per operation, by name.
     """
 
     def __init__(self, rank: int, heartbeat: TrainerHeartbeat, events: EventLog, metrics: Metrics | None = None,
@@ -64,17 +64,19 @@ class TrainerRecorder(_Tally):
         self._warned_late = False
 
     def started(self, facts: Mapping[str, Any], survives: Callable[[], str]) -> None:
-        """Say what this run is like; what it survives takes time to find out, and rank 0 is enough to do so."""
+        """Report what this run is like. To compute what it survives takes time, so only rank 0 does that."""
         self._heartbeat.beat("made", redundancy=facts["redundancy"], nodes=len(facts["nodes"]))
         if self._events.is_on:
             self._events.add("start", **facts, survives=survives() if self._rank == 0 else "")
 
     def posting(self, step: int) -> None:
-        """A save is about to be posted; not after that, as this writes, and the courier would take the interpreter."""
+        """Note that a save is about to be posted. Call it before that: this writes, and the courier would take the
+        interpreter.
+        """
         self._heartbeat.beat("saved", saved=step)
 
     def saved(self, step: int, stall_s: float, nbytes: int, lazy: bool, staged: bool) -> None:
-        """`save` returns now; ``staged`` says whether there was anything to it."""
+        """Note that `save` returns now; ``staged`` says whether anything was staged."""
         self.counts["saves"] += 1
         self.counts["bytes staged"] += nbytes
         self.seconds["stall"] += stall_s
@@ -85,7 +87,7 @@ class TrainerRecorder(_Tally):
             self._events.add("save", step=step, seconds=stall_s, nbytes=nbytes, lazy=lazy)
 
     def flush(self) -> None:
-        """Have the heartbeat say what was noted; a courier that is a thread does so while training goes on."""
+        """Have the heartbeat write what was noted; a courier that is a thread does so while training continues."""
         self._heartbeat.flush()
 
     def late(self, step: int, error: MlflashError) -> None:
@@ -96,7 +98,7 @@ class TrainerRecorder(_Tally):
             log.warning("step %d is late, and steps are not saved until it has caught up: %s", step, error)
 
     def caught_up(self) -> None:
-        """A save has ended that did not fail: the next one that is late is worth a word again."""
+        """Note that a save has ended that did not fail: the next one that is late is logged again."""
         self._warned_late = False
 
     def uncaught(self, text: str) -> None:
@@ -104,11 +106,11 @@ class TrainerRecorder(_Tally):
         self._events.add("uncaught", text=text[-_TRACE:])
 
     def courier_died(self, pid: int, how: str) -> None:
-        """The courier of this rank died, and training goes on.
+        """Note that the courier of this rank died, and that training continues.
 
         Args:
-            pid: of it.
-            how: it ended, in words.
+            pid: of the courier.
+            how: how it ended, in words.
         """
         self.counts["couriers lost"] += 1
         log.warning("the courier of rank %d (pid %d) died, and training goes on: %s", self._rank, pid, how)
@@ -122,7 +124,7 @@ class TrainerRecorder(_Tally):
 
     def together(self, counts: Mapping[str, int], seconds: Mapping[str, float]
                  ) -> tuple[dict[str, int], dict[str, float]]:  # fmt: skip
-        """Give counts and seconds of this rank: these, and those of its courier."""
+        """Return counts and seconds of this rank: these, and those of its courier."""
         all_counts, all_seconds = collections.Counter(self.counts), dict(self.seconds)
         all_counts.update(counts)
         for verb, taken in seconds.items():
@@ -130,7 +132,7 @@ class TrainerRecorder(_Tally):
         return dict(all_counts), all_seconds
 
     def end(self, state: str) -> None:
-        """Say the last word: "ended", or "failed". May be called twice; the first one counts."""
+        """Report the end: "ended", or "failed". May be called twice; the first one counts."""
         if not self._heartbeat.is_over:
             self._events.add("end", state=state)
         self._heartbeat.end(state)
@@ -139,7 +141,7 @@ class TrainerRecorder(_Tally):
             self._metrics.close()
 
     def leave(self) -> None:
-        """Say nothing in a process that was forked: heartbeat, events and metrics are the parent's. Not collective."""
+        """Report nothing in a forked process: heartbeat, events and metrics belong to the parent. Not collective."""
         self._heartbeat.leave()
         self._events.leave()
         if self._metrics is not None:
@@ -152,14 +154,14 @@ class CourierRecorder(_Tally):
 
     Args:
         rank: of the world.
-        heartbeat, events: told what happens; of a courier that is a thread the events are the trainer's.
-        flush: what the trainer beside it has noted is written by this; None: the courier is a process of its own.
+        heartbeat, events: told what happens; if the courier is a thread, the events are the trainer's.
+        flush: writes what the trainer in the same process has noted; None: the courier is a separate process.
 
     Attributes:
-        flush: see above; the trainer beside it sets it.
+        flush: see above; the trainer in the same process sets it.
         events: see above.
         counts: what happened, by name.
-        seconds: that verbs took, by name.
+        seconds: seconds per operation, by name.
     """
 
     def __init__(self, rank: int, heartbeat: CourierHeartbeat, events: EventLog,
@@ -176,7 +178,7 @@ class CourierRecorder(_Tally):
         self._suspect = ""  # what was said last
 
     def compare(self, size: int, generation: int, took: Mapping[str, float]) -> list[int]:
-        """Give the numbers that are to ride on the agreement of a commit; see `lateness`.
+        """Return the numbers that are sent along with the agreement of a commit; see `lateness`.
 
         Args:
             size: of the world.
@@ -187,11 +189,11 @@ class CourierRecorder(_Tally):
         return self._riding.numbers
 
     def compared(self, least: Sequence[int], name_of: Callable[[int], str]) -> None:
-        """Take in the minimum of each of them over all ranks, before `committed`.
+        """Take the minimum of each of them over all ranks, before `committed`.
 
         Args:
-            least: these.
-            name_of: gives the node of a rank.
+            least: these minima.
+            name_of: returns the node of a rank.
         """
         assert self._riding is not None
         self._lateness = self._riding.heard(least, name_of)
@@ -219,19 +221,19 @@ class CourierRecorder(_Tally):
             self._warn_of_straggler(late, seconds)
 
     def _warn_of_straggler(self, lateness: Lateness, commit_s: float) -> None:
-        """Warn of a rank that commits keep waiting for, once until that changes."""
+        """Warn about a rank that commits keep waiting for, once until that changes."""
         if (found := self._stragglers.add(lateness.slowest, commit_s)) is not None:
             log.warning("commits wait for rank %d on %s: compared with most ranks %s, by %.2g s in %d of the newest %d",
                         found.late.rank, lateness.node, PHASES[found.late.phase], found.late.seconds, found.times,
                         found.of)  # fmt: skip
 
     def skipped(self, step: int) -> None:
-        """A save was given up on all ranks, as the slots of one are busy."""
+        """Note that all ranks skipped a save because the slots of one were busy."""
         self.counts["skipped"] += 1
         self.events.add("skip", step=step)
 
     def failed(self, step: int, error: MlflashError) -> None:
-        """A save was given up."""
+        """Note that a save was given up."""
         self.counts["failed"] += 1
         self._beat(failed=self._failed_before + self.counts["failed"])
         self.events.add("fail", step=step, why=str(error))
@@ -239,11 +241,11 @@ class CourierRecorder(_Tally):
             log.warning("step %d was not saved: %s", step, error)
 
     def suspect(self, step: int, what: str, tensors: int) -> None:
-        """Values that are saved are suspect on this rank.
+        """Note that values that are saved are suspect on this rank.
 
         Args:
-            step: that is saved.
-            what: in words.
+            step: the step that is saved.
+            what: the findings, in words.
             tensors: how many.
         """
         self.counts["suspect"] += 1
@@ -260,7 +262,7 @@ class CourierRecorder(_Tally):
         self.events.add("certified", step=step)
 
     def unrestorable(self, error: MlflashError) -> None:
-        """Checkpoints are there, and none of them can be restored."""
+        """There are checkpoints, but none of them can be restored."""
         said = str(error)
         short = said[:_LETTERS].encode("ascii", "replace").decode()
         self._heartbeat.beat("unrestorable", unrestorable=short, unrestorable_at=time.time())
@@ -272,13 +274,13 @@ class CourierRecorder(_Tally):
         self.events.add("heal", step=step, seconds=seconds, made=made)
 
     def damaged(self, file: str, kind: str, step: int, of: int, block: int | None, text: str) -> None:
-        """Something at rest is damaged that this rank holds.
+        """Note that something at rest that this rank holds is damaged.
 
         Args:
-            file, kind: which; "own", "copy", "parity", "share" or "drained".
-            step, of: of which step, and the rank whose state it is.
-            block: the first that is bad; None: no block alone.
-            text: all of that in words, and what comes of it.
+            file, kind: the file; "own", "copy", "parity", "share" or "drained".
+            step, of: its step, and the rank whose state it is.
+            block: the first bad block; None: not a single block.
+            text: all of that in words, and what will happen.
         """
         self.counts["files damaged"] += 1
         self._beat(damaged=self._damaged_before + self.counts["files damaged"])
@@ -286,14 +288,14 @@ class CourierRecorder(_Tally):
         log.warning("%s", text)
 
     def mended(self, step: int, seconds: float, blocks: int, made: int, left: int) -> None:
-        """What was damaged at rest was mended, as far as it could be.
+        """Note that damage at rest was repaired, as far as that was possible.
 
         Args:
-            step: of what was mended.
-            seconds: that it took.
-            blocks: repaired in this rank's own slot.
+            step: step of what was repaired.
+            seconds: how long that took.
+            blocks: blocks that were repaired in this rank's own slot.
             made: copies and parity files that were made again here.
-            left: files of this rank that are damaged still.
+            left: files of this rank that are still damaged.
         """
         self.seconds["mend"] += seconds
         self.counts["files made again"] += made
@@ -315,12 +317,12 @@ class CourierRecorder(_Tally):
             self.events.add("memory", nbytes=nbytes)
 
     def end(self) -> None:
-        """Say that the courier goes, and did not die. May be called twice."""
+        """Report that the courier ends, and did not die. May be called twice."""
         self._heartbeat.end()
         self.events.close()
 
     def leave(self) -> None:
-        """Say nothing in a process that was forked: heartbeat and events are the parent's. Not collective."""
+        """Report nothing in a forked process: heartbeat and events belong to the parent. Not collective."""
         self._heartbeat.leave()
         self.events.leave()
 
@@ -334,7 +336,7 @@ class CourierRecorder(_Tally):
 
 
 def _in_heartbeat(lateness: Lateness) -> dict[str, Any]:
-    """What the heartbeat says of the last commit: this rank, and the one that was waited for."""
+    """What the heartbeat reports about the last commit: this rank, and the one that the commit waited for."""
     slowest, own = lateness.slowest, lateness.own
     return {"late_s": own.seconds, "late_in": own.phase, "slowest": slowest.rank, "slowest_on": lateness.node,
             "slowest_s": slowest.seconds, "slowest_in": slowest.phase}  # fmt: skip

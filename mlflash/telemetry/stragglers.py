@@ -1,4 +1,4 @@
-"""When a rank that commits wait for is worth a word: not for the noise of a save, and once until it changes."""
+"""When to warn about a rank that commits wait for: not for the noise of a save, and once until it changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALM = 12  # commits without it, after which it is forgotten
 
 
 def is_worth_a_word(late_s: float, commit_s: float) -> bool:
-    """Whether a commit, so many seconds after its `save`, would have been there notably sooner but for one rank."""
+    """Whether a commit, so many seconds after its `save`, would have been notably earlier without one rank."""
     return late_s >= max(_LEAST_S, _LEAST_SHARE * commit_s)
 
 
@@ -22,7 +22,7 @@ class Straggler(NamedTuple):
     """A rank that commits keep waiting for.
 
     Attributes:
-        late: the rank, its phase, and by how many seconds it was late, the median.
+        late: the rank, its phase, and by how many seconds it was late (median).
         times, of: in how many of how many commits.
     """
 
@@ -34,8 +34,8 @@ class Straggler(NamedTuple):
 class Stragglers:
     """Tells a straggler from a rank that is late now and then. Not collective.
 
-    A straggler is told of when a rank is the one that notably delays three of six commits in the same phase, and again
-    when it does so in another phase, or after twelve commits that it has not delayed.
+    A straggler is reported when a rank is the one that notably delays three of six commits in the same phase. It is
+    reported again when it does so in another phase, or after twelve commits that it has not delayed.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class Stragglers:
         self._calm: dict[int, int] = {}  # rank → commits since it was late, of those that were told of
 
     def add(self, slowest: Late, commit_s: float) -> Straggler | None:
-        """Take in the slowest rank of one commit; gives the straggler that is to be told of now.
+        """Add the slowest rank of one commit; return the straggler to report now.
 
         Args:
-            slowest: of it.
-            commit_s: from `save` to the commit.
+            slowest: slowest rank of the commit.
+            commit_s: seconds from `save` to the commit.
         """
         late = slowest if is_worth_a_word(slowest.seconds, commit_s) else None
         self._newest.append(late)
