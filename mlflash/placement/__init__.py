@@ -1,5 +1,6 @@
-"""Where the nodes stand, and who protects whom.
+"""Where the nodes are, and which rank protects which.
 
-In come the names of hosts, failure domains and a redundancy scheme; out goes for each rank whose copies or parity it
-holds, and what may be lost at a time. Pure: neither files nor MPI. It imports only `errors`.
+The input is the names of hosts, failure domains and a redundancy scheme. The output is, for each rank, the ranks whose
+copies or parity it holds, and what may be lost at the same time. Pure: neither files nor MPI. This room imports only
+`errors`.
 """

@@ -1,6 +1,6 @@
-"""Where nodes stand: the racks, leaf switches or blocks that are lost with all they hold.
+"""Where nodes are: the racks, leaf switches or blocks that are lost with everything in them.
 
-What Slurm knows of this comes from `slurm_topology`; what it does not know is in a file or a mapping
+`slurm_topology` reads what Slurm knows about this; what Slurm does not know is in a file or a mapping
 (:func:`from_argument`).
 """
 
@@ -21,7 +21,7 @@ class Domains:
     """Failure domains of some hosts.
 
     Args:
-        kinds: what the levels are called, outermost first: ``("switch", "leaf switch")``, ``("block",)``.
+        kinds: names of the levels, outermost first: ``("switch", "leaf switch")``, ``("block",)``.
         of: the domain of each host at each level, outermost first, as many as there are kinds.
     """
 
@@ -38,19 +38,20 @@ class Domains:
         return self.of.get(host) or self.of.get(short_name(host)) or (f"node {host}",) * len(self.kinds)
 
     def knows(self, host: str) -> bool:
-        """Whether anything is said of a host, under its full or short name."""
+        """Whether a host has an entry, under its full or short name."""
         return host in self.of or short_name(host) in self.of
 
 
 def join(parts: Sequence[tuple[str, Domains | None]]) -> Domains | None:
-    """Put together what all nodes say of themselves; None where no node says anything.
+    """Combine what all nodes know about themselves; None if no node knows anything.
 
-    Levels are aligned at the innermost. Where a node knows fewer, its outermost domain stands for the missing ones;
-    a node that says nothing is a domain of its own. Slurm refuses two switches of one name, so that one name below
-    two parents is one switch, seen before and after a change of topology.conf: names stay as they are.
+    Levels are aligned at the innermost. If a node knows fewer, its outermost domain stands for the missing ones; a node
+    that knows nothing is a domain of its own. Slurm refuses two switches of one name. So one name below two parents is
+    one switch, seen before and after a change of topology.conf: names stay as they are.
 
     Args:
-        parts: host and its own domains (:func:`slurm_topology.discover`) of each node; the first word on a host counts.
+        parts: host and its own domains (:func:`slurm_topology.discover`) of each node; the first entry for a host
+            counts.
 
     Example:
         ``[("a", ("s0", "s4")), ("b", ("s5",)), ("c", None)]`` → ``a`` in ``("s0", "s4")``, ``b`` in
@@ -96,19 +97,19 @@ def from_argument(value: object) -> Domains | None:
 def from_lines(text: str, source: str = "domains") -> Domains:
     """Read lines of a host, or a host list, and its domains, outermost first; ``#`` begins a comment.
 
-    A first line ``levels: row rack`` names the levels. Without it one level is called "domain"; of several the
+    A first line ``levels: row rack`` names the levels. Without it, a single level is called "domain"; of several, the
     first column is called "level-1 domain", the next "level-2 domain".
 
     Args:
         text: the lines.
-        source: what errors call them: the name of the file.
+        source: how errors name them: the name of the file.
 
     Example:
         ``node[001-016] row1 rack1`` → ``node001`` in ``("row1", "row1/rack1")``: domains are named by their paths,
         so that rack1 of row1 and rack1 of row2 are two.
 
     Raises:
-        ConfigError: the columns of two lines differ in number, a host has two places, or a line is garbage.
+        ConfigError: two lines differ in their number of columns, a host has two places, or a line cannot be read.
     """
     kinds: tuple[str, ...] | None = None
     rows = []

@@ -15,20 +15,20 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def expand_hosts(text: str, where: str = "host list") -> tuple[str, ...]:
-    """Write out a host list, in its order.
+    """Expand a host list, in its order.
 
     Args:
         text: names separated by commas, with any number of brackets each; a number is as wide as its range begins.
-        where: what an error calls the place the text comes from.
+        where: how an error names the origin of the text.
 
     Example:
         ``n[08-10,12],gpu1`` → ``n08 n09 n10 n12 gpu1``; ``x[0-1]y[0-1]`` → ``x0y0 x0y1 x1y0 x1y1``.
 
     Raises:
-        ConfigError: it is no host list, names more than a million hosts, or a name is longer than 255 characters.
+        ConfigError: it is not a host list, names more than a million hosts, or a name is longer than 255 characters.
 
     Source: ``scontrol show hostnames`` of Slurm 22.05 gives the same where it reads the text; it
-        refuses a name that goes on after its last bracket, and passes over empty names.
+        refuses a name that continues after its last bracket, and passes over empty names.
     """
     hosts: list[str] = []
     items = _ITEM.findall(text)
@@ -59,7 +59,7 @@ def expand_hosts(text: str, where: str = "host list") -> tuple[str, ...]:
 
 
 def _ranges(text: str) -> list[tuple[str, str]]:
-    """Read what is in brackets: "08-10,12" → [("08", "10"), ("12", "12")]; none where any of it makes no sense."""
+    """Read what is in brackets: "08-10,12" → [("08", "10"), ("12", "12")]; none if any of it makes no sense."""
     found = [_RANGE.fullmatch(part) for part in text.split(",")]
     ranges = [(match[1], match[2] or match[1]) for match in found if match]
     sound = len(ranges) == len(found) and all(int(low) <= int(high) for low, high in ranges)

@@ -1,8 +1,8 @@
-"""Nodes and failure domains → who protects whom.
+"""Nodes and failure domains → which rank protects which.
 
-Nodes are dealt to groups like cards: sorted by domain, so that the nodes of a rack or leaf switch go to as many
-groups as there are, at every level of domains at once. The ranks with the same local rank in the nodes of a group
-form a redundancy group. Pure: every rank computes the same answer.
+Nodes are dealt to groups like cards: sorted by domain, so that the nodes of a rack or leaf switch go to as many groups
+as possible, at every level of domains at once. The ranks with the same local rank in the nodes of a group form a
+redundancy group. Pure: every rank computes the same answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .topology import Topology, tied_together
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Who protects whom.
+    """Which rank protects which.
 
     Attributes:
-        scheme: what was asked for.
+        scheme: the scheme that was asked for.
         node_groups: nodes that share their ranks' redundancy groups; a group of one node protects nothing.
         partners: for each rank, the ranks that hold a copy of its slot.
         parity_groups: ranks that hold parity of each other, ascending; each rank is in one or in none.
@@ -34,7 +34,7 @@ class Placement:
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the ranks whose copies it holds, ascending."""
+        """For each rank, the ranks whose copies it holds, ascending."""
         held: list[list[int]] = [[] for _ in self.partners]
         for rank, partners in enumerate(self.partners):
             for partner in partners:
@@ -43,7 +43,7 @@ class Placement:
 
     @cached_property
     def parity_group_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank its parity group; empty where it is in none."""
+        """For each rank, its parity group; empty if it is in none."""
         found: list[tuple[int, ...]] = [() for _ in self.partners]
         for group in self.parity_groups:
             for rank in group:
@@ -51,12 +51,12 @@ class Placement:
         return tuple(found)
 
     def inbox_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose copies a rank holds, and the rank itself where it holds parity."""
+        """The ranks whose copies a rank holds, and the rank itself if it holds parity."""
         return (*self.owners[rank], *((rank,) if self.parity_group_of[rank] else ()))
 
     @cached_property
     def connected(self) -> tuple[int, ...]:
-        """Number the sets of ranks that have to do with each other, by copies or parity: equal numbers, one set.
+        """Number the sets of ranks that exchange copies or parity: equal numbers, one set.
 
         Example:
             Partners ((2,), (3,), (0,), (1,)) → (0, 1, 0, 1).
@@ -89,14 +89,14 @@ def place(topology: Topology, scheme: Scheme, domains: Sequence[tuple[str, ...]]
           recorded: Sequence[tuple[int, ...]] = ()) -> Placement:  # fmt: skip
     """Place a scheme over the nodes.
 
-    Where a group has too few nodes for parity (losses + 2), its ranks get copies instead, as many as the scheme
-    has losses, or as there are other nodes. A rank whose node has more ranks than the others does too.
+    If a group has too few nodes for parity (losses + 2), its ranks get copies instead: as many as the scheme has
+    losses, or as there are other nodes. A rank whose node has more ranks than the others also gets copies.
 
     Args:
         topology: ranks and nodes.
-        scheme: what is asked for.
+        scheme: the scheme that was asked for.
         domains: for each node its failure domains, outermost first; empty: nothing is known.
-        recorded: parity groups of the run before: kept where they still make sense, so that a spare takes the
+        recorded: parity groups of the run before. They are kept if they still make sense, so that a spare takes the
             place of a dead node and all other groups stay as they were.
     """
     nodes = len(topology.node_names)
@@ -123,8 +123,10 @@ def place(topology: Topology, scheme: Scheme, domains: Sequence[tuple[str, ...]]
 
 def _partners(topology: Topology, group: Sequence[int], node: int, local: int, copies: int, held: list[int]
               ) -> tuple[int, ...]:  # fmt: skip
-    """The ranks on the next nodes of the group that hold the copies of a rank: those with the same local rank, or,
-    where the node has fewer ranks, the one that holds the fewest so far.
+    """The ranks on the next nodes of the group that hold the copies of a rank.
+
+    These are the ranks with the same local rank. On a node with fewer ranks, it is the one that holds the fewest copies
+    so far.
     """
     place = group.index(node)
     found = []
@@ -137,7 +139,7 @@ def _partners(topology: Topology, group: Sequence[int], node: int, local: int, c
 
 
 def _recorded(topology: Topology, scheme: Scheme, recorded: Sequence[tuple[int, ...]]) -> Placement | None:
-    """The placement of the run before, where each rank still is in one group, of different nodes, large enough."""
+    """The placement of the run before, if each rank still is in one group, of different nodes, large enough."""
     groups = sorted({tuple(sorted(group)) for group in recorded})
     ranks = sorted(rank for group in groups for rank in group)
     if not scheme.parity or ranks != list(range(len(topology.node_of))):
@@ -153,7 +155,7 @@ def _recorded(topology: Topology, scheme: Scheme, recorded: Sequence[tuple[int, 
 
 
 def made(placement: Placement) -> str:
-    """Name what is made of a scheme: groups grow where the nodes cannot be divided, and shrink where there are few.
+    """Name what is made from a scheme: groups grow if the nodes cannot be divided, and shrink if there are few.
 
     Example:
         xor:4 over 11 nodes → "xor:6 and xor:5"; rs:6+2 over 3 nodes → "copy:2".

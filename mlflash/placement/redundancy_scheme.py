@@ -61,7 +61,7 @@ def parse(text: str) -> Scheme:
     """Read a scheme: ``parse("rs:6+2") == Scheme("rs", members=8, losses=2)``.
 
     Raises:
-        ConfigError: it is none, or its numbers are out of range.
+        ConfigError: it is not a scheme, or its numbers are out of range.
     """
     form = _FORM.fullmatch(text)
     scheme = None

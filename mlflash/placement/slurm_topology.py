@@ -1,7 +1,7 @@
-"""What Slurm knows of where nodes stand → failure domains.
+"""What Slurm knows about the places of nodes → failure domains.
 
-Each rank is told of its own node (:func:`discover`, then :func:`failure_domains.join`); one rank may ask for the whole
-cluster (:func:`ask_slurm`).
+Each rank reads what its environment says about its own node (:func:`discover`, then :func:`failure_domains.join`); one
+rank may ask for the whole cluster (:func:`ask_slurm`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _KINDS = {
 
 
 def discover(env: Mapping[str, str], host: str) -> Domains | None:
-    """Read this node's own domains from the environment; None where Slurm says nothing of this node.
+    """Read this node's own domains from the environment; None if Slurm gives none for this node.
 
     Not collective. ``srun`` gives each node its own address, but ``mpiexec`` in an sbatch script may hand the first
-    node's environment to all ranks: an address that ends with another name than ``host`` is not this node's.
+    node's environment to all ranks: an address that ends with another name than ``host`` does not belong to this node.
 
     Args:
-        env: ``os.environ`` as a rule.
+        env: usually ``os.environ``.
         host: name of this node, full or short; the answer is given under this name.
     """
     try:
@@ -84,9 +84,9 @@ def from_slurm_address(addr: str, pattern: str) -> Domains | None:
 
 
 def ask_slurm(timeout_s: float = 10) -> Domains | None:
-    """Ask Slurm for the domains of all nodes; None where there is no answer, or no topology.
+    """Ask Slurm for the domains of all nodes; None if there is no answer, or no topology.
 
-    Not collective; call it on one rank, since each call is a request to the cluster's one slurmctld.
+    Not collective; call it on one rank, because each call is a request to the cluster's only slurmctld.
     """
     # Old Slurm cuts lines at 512 bytes unless told a length, which it takes from its stack; new Slurm, at that length.
     env = {**os.environ, "SLURM_TOPO_LEN": "1000000"}
@@ -140,6 +140,6 @@ def from_scontrol(text: str) -> Domains:
 
 
 def _slurm_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
-    """Call the innermost of several levels of switches a leaf switch."""
+    """Name the innermost of several levels of switches "leaf switch"."""
     found = tuple(kinds)
     return (*found[:-1], "leaf switch") if len(found) > 1 and found[-1] == "switch" else found

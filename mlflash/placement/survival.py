@@ -1,7 +1,6 @@
-"""What a placement survives: computed from who protects whom, never from the name of the scheme.
+"""What a placement survives: computed from which rank protects which, never from the name of the scheme.
 
-Each redundancy group is a limit: of these nodes at most so many may be lost. A loss is survived where no limit is
-broken.
+Each redundancy group is a limit: of these nodes at most so many may be lost. A loss is survived if it breaks no limit.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class Survival:
     def surviving(self, most: int) -> list[int]:
         """Count the sets of 0, 1, ... ``most`` nodes that may be lost: exact, as a product over groups.
 
-        Where more than 20 nodes are tied together by different limits, the strictest is taken for all of them:
-        then the count is too low, never too high.
+        If more than 20 nodes are tied together by different limits, the strictest limit is used for all of them. Then
+        the count is too low, never too high.
 
         Example:
             4 nodes in pairs, one of each may be lost: [1, 4, 4], of 1, 4 and 6 sets.
@@ -76,7 +75,7 @@ class Survival:
         return [int(count) for count in counts] + [0] * (most + 1 - len(counts))
 
     def chance(self, losses: int) -> float:
-        """Probability that so many nodes, lost at random, may be lost."""
+        """Probability that the loss of so many random nodes is survived."""
         return self.surviving(losses)[losses] / math.comb(self.nodes, losses) if losses <= self.nodes else 0.0
 
 
@@ -85,7 +84,7 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
 
     Args:
         topology: ranks and nodes.
-        placement: who protects whom.
+        placement: which rank protects which.
         shares: for each rank that shares state, the set and the number of its share: one node of the set has to stay.
     """
     node_of = topology.node_of
@@ -119,7 +118,7 @@ def _components(nodes: int, limits: Iterable[Limit]) -> list[tuple[list[int], li
 
 
 def _component_counts(nodes: Sequence[int], limits: Sequence[Limit]) -> np.ndarray:
-    """For 0, 1, 2 ... how many sets of so many of these nodes break no limit."""
+    """For 0, 1, 2 ... nodes, how many sets of so many of these nodes break no limit."""
     size = len(nodes)
     whole = len(limits) == 1 and len(limits[0].nodes) == size
     if not limits or whole or size > _ENUMERATED:
@@ -142,7 +141,7 @@ def describe(survival: Survival, domains: Mapping[str, Sequence[str]] | None = N
 
     Args:
         survival: of the placement.
-        domains: for each kind of failure domain ("rack"), the name of each node's.
+        domains: for each kind of failure domain ("rack"), the name of each node's domain.
 
     Example:
         "any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; any 1 rack; not: racks A and B together"
@@ -189,7 +188,7 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
 
 
 def any_domain(survival: Survival, names: Sequence[str]) -> bool:
-    """Whether any one failure domain may be lost, where ``names`` are those of each node's."""
+    """Whether any one failure domain may be lost; ``names`` has the domain of each node."""
     return not _crowded(survival.limits, names, 1)
 
 
@@ -198,11 +197,12 @@ def _crowded(limits: Iterable[Limit], names: Sequence[str], together: int) -> di
 
     Args:
         limits: the redundancy groups.
-        names: for each node, that of its domain.
-        together: domains lost at once.
+        names: for each node, the name of its domain.
+        together: number of domains that are lost at once.
 
     Returns:
-        For each such set, the domain of the lowest node first: the most nodes of a group, and how many may be lost.
+        For each such set, beginning with the domain of the lowest node: the most nodes of a group, and how many may be
+        lost.
     """
     first: dict[str, int] = {}
     for node, name in enumerate(names):

@@ -35,13 +35,15 @@ class Topology:
         return self.node_names[self.node_of[rank]]
 
     def reader(self, rank: int, node: int) -> int:
-        """Who reads a file of a rank on a node: the rank itself where it is there, else one of that node, in turn."""
+        """The rank that reads a file of a rank on a node: the rank itself if it is there, otherwise ranks there in
+        turn.
+        """
         here = self.ranks_on[node]
         return rank if rank in here else here[rank % len(here)]
 
 
 def from_node_ids(node_ids: Sequence[tuple[int, str]]) -> Topology:
-    """Build the topology from what each rank says of its node.
+    """Build the topology from what each rank reports about its node.
 
     Args:
         node_ids: for each rank the lowest rank of its node, and the node's name.
@@ -56,7 +58,7 @@ def from_node_ids(node_ids: Sequence[tuple[int, str]]) -> Topology:
 
 
 def tied_together(count: int, ties: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Number the sets that ties make of 0 to ``count - 1``: equal numbers, one set; the number is its lowest member.
+    """Number the sets that ties make from 0 to ``count - 1``: equal numbers, one set; the number is its lowest member.
 
     Example:
         4 and the ties (0, 2), (3, 1) → (0, 1, 0, 1).
