@@ -1,7 +1,7 @@
-"""Values as JSON, always in the same bytes: what a digest is made of.
+"""Values as JSON, always in the same bytes: the input of a digest.
 
-Keys are sorted by their code points, there are no spaces, texts are UTF-8 and not escaped where they need not be,
-numbers are as Python's ``json`` writes them. What JSON does not have is refused.
+Keys are sorted by their code points, there are no spaces, texts are UTF-8 and escaped only where necessary, and numbers
+are as Python's ``json`` writes them. What JSON does not have is refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def encode(value: Any) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """Decode what `encode` has given, and nothing else. Not collective.
+    """Decode what `encode` returned, and nothing else. Not collective.
 
     Raises:
-        ValueError: it is no JSON, or not in this form.
+        ValueError: it is not JSON, or not in this form.
     """
     try:
         value = json.loads(raw.decode())

@@ -41,7 +41,7 @@ class Contents:
         name: of the file.
         pieces: tensors, or parts of them.
         extras: keys of the objects.
-        places: of the pieces, then of the extras, as `rank_file` gave them.
+        places: of the pieces, then of the extras, as `rank_file` returned them.
     """
 
     name: str
@@ -58,9 +58,9 @@ def rank_file(
     Not collective. The sources are called when the file is streamed. The caller closes the skeleton.
 
     Args:
-        pieces: tensors, or parts of them. An array becomes a tensor, which ``dcp.load`` does not load into an array:
-            what is to stay an array belongs to the extras.
-        sources: what gives the bytes of each.
+        pieces: tensors, or parts of them. An array becomes a tensor, which ``dcp.load`` does not load into an array: if
+            it must stay an array, it belongs to the extras.
+        sources: return the bytes of each piece.
         extras: objects, as `pickled` makes them, by key.
 
     Returns:
@@ -99,17 +99,17 @@ def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping
              save_id: str | None = None) -> bytes:  # fmt: skip
     """Merge what all files hold into ``.metadata``.
 
-    Not collective. Of pieces that are the same part of a tensor, and of objects of the same key, the first counts.
+    Not collective. If pieces are the same part of a tensor, or objects have the same key, the first one counts.
 
     Args:
         files: of all ranks, in the same order wherever this is called.
-        paths: where each key is in the nested state, see `keys_of`; of a key that is not among them nothing is said.
+        paths: where each key is in the nested state, see `keys_of`; a key without a path gets no entry.
         ties: key → the key that has the same bytes, and is in the files.
-        save_id: what tells this save from others.
+        save_id: tells this save from others.
 
     Raises:
-        StructureMismatch: a key is in no file, the parts of a tensor are not all of it, each once, or are of different
-            tensors.
+        StructureMismatch: a key is in no file, or the parts of a tensor do not cover it exactly once, or belong to
+            different tensors.
     """
     described: dict[str, Any] = {}
     stored: dict[Any, _StorageInfo] = {}

@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """How a state lies in a DCP checkpoint.
+    """How a state is arranged in a DCP checkpoint.
 
     Attributes:
         tensors: key → number of the entry.
@@ -34,12 +34,12 @@ class Keys:
 
 
 def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
-    """Give each leaf the key that ``dcp.save`` would.
+    """Give each leaf the key that ``dcp.save`` would give it.
 
     Not collective.
 
     Raises:
-        StateError: the state is no dict, or two leaves get the same key.
+        StateError: the state is not a dict, or two leaves get the same key.
     """
     keys = Keys()
     if _inside(tree)[0] != "d":

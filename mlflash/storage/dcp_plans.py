@@ -1,7 +1,7 @@
 """What a PyTorch DCP plan wrote into slots (see `mlflash.adapters.dcp`), as exporters and drains need it.
 
-The slot of a rank has the tensors of its plan, each by its name and where it begins in the whole, an index of what
-belongs to the checkpoint (the slot may hold more), and one blob of all that is bytes: what DCP pickles.
+The slot of a rank has the tensors of its plan, each by its name and where it begins in the whole; an index of what
+belongs to the checkpoint (the slot may hold more); and one blob of everything that is bytes: what DCP pickles.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Index:
 
     Attributes:
         tensors: those this rank writes.
-        parts: what is bytes, by name: where it begins and ends in the blob.
-        planner_data: what the planner keeps with the checkpoint, as `torch.save` wrote it, in base64; on one rank.
+        parts: the parts that are bytes, by name: where each begins and ends in the blob.
+        planner_data: what the planner stores with the checkpoint, as `torch.save` wrote it, in base64; on one rank.
     """
 
     tensors: tuple[Key, ...]
@@ -54,7 +54,7 @@ class Index:
         """Undo `encode`; blanks may follow.
 
         Raises:
-            CorruptSlot: it is none.
+            CorruptSlot: it is not an index.
         """
         try:
             found = json.loads(text)
@@ -70,7 +70,7 @@ class Index:
         yield from self.parts
 
     def kept(self) -> Any:
-        """What the planner keeps with the checkpoint; None where it is more than data, which is not loaded."""
+        """What the planner stores with the checkpoint; None if it is more than data, which is not loaded."""
         if self.planner_data is None:
             return None
         try:
@@ -82,7 +82,7 @@ class Index:
             return None
 
     def paths(self) -> dict[str, Path]:
-        """Where each name is in the nested state; nothing where the planner has told another rank, or nobody."""
+        """Where each name is in the nested state; nothing if the planner has told another rank, or none."""
         kept = self.kept()
         return {str(name): path for name, path in kept.items() if path} if _maps_to_paths(kept) else {}
 
@@ -115,9 +115,9 @@ def names_of(tree: Tree, entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def values(index: Index, blob: bytes) -> dict[str, tuple[Tree, list[Any]]]:
-    """What a rank wrote that is no tensor, by name: a tree, and its plain leaves. Not collective.
+    """What a rank wrote that is not a tensor, by name: a tree, and its plain leaves. Not collective.
 
-    What holds more than data, or tensors, is not among it.
+    Entries that hold more than data and tensors are left out.
     """
     found = {}
     for name, (start, end) in index.parts.items():
@@ -130,14 +130,14 @@ def values(index: Index, blob: bytes) -> dict[str, tuple[Tree, list[Any]]]:
 
 
 def _load(raw: bytes) -> Any:
-    """What `torch.save` wrote, where it is data only: else it is an UnpicklingError, and nothing is run."""
+    """Load what `torch.save` wrote if it is only data: otherwise raise UnpicklingError, and run nothing."""
     import torch
 
     return torch.load(io.BytesIO(raw), weights_only=True)
 
 
 def _tree_of(value: Any, path: str, plain: list[Any]) -> Tree:
-    """A value of plain leaves as the tree of a state; adds them to ``plain``."""
+    """A value of plain leaves as the tree of a state; adds the leaves to ``plain``."""
     if isinstance(value, Mapping):
         return ["d", [[encode_key(key, path), _tree_of(sub, f"{path}.{key}", plain)] for key, sub in value.items()]]
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
 """A file without the bytes of its tensors: what a library writes around them, and where they go.
 
-The library (h5py, torch.save) writes into memory, where the places of the tensors are holes that take no memory. What
-goes to the file system is then one stream of plain writes, front to back: these release the GIL, can be paced and
-given up, end in an OSError where the file system fails, and hold none of the library's locks while it is slow.
+The library (h5py, torch.save) writes into memory, where the places of the tensors are holes that take no memory. The
+file system then gets one stream of plain writes, front to back. These release the GIL, can be paced and given up, end
+in an OSError if the file system fails, and hold none of the library's locks while the file system is slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Source = Callable[[], np.ndarray]
 
 
 class _Place(NamedTuple):
-    """Bytes that are not in memory yet; ``is_tensor``: that have checksums of their own."""
+    """Bytes that are not in memory yet; ``is_tensor``: they have checksums of their own."""
 
     start: int
     nbytes: int
@@ -32,7 +32,7 @@ class FileWithHoles:
     """A file being put together in memory.
 
     Attributes:
-        file: what a library may write into, from the start, leaving the places of tensors out.
+        file: a library may write into it, from the start, leaving the places of tensors out.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class FileWithHoles:
         self._places: list[_Place] = []
 
     def place(self, start: int, nbytes: int, source: Source, is_tensor: bool = True) -> None:
-        """Say that a tensor's bytes, or others, belong at ``start``; the file is at least so long then."""
+        """Note that a tensor's bytes, or other bytes, belong at ``start``; the file gets at least that long."""
         if nbytes:
             self._places.append(_Place(start, nbytes, source, is_tensor))
             if self.nbytes < start + nbytes:
@@ -52,11 +52,11 @@ class FileWithHoles:
         return os.fstat(self.file.fileno()).st_size
 
     def patch(self, start: int, content: bytes) -> None:
-        """Write something that the library does not know of."""
+        """Write something that the library does not know about."""
         os.pwrite(self.file.fileno(), content, start)
 
     def stream(self, chunk_nbytes: int) -> Iterator[memoryview]:
-        """Give the whole file, front to back, in pieces of at most so many bytes."""
+        """Yield the whole file, front to back, in pieces of at most so many bytes."""
         at = 0
         for start, nbytes, source, _ in sorted(self._places, key=lambda place: place.start):
             yield from self._between(at, start, chunk_nbytes)
@@ -76,7 +76,7 @@ class FileWithHoles:
             at += len(content)
 
     def digest_beside_tensors(self, chunk_nbytes: int) -> str:
-        """SHA-256 of the bytes of the file that are no tensor's, front to back. No tensor is read."""
+        """SHA-256 of the bytes of the file that belong to no tensor, front to back. No tensor is read."""
         made, at = hashlib.sha256(), 0
         for start, nbytes, source, is_tensor in sorted(self._places, key=lambda place: place.start):
             for content in self._between(at, start, chunk_nbytes):

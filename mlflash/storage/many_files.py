@@ -1,4 +1,4 @@
-"""The same done with each of very many files, on several threads: a file system answers many at a time."""
+"""Do the same with each of very many files, on several threads: a file system answers many requests at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LEAST = 8  # items for each thread; it takes longer to start than to ask for fe
 def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Do something with each item, in any order, and wait until all is done. Not collective.
 
-    The threads end with the process: a file system that hangs holds up nobody else.
+    The threads end with the process: a file system that hangs delays nobody else.
 
     Returns:
-        the results, in the order of the items.
+        The results, in the order of the items.
 
     Raises:
-        Exception: what the work has raised for one of the items; no other is begun after that.
+        Exception: what the work raised for one of the items; no other item is begun after that.
     """
     results: list[Result | None] = [None] * len(items)
     errors: list[Exception] = []

@@ -1,4 +1,4 @@
-"""Signatures by Ed25519, of the package ``cryptography``, which is loaded only where something is signed or checked."""
+"""Ed25519 signatures by the package ``cryptography``, which is loaded only if something is signed or checked."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PUBLIC = "an Ed25519 public key in PEM (openssl pkey -pubout)"
 
 
 def private_key(path: str) -> tuple[Sign, str]:
-    """Read a private key; gives what signs with it, and its public key as 64 hexadecimal digits. Not collective.
+    """Read a private key; return what signs with it, and its public key as 64 hexadecimal digits. Not collective.
 
     Raises:
-        ConfigError: it cannot be read, or is no such key; or ``cryptography`` is not installed.
+        ConfigError: it cannot be read, or is not such a key; or ``cryptography`` is not installed.
     """
     kind, load = _of("Ed25519PrivateKey", "load_pem_private_key")
     key = _read(path, lambda raw: load(raw, password=None), kind, _PRIVATE)
@@ -27,10 +27,10 @@ def private_key(path: str) -> tuple[Sign, str]:
 
 
 def public_key(path: str) -> tuple[Callable[[bytes, bytes], bool], str]:
-    """Read a public key; gives what says whether a signature of some bytes is good, and the key. Not collective.
+    """Read a public key; return what checks whether a signature of some bytes is good, and the key. Not collective.
 
     Raises:
-        ConfigError: it cannot be read, or is no such key; or ``cryptography`` is not installed.
+        ConfigError: it cannot be read, or is not such a key; or ``cryptography`` is not installed.
     """
     kind, load = _of("Ed25519PublicKey", "load_pem_public_key")
     key = _read(path, load, kind, _PUBLIC)

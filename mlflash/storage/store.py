@@ -1,7 +1,8 @@
-"""A directory where checkpoints are kept: on a file system, or behind a URL that fsspec knows.
+"""A directory for checkpoints: on a file system, or behind a URL that fsspec knows.
 
-A file is there whole or not at all: on a file system under a temporary name, synced, renamed, its directory synced; in
-an object store by its upload being completed. Nothing is deleted here that was not asked for by name.
+A file is there whole or not at all. On a file system it is written under a temporary name, synced and renamed, and its
+directory is synced. In an object store it appears when its upload is completed. Nothing is deleted here unless it is
+named.
 """
 
 from __future__ import annotations
@@ -32,54 +33,54 @@ class Store(Protocol):
     path: str
 
     def at(self, name: str) -> Store:
-        """The directory below this one of that name."""
+        """The directory of that name below this one."""
 
     def make(self, parents: bool = True) -> None:
-        """Make this directory where it is not there; with ``parents`` those above it, too."""
+        """Make this directory if it does not exist; with ``parents`` also those above it."""
 
     def names(self) -> list[str]:
-        """What is in it, sorted; empty where it is not there."""
+        """What is in it, sorted; empty if it does not exist."""
 
     def write(self, name: str, content: Iterable[Any], tag: str = "") -> int:
-        """Write a file, whole or not at all, and durably; returns its bytes.
+        """Write a file, whole or not at all, and durably; return its bytes.
 
         Args:
-            name: of it; one that is there is replaced.
+            name: of the file; an existing one is replaced.
             content: its bytes, in pieces.
             tag: part of its temporary name.
         """
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """Read a part of a file; fewer bytes where it ends before."""
+        """Read a part of a file; fewer bytes if it ends before."""
 
     def open(self, name: str) -> Any:
-        """Open a file to be read in any order."""
+        """Open a file for reading in any order."""
 
     def nbytes(self, name: str) -> int:
         """Size of a file."""
 
     def remove(self, name: str) -> None:
-        """Delete a file of this directory; nothing where it is not there."""
+        """Delete a file of this directory; do nothing if it does not exist."""
 
     def remove_directory(self) -> bool:
-        """Delete this directory if it is empty; whether it is gone."""
+        """Delete this directory if it is empty; return whether it is gone."""
 
     def why_not_writable(self) -> str:
-        """Say why nothing can be written to it, as far as that is known without writing; "" where nothing is known."""
+        """Why nothing can be written to it, as far as is known without writing; "" if no reason is known."""
 
 
 def open_store(place: str | os.PathLike[str]) -> Store:
     """Open a directory, or a URL that fsspec knows. Nothing is made yet. Not collective.
 
     Raises:
-        ConfigError: fsspec needs a package for such URLs that is not there.
+        ConfigError: a package that fsspec needs for such URLs is not installed.
     """
     path = os.fspath(place)
     return Remote(path) if is_url(path) else Directory(os.path.abspath(path))
 
 
 def is_url(path: str) -> bool:
-    """Whether this is a URL and no path."""
+    """Whether this is a URL and not a path."""
     return _URL.match(path) is not None
 
 
@@ -187,7 +188,7 @@ class Directory:
         return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written by this user"
 
     def _open(self, name: str) -> int:
-        """Open a file to be read; a link is not followed, and a pipe that somebody put there not waited for."""
+        """Open a file for reading; do not follow a link, and do not wait for a pipe that somebody put there."""
         self._refuse_link()
         path = os.path.join(self.path, name)
         try:
@@ -216,8 +217,8 @@ class Directory:
 class Remote:
     """A folder of an object store, by fsspec.
 
-    There is no rename: an upload that is not completed leaves no object. S3 that cannot be reached costs less than 30 s
-    per call, and S3 that takes connections but does not answer less than 3 minutes.
+    There is no rename: an upload that is not completed leaves no object. If S3 cannot be reached, a call takes less
+    than 30 s; if S3 accepts connections but does not answer, less than 3 minutes.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None):
@@ -316,7 +317,7 @@ class Remote:
 
     @contextlib.contextmanager
     def _telling(self, name: str = "") -> Iterator[None]:
-        """Make an OSError with number, text and URL of whatever a library raises."""
+        """Turn whatever a library raises into an OSError with number, text and URL."""
         try:
             yield
         except Exception as problem:
@@ -330,7 +331,7 @@ class Remote:
 
 
 def _patience(options: Mapping[str, Any]) -> dict[str, Any]:
-    """How long S3 is waited for, and how often it is tried; what the user configured for fsspec or botocore wins."""
+    """How long to wait for S3, and how often to try; the user's settings of fsspec or botocore take precedence."""
     tries = {} if "AWS_MAX_ATTEMPTS" in os.environ else {"retries": {"total_max_attempts": _S3_TRIES}}
     mine = {"connect_timeout": _S3_CONNECT_S, "read_timeout": _S3_READ_S, **tries}
     return {"config_kwargs": {**mine, **options.get("config_kwargs", {})}}

@@ -1,6 +1,6 @@
-"""What ``torch.save`` writes around tensors: files with holes where their bytes go.
+"""What ``torch.save`` writes around tensors: files with holes for their bytes.
 
-The tensors given to it have an address and no memory: they lie in a file of holes, which is never touched.
+The tensors given to it have an address but no memory: they are in a file of holes, which is never touched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hollow(dtypes_and_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[tor
 
 
 def _ground(nbytes: int) -> np.ndarray:
-    """Addresses only: a mapped hole counts as memory nowhere, also where the kernel does not overcommit."""
+    """Addresses only: a mapped hole never counts as memory, even if the kernel does not overcommit."""
     fd = os.memfd_create("mlflash-ground", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, max(1, nbytes))
@@ -51,12 +51,12 @@ def _ground(nbytes: int) -> np.ndarray:
 
 
 def save(value: Any, skeleton: FileWithHoles) -> list[int]:
-    """Write a value that has hollow tensors as ``torch.save`` does.
+    """Write a value that contains hollow tensors as ``torch.save`` does.
 
     Not collective.
 
     Returns:
-        Where the bytes of each storage belong, in the order in which they come in the value.
+        Where the bytes of each storage belong, in the order in which the storages occur in the value.
     """
     with torch.serialization.skip_data():
         torch.save(value, skeleton.file)
@@ -72,7 +72,7 @@ def save(value: Any, skeleton: FileWithHoles) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` of one tensor writes before its bytes, and after. Not collective."""
+    """What ``torch.save`` of one tensor writes before its bytes, and after them. Not collective."""
     (tensor,) = hollow([(dtype, shape)])
     skeleton = FileWithHoles()
     try:

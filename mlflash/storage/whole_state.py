@@ -1,4 +1,4 @@
-"""What an exporter is given, and what it tells about what it wrote."""
+"""What an exporter gets, and what it reports about what it wrote."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Written:
 
     Attributes:
         files: name → bytes.
-        tensors: how many tensors and arrays are in them.
-        ties: name → the name under which its bytes are; what a format makes of them, its module says.
+        tensors: number of tensors and arrays in them.
+        ties: name → the name under which its bytes are; the module of a format says what it does with them.
         left_out: names of plain leaves that the format cannot hold.
     """
 
@@ -58,9 +58,10 @@ class Written:
 
 
 def build(tree: Tree, tensor: Callable[[int], Any], plain: Callable[[int], Any]) -> Any:
-    """Build a state anew: dicts, lists and tuples around what the two make of the numbers of tensors and plain leaves.
+    """Build a state anew: dicts, lists and tuples around what two functions make of numbers of tensors and plain
+    leaves.
 
-    Not collective. Both are asked in the order of the state. Objects come back as what their ``state_dict`` returned.
+    Not collective. Both are called in the order of the state. Objects come back as what their ``state_dict`` returned.
     """
     tag, rest = tree
     if tag == "o":
