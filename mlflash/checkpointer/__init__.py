@@ -1,5 +1,5 @@
 """`Checkpointer`, how it ends (`ending`), its side for adapters, `own_files`, and a stand-in that does nothing.
 
-Users and adapters call this room. It passes each call to the room that can do the work, and returns the result. It
+In come the calls of users and adapters; out come their results. Each call goes to the room that can do the work. It
 imports every room that saves, restores or drains.
 """

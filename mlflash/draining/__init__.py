@@ -1,6 +1,6 @@
 """From committed slots to files in a directory.
 
-The input is committed slots. The output is files in a directory or bucket, as HDF5 or PyTorch DCP: one file for each
+In come committed slots; out come files in a directory or bucket, as HDF5 or PyTorch DCP. There is one file for each
 rank (`file_index`), and one that commits them and says what all ranks hold (`rank_table`). This room imports `storage`,
 and `redundancy` for slots whose shares are in other files.
 """

@@ -35,9 +35,7 @@ class Topology:
         return self.node_names[self.node_of[rank]]
 
     def reader(self, rank: int, node: int) -> int:
-        """The rank that reads a file of a rank on a node: the rank itself if it is there, otherwise ranks there in
-        turn.
-        """
+        """The rank that reads a file of a rank on a node: the rank itself if it is there, or its ranks in turn."""
         here = self.ranks_on[node]
         return rank if rank in here else here[rank % len(here)]
 

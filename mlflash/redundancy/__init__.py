@@ -1,5 +1,5 @@
 """Copies, parity and shares: how a slot gets to other nodes, where the receiver checks it.
 
-The input is slots, and which rank protects which; the output is copies and parity files on other nodes. This room
-imports `memory`, `placement` and `mpi`.
+In come slots, and which rank protects which; out come copies and parity files on other nodes. This room imports
+`memory`, `placement` and `mpi`.
 """

@@ -387,7 +387,7 @@ def _is_tie(one: Any, other: Any) -> bool:
 
 
 def _known_kinds() -> set[type]:
-    """Classes of leaves of which all that a slot holds is what is compared here."""
+    """Classes of leaves for which this comparison covers everything that a slot holds."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {np.ndarray}

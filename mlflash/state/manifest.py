@@ -99,7 +99,7 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
         read = decode(raw, payload_nbytes)
         texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # 1 == True == 1.0, but not as texts
     except (CorruptSlot, RecursionError) as error:
-        raise StateError(f"a restore could not read this state: {error}") from None
+        raise StateError(f"a restore would refuse this state: {error}") from None
     for one, other in zip(written.entries, read.entries, strict=True):
         if one != other:
             raise StateError("a restore would read another tensor", tensor=one.name, expected=one, found=other)

@@ -58,10 +58,10 @@ class Written:
 
 
 def build(tree: Tree, tensor: Callable[[int], Any], plain: Callable[[int], Any]) -> Any:
-    """Build a state anew: dicts, lists and tuples around what two functions make of numbers of tensors and plain
-    leaves.
+    """Build a state anew: dicts, lists and tuples around what two functions make of tensors and plain leaves.
 
-    Not collective. Both are called in the order of the state. Objects come back as what their ``state_dict`` returned.
+    Not collective. Both get the number of the tensor or leaf, in the order of the state. Objects come back as what
+    their ``state_dict`` returned.
     """
     tag, rest = tree
     if tag == "o":

@@ -42,16 +42,18 @@ def test_who_deletes_the_directory_is_told_that_memory_still_has_the_job(
     place, options = shm / "run", {"memory": str(shm), "redundancy": "none", "job": "d", "drain_every": 1}
     with Checkpointer(place, **options) as ckpt:
         ckpt.save(14, {"w": 1})
-    assert not said(caplog, "is not there")
+    assert not said(caplog, "does not exist")
     shutil.rmtree(place)
     with Checkpointer(place, **options) as ckpt:
-        (warned,) = until(lambda: said(caplog, "is not there"), "the line of a directory that is gone")
+        (warned,) = until(lambda: said(caplog, "does not exist"), "the line of a directory that is gone")
         assert ckpt.restore({"w": 1}) == 14
     assert warned.levelno == logging.WARNING
     assert all(word in warned.getMessage() for word in (str(place), "step 14", "MLFLASH_FRESH=1", "mlflash clean d"))
     with Checkpointer(place, **options, fresh=True) as ckpt:
         assert ckpt.restore({"w": 1}) is None
-    assert len(said(caplog, "is not there")) == 1, "nothing is said of what is passed over, nor where the directory is"
+    assert len(said(caplog, "does not exist")) == 1, (
+        "nothing is said of what is passed over, nor where the directory is"
+    )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a file system read-only")

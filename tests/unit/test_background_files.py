@@ -191,7 +191,7 @@ def test_a_file_that_is_torn_on_disk_gets_no_name(tmp_path: Path, monkeypatch: p
         yield from ((name, nbytes + 1) for name, nbytes in copied(*args))  # type: ignore[arg-type]
 
     monkeypatch.setattr(mover.Mover, "_copied", torn)
-    with pytest.raises(mover.MoveFailed, match="x is not whole"):
+    with pytest.raises(mover.MoveFailed, match="x is incomplete or damaged"):
         mover.Mover(job).move(tmp_path / "from", tmp_path / "to", {})
     assert [path.name for path in tmp_path.iterdir()] == []
 

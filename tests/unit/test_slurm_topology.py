@@ -113,7 +113,7 @@ def test_another_nodes_address_is_not_taken_for_the_own(node: str, host: str, ca
     env = {"SLURM_TOPOLOGY_ADDR": f"b1.{node}", "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node"}
     with caplog.at_level(logging.DEBUG, "mlflash"):
         assert discover(env, host) is None
-    assert f"that of {node}" in caplog.text
+    assert f"belongs to {node}" in caplog.text
 
 
 def test_without_slurm_nothing_is_found() -> None:
