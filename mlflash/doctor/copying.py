@@ -1,4 +1,4 @@
-"""How fast bytes come into slots, and what would make it faster."""
+"""How fast a process copies bytes into slots, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(target.nbytes / sorted(seconds)[3] / 1e9)
 
 
 def pages(memory: str) -> Finding:
-    """Try whether slots in the memory file system get huge pages. Not collective."""
+    """Check whether slots in the memory file system get huge pages. Not collective."""
     step = huge_pages.huge_nbytes()
     with tempfile.TemporaryFile(dir=memory) as file:
         file.truncate(max(step, mmap.PAGESIZE))
@@ -38,14 +38,14 @@ def pages(memory: str) -> Finding:
 
 
 def judge_pages(huge: bool) -> Finding:
-    """Say what it means whether slots get huge pages."""
+    """Say what follows if slots get huge pages, or not."""
     if huge:
-        return fine("pages", "huge ones")
-    return fine("pages", "of 4 KiB: slots are made and read in half the time with huge ones, from Linux 6.1 on")
+        return fine("pages", "huge pages")
+    return fine("pages", "4 KiB; with huge pages (Linux 6.1 or newer) slots are made and read in half the time")
 
 
 def copying() -> Finding:
-    """Measure copies of 8 MiB with the C library as it is, and with stores that go past the caches. Not collective."""
+    """Measure copies of 8 MiB with the C library as it is, and with stores that bypass the caches. Not collective."""
     now_gbs = _measured(dict(os.environ))
     if platform.machine() != "x86_64" or TUNABLE in os.environ.get("GLIBC_TUNABLES", ""):
         return judge_copying(now_gbs, now_gbs)
@@ -54,11 +54,11 @@ def copying() -> Finding:
 
 
 def judge_copying(now_gbs: float, past_gbs: float) -> Finding:
-    """Compare how fast copies are with how fast they might be.
+    """Compare the speed of copies with the speed that they could have.
 
     Args:
-        now_gbs: 10^9 bytes per second.
-        past_gbs: the same past the caches, where a tensor is not wanted.
+        now_gbs: speed as it is, in 10^9 bytes per second.
+        past_gbs: speed with stores that bypass the caches, which do not need the tensor.
     """
     if past_gbs < _WORTH * now_gbs:
         return fine("copying", "{now_gbs} in pieces of 8 MiB", now_gbs=now_gbs)

@@ -1,7 +1,7 @@
-"""Two couriers on this host, started as a job starts its own: whether this MPI works without a launcher.
+"""Start two couriers on this host as a job starts them, to find out whether this MPI works without a launcher.
 
-What speaks PMI-1 does, as far as it has been tried: MPICH. Intel MPI, Cray MPICH and MVAPICH are of its family; here is
-seen whether the one that is installed does.
+An MPI that speaks PMI-1 does. This was tried with MPICH only. Intel MPI, Cray MPICH and MVAPICH are of the same family.
+This trial shows whether the installed one works.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _RANKS = 2
 _LOOK_S, _GRACE_S = 0.02, 2.0
 _LONGEST_S = 20.0
 _CHECK = "couriers"
-_LENGTH = 200  # characters of what it printed
+_LENGTH = 200  # characters of its output that are shown
 
 
 def look(library: str, environment: Mapping[str, str], timeout_s: float = _LONGEST_S) -> Iterator[Finding]:
-    """Start two couriers, let them add up their ranks, and say how long that took. Not collective.
+    """Start two couriers, let them add up their ranks, and say how long it took. Not collective.
 
     Args:
-        library: the MPI, by name and version.
-        environment: ``os.environ`` as a rule.
+        library: name and version of the MPI.
+        environment: the environment, ``os.environ`` as a rule.
         timeout_s: how long it may take.
     """
     with socket.socket() as sock:
@@ -54,28 +54,29 @@ def look(library: str, environment: Mapping[str, str], timeout_s: float = _LONGE
     said = [trainer.communicate()[0] for trainer in trainers]
     if all(trainer.returncode == 0 for trainer in trainers):
         took = f"{time.monotonic() - start:.1f} s"
-        yield fine(_CHECK, "{library} started two without a launcher in {took}", library=library, took=took)
+        yield fine(_CHECK, "{library} started two couriers without a launcher in {took}", library=library, took=took)
         return
     lines = [line.strip() for text in said for line in text.splitlines() if any(map(str.isalpha, line))]
-    last = lines[-1] if lines else "it does not end, and prints nothing"
+    last = lines[-1] if lines else "it does not end and prints nothing"
     advice = "pip install 'mlflash[mpich]' into this environment"
     if "pidfd_open" in last:
         advice = "allow pidfd_open and pidfd_send_signal in the container's profile"
     yield warning(
         _CHECK, "{library} does not start without its launcher: {said}",
-        advice + "; or MLFLASH_COURIER=thread, and its own mpiexec or srun", library=library, said=last[:_LENGTH],
+        advice + "; or set MLFLASH_COURIER=thread and start with its own mpiexec or srun", library=library,
+        said=last[:_LENGTH],
     )  # fmt: skip
 
 
 def add_up(courier: Courier) -> None:
-    """What each courier does."""
+    """Add up the ranks, in each courier."""
     comm = load_mpi().COMM_WORLD
     courier.tell_mpi_is_up()
     courier.trainer.sendall(bytes([comm.allreduce(comm.rank + 1)]))
 
 
 def main() -> int:
-    """Be one of the two trainers."""
+    """Run as one of the two trainers."""
     timeout_s = float(sys.argv[1])
     couriers = Couriers(f"{_MODULE}:add_up", os.environ, timeout_s)
     try:

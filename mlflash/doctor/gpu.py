@@ -17,11 +17,11 @@ _NBYTES = 1 << 20
 
 
 def gpus(memory: str, dev: str = "/dev") -> Iterator[Finding]:
-    """Count the GPUs that PyTorch sees, and pin a little for them. PyTorch is imported only where there are some.
+    """Count the GPUs that PyTorch sees, and pin some memory for them. PyTorch is imported only if there are GPUs.
 
     Args:
         memory: the memory file system.
-        dev: where device files are.
+        dev: directory of the device files.
     """
     if not any(path for pattern in _DEVICES for path in Path(dev).glob(pattern)):
         yield fine("GPU", "no GPU here")
@@ -29,13 +29,13 @@ def gpus(memory: str, dev: str = "/dev") -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield warning("GPU", "there is one, but PyTorch cannot be imported: {error}", "install PyTorch",
+        yield warning("GPU", "this node has a GPU, but PyTorch cannot be imported: {error}", "install PyTorch",
                       error=str(error))  # fmt: skip
         return
     if not torch.cuda.is_available():
         yield warning(
-            "GPU", "there is one, but PyTorch {version} sees none",
-            "install PyTorch for it (not a +cpu build), ask Slurm for it (--gpus-per-task), look at "
+            "GPU", "this node has a GPU, but PyTorch {version} sees none",
+            "install PyTorch for this GPU (not a +cpu build), ask Slurm for GPUs (--gpus-per-task), and check "
             "CUDA_VISIBLE_DEVICES and the driver", version=torch.__version__,
         )  # fmt: skip
         return
@@ -44,10 +44,10 @@ def gpus(memory: str, dev: str = "/dev") -> Iterator[Finding]:
 
 
 def pinning(cudart: Any, memory: str) -> Finding:
-    """Pin a page-locked piece of a file in memory, as slots are.
+    """Pin a piece of a file in memory, as mlflash pins slots.
 
     Args:
-        cudart: ``cudaHostRegister`` and ``cudaHostUnregister``.
+        cudart: an object with ``cudaHostRegister`` and ``cudaHostUnregister``.
         memory: the memory file system.
     """
     with tempfile.TemporaryFile(dir=memory) as file:
@@ -58,7 +58,7 @@ def pinning(cudart: Any, memory: str) -> Finding:
             cudart.cudaHostUnregister(view.ctypes.data)
             return fine("pinning", "cudaHostRegister pins memory of {memory}", memory=memory)
     return warning(
-        "pinning", "cudaHostRegister of memory of {memory} gives CUDA error {status}",
-        "without it saves copy from the GPU several times slower: raise the limit of locked memory (memlock), and give "
-        "a container IPC_LOCK", memory=memory, status=str(status),
+        "pinning", "cudaHostRegister cannot pin memory of {memory}: CUDA error {status}",
+        "saves copy from the GPU several times slower without pinning: raise the limit of locked memory (memlock), and "
+        "give a container IPC_LOCK", memory=memory, status=str(status),
     )  # fmt: skip

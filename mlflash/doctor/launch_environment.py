@@ -1,4 +1,4 @@
-"""Who started this process, with how many others, and whether MPI's world is that many."""
+"""Who started this process, how many were started, and whether MPI's world has the same size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What the launcher says.
+    """How the launcher started this process.
 
     Attributes:
-        by: "srun", "mpiexec", "torchrun" (or what sets RANK and WORLD_SIZE as it does), or "" where there was none.
-        rank: this process among all that were started.
-        size: how many were started; None: it does not say.
+        by: "srun", "mpiexec", "torchrun" (or another launcher that sets RANK and WORLD_SIZE), or "" without a launcher.
+        rank: number of this process among all that were started.
+        size: how many were started. None: the launcher does not say it.
     """
 
     by: str
@@ -29,15 +29,15 @@ class Launch:
 
     @property
     def words(self) -> str:
-        """Who started it."""
+        """Who started this process."""
         return f"started by {self.by}" if self.by else "started alone"
 
 
 def read(env: Mapping[str, str]) -> Launch:
-    """Read what srun, mpiexec and torchrun tell in the environment. Not collective.
+    """Read the variables of srun, mpiexec and torchrun from the environment. Not collective.
 
-    mpiexec inside a Slurm job starts its own daemons by srun, whose variables the ranks inherit: it counts then. So
-    does torchrun, wherever it is.
+    mpiexec inside a Slurm job starts its daemons with srun, and the ranks inherit srun's variables. mpiexec is the
+    launcher then. torchrun is the launcher wherever it runs.
     """
     if "TORCHELASTIC_RUN_ID" in env and _number(env, ("WORLD_SIZE",)) is not None:
         return Launch("torchrun", _number(env, ("RANK",)) or 0, _number(env, ("WORLD_SIZE",)))
@@ -57,7 +57,7 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def tidy_version(library: str) -> str:
-    """Cut what an MPI library says of itself down to name and version.
+    """Cut the version text of an MPI library down to name and version.
 
     Example:
         "MPICH Version:      5.0.2\\nMPICH Release date: ..." → "MPICH 5.0.2"; "Open MPI v5.0.11, package: ..." →
@@ -70,10 +70,10 @@ def tidy_version(library: str) -> str:
 
 
 def mpi_flag(library: str) -> str:
-    """Say which flag of srun starts an MPI, as its wheels or common builds want it.
+    """Return the flag of srun that starts an MPI, for its wheels or common builds.
 
     Args:
-        library: as :func:`tidy_version` gives it.
+        library: as :func:`tidy_version` returns it.
     """
     name = library.lower()
     if "cray" in name:
@@ -89,36 +89,37 @@ def judge_size(launch: Launch, size: int, library: str, way: str = "") -> Findin
     """Compare the size of MPI's world with the number of processes that were started.
 
     Args:
-        launch: what was started.
-        size: of COMM_WORLD; 1 where MPI was not even asked, as nothing says that there are others.
-        library: as :func:`tidy_version` gives it.
-        way: by which its ranks find each other without MPI; "": by none.
+        launch: how this process was started.
+        size: size of COMM_WORLD; 1 if MPI was not asked, because nothing says that there are other processes.
+        library: as :func:`tidy_version` returns it.
+        way: how its ranks find each other without MPI; "": not at all.
     """
     check, ranks = "world", many(size, "rank")
     if size == 1 < (launch.size or 1) and way:
         return fine(
-            check, f"{many(launch.size or 1, 'rank')}, which meet by {way}; here only this one's node is looked at"
+            check, f"{many(launch.size or 1, 'rank')}, which meet by {way}; this command looks at this node only"
         )
     if launch.size is None or not launch.by:
-        return fine(check, ranks + (", as this process was started alone" if not launch.by else ""))
+        return fine(check, ranks + (", because this process was started alone" if not launch.by else ""))
     name = {"srun": "SLURM_STEP_NUM_TASKS", "torchrun": "WORLD_SIZE"}.get(launch.by, "mpiexec")
     if size == launch.size:
         return fine(check, f"{ranks}, as {name} says")
     if size > 1:
         return warning(check, f"{ranks}, but {name} says {launch.size}",
-                       "start one process per rank, by one launcher only")  # fmt: skip
+                       "start one process per rank, with one launcher only")  # fmt: skip
     if launch.by == "srun":
         return wrong(
-            check, f"srun started {launch.size} tasks, and each is an MPI world of its own: only task 0 speaks here",
-            f"start with srun {mpi_flag(library)}, as {library} wants it; srun --mpi=list shows what this Slurm has",
+            check, f"srun started {launch.size} tasks, but each is alone in its MPI world: only task 0 reports here",
+            f"start with srun {mpi_flag(library)}, which {library} needs; srun --mpi=list shows what this Slurm has",
         )  # fmt: skip
     if launch.by == "torchrun":
         return wrong(
-            check, f"WORLD_SIZE says {launch.size} ranks, and each is an MPI world of its own: only rank 0 speaks here",
-            f"pip install 'mlflash[mpich]', which needs no launcher as {library} does; or start with mpiexec or srun",
+            check, f"WORLD_SIZE says {launch.size} ranks, but each is alone in its MPI world: only rank 0 reports here",
+            f"{library} needs its launcher: start with mpiexec or srun, or pip install 'mlflash[mpich]', which needs "
+            "none",
         )  # fmt: skip
     return wrong(
-        check, f"mpiexec started {launch.size} processes, and each is an MPI world of its own: only the first speaks",
-        f"use the mpiexec of {library}, which mpi4py loads here; or let it load that mpiexec's library "
+        check, f"mpiexec started {launch.size} processes, but each is alone in its MPI world: only the first reports",
+        f"use the mpiexec of {library}, which mpi4py loads here; or let mpi4py load the library of that mpiexec "
         "(MPI4PY_LIBMPI=/path/to/libmpi.so)",
     )  # fmt: skip

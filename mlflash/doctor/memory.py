@@ -1,4 +1,4 @@
-"""The memory that a node gives: the memory file system, limits of cgroups, RAM, locked memory."""
+"""The memory that a node has for checkpoints: the memory file system, limits of cgroups, RAM and locked memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .findings import Finding, fine, warning, wrong
 from .memory_need import Need
 
 _TRIED_NBYTES = 16 << 20
-_TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB where nobody asks for more
+_TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB by default
 _LOCKED_NBYTES = 1 << 30
-_SHARE = 0.8  # of what a cgroup or RAM has left: the training needs some of it too
-_TAKES = "; the job takes {need_nbytes}, and {spare_nbytes} to spare"
-_ROOM = "ranks on more nodes, another scheme (mlflash plan --memory), fewer slots"
+_SHARE = 0.8  # of the free memory of a cgroup or of RAM: the training needs some, too
+_TAKES = "; the job takes {need_nbytes}, and {spare_nbytes} must stay free"
+_ROOM = "use more nodes, another scheme (mlflash plan --memory) or fewer slots"
 
 
 def free_space(memory: str, need: Need | None) -> Finding:
@@ -34,7 +34,7 @@ def free_space(memory: str, need: Need | None) -> Finding:
 
 
 def held_by_jobs(memory: str) -> int:
-    """Bytes of the slots that jobs of this user hold, alive or not. Not collective."""
+    """Count the bytes of the slots that jobs of this user hold, alive or not. Not collective."""
     return sum(node_directory.held_by_jobs(memory).values())
 
 
@@ -43,16 +43,16 @@ def judge_space(memory: str, size: int, free: int, held: int, need: Need | None)
 
     Args:
         memory: the memory file system.
-        size, free: of it, bytes.
-        held: bytes that slots of this user's jobs take of it.
-        need: of the job; None: not known.
+        size, free: its size and free space in bytes.
+        held: bytes that slots of this user's jobs take.
+        need: what the job takes. None: unknown.
     """
     text = "{free_nbytes} free of {size_nbytes}" + (", {held_nbytes} held by mlflash jobs" if held else "")
     values = {"free_nbytes": free, "size_nbytes": size, **({"held_nbytes": held} if held else {})}
     if need is None:
         if size < _TINY_NBYTES:
-            return warning("space", text, "that is little: docker run --shm-size, or as root mount -o remount,size=...",
-                           **values)  # fmt: skip
+            return warning("space", text, "this is little: use docker run --shm-size, or as root mount -o "
+                           "remount,size=...", **values)  # fmt: skip
         return fine("space", text, **values)
     values |= {"need_nbytes": need.nbytes, "spare_nbytes": need.spare_nbytes}
     text += _TAKES
@@ -60,10 +60,10 @@ def judge_space(memory: str, size: int, free: int, held: int, need: Need | None)
         advice = f"as root: mount -o remount,size=... {memory} (docker run --shm-size); or {_ROOM}"
         return wrong("space", text, advice, **values)
     if need.free_nbytes > free + held:
-        return wrong("space", text, f"somebody else's files are in {memory}: delete them; or {_ROOM}", **values)
+        return wrong("space", text, f"other files fill {memory}: delete them; or {_ROOM}", **values)
     if need.free_nbytes > free:
-        return warning("space", text, "only a relaunch of the job that holds it can use that: mlflash clean for others",
-                       **values)  # fmt: skip
+        return warning("space", text, "only a relaunch of the job that holds this memory can use it: free it with "
+                       "mlflash clean for another job", **values)  # fmt: skip
     return fine("space", text, **values)
 
 
@@ -74,19 +74,19 @@ def limits(memory: str, need: Need | None) -> Iterator[Finding]:
     if not groups:
         yield fine("cgroup", "no memory limit, in v1 or v2")
     else:
-        more = "ask for more (sbatch --mem=0), as past the limit processes are killed"
+        more = "ask for more memory (sbatch --mem=0), because the kernel kills processes at the limit"
         yield judge_limit("cgroup", min(groups), need, more)
     if (ram := left.get("MemAvailable of the node")) is not None:
         yield judge_limit("RAM", ram, need, "take nodes with more memory")
 
 
 def judge_limit(check: str, left: int, need: Need | None, more: str) -> Finding:
-    """Compare what a limit leaves with what the job takes.
+    """Compare the memory below a limit with what the job takes.
 
     Args:
-        check: what limits.
-        left: bytes.
-        need: of the job; None: not known.
+        check: name of the limit.
+        left: free bytes below it.
+        need: what the job takes. None: unknown.
         more: how to get more.
     """
     text = "{left_nbytes} left"
@@ -97,22 +97,23 @@ def judge_limit(check: str, left: int, need: Need | None, more: str) -> Finding:
     if need.free_nbytes > left:
         return wrong(check, text, f"{more}; or {_ROOM}", **values)
     if need.nbytes > _SHARE * left:
-        return warning(check, text, f"the training itself needs some too: {more}", **values)
+        return warning(check, text, f"the training itself needs memory, too: {more}", **values)
     return fine(check, text, **values)
 
 
 def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:
-    """Write a small file without a name, which is gone when it is closed; and look at this user's directory."""
+    """Write a small unnamed file, which is gone when it is closed, and look at this user's directory."""
     try:
         NodeDirectory(memory, "doctor-looks-only", None, make=False).close()
     except FileNotFoundError:
         pass
     except UnsafePath as error:
-        yield wrong("private directory", "{error}, {found}", "delete it, or let its owner do so", error=error.message,
+        yield wrong("private directory", "{error}, {found}", "delete it, or ask its owner to", error=error.message,
                     found=str(error.found))  # fmt: skip
     for path, found in user_directory.look(memory)[1].items():
-        yield warning("private directory", "{path} is not this user's: {found}", "nothing is lost, as jobs use the "
-                      "next name, mlflash-UID.1; let its owner delete it", path=path, found=found)  # fmt: skip
+        yield warning("private directory", "{path} does not belong to this user: {found}", "nothing is lost, because "
+                      "jobs use the next name, mlflash-UID.1; ask its owner to delete it", path=path,
+                      found=found)  # fmt: skip
     with tempfile.TemporaryFile(dir=memory) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         target = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)
@@ -129,7 +130,7 @@ def _copy(target: np.ndarray, source: np.ndarray) -> float:
 
 
 def memlock(rdma: bool, root: bool) -> Finding:
-    """Look at the limit of locked memory, which RDMA takes windows and buffers from."""
+    """Look at the limit of locked memory, which RDMA needs for windows and buffers."""
     return judge_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma, root)
 
 
@@ -137,20 +138,20 @@ def judge_memlock(limit: int, rdma: bool, root: bool) -> Finding:
     """Judge a limit of locked memory.
 
     Args:
-        limit: bytes; RLIM_INFINITY: none.
+        limit: bytes; RLIM_INFINITY: no limit.
         rdma: whether the node has an RDMA device.
-        root: whether this is root, for whom there is no limit.
+        root: whether this is root, who has no limit.
     """
     if limit == resource.RLIM_INFINITY:
         return fine("memlock", "unlimited")
     text = "{limit_nbytes} of locked memory"
     if root or not rdma:
-        why = ", which does not count for root" if root else ", which does not matter without an RDMA device"
+        why = ", which does not apply to root" if root else ", which does not matter without an RDMA device"
         return fine("memlock", text + why, limit_nbytes=limit)
     if limit >= _LOCKED_NBYTES:
         return fine("memlock", text, limit_nbytes=limit)
     return warning(
-        "memlock", text + ", and an RDMA device, which registers memory under that limit",
-        "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf; without Slurm "
-        "ulimit -l unlimited", limit_nbytes=limit,
+        "memlock", text + ", but the node's RDMA device needs to lock memory",
+        "set LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf; without Slurm "
+        "use ulimit -l unlimited", limit_nbytes=limit,
     )  # fmt: skip

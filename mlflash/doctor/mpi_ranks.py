@@ -1,4 +1,4 @@
-"""MPI's library, and whether its world is that of the launcher and its nodes are those that there are."""
+"""The MPI library, and whether MPI and the launcher agree about ranks and nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SKEW_S = 1.0
 
 
 def library(mpi: Any) -> Iterator[Finding]:
-    """Name the MPI library, where it is, and what threads may do with it. Not collective."""
+    """Name the MPI library, its path, and its thread level. Not collective."""
     path = loaded_from(Path("/proc/self/maps").read_text())
     yield fine("library", "{version}" + (" ({path})" if path else ""),
                version=tidy_version(mpi.Get_library_version()), path=path)  # fmt: skip
@@ -33,27 +33,27 @@ def library(mpi: Any) -> Iterator[Finding]:
         yield fine("thread level", name)
     else:
         yield warning(
-            "thread level", f"{name}, so that a save protects and commits while training waits",
+            "thread level", f"{name}: training waits while a save protects and commits",
             "let mlflash start MPI, or start it with MPI_THREAD_MULTIPLE (old Cray MPICH: "
             "MPICH_MAX_THREAD_SAFETY=multiple)",
         )  # fmt: skip
 
 
 def loaded_from(maps: str) -> str:
-    """Find the MPI library among the mapped files of ``/proc/self/maps``; "" where it has another name."""
+    """Find the MPI library among the mapped files of ``/proc/self/maps``; "" if it has another name."""
     names = re.findall(r"(/\S*/libmpi(?:ch)?(?:_\w+)?\.so[.\d]*)\s*$", maps, re.MULTILINE)
     return names[0] if names else ""
 
 
 class Place(NamedTuple):
-    """Where a rank is, as MPI, its kernel and Slurm say.
+    """The place of a rank, according to MPI, its kernel and Slurm.
 
     Attributes:
-        node: number of the node, by MPI.
-        memory: boot of the kernel and number of the memory file system: what ranks of one node have in common; "" where
-            there is none.
-        host: name.
-        slurm_node: SLURM_NODEID; "" where there is none.
+        node: number of the node in MPI.
+        memory: boot ID of the kernel and number of the memory file system. It is the same for all ranks of a node; ""
+            if there is no such file system.
+        host: name of the host.
+        slurm_node: SLURM_NODEID; "" if it is not set.
     """
 
     node: int
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 def nodes(world: World, memory: str, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare the nodes of MPI with those of the kernel and of Slurm. Collective over the world; said of all."""
+    """Compare the nodes of MPI with those of the kernel and of Slurm. Collective over the world; for all ranks."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
         seen = f"{boot} {os.stat(memory).st_dev}"
@@ -74,12 +74,12 @@ def nodes(world: World, memory: str, env: Mapping[str, str]) -> Iterator[Finding
 
 
 def judge_nodes(places: Sequence[Place], memory: str, emulated: bool) -> Finding:
-    """Compare what MPI calls nodes with the memory file systems there are, and with the nodes of Slurm.
+    """Compare the nodes of MPI with the memory file systems, and with the nodes of Slurm.
 
     Args:
-        places: of all ranks.
+        places: the places of all ranks.
         memory: the memory file system.
-        emulated: whether the nodes are not meant to be real.
+        emulated: whether the nodes are emulated.
     """
     check, count = "nodes", len({place.node for place in places})
     text = f"{many(count, 'node')} by MPI"
@@ -87,40 +87,40 @@ def judge_nodes(places: Sequence[Place], memory: str, emulated: bool) -> Finding
         return fine(check, f"{text}, emulated (MLFLASH_RANKS_PER_NODE)")
     unseen = next((place for place in places if not place.memory), None)
     if unseen is not None:
-        return wrong(check, f"{text}; on {{host}} there is no {memory}", "make it there, or name another with --memory",
+        return wrong(check, f"{text}; {{host}} has no {memory}", "make it there, or name another one with --memory",
                      host=unseen.host)  # fmt: skip
     memory_of: dict[int, Place] = {}
     node_of: dict[str, Place] = {}
     for rank, place in enumerate(places):
         if memory_of.setdefault(place.node, place).memory != place.memory:
             return wrong(check, f"{text}, but ranks on {{host}} do not see the same {memory}: rank {rank} has its own",
-                         "start the ranks of a node in one container, or share the node's /dev/shm with all",
+                         "start all ranks of a node in one container, or give all containers the node's /dev/shm",
                          host=place.host)  # fmt: skip
         if (other := node_of.setdefault(place.memory, place)).node != place.node:
             return wrong(
-                check, f"{text}, but two of them are one: {{other}} and {{host}} have the same {memory}",
-                "a copy on the other of them is lost with it: start MPI so that it sees them as one node (without "
+                check, f"{text}, but two of them are one node: {{other}} and {{host}} have the same {memory}",
+                "a slot and its copy would be lost together: start MPI so that it sees one node (without "
                 "MPIR_CVAR_NOLOCAL, and with all ranks of a node in one container)", host=place.host, other=other.host,
             )  # fmt: skip
     slurm = {place.slurm_node for place in places}
     pairs = {(place.node, place.slurm_node) for place in places}
     if "" not in slurm and not count == len(slurm) == len(pairs):
         return warning(
-            check, f"{text}, but SLURM_NODEID tells {len(slurm)} apart",
-            "harmless where mpiexec gave all ranks the environment of the first node; else start with srun",
+            check, f"{text}, but {len(slurm)} by SLURM_NODEID",
+            "harmless if mpiexec gave all ranks the environment of the first node; else start with srun",
         )  # fmt: skip
-    return fine(check, text + (", as by Slurm" if "" not in slurm else ", each with a memory of its own" * (count > 1)))
+    return fine(check, text + (", as by Slurm" if "" not in slurm else ", each with its own memory" * (count > 1)))
 
 
 def fabric() -> Finding:
-    """Say what MPI could use between nodes. Not collective; of a rank."""
+    """Say which network MPI could use between nodes. Not collective; for one rank."""
     if has_rdma():
         return fine("fabric", "RDMA device found")
     return fine("fabric", "no RDMA device (/sys/class/infiniband, /sys/class/cxi): transport p2p")
 
 
 def clocks(world: World) -> Iterator[Finding]:
-    """Compare the clocks of the nodes. Collective over the world; said of all."""
+    """Compare the clocks of the nodes. Collective over the world; for all ranks."""
     least = float("inf")
     for _ in range(_ROUNDS):
         world.agree([0])  # all leave it at about the same time
@@ -131,7 +131,7 @@ def clocks(world: World) -> Iterator[Finding]:
 
 
 def judge_clocks(apart_s: float) -> Finding:
-    """Judge how far the clocks of nodes are apart."""
+    """Judge the difference between the clocks of nodes."""
     if apart_s < _SKEW_S:
         return fine("clocks", "at most {apart_s} apart", apart_s=apart_s)
     return warning("clocks", "{apart_s} apart", "ages of checkpoints will be wrong: set the clocks (chrony, NTP)",
@@ -139,7 +139,7 @@ def judge_clocks(apart_s: float) -> Finding:
 
 
 def domains(world: World, given: str | None) -> Iterator[Finding]:
-    """Look where the nodes stand, as a Checkpointer does. Collective over the world; said of all."""
+    """Find the failure domains of the nodes, as a Checkpointer does. Collective over the world; for all ranks."""
     from ..startup.start import find_domains
 
     try:
@@ -157,15 +157,16 @@ def domains(world: World, given: str | None) -> Iterator[Finding]:
     strangers = [name for name in names if not found.knows(name)]
     text = f"{many(len(names), 'node')} in {', '.join(levels)}, by {source}"
     if strangers:
-        yield warning("failure domains", text + f"; nothing is said of {len(strangers)}, {{first}} for one",
-                      "each counts as a domain of its own: name it in the file", first=strangers[0])  # fmt: skip
+        yield warning("failure domains", text + f"; {len(strangers)} are not listed, for example {{first}}",
+                      "each of them counts as its own domain: add them to the file", first=strangers[0])  # fmt: skip
     else:
         yield fine("failure domains", text)
 
 
 def unknown_domains(nodes: int) -> Finding:
-    """Say that nothing is known of where the nodes stand."""
+    """Say that the failure domains of the nodes are unknown."""
     if nodes < 3:
-        return fine("failure domains", "unknown, and of no use for so few nodes")
-    return warning("failure domains", "unknown: Slurm names no switches or blocks",
-                   "groups may share a rack: MLFLASH_DOMAINS=FILE says where nodes stand (n[01-16] rack1)")  # fmt: skip
+        return fine("failure domains", "unknown, and not useful for so few nodes")
+    return warning("failure domains", "unknown: Slurm knows no switches or blocks",
+                   "groups may share a rack: list the nodes of each rack in MLFLASH_DOMAINS=FILE (n[01-16] "
+                   "rack1)")  # fmt: skip

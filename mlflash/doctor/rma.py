@@ -1,4 +1,4 @@
-"""One-sided communication between two ranks of a node, and between nodes: whether it works, and how fast."""
+"""One-sided communication (RMA) within a node and between nodes: whether it works, and how fast it is."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..mpi.world import World
 from .findings import Finding, fine, warning, wrong
 
 _MOST_NBYTES, _LEAST_NBYTES = 32 << 20, 1 << 20
-_SHARE = 16  # two ranks of a node take one part each of so many of the free space
+_SHARE = 16  # each of two ranks of a node takes this fraction of the free space
 _TIMES = 3
 _SLOW_RDMA_GBS, _SLOW_GBS = 2.0, 0.1
-_DIFFERENT = "what arrived is not what was sent"
+_DIFFERENT = "the bytes that arrived are not those that were sent"
 
 
 def with_itself(mpi: Any, memory: str) -> Iterator[Finding]:
@@ -39,13 +39,13 @@ def with_itself(mpi: Any, memory: str) -> Iterator[Finding]:
     window.Unlock_all()
     window.Free()
     if same:
-        yield fine("RMA", "a window, Put and Get with itself; under srun or mpiexec it is tried between ranks")
+        yield fine("RMA", "Put and Get of this process with itself; srun or mpiexec let doctor try it between ranks")
     else:
         yield wrong("RMA", _DIFFERENT, "use another MPI, or another version of it")
 
 
 def within_nodes(world: World, memory: str) -> Iterator[Finding]:
-    """Let the first rank of each node put into the second. Collective over the world; of whole nodes."""
+    """Let the first rank of each node put into the second. Collective over the world; for whole nodes."""
     if max(len(ranks) for ranks in world.topology.ranks_on) == 1:
         return
     trial = Trial(world, memory, world.node if world.local_size > 1 else None)
@@ -57,7 +57,7 @@ def within_nodes(world: World, memory: str) -> Iterator[Finding]:
 
 
 def between_nodes(world: World, memory: str) -> Iterator[Finding]:
-    """Let the first rank of each node put into that of the next, all at once. Collective; of whole nodes."""
+    """Let the first rank of each node put into that of the next, all at once. Collective; for whole nodes."""
     nodes = len(world.topology.node_names)
     if nodes == 1:
         return
@@ -69,7 +69,12 @@ def between_nodes(world: World, memory: str) -> Iterator[Finding]:
 
 
 class Measured(NamedTuple):
-    """What a trial gave on one rank: 10^9 bytes per second, 0 where this rank put nothing, and whether bytes differ."""
+    """The result of a trial on one rank.
+
+    Attributes:
+        put, get, copy: 10^9 bytes per second; 0 if this rank put nothing.
+        is_same: whether all bytes arrived as they were sent.
+    """
 
     put: float
     get: float
@@ -78,18 +83,18 @@ class Measured(NamedTuple):
 
 
 class Trial:
-    """Put, compare, Get, compare: all ranks step by step, so that the targets push progress meanwhile.
+    """Put, compare, Get, compare. All ranks go step by step, so that the targets make MPI progress meanwhile.
 
     Not collective, but :meth:`run` is.
 
     Args:
         world: all ranks.
-        memory: the memory file system, in which the windows lie.
-        comm: over which the window is; None: this rank is in none.
+        memory: the memory file system that holds the windows.
+        comm: the communicator of the window. None: this rank has no window.
 
     Attributes:
-        target: the rank of ``comm`` that this rank puts into; None: it does not.
-        origin: the rank of the world that puts into this rank; None: nobody does.
+        target: the rank of ``comm`` that this rank puts into. None: it puts nothing.
+        origin: the rank of the world that puts into this rank. None: no rank does.
     """
 
     def __init__(self, world: World, memory: str, comm: Any):
@@ -102,15 +107,15 @@ class Trial:
         self._exposed: np.ndarray | None = None
 
     def run(self) -> Measured:
-        """Do it. Collective over the world.
+        """Run the trial. Collective over the world.
 
         Raises:
-            MlflashError: on all ranks, what MPI said on the lowest one on which it failed.
+            MlflashError: on all ranks, the error of MPI on the lowest rank on which it failed.
         """
         world = self._world
         self._nbytes = world.agree([_room(self._memory)])[0]
         if self._nbytes == 0:
-            raise MlflashError(f"there is no {self._memory} on one of the nodes")
+            raise MlflashError(f"one of the nodes has no {self._memory}")
         self._source = pattern(world.rank, self._nbytes if self.target is not None else 0)
         world.poke = Poke(world)
         puts, is_put = self.target is not None, self.origin is not None
@@ -127,7 +132,7 @@ class Trial:
             except Exception as problem:
                 error = MlflashError(str(problem), rank=world.rank, node=world.node_name)
             assert world.world is not None
-            if self.origin is not None:  # others' Puts and Gets move on as often as this rank looks
+            if self.origin is not None:  # Puts and Gets of others make progress only when this rank looks
                 world.drive([awake(world.world.Ibarrier())])
             else:
                 world.finish(world.world.Ibarrier())
@@ -169,7 +174,7 @@ class Trial:
 
 
 def awake(request: Any) -> Operation:
-    """Wait for an MPI request without sleeping: `World.drive` sleeps when nothing moved for some time."""
+    """Wait for an MPI request without sleeping. `World.drive` sleeps if nothing moves for some time."""
     moved = False
     while not request.Test():
         yield moved
@@ -177,44 +182,44 @@ def awake(request: Any) -> Operation:
 
 
 def judge(check: str, found: Measured, expects_rdma: bool) -> Iterator[Finding]:
-    """Judge what was measured on one rank; nothing is said of one that neither put nor found anything wrong.
+    """Judge the measurement of one rank. A rank that put nothing and found no error gives no result.
 
     Args:
-        check: what it is called.
-        found: that.
-        expects_rdma: whether an RDMA device could have been used.
+        check: name of the check.
+        found: the measurement.
+        expects_rdma: whether MPI could have used an RDMA device.
     """
     if not found.is_same:
-        yield wrong(check, _DIFFERENT, "use another MPI, or another version; MLFLASH_TRANSPORT=p2p does without RMA")
+        yield wrong(check, _DIFFERENT, "use another MPI or another version of it; MLFLASH_TRANSPORT=p2p uses no RMA")
     elif found.put:
         text = "Put {put_gbs}, Get {get_gbs}, memcpy {copy_gbs}; all bytes compared"
         values = {"put_gbs": found.put, "get_gbs": found.get, "copy_gbs": found.copy}
         if expects_rdma and found.put < _SLOW_RDMA_GBS:
-            yield warning(check, text + ": slow for RDMA", "MPI may go over TCP beside it: look at UCX_TLS, "
+            yield warning(check, text + ": slow for RDMA", "MPI may use TCP instead of RDMA: look at UCX_TLS, "
                           "UCX_NET_DEVICES, FI_PROVIDER, and at memlock", **values)  # fmt: skip
         elif found.put < _SLOW_GBS:
-            yield warning(check, text + ": slow", "look which network MPI uses: UCX_NET_DEVICES, FI_TCP_IFACE, "
+            yield warning(check, text + ": slow", "check which network MPI uses: UCX_NET_DEVICES, FI_TCP_IFACE, "
                           "OMPI_MCA_btl_tcp_if_include", **values)  # fmt: skip
         else:
             yield fine(check, text, **values)
 
 
 def mapped(memory: str, nbytes: int) -> np.ndarray:
-    """Map a file without a name; it is gone with the array. Not collective."""
+    """Map an unnamed file, which is gone with the array. Not collective."""
     with tempfile.TemporaryFile(dir=memory) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         return np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)
 
 
 def pattern(rank: int, nbytes: int) -> np.ndarray:
-    """Bytes that only one rank has, none of them like its neighbours."""
+    """Make bytes that differ from rank to rank and from neighbor to neighbor."""
     mixed: np.ndarray = (np.arange(nbytes, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8)
     mixed ^= np.uint8(rank * 37 % 251)
     return mixed
 
 
 def _room(memory: str) -> int:
-    """How many bytes to try with; 0 where there is no such file system."""
+    """Return the number of bytes to try with; 0 without a memory file system."""
     try:
         stat = os.statvfs(memory)
     except OSError:
@@ -224,7 +229,7 @@ def _room(memory: str) -> int:
 
 
 def _speed(nbytes: int, work: Callable[[], object]) -> float:
-    """Bytes per nanosecond, the median of some times after one that does not count."""
+    """Return bytes per nanosecond: the median of several times, after a first one that does not count."""
     seconds = []
     for _ in range(_TIMES + 1):
         start = time.perf_counter()

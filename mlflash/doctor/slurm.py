@@ -1,4 +1,4 @@
-"""What Slurm is set up to do with memory between steps and jobs."""
+"""What Slurm does with memory between job steps and jobs, by its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE = ("", "(null)", "none", "job_container/none")
 
 
 def configuration(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Ask Slurm how it is set up. Not collective; for one rank, as each call is a request to the one slurmctld."""
+    """Ask Slurm for its configuration. Not collective; for one rank, because each call is a request to slurmctld."""
     if "SLURM_JOB_ID" not in env:
         yield fine("job", "not in a Slurm job")
         return
@@ -28,7 +28,7 @@ def configuration(env: Mapping[str, str]) -> Iterator[Finding]:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         text = said.decode(errors="replace").strip().rpartition("\n")[2] or str(error)
-        yield warning("configuration", "scontrol show config gives no answer: {error}",
+        yield warning("configuration", "scontrol show config does not answer: {error}",
                       "look at Epilog, TaskEpilog and JobContainerType on a login node", error=text)  # fmt: skip
         return
     yield from judge_configuration(parse(shown.stdout.decode(errors="replace")))
@@ -45,16 +45,16 @@ def parse(text: str) -> dict[str, str]:
 
 
 def judge_configuration(config: Mapping[str, str]) -> Iterator[Finding]:
-    """Judge what is of interest in Slurm's configuration.
+    """Judge the parts of Slurm's configuration that concern memory.
 
     Args:
-        config: as :func:`parse` gives it.
+        config: as :func:`parse` returns it.
     """
     container = config.get("JobContainerType", "")
     if container.endswith("tmpfs"):
         yield warning(
-            "job container", f"{container}: each job has a /dev/shm of its own, where Dirs= in job_container.conf does "
-            "not leave it out", "it outlives a step and not the job: relaunch inside the job (mlflash run), do not "
+            "job container", f"{container}: each job has its own /dev/shm, unless Dirs= in job_container.conf leaves "
+            "it out", "memory outlives a job step, but not the job: relaunch inside the job (mlflash run), and do not "
             "requeue",
         )  # fmt: skip
     else:
@@ -65,13 +65,13 @@ def judge_configuration(config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def script(check: str, names: str, when: str, harm: str) -> Finding:
-    """Look whether a script that Slurm runs speaks of shared memory.
+    """Check whether a script that Slurm runs mentions shared memory.
 
     Args:
-        check: what it is.
+        check: name of the script.
         names: paths or patterns, separated by spaces.
-        when: it runs.
-        harm: what would happen if it wiped memory.
+        when: when it runs.
+        harm: what would happen if it deleted files in memory.
     """
     if names in _NONE:
         return fine(check, "none")
@@ -80,12 +80,12 @@ def script(check: str, names: str, when: str, harm: str) -> Finding:
     wiping = [(file, line) for file, text in texts.items() for line in (text or "").splitlines() if _wipes(line)]
     if wiping:
         file, line = wiping[0]
-        return warning(check, "{file} runs {when} and has: {line}", f"see that it spares /dev/shm/mlflash-*{harm}",
+        return warning(check, "{file} runs {when} and has: {line}", f"make it spare /dev/shm/mlflash-*{harm}",
                        file=file, when=when, line=line.strip()[:100])  # fmt: skip
     if files and None not in texts.values():
-        return fine(check, "{names} runs {when}; nothing in it speaks of shm", names=names, when=when)
-    return warning(check, "{names} runs {when}, and cannot be read here",
-                   f"ask the site whether it deletes files in /dev/shm (or log a file there){harm}; "
+        return fine(check, "{names} runs {when} and does not mention shm", names=names, when=when)
+    return warning(check, "{names} runs {when}, but cannot be read here",
+                   f"ask your site whether it deletes files in /dev/shm, or leave a file there and see{harm}; "
                    "scontrol show config | grep -i epilog", names=names, when=when)  # fmt: skip
 
 

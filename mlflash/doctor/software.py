@@ -17,7 +17,7 @@ _PACKAGES = ("mlflash", "numpy", "torch", "mpi4py", "h5py", "xxhash")
 
 
 def versions() -> Iterator[Finding]:
-    """Name the packages that are installed."""
+    """Name the installed packages and their versions."""
     found, missing = {}, []
     for name in _PACKAGES:
         try:
@@ -31,15 +31,15 @@ def versions() -> Iterator[Finding]:
 
 
 def switch(env: Mapping[str, str]) -> Iterator[Finding]:
-    """See whether mlflash is turned off."""
+    """Check whether mlflash is turned off."""
     if not is_enabled(env):
         yield warning("switch", f"{DISABLE}={env[DISABLE]}: training saves and restores nothing", f"unset {DISABLE}")
 
 
 def environment(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Look for variables that look like settings and are none."""
+    """Look for variables that look like settings but are not."""
     for name in unknown_variables(env):
-        yield warning("environment", f"{name} is no setting of mlflash", "correct its name, or unset it")
+        yield warning("environment", f"{name} is not a setting of mlflash", "correct its name, or unset it")
 
 
 def checksums() -> Iterator[Finding]:
@@ -51,18 +51,20 @@ def checksums() -> Iterator[Finding]:
 
 
 def parity(scheme: str) -> Iterator[Finding]:
-    """Name the library that codes parity."""
+    """Name the library that computes parity."""
     from ..redundancy.erasure_codes import library
 
     by = re.sub(r"/\S*/", "", library())
     if by == "numpy" and parse(scheme).parity:
-        yield warning("parity", "coded by numpy", "pip install 'mlflash[rs]' brings ISA-L: several times as fast")
+        yield warning("parity", "computed by numpy", "pip install 'mlflash[rs]' for ISA-L, which is several times as "
+                      "fast")  # fmt: skip
     else:
-        yield fine("parity", "coded by {library}" + f"; {scheme} needs none" * (not parse(scheme).parity), library=by)
+        yield fine("parity", "computed by {library}" + f"; {scheme} has no parity" * (not parse(scheme).parity),
+                   library=by)  # fmt: skip
 
 
 def compression(method: str) -> Iterator[Finding]:
-    """See whether drained files can be compressed as asked."""
+    """Check whether drained files can be compressed with the configured method."""
     if method not in ("", "gzip"):
         from ..draining.hdf5_files import plugin
 
@@ -71,7 +73,7 @@ def compression(method: str) -> Iterator[Finding]:
 
 
 def threads(world: World, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare the threads of all ranks of a node with its cores. Collective over the world; of whole nodes."""
+    """Compare the threads of all ranks of a node with its cores. Collective over the world; for whole nodes."""
     told = env.get("OMP_NUM_THREADS", "").split(",")[0]
     mine = (int(told) if told.isdigit() else None, frozenset(os.sched_getaffinity(0)))
     ranks = [mine] if world.world is None else world.gather(mine, world.node)
@@ -83,18 +85,19 @@ def judge_threads(ranks: Sequence[tuple[int | None, frozenset[int]]]) -> Finding
     """Compare the threads of some ranks with their cores.
 
     Args:
-        ranks: for each what OMP_NUM_THREADS says, if it says something, and the cores it may run on.
+        ranks: for each rank the value of OMP_NUM_THREADS, if it is set, and the cores that it may run on.
     """
     cores = len(frozenset().union(*(own for _, own in ranks)))
     wanted = sum(len(own) if told is None else told for told, own in ranks)
     text = "{ranks} rank" + "s" * (len(ranks) > 1) + " with {threads} OpenMP threads on {cores} cores"
     values = {"ranks": len(ranks), "threads": wanted, "cores": cores}
     if len(ranks) > cores:
-        return warning("threads", text, "start fewer ranks: a rank that waits in MPI takes a core", **values)
+        return warning("threads", text, "start fewer ranks: a rank that waits in MPI keeps a core busy", **values)
     if wanted <= cores:
         return fine("threads", text, **values)
     if any(told is None for told, _ in ranks):
-        advice = "export OMP_NUM_THREADS=(cores / ranks): where it is not set, each rank takes all cores it may run on"
+        advice = "export OMP_NUM_THREADS=(cores / ranks): without it, each rank uses all cores that it may run on"
     else:
-        advice = "lower OMP_NUM_THREADS, or ask for more cores: --cpus-per-task, for srun too (it does not inherit it)"
+        advice = ("lower OMP_NUM_THREADS, or ask for more cores with --cpus-per-task, for srun, too (srun does not "
+                  "inherit it)")  # fmt: skip
     return warning("threads", text, advice, **values)

@@ -1,4 +1,4 @@
-"""Which transport is faster between these nodes: whole saves with each, while the main thread waits or works."""
+"""Find the faster transport between these nodes: time saves with each, while the main thread waits or works."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from .findings import Finding, fine, warning
 
 _CHECK = "transport"
 _TRANSPORTS = ("p2p", "rma")
-_AT_MOST_S = 2.0  # for each of the two transports and two main threads: so long, and one save more
-_SAVES = 7  # of which the first does not count
+_AT_MOST_S = 2.0  # for each transport and main thread: no new save begins after this time
+_SAVES = 7  # the first one does not count
 _MOST_NBYTES, _LEAST_NBYTES = 16 << 20, 1 << 20
-_SHARE = 8  # of what is free, for all slots of a node's ranks
+_SHARE = 8  # all slots of a node's ranks take this fraction of the free space
 _SLOTS = 4  # of a rank: its own, and its partner's copies
-_CLEARLY = 1.25  # times as fast: below that they are called alike, as the same saves differ by so much
-_ARRAY = 4096  # numbers; a call of numpy takes some microseconds then, as those of a training loop do
+_CLEARLY = 1.25  # times as fast; smaller differences do not count, because equal saves differ that much
+_ARRAY = 4096  # numbers; a call of numpy takes some microseconds then, like calls in a training loop
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Seconds from `save` to the commit on all ranks, medians.
+    """Median seconds from `save` to the commit on all ranks.
 
     Attributes:
-        waits_s: while the main thread of each rank waits.
-        works_s: while it calls numpy on small arrays, one call after the other.
+        waits_s: the time if the main thread of each rank waits.
+        works_s: the time if it calls numpy on small arrays, one call after the other.
     """
 
     waits_s: float
@@ -51,9 +51,9 @@ class Measured:
 
 
 def between(world: World, given: Config) -> Iterator[Finding]:
-    """Save with each transport, and compare what it takes. Collective over the world; said of all.
+    """Save with each transport and compare the times. Collective over the world; for all ranks.
 
-    It takes at most about ten seconds, and a directory of its own in memory, which is gone afterwards.
+    It takes at most about ten seconds. It makes its own directory in memory and deletes it.
 
     Args:
         world: all ranks.
@@ -62,27 +62,27 @@ def between(world: World, given: Config) -> Iterator[Finding]:
     if len(world.topology.node_names) == 1:
         return
     if not is_enabled(os.environ):
-        yield fine(_CHECK, "not measured, as mlflash is off")
+        yield fine(_CHECK, "not measured, because mlflash is off")
         return
     nbytes = world.agree([_room(given.memory, world.local_size)])[0]
     if nbytes < _LEAST_NBYTES:
-        yield fine(_CHECK, f"not measured: there is too little room in {given.memory}")
+        yield fine(_CHECK, f"not measured: {given.memory} has too little free space")
         return
     path = os.path.join(given.memory, "mlflash-doctor-" + world.broadcast(secrets.token_hex(4), 0))
     try:
         world.on_all(lambda: os.makedirs(path, 0o700, exist_ok=True))
         times = {transport: measure(world, path, transport, nbytes, given) for transport in _TRANSPORTS}
-        world.agree([0])  # nobody has it open any more
+        world.agree([0])  # afterwards no rank has it open
     finally:
         shutil.rmtree(path, ignore_errors=True)
     yield judge(times, choose_transport(world, given.transport), given.transport, between_nodes(world), nbytes)
 
 
 def measure(world: World, memory: str, transport: str, nbytes: int, given: Config) -> Measured:
-    """Time saves of so many bytes on each rank. Collective over the world.
+    """Time saves of ``nbytes`` bytes on each rank. Collective over the world.
 
     Args:
-        memory: a directory in memory, of this measurement alone.
+        memory: a directory in memory that only this measurement uses.
     """
     state = {"bytes": np.zeros(nbytes, np.uint8)}
     taken: list[float] = []
@@ -112,12 +112,12 @@ def measure(world: World, memory: str, transport: str, nbytes: int, given: Confi
 
 @contextlib.contextmanager
 def _meeting_anew(world: World) -> Iterator[None]:
-    """Let couriers that are processes be started here: ranks meet as torchrun's do, since MPI has the launcher's way.
+    """Let ranks start couriers that are processes. They meet as under torchrun, because MPI already uses the launcher.
 
     Collective over the world.
 
     Raises:
-        Closed: they could not be started.
+        Closed: the couriers could not be started.
     """
     with socket.socket() as sock:
         sock.bind(("", 0))
@@ -130,25 +130,25 @@ def _meeting_anew(world: World) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # of the zygote, or of a courier that has ended
-        raise Closed(f"couriers that are processes cannot be started here: {text_of(error)}") from error
+        raise Closed(f"courier processes cannot be started here: {text_of(error)}") from error
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
 def judge(times: Mapping[str, Measured], taken: str, asked: str, lies_between: str, nbytes: int) -> Finding:
-    """Say which transport is the faster, and whether it is the one that is taken.
+    """Say which transport is faster, and whether a job would take it.
 
     Args:
-        times: of each transport.
-        taken: the one that a job would take.
-        asked: what the settings say: a transport, or "auto".
-        lies_between: the nodes: a key of `mlflash.mpi.fabric.AUTO`.
-        nbytes: of a save.
+        times: the times of each transport.
+        taken: the transport that a job would take.
+        asked: the setting: a transport, or "auto".
+        lies_between: what connects the nodes: a key of `mlflash.mpi.fabric.AUTO`.
+        nbytes: size of a save.
     """
     other = next(transport for transport in times if transport != taken)
     by = f"auto takes {taken} ({lies_between})" if asked == "auto" else f"MLFLASH_TRANSPORT says {taken}"
-    text = (f"saves of {{save_nbytes}}: {taken} {{taken_waits_s}}, beside a busy main thread {{taken_works_s}}; "
+    text = (f"saves of {{save_nbytes}}: {taken} {{taken_waits_s}}, with a busy main thread {{taken_works_s}}; "
             f"{other} {{other_waits_s}}, {{other_works_s}}; {by}")  # fmt: skip
     values = {"save_nbytes": nbytes, "taken_waits_s": times[taken].waits_s, "taken_works_s": times[taken].works_s,
               "other_waits_s": times[other].waits_s, "other_works_s": times[other].works_s}  # fmt: skip
@@ -160,14 +160,14 @@ def judge(times: Mapping[str, Measured], taken: str, asked: str, lies_between: s
 
 
 def _work_beside(snapshot: Snapshot) -> None:
-    """Do what a training loop does to the interpreter, many short calls, until a save has ended. Not collective."""
+    """Make many short calls, like a training loop, until a save has ended. Not collective."""
     numbers = np.ones(_ARRAY, np.float32)
     while not snapshot.done:
         np.multiply(numbers, 1.0, out=numbers)
 
 
 def _room(memory: str, local_size: int) -> int:
-    """How many bytes a rank may save; 0 where there is no such file system."""
+    """Return the number of bytes that a rank may save; 0 without a memory file system."""
     try:
         stat = os.statvfs(memory)
     except OSError:

@@ -1,4 +1,4 @@
-"""What an examination has found, as lines on a terminal."""
+"""The results of an examination, as lines on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def show(found: Diagnosis, as_json: bool) -> None:
-    """Print what was found. Not collective."""
+    """Print all results. Not collective."""
     answer(as_json, found.to_json(), lambda console: _show(found, console))
 
 

@@ -1,7 +1,8 @@
-"""Something is said even where a check hangs, or ends the process: MPI may do both when it starts.
+"""Print the results even if a check hangs or ends the process. MPI may do both when it starts.
 
-The process that will print has a child, which is told before each check what is known so far. When the process is gone
-without a farewell, or too long in one check, the child prints in its place. Other processes only end themselves.
+The process that prints has a child. Before each check it sends the results so far to the child. If the process ends
+without a last message, or spends too long in one check, the child prints the results instead. Other processes only end
+themselves.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _LAUNCHERS = ("PMI", "PMIX", "OMPI", "HYDI", "PRTE", "MPI")  # their descriptors
 
 
 class Watch:
-    """Watches over this process from here to :meth:`over`. Not collective.
+    """Watches this process until :meth:`over`. Not collective.
 
     Args:
-        prints: whether this process prints what is found, and so has a child.
-        as_json: how.
+        prints: whether this process prints the results. Then it has a child.
+        as_json: whether it prints JSON.
         patience_s: how long a check may take.
     """
 
@@ -40,17 +41,17 @@ class Watch:
             heard, self._to_child = multiprocessing.Pipe(duplex=False)
             numbers = (heard.fileno(), os.getpid(), patience_s, int(as_json))
             env = {name: value for name, value in os.environ.items() if name.split("_")[0] not in _LAUNCHERS}
-            # A session of its own: what kills the process group of a rank must not silence its child.
+            # The child has its own session, so that it survives when somebody kills the process group of its rank.
             self._child = subprocess.Popen([sys.executable, "-m", __name__, *map(str, numbers)], env=env,
                                            pass_fds=[heard.fileno()], start_new_session=True)  # fmt: skip
             heard.close()
 
     def doing(self, pending: Finding, known: Diagnosis | None) -> None:
-        """Say what begins now.
+        """Announce the next check.
 
         Args:
-            pending: what is to be said if it does not end well; the text is added then.
-            known: what is known so far; None: it was printed already.
+            pending: the result of this check if it does not end well, without its text.
+            known: the results so far. None: they were already printed.
         """
         if self._to_child is None:
             faulthandler.dump_traceback_later(self._patience_s, exit=True)
@@ -66,33 +67,33 @@ class Watch:
         self._to_child.close()
         try:
             self._child.wait(self._patience_s)
-        except subprocess.TimeoutExpired:  # nobody needs it any more
+        except subprocess.TimeoutExpired:  # the child is no longer needed
             self._child.kill()
         self._child = self._to_child = None
 
     def _tell(self, message: Message | None) -> None:
         assert self._to_child is not None
-        with contextlib.suppress(OSError):  # a child that is gone can print nothing, but the checks go on
+        with contextlib.suppress(OSError):  # a child that is gone prints nothing, but the checks continue
             self._to_child.send(message)
 
 
 def stand_by(heard: Connection, pid: int, patience_s: float, show: Callable[[Diagnosis], None]) -> None:
-    """Listen to the process watched over until it says farewell, and print in its place where it does not.
+    """Listen to the watched process until its last message. If that does not come, print in its place.
 
     Args:
-        heard: from it.
-        pid: of it; killed when it takes too long.
-        patience_s: how long that is.
-        show: prints.
+        heard: connection from the process.
+        pid: the process. It is killed if a check takes too long.
+        patience_s: how long a check may take.
+        show: prints the results.
     """
     pending = wrong("start", "", "")
     known: Diagnosis | None = None
-    how = f"this did not end within {patience_s:g} s, and the process was killed"
+    how = f"this check did not end within {patience_s:g} s, so its process was killed"
     while heard.poll(patience_s):
         try:
             message: Message | None = heard.recv()
         except (EOFError, OSError):
-            how = "this ended the process; what it wrote to stderr may say why"
+            how = "this check ended the process: look at its stderr for the reason"
             break
         if message is None:
             return
@@ -108,7 +109,7 @@ def stand_by(heard: Connection, pid: int, patience_s: float, show: Callable[[Dia
 
 
 def main(heard: str, pid: str, patience_s: str, as_json: str) -> None:
-    """Be the child."""
+    """Run as the child."""
     from .view import show
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the process it watches over, a moment later

@@ -158,7 +158,7 @@ def test_of_worlds_of_one_rank_only_the_first_speaks_and_all_fail(shm: Path) -> 
             assert done.stdout == ""
             continue
         flag = {"mpich": "--mpi=pmi2", "openmpi": "--mpi=pmix"}[find_mpiexec()[1]]
-        assert "srun started 2 tasks, and each is an MPI world of its own" in done.stdout
+        assert "srun started 2 tasks, but each is alone in its MPI world" in done.stdout
         assert f"start with srun {flag}" in done.stdout
         assert "XXH3-64" in done.stdout, "the other checks are made all the same"
 
@@ -195,7 +195,7 @@ def test_saves_go_through_processes_where_a_job_has_them(shm: Path) -> None:
     (saves,) = lines_of(found, "transport")
     assert saves["level"] == "ok" and "p2p" in saves["text"], saves
     (kind,) = lines_of(found, "courier")
-    assert "a process beside each trainer (MLFLASH_COURIER=process)" in kind["text"]
+    assert "a process for each trainer (MLFLASH_COURIER=process)" in kind["text"]
     assert len(lines_of(found, "courier cores")) == 1
     assert list(shm.iterdir()) == []
 
@@ -247,8 +247,10 @@ def test_a_rank_that_hangs_is_named_in_time(shm: Path, hang: str) -> None:
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "this ended the process", id="killed"),
-        pytest.param("ctypes.PyDLL(None).sleep(1000)", "this did not end within 3 s", id="hangs, nor lets Python run"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "this check ended the process", id="killed"),
+        pytest.param(
+            "ctypes.PyDLL(None).sleep(1000)", "this check did not end within 3 s", id="hangs, nor lets Python run"
+        ),
     ],
 )
 def test_where_the_process_that_prints_ends_its_child_prints(shm: Path, end: str, text: str) -> None:

@@ -94,7 +94,7 @@ def test_the_doctor_tries_whether_couriers_start_without_a_launcher(shm: Path) -
     done = subprocess.run([sys.executable, "-m", "mlflash", "doctor", "--json"], env=environment, text=True,
                           capture_output=True, timeout=PATIENCE_S, check=False)  # fmt: skip
     (line,) = [line for line in json.loads(done.stdout)["lines"] if line["check"] == "couriers"]
-    assert line["level"] == "ok" and " started two without a launcher in " in line["text"]
+    assert line["level"] == "ok" and " started two couriers without a launcher in " in line["text"]
     broken = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "of nobody"}
     (found,) = courier_trial.look("MPICH", environment | broken)
     assert found.level is Level.WARNING and "MPICH does not start without its launcher: " in found.words

@@ -164,14 +164,14 @@ def test_each_mpi_has_its_flag(said: str, name: str, flag: str) -> None:
 @pytest.mark.parametrize(
     ("started", "size", "level", "text"),
     [
-        (Launch("", 0, None), 1, Level.OK, "1 rank, as this process was started alone"),
+        (Launch("", 0, None), 1, Level.OK, "1 rank, because this process was started alone"),
         (Launch("srun", 0, 4), 4, Level.OK, "4 ranks, as SLURM_STEP_NUM_TASKS says"),
         (Launch("mpiexec", 0, 4), 4, Level.OK, "4 ranks, as mpiexec says"),
         (Launch("mpiexec", 0, None), 4, Level.OK, "4 ranks"),
-        (Launch("srun", 0, 4), 1, Level.ERROR, "srun started 4 tasks, and each is an MPI world of its own"),
-        (Launch("mpiexec", 0, 4), 1, Level.ERROR, "mpiexec started 4 processes, and each is an MPI world of its own"),
+        (Launch("srun", 0, 4), 1, Level.ERROR, "srun started 4 tasks, but each is alone in its MPI world"),
+        (Launch("mpiexec", 0, 4), 1, Level.ERROR, "mpiexec started 4 processes, but each is alone in its MPI world"),
         (Launch("srun", 0, 4), 2, Level.WARNING, "2 ranks, but SLURM_STEP_NUM_TASKS says 4"),
-        (Launch("torchrun", 0, 4), 1, Level.ERROR, "WORLD_SIZE says 4 ranks, and each is an MPI world of its own"),
+        (Launch("torchrun", 0, 4), 1, Level.ERROR, "WORLD_SIZE says 4 ranks, but each is alone in its MPI world"),
     ],
 )
 def test_a_world_of_another_size_is_an_error(started: Launch, size: int, level: Level, text: str) -> None:
@@ -182,7 +182,7 @@ def test_a_world_of_another_size_is_an_error(started: Launch, size: int, level: 
         meets = launch_environment.judge_size(started, size, "MPICH 5.0.2", "MASTER_ADDR and MASTER_PORT")
         assert meets.level is Level.OK
         assert (
-            meets.words == "4 ranks, which meet by MASTER_ADDR and MASTER_PORT; here only this one's node is looked at"
+            meets.words == "4 ranks, which meet by MASTER_ADDR and MASTER_PORT; this command looks at this node only"
         )
 
 
@@ -214,15 +214,15 @@ def test_the_child_prints_only_without_a_farewell() -> None:
     assert listen(farewell) == []
     (found,) = listen(die)
     assert [line.check for line in found.lines] == ["x", "start"] and not found.is_well
-    assert found.lines[-1].words.startswith("this ended the process") and found.lines[-1].advice == "do this"
+    assert found.lines[-1].words.startswith("this check ended the process") and found.lines[-1].advice == "do this"
 
 
 def test_the_child_prints_what_takes_too_long(capsys: pytest.CaptureFixture[str]) -> None:
     pending = wrong("start", "", "do this")
     (found,) = listen(lambda speaker: speaker.send((pending, Diagnosis("alone", {}, ()))), 0.05)
-    assert found.lines[-1].words.startswith("this did not end within 0.05 s")
+    assert found.lines[-1].words.startswith("this check did not end within 0.05 s")
     assert listen(lambda speaker: speaker.send((pending, None)), 0.05) == []  # all was printed before
-    assert "start: this did not end within" in capsys.readouterr().err
+    assert "start: this check did not end within" in capsys.readouterr().err
 
 
 def test_a_child_that_hangs_does_not_keep_the_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

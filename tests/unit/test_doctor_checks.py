@@ -84,14 +84,28 @@ def test_the_last_of_several_mounts_counts() -> None:
 @pytest.mark.parametrize(
     ("mine", "first", "container", "env", "level", "text"),
     [
-        (MOUNTINFO, MOUNTINFO, "", {}, Level.OK, "/dev/shm is the node's: it outlives steps and jobs"),
+        (MOUNTINFO, MOUNTINFO, "", {}, Level.OK, "/dev/shm is that of the node: it outlives job steps and jobs"),
         (MOUNTINFO, MOUNTINFO, "docker", {}, Level.OK, "/dev/shm is that of process 1 in docker"),
-        (IN_A_JOB, MOUNTINFO, "", {"SLURM_JOB_ID": "71"}, Level.WARNING, "it outlives a step, not the job"),
-        (IN_A_JOB, MOUNTINFO, "docker", {"SLURM_JOB_ID": "71"}, Level.WARNING, "it outlives a step, not the job"),
-        (MOUNTINFO, MOUNTINFO, "apptainer", {}, Level.OK, "/dev/shm is the node's: it outlives steps and jobs"),
+        (IN_A_JOB, MOUNTINFO, "", {"SLURM_JOB_ID": "71"}, Level.WARNING, "it outlives a job step, but not the job"),
+        (
+            IN_A_JOB,
+            MOUNTINFO,
+            "docker",
+            {"SLURM_JOB_ID": "71"},
+            Level.WARNING,
+            "it outlives a job step, but not the job",
+        ),
+        (
+            MOUNTINFO,
+            MOUNTINFO,
+            "apptainer",
+            {},
+            Level.OK,
+            "/dev/shm is that of the node: it outlives job steps and jobs",
+        ),
         (IN_A_JOB, MOUNTINFO, "apptainer", {"SLURM_JOB_ID": "71"}, Level.WARNING, "/dev/shm belongs to apptainer"),
-        (IN_A_JOB, MOUNTINFO, "", {}, Level.WARNING, "a mount namespace of its own"),
-        (MOUNTINFO, "", "", {}, Level.OK, "cannot be told"),
+        (IN_A_JOB, MOUNTINFO, "", {}, Level.WARNING, "a private mount namespace"),
+        (MOUNTINFO, "", "", {}, Level.OK, "unknown whether"),
     ],
 )
 def test_whether_memory_outlives_a_step_and_a_job(
@@ -144,7 +158,7 @@ def test_a_disk_is_no_memory() -> None:
     [
         (100 * GIB, 90 * GIB, 0, None, Level.OK, "90 GiB free of 100 GiB"),
         (64 << 20, 64 << 20, 0, None, Level.WARNING, "64 MiB free of 64 MiB"),
-        (100 * GIB, 90 * GIB + SPARE, 0, 90 * GIB, Level.OK, "the job takes 90 GiB, and 64 MiB to spare"),
+        (100 * GIB, 90 * GIB + SPARE, 0, 90 * GIB, Level.OK, "the job takes 90 GiB, and 64 MiB must stay free"),
         (100 * GIB, 90 * GIB + SPARE, 5 * GIB, 95 * GIB, Level.WARNING, "held by mlflash jobs; the job takes 95 GiB"),
         (100 * GIB, 90 * GIB + SPARE - 1, 5 * GIB, 95 * GIB, Level.ERROR, "the job takes 95 GiB"),
         (100 * GIB, 100 * GIB, 0, 100 * GIB, Level.ERROR, "the job takes 100 GiB"),
@@ -189,7 +203,7 @@ def test_whoever_has_the_name_of_this_users_directory_is_named(shm: Path) -> Non
     (shm / f"mlflash-{os.getuid()}").write_text("mine")
     found = list(memory.writing(str(shm), 1 << 20))
     assert [one.level for one in found] == [Level.WARNING, Level.OK], found
-    assert f"{shm}/mlflash-{os.getuid()} is not this user's: -rw-" in found[0].words
+    assert f"{shm}/mlflash-{os.getuid()} does not belong to this user: -rw-" in found[0].words
 
 
 @pytest.mark.parametrize(
@@ -214,7 +228,7 @@ def test_what_a_job_takes_is_what_plan_says() -> None:
     assert found.nbytes == planned.memory_nbytes > 24 * GIB
     assert found.spare_nbytes == planned.spare_nbytes == headroom(found.nbytes) == SPARE
     assert found.words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
-    assert "makes nothing on one node" in memory_need.count(GIB, "copy", 2, 2, 1, 1).words
+    assert "protects nothing on one node" in memory_need.count(GIB, "copy", 2, 2, 1, 1).words
     assert memory_need.shape({}) == (1, 1)
     assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}) == (4, 8)
     assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}) == (4, 8)
@@ -246,7 +260,7 @@ def test_an_epilog_that_wipes_memory_is_quoted(tmp_path: Path) -> None:
     assert found.level is Level.WARNING and "find /dev/shm -user $SLURM_JOB_UID -delete" in found.words
     script.write_text("#!/bin/sh\n# spares /dev/shm\nlogger the end\n")
     found = slurm.script("epilog", str(script), "at the end of a job", "")
-    assert (found.level, "nothing in it speaks of shm" in found.words) == (Level.OK, True)
+    assert (found.level, "does not mention shm" in found.words) == (Level.OK, True)
     assert slurm.script("epilog", f"{tmp_path}/none", "at the end of a job", "").level is Level.WARNING
 
 
@@ -259,7 +273,7 @@ def test_no_answer_of_slurm_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mon
         {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_RESTART_COUNT": "2"}
     )
     assert job.words == "job 71 on n[1-4], restarted 2 times"
-    assert answer.level is Level.WARNING and answer.words.endswith("no answer: fatal: no controller")
+    assert answer.level is Level.WARNING and answer.words.endswith("does not answer: fatal: no controller")
 
 
 # Ranks and nodes
@@ -274,12 +288,12 @@ def places(*of: tuple[int, str, str, str]) -> list[mpi_ranks.Place]:
     [
         (places((0, "b 1", "a", "")), Level.OK, "1 node by MPI"),
         (places((0, "b 1", "a", "0"), (1, "c 1", "b", "1")), Level.OK, "2 nodes by MPI, as by Slurm"),
-        (places((0, "b 1", "a", ""), (1, "c 1", "b", "")), Level.OK, "each with a memory of its own"),
-        (places((0, "b 1", "a", "0"), (1, "", "c", "1")), Level.ERROR, "on c there is no /dev/shm"),
+        (places((0, "b 1", "a", ""), (1, "c 1", "b", "")), Level.OK, "each with its own memory"),
+        (places((0, "b 1", "a", "0"), (1, "", "c", "1")), Level.ERROR, "c has no /dev/shm"),
         (places((0, "b 1", "a", "0"), (0, "b 2", "a", "0")), Level.ERROR, "ranks on a do not see the same /dev/shm"),
-        (places((0, "b 1", "a", "0"), (1, "b 1", "a2", "1")), Level.ERROR, "two of them are one: a and a2"),
-        (places((0, "b 1", "a", "0"), (1, "c 1", "b", "0")), Level.WARNING, "SLURM_NODEID tells 1 apart"),
-        (places((0, "b 1", "a", "0"), (0, "b 1", "a", "1")), Level.WARNING, "SLURM_NODEID tells 2 apart"),
+        (places((0, "b 1", "a", "0"), (1, "b 1", "a2", "1")), Level.ERROR, "two of them are one node: a and a2"),
+        (places((0, "b 1", "a", "0"), (1, "c 1", "b", "0")), Level.WARNING, "but 1 by SLURM_NODEID"),
+        (places((0, "b 1", "a", "0"), (0, "b 1", "a", "1")), Level.WARNING, "but 2 by SLURM_NODEID"),
     ],
 )
 def test_nodes_are_told_apart_by_their_memory(of: list[mpi_ranks.Place], level: Level, text: str) -> None:
@@ -413,12 +427,12 @@ def test_memory_that_cannot_be_pinned_is_worth_a_warning(shm: Path) -> None:
         cudart = Cudart(status)
         found = gpu.pinning(cudart, str(shm))
         assert (found.level, cudart.pinned, list(shm.iterdir())) == (level, 0, [])
-    assert found.words.endswith("gives CUDA error 2")
+    assert found.words.endswith("CUDA error 2")
 
 
 def test_huge_pages_are_recommended_where_there_are_none(tmp_path: Path) -> None:
-    assert copying.judge_pages(True).words == "huge ones"
-    assert "from Linux 6.1 on" in copying.judge_pages(False).words
+    assert copying.judge_pages(True).words == "huge pages"
+    assert "Linux 6.1 or newer" in copying.judge_pages(False).words
     assert copying.pages("/dev/shm") in (copying.judge_pages(True), copying.judge_pages(False))
 
 
@@ -444,16 +458,21 @@ def seats(*trainers: str, may_have: str = "0-7") -> list[Seat]:
 @pytest.mark.parametrize(
     ("trainers", "threads", "level", "text"),
     [
-        (["0-2", "3-5"], [3, 3], Level.OK, "6-7, where no trainer runs"),
-        (["0-7"], [1], Level.OK, "those of the trainers (0-7): auto finds no others, of which 7 train nothing"),
+        (["0-2", "3-5"], [3, 3], Level.OK, "6-7, on which no trainer runs"),
+        (
+            ["0-7"],
+            [1],
+            Level.OK,
+            "the cores of the trainers (0-7), because auto finds no others; 7 of them have no training thread",
+        ),
         (
             ["0-3", "4-7"],
             [3, 3],
             Level.OK,
-            "those of the trainers (0-7): auto finds no others, of which 2 train nothing",
+            "the cores of the trainers (0-7), because auto finds no others; 2 of them have no training thread",
         ),
-        (["0-3", "4-7"], [4, 3], Level.WARNING, "and each has a thread that trains"),
-        (["0-3", "4-7"], [None, None], Level.WARNING, "and each has a thread that trains"),
+        (["0-3", "4-7"], [4, 3], Level.WARNING, "training threads use all of them"),
+        (["0-3", "4-7"], [None, None], Level.WARNING, "training threads use all of them"),
     ],
 )
 def test_where_couriers_would_run(trainers: list[str], threads: list[int | None], level: Level, text: str) -> None:
@@ -475,5 +494,5 @@ def test_couriers_that_run_and_those_that_are_left_over() -> None:
     assert not list(couriers.judge_running([]))
     assert [found.level for found in couriers.judge_running(running)] == [Level.OK]
     (found,) = couriers.judge_running([*running, *left])
-    assert found.level is Level.WARNING and "21 22, with the lock of k" in found.words
+    assert found.level is Level.WARNING and "21 22 remain, but their trainers have ended; they lock k" in found.words
     assert "kill -9 21 22" in found.remedy
