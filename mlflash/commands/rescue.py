@@ -149,7 +149,7 @@ def _elsewhere(world: World, given: Config, job: str) -> str:
     if emulated_nodes(given.memory, job) and not world.emulated:
         return f": {job} ran on emulated nodes; set MLFLASH_RANKS_PER_NODE to the same number"
     others = [other for other in jobs_of(given.memory) if other != job]
-    return f"; this node holds no {job} but {', '.join(others)}: name the job with --job" if others else ""
+    return f"; this node holds nothing of {job}, but of {', '.join(others)}: name it with --job" if others else ""
 
 
 def _outlook(world: World, given: Config, job: str) -> Restorability:

@@ -21,20 +21,20 @@ def read_bytes(text: str) -> int:
     """Read a number of bytes: ``read_bytes("12GiB") == 12 << 30``, ``read_bytes("80GB") == 80 * 10**9``.
 
     Raises:
-        ConfigError: it is none, or a part of a byte, as where the unit was forgotten: "3.6".
+        ConfigError: this is not a number of bytes, or not a whole one. "3.6" usually misses its unit.
     """
     expected = "bytes such as 12GiB (2^30), 80GB (10^9) or 500MB"
     nbytes = _read(text, {**_BYTES, "kB": 1000}, expected)
     if nbytes < 1000 and nbytes != int(nbytes):
-        raise ConfigError("bytes come whole: give a unit", expected=expected, found=repr(text[:80]))
+        raise ConfigError("not a whole number of bytes: give a unit", expected=expected, found=repr(text[:80]))
     return round(nbytes)
 
 
 def read_seconds(text: str) -> float:
-    """Read a time: ``read_seconds("30000h") == 1.08e8``; without a unit it is seconds.
+    """Read a time: ``read_seconds("30000h") == 1.08e8``. A number without a unit is seconds.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: this is not a time.
     """
     return _read(text, _SECONDS, "a time such as 0.5s, 250ms, 2min, 30000h, 200d or 5y")
 
@@ -42,7 +42,7 @@ def read_seconds(text: str) -> float:
 def _read(text: str, units: Mapping[str, float], expected: str) -> float:
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2] not in units or not 0 <= float(match[1]) < 1e30:
-        raise ConfigError("cannot be read", expected=expected, found=repr(text[:80]))
+        raise ConfigError("this value cannot be read", expected=expected, found=repr(text[:80]))
     return float(match[1]) * units[match[2]]
 
 
@@ -64,10 +64,10 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_share(share: float) -> str:
-    """Write a share of time in percent with two digits: ``show_share(0.00123) == "0.12 %"``."""
+    """Write a share in percent with two digits: ``show_share(0.00123) == "0.12 %"``."""
     return f"{100 * share:.1f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
 def _short(number: float, digits: int) -> str:
-    """Write a number without zeros behind its point: 12.0 → 12."""
+    """Write a number without a zero after its decimal point: 12.0 → 12."""
     return f"{number:.{digits}f}".removesuffix(".0")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Name some things: "n1, n2 and 3 more"."""
+    """List names, but not too many: "n1, n2 and 3 more"."""
     if len(names) <= most + 1:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} more"

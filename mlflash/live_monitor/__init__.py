@@ -1,5 +1,5 @@
-"""What ``mlflash top`` shows: heartbeats of the ranks → a look → what has come by so far → a page of the terminal.
+"""What ``mlflash top`` shows: it reads the heartbeats of the ranks, keeps a history, and draws a page of the terminal.
 
-In come the hosts of a job; out goes a page that is drawn anew every few seconds. It imports `launcher`, which reaches
-the hosts.
+In come the hosts of a job; out goes a page that is redrawn every few seconds. It imports `launcher`, which reaches the
+hosts.
 """

@@ -1,4 +1,4 @@
-"""What has come by since somebody watches: how saves went, and how often there is a checkpoint."""
+"""What was seen since `mlflash top` started: the times of saves, and how often there is a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class History:
-    """Of the looks so far."""
+    """Stalls, commits and times of the checkpoints that were seen so far."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -21,7 +21,7 @@ class History:
         self._times: collections.deque[tuple[float, int]] = collections.deque(maxlen=_KEPT)
 
     def add(self, look: Look) -> None:
-        """Take a look in; only a new checkpoint is news."""
+        """Add a look. It changes something only if it shows a new checkpoint."""
         step = committed(look)
         if step is None or step == self._step:
             return
@@ -34,7 +34,7 @@ class History:
 
     @property
     def every_s(self) -> float | None:
-        """Seconds from one checkpoint to the next, on average; None before there are two."""
+        """Average seconds between two checkpoints. None before there are two."""
         if len(self._times) < 2:
             return None
         (first, before), (last, after) = self._times[0], self._times[-1]
@@ -42,14 +42,14 @@ class History:
 
 
 def committed(look: Look) -> int | None:
-    """The newest step that all ranks that have been seen know to be a checkpoint."""
+    """Return the newest step that all ranks in a look know to be a checkpoint."""
     steps = [heartbeat["committed"] for heartbeat in look.heartbeats]
     known = [int(step) for step in steps if step is not None]
     return min(known) if known and len(known) == len(steps) else None
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Draw the last values as bars, from zero to the largest of them.
+    """Draw the last values as bars, from zero to the largest value.
 
     Example:
         ``spark([1, 2, 4], 10) == "▂▄█"``

@@ -1,4 +1,4 @@
-"""What the ranks of a running job say of themselves: those of this node, or of all nodes that can be asked."""
+"""The status that the ranks of a running job report, from this node or from all nodes that can be asked."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Heartbeat = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What was seen at one time.
+    """The status of a job at one time.
 
     Attributes:
         at: seconds since 1970.
-        heartbeats: of ranks, by rank.
-        free: bytes of memory that nodes have left, by host.
+        heartbeats: the heartbeats, by rank.
+        free: free bytes of memory, by host.
         silent: hosts that did not answer.
-        wrong: why nobody could be asked; "" where all is well.
-        unread: why something could not be read, in words.
+        wrong: why no host could be asked. Empty if all is well.
+        unread: why some heartbeats could not be read, in words.
     """
 
     at: float
@@ -40,7 +40,7 @@ class Look:
 
 
 def look_here(memory: str, job: str) -> Look:
-    """Look at this node, and at all that are emulated on it. Not collective."""
+    """Look at this node, and at all nodes that are emulated on it. Not collective."""
     at = time.time()
     space = os.statvfs(memory)
     heard = all_heartbeats(memory, job)
@@ -61,12 +61,12 @@ def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: 
 
 
 def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
-    """Ask nodes which jobs of this user are alive there. Not collective. Raises LaunchFailed: nobody can be asked."""
+    """Ask nodes which jobs of this user are alive there. Not collective. LaunchFailed: no node can be asked."""
     return sorted({job for document in ask(launcher, hosts, memory)[0].values() for job in document["jobs"]})
 
 
 def _newest(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:
-    """By rank; a rank that has moved is where its last beat came from."""
+    """Return the newest heartbeat of each rank. A rank that has moved is where its last heartbeat came from."""
     found: dict[int, Heartbeat] = {}
     for heartbeat in sorted(heartbeats, key=lambda one: float(one["beat"])):
         found[int(heartbeat["rank"])] = heartbeat
@@ -75,10 +75,10 @@ def _newest(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:
 
 
 class Watch:
-    """Looks again and again, on a thread of its own: a node that does not answer must not hold up the terminal.
+    """Looks again and again on its own thread, so that a node that does not answer cannot block the terminal.
 
     Args:
-        look: does so once.
+        look: looks once.
         every_s: seconds from the end of a look to the next.
     """
 
@@ -92,10 +92,10 @@ class Watch:
         while not self._over.wait(self._every_s):
             try:
                 self.last = self._look()
-            except Exception as error:  # whatever it is, it is shown, and the next look may find all well
+            except Exception as error:  # show any error: the next look may succeed
                 why = str(error) if isinstance(error, MlflashError) else repr(error)
                 self.last = dataclasses.replace(self.last, wrong=f"the last look failed: {why}")
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._over.set()

@@ -1,4 +1,4 @@
-"""A look and what came by before → what the terminal shows."""
+"""Draw the page of ``mlflash top`` from a look and the history."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from ..telemetry.stragglers import is_worth_a_word
 from .history import History, committed, spark
 from .rank_status import Heartbeat, Look
 
-_QUIET_S = 60.0  # without a beat, from which on that is worth a colour
+_QUIET_S = 60.0  # a rank without a heartbeat for this long gets a color
 _STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "no courier": "bold yellow", "failed": "red",
            "gone": "bold red"}  # fmt: skip
 _WORST = ("gone", "failed", "no courier", "starting", "training", "ended")
-_UNREAD = 3  # of them are said
-_AROUND = 12  # lines that are not ranks
+_UNREAD = 3  # how many of them are shown
+_AROUND = 12  # lines of the page that are not ranks
 
 
 def page(job: str, look: Look, history: History, width: int = 80, height: int = 40) -> RenderableType:
     """Lay out one page.
 
     Args:
-        job: name of it.
-        look: the last one.
-        history: of all.
-        width, height: of the terminal; where there are more ranks than lines, a line is a node.
+        job: name of the job.
+        look: the last look.
+        history: what all looks saw.
+        width, height: size of the terminal. If there are more ranks than lines, each line shows a node.
     """
     parts: list[RenderableType] = [_headline(job, look), Text(), _figures(look, history, width), Text()]
     if not look.heartbeats:
-        parts.append(Text("no rank of this job has made a Checkpointer where was looked", style="yellow"))
+        text = "no rank of this job has made a Checkpointer on the nodes that were looked at"
+        parts.append(Text(text, style="yellow"))
     elif len(look.heartbeats) <= max(4, height - _AROUND):
         parts.append(_ranks(look))
     else:
@@ -47,10 +48,10 @@ def page(job: str, look: Look, history: History, width: int = 80, height: int = 
 
 
 def state_of(heartbeat: Heartbeat) -> str:
-    """How a rank is, in a word or two.
+    """Return the state of a rank in a word or two.
 
-    Training, starting, ended, failed, gone (its process died without a word), or "no courier": its courier died
-    without a word, and the training goes on.
+    It is training, starting, ended, failed, gone (its process died without a message), or "no courier" (its courier
+    died without a message while the training continues).
     """
     if heartbeat["state"] != "started":
         return str(heartbeat["state"])
@@ -109,7 +110,7 @@ def _figures(look: Look, history: History, width: int) -> Table:
 
 
 def _waited_for(heartbeats: Sequence[Heartbeat], step: int | None) -> tuple[str, Text] | None:
-    """Who the last commit was waited for, for how long, in which phase, and where; None: for nobody in particular."""
+    """Return the rank that delayed the last commit, with the time, the phase and the node. None if no rank did."""
     one = next((one for one in heartbeats if one["committed"] == step and one.get("slowest_s") is not None), None)
     if one is None or not is_worth_a_word(float(one["slowest_s"]), float(one.get("commit_s", 0.0))):
         return None
@@ -119,7 +120,7 @@ def _waited_for(heartbeats: Sequence[Heartbeat], step: int | None) -> tuple[str,
 
 
 def _on(heartbeat: Heartbeat, host: str, look: Look) -> bool:
-    """Whether a rank is on a host; where only one was looked at all are: emulated nodes have names of their own."""
+    """Say whether a rank is on a host. If there is only one host, it is: emulated nodes have other names."""
     return len(look.free) == 1 or heartbeat["node"] == host
 
 
@@ -133,7 +134,7 @@ def _speed(heartbeats: Sequence[Heartbeat]) -> float:
 
 
 def _ranks(look: Look) -> Table:
-    """A line for each rank."""
+    """Make a line for each rank."""
     ordered = sorted(look.heartbeats, key=lambda one: (str(one["node"]), int(one["rank"])))
     return _table(
         look, ">rank", [(str(heartbeat["node"]), str(heartbeat["rank"]), [heartbeat]) for heartbeat in ordered]
@@ -141,7 +142,7 @@ def _ranks(look: Look) -> Table:
 
 
 def _nodes(look: Look) -> Table:
-    """A line for each node: the rank that is furthest behind in each column."""
+    """Make a line for each node. Each column shows the node's rank that is furthest behind."""
     by_node: dict[str, list[Heartbeat]] = {}
     for heartbeat in look.heartbeats:
         by_node.setdefault(str(heartbeat["node"]), []).append(heartbeat)
@@ -151,7 +152,10 @@ def _nodes(look: Look) -> Table:
 
 
 def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Heartbeat]]]) -> Table:
-    """Lines of a node, what of it, and the ranks that are meant; the name of a node is said once."""
+    """Make the table. Each line has a node, its rank or number of ranks, and their heartbeats.
+
+    The name of a node stands only in its first line.
+    """
     table = new_table("node", what, "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">late",
                       ">memory")  # fmt: skip
     before = ""
@@ -191,7 +195,7 @@ def _longest(heartbeats: Sequence[Heartbeat], key: str) -> str:
 
 
 def _latest(heartbeats: Sequence[Heartbeat]) -> Text:
-    """How late the latest of some ranks was in the last commit, and in which phase; "-" where that is noise."""
+    """Return how late the latest of some ranks was in the last commit, and in which phase; "-" if it is only noise."""
     latest = max(heartbeats, key=lambda one: float(one.get("late_s", 0.0)))
     late_s = float(latest.get("late_s", 0.0))
     if not is_worth_a_word(late_s, float(latest.get("commit_s", 0.0))):
@@ -209,16 +213,14 @@ def _warnings(look: Look) -> list[str]:
     if look.silent:
         found.append(f"no answer from {', '.join(look.silent)}")
     if left := [int(heartbeat["rank"]) for heartbeat in look.heartbeats if is_orphan(heartbeat)]:
-        found.append(
-            f"what was saved last is still being committed by the courier of {named(left)}, whose trainer is gone"
-        )
+        found.append(f"the courier of {named(left)} still commits the last save, but its trainer is gone")
     if lost := [heartbeat for heartbeat in look.heartbeats if is_without_courier(heartbeat)]:
         ranks = named([int(heartbeat["rank"]) for heartbeat in lost])
-        found.append(f"training goes on without a courier on {ranks}: what is saved is not committed; the log says why")
+        found.append(f"no courier on {ranks}: training continues, but saves are not committed; the log says why")
     if failed := sum(int(heartbeat.get("failed", 0)) for heartbeat in look.heartbeats if heartbeat["rank"] == 0):
-        found.append(f"{many(failed, 'save')} of this run did not become checkpoints; the log says why")
+        found.append(f"{many(failed, 'save')} of this run did not become checkpoints: the log says why")
     seen = {heartbeat["node"] for heartbeat in look.heartbeats}
     of = max((int(heartbeat.get("nodes", 0)) for heartbeat in look.heartbeats), default=0)
     if len(seen) < of and not look.silent:
-        found.append(f"{many(of - len(seen), 'other node')}: --slurm-job ID or --hosts A,B asks them")
+        found.append(f"{many(of - len(seen), 'other node')} not asked: use --slurm-job ID or --hosts A,B")
     return found

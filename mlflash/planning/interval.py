@@ -1,7 +1,7 @@
 """How often to save: Young's and Daly's intervals, and the share of time that saves and failures cost.
 
-The model, its assumptions and a worked example are in docs/plan.md. All times are in seconds of wall clock; an interval
-goes from one call of ``save`` to the next.
+docs/plan.md has the model, its assumptions and a worked example. All times are wall-clock seconds. An interval is the
+time from one call of ``save`` to the next.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ class Costs:
     """What saves and failures of a job cost.
 
     Attributes:
-        mtbf_s: mean time between failures of the whole job: that of a node over the number of nodes.
-        stall_s: how long a save keeps training waiting.
-        commit_s: from the call of ``save`` to its commit; a failure before that falls back to the save before.
-        restart_s: from a failure to the first new step, restored from memory.
-        drain_every_s: from one drain to the file system to the next; None: it is not known.
-        pfs_restart_s: as ``restart_s``, but restored from the file system.
+        mtbf_s: mean time between failures of the job: that of one node divided by the number of nodes.
+        stall_s: time that a save stalls training.
+        commit_s: time from the call of ``save`` to its commit. A failure before it goes back to the previous save.
+        restart_s: time from a failure to the next step after a restore from memory.
+        drain_every_s: time between two drains to the file system. None: unknown.
+        pfs_restart_s: as ``restart_s``, with a restore from the file system.
     """
 
     mtbf_s: float
@@ -45,7 +45,7 @@ def young(stall_s: float, mtbf_s: float) -> float:
 def daly(stall_s: float, mtbf_s: float) -> float:
     """Estimate the best interval to higher order.
 
-    Daly counts the time of computation between two saves; the interval has the save in it.
+    Daly counts the computation between two saves. The interval here includes the save.
 
     Example:
         A save of 5 min and a failure every 6 h → 56.7 min of computation, an interval of 61.7 min.
@@ -60,12 +60,12 @@ def daly(stall_s: float, mtbf_s: float) -> float:
 
 
 def inflation(interval_s: float, stall_s: float, recovery_s: float, mtbf_s: float) -> float:
-    """How many times as long a job takes as its computation alone, where failures come at random (Poisson).
+    """Return the time of a job divided by the time of its computation alone, for random failures (Poisson).
 
     Args:
-        recovery_s: lost with each failure, over what was computed since the last save; failures may fall into it.
+        recovery_s: time that each failure costs beyond the work since the last save. Failures may happen during it.
 
-    Source: Daly 2006, the complete model: failures also while restarting and while computing again.
+    Source: Daly 2006, the complete model, with failures during restarts and repeated work.
     """
     if interval_s <= stall_s:
         return math.inf
@@ -78,32 +78,34 @@ def inflation(interval_s: float, stall_s: float, recovery_s: float, mtbf_s: floa
 
 
 def best_interval(costs: Costs, uncovered: float) -> float | None:
-    """Give the interval that wastes least; None where memory covers no failure: saves then help only to drain.
+    """Return the interval that wastes least. None if memory covers no failure: saves then only serve to drain.
 
-    It is Daly's, whatever share falls back to the file system, since that too gets the newest save; but no shorter
-    than a commit, as saves would wait for each other.
+    It is Daly's interval, whatever share of failures goes back to the file system, because drains take the newest save,
+    too. It is never shorter than a commit, because saves would then wait for each other.
 
     Args:
-        costs: of the job.
-        uncovered: share of the failures that fall back to the file system.
+        costs: what saves and failures cost.
+        uncovered: share of the failures that go back to the file system.
     """
     return None if uncovered >= 1 else max(daly(costs.stall_s, costs.mtbf_s), costs.commit_s)
 
 
 def waste(interval_s: float | None, costs: Costs, uncovered: float) -> float:
-    """Share of the time that is not spent on computing a step for the first time: saves, recoveries, lost work.
+    """Return the share of time that does not compute a step for the first time: saves, recoveries and lost work.
 
-    To first order ``C/T + (T/2 + L + R)/M + u (D/2 + P - R)/M``; here it is the complete model, of memory and, around
-    it, of the file system. What falls back to the file system costs nothing where ``drain_every_s`` is not known.
+    To first order it is ``C/T + (T/2 + L + R)/M + u (D/2 + P - R)/M``. This function uses the complete model of memory,
+    and of the file system around it. If ``drain_every_s`` is unknown, failures that go back to the file system cost
+    nothing.
 
     Args:
-        interval_s: T; None: saved is only what is drained.
-        costs: C, L, R, D, P: stall, commit, restart, drain, restart from the file system; M: time between failures.
-        uncovered: u, share of the failures that fall back to the file system.
+        interval_s: T. None: the job saves only what it drains.
+        costs: C, L, R, D, P (stall, commit, restart, drain, restart from the file system) and M (time between
+            failures).
+        uncovered: u, share of the failures that go back to the file system.
     """
     longer = 1.0
     if interval_s is not None and uncovered < 1:
-        # A failure loses what came after the save of the last commit; a stall among that is not repeated.
+        # A failure loses what came after the last committed save. The stall of that save is not repeated.
         lost_s = costs.commit_s - costs.stall_s + costs.restart_s
         longer = inflation(interval_s, costs.stall_s, lost_s, costs.mtbf_s / (1 - uncovered))
     if costs.drain_every_s is not None and uncovered > 0:

@@ -1,4 +1,4 @@
-"""What a run has measured, as its report says: the sizes and times that a plan is made of."""
+"""The sizes and times for a plan, from the report of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a run's reports say.
+    """What the reports of a run measured.
 
     Attributes:
-        nodes, ranks_per_node: of the run; None where there is only one rank's report.
-        nbytes: the largest slot of a rank's own, and what it holds like others.
-        alike_nbytes: of these, what the ranks of a node hold alike, stored once.
-        stall_s: a save's stall, of the slowest rank, on average.
-        commit_s: from the call of a save to its commit, in the same way.
+        nodes, ranks_per_node: size of the run. None if there is only the report of one rank.
+        nbytes: size of the largest own slot, plus the state that ranks share.
+        alike_nbytes: the part of ``nbytes`` that the ranks of a node share, which is stored once.
+        stall_s: average stall of a save on the slowest rank.
+        commit_s: average time from the call of a save to its commit, on the slowest rank.
     """
 
     nodes: int | None
@@ -30,12 +30,12 @@ class Measured:
 
 
 def measured(reports: Any) -> Measured:
-    """Read what ``Checkpointer.report()`` gave on one rank, or the list of what it gave on all.
+    """Read the result of ``Checkpointer.report()`` of one rank, or a list of the results of all ranks.
 
-    The first save of a run, which makes the slots, is in the averages: take the report of a run with many saves.
+    The averages include the first save of a run, which makes the slots. Use the report of a run with many saves.
 
     Raises:
-        ConfigError: it is no such report, or of a run that saved nothing.
+        ConfigError: this is not such a report, or the run saved nothing.
     """
     every = reports if isinstance(reports, list) else [reports]
     try:
@@ -44,7 +44,7 @@ def measured(reports: Any) -> Measured:
         nbytes = max(_largest(report, "own") for report in every) + alike
         saves = min(int(report["counts"].get("saves", 0)) for report in every)
         if min(saves, nbytes) < 1:
-            raise ConfigError("the report is of a run that has saved nothing", expected="at least one save")
+            raise ConfigError("the run of this report saved nothing", expected="at least one save")
         if alike and len(every) < (needed := len(every[0]["shared with"])):
             raise ConfigError("this run's ranks share state", found=f"{len(every)} reports",
                               expected=f"those of all {needed} ranks, in a list")  # fmt: skip
@@ -54,7 +54,7 @@ def measured(reports: Any) -> Measured:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"this is no report: {error!r}", expected="JSON of what Checkpointer.report() gives, or a list of them"
+            f"this is not a report: {error!r}", expected="JSON of Checkpointer.report(), or a list of such reports"
         ) from None
     alone = len(every) == 1
     fullest = max(nodes.count(node) for node in set(nodes))

@@ -1,4 +1,4 @@
-"""A plan as a picture: what share of time is wasted, against how often is saved."""
+"""A plan as a picture: the share of wasted time against the interval between saves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..human_readable.units import show_seconds, show_share
 from .interval import Costs, waste, young
 from .scheme_comparison import Job, SchemeCosts
 
-_SAME = 0.01  # curves that are nowhere further apart, as a share of the axis, are drawn as one
-_APART = 0.05  # a line of text, as a share of the axis
+_SAME = 0.01  # curves that differ by less than this share of the axis are drawn as one
+_APART = 0.05  # height of a line of text, as a share of the axis
 _TICKS_S = (0.1, 1, 10, 60, 600, 3600, 6 * 3600, 86_400, 10 * 86_400, 100 * 86_400)
 _LINES = ("-", "--", "-.", ":")
 
 
 def draw(path: str, job: Job, costs: Costs, prospects: Sequence[SchemeCosts]) -> None:
-    """Draw waste against interval to a file, PNG or what else its name ends in.
+    """Draw wasted time against the interval to a file. The end of its name chooses the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or cannot write such a file.
+        ConfigError: matplotlib is not installed, or cannot write this format.
     """
     try:
         from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def draw(path: str, job: Job, costs: Costs, prospects: Sequence[SchemeCosts]) ->
     axes.set_xticks(ticks, [show_seconds(tick) for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    axes.set_xlabel("from one save to the next")
+    axes.set_xlabel("time from one save to the next")
     axes.set_ylabel("time not spent on new steps")
     axes.set_title(
         f"{len(job.node_names):,} nodes, a failure every {show_seconds(costs.mtbf_s)}; a save stalls "
@@ -59,7 +59,7 @@ def draw(path: str, job: Job, costs: Costs, prospects: Sequence[SchemeCosts]) ->
 
 
 def _axes(costs: Costs, prospects: Sequence[SchemeCosts]) -> tuple[np.ndarray, float]:
-    """Intervals around the best one and the commit, evenly spaced in their logarithm; the highest percent drawn.
+    """Return intervals around the best one and the commit, on a logarithmic scale, and the highest percentage drawn.
 
     Raises:
         ConfigError: there is nothing to draw.
@@ -77,12 +77,12 @@ def _axes(costs: Costs, prospects: Sequence[SchemeCosts]) -> tuple[np.ndarray, f
 
 def _curves(intervals_s: np.ndarray, top: float, costs: Costs, prospects: Sequence[SchemeCosts]
             ) -> list[tuple[str, np.ndarray, float | None]]:  # fmt: skip
-    """Labels, percent and best interval of the curves that differ, the lowest first."""
+    """Return label, percentages and best interval of each distinct curve, the lowest first."""
     found: list[tuple[list[str], np.ndarray, float | None]] = []
     for p in prospects:
         if p.waste is None or p.uncovered is None:
             continue
-        # Where memory covers nothing, saves would only cost: the line is that of not saving to it at all.
+        # If memory covers nothing, saves only cost time: the line then shows a job that does not save to memory.
         shares = [waste(None if p.interval_s is None else float(t), costs, p.uncovered) for t in intervals_s]
         values = np.minimum(100 * np.array(shares), 1.05 * top)
         for names, known, _ in found:
@@ -98,7 +98,7 @@ def _curves(intervals_s: np.ndarray, top: float, costs: Costs, prospects: Sequen
 def _draw_curves(axes: Any, curves: Sequence[tuple[str, np.ndarray, float | None]], intervals_s: np.ndarray,
                  top: float) -> None:  # fmt: skip
     middle_s = next((best_s for _, _, best_s in curves if best_s is not None), float(intervals_s[200]))
-    free = 0.0  # above this share of the axis there is no label yet
+    free = 0.0  # share of the axis above which there is no label yet
     for number, (label, values, best_s) in enumerate(curves):
         shade = str(round(0.6 * number / max(2, len(curves) - 1), 2))
         axes.plot(intervals_s, values, _LINES[number % len(_LINES)], color=shade, linewidth=1.8)

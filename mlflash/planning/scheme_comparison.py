@@ -1,7 +1,7 @@
-"""What each redundancy scheme would give a job: memory, what may be lost, how often that is not enough, what it costs.
+"""What each redundancy scheme would give a job: its memory, the losses it survives, and the time it costs.
 
-Nothing here is taken from the name of a scheme: it is placed over the nodes as a Checkpointer places it, and what the
-placement survives is counted.
+Nothing follows from the name of a scheme. Each scheme is placed over the nodes as a Checkpointer places it, and the
+losses that the placement survives are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .interval import Costs, best_interval, waste
 
 SCHEMES = ("none", "copy", "copy:2", "xor:4", "xor:8", "rs:6+2", "rs:8+2", "rs:8+3")
 MOST_RANKS = 1 << 20
-_LATER_LOSSES = 64  # further nodes lost during one recovery; more of them are taken as too many
+_LATER_LOSSES = 64  # further nodes lost during one recovery; more of them count as not covered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Job:
     """A job to plan for.
 
     Attributes:
-        node_names: of its nodes, in their order.
-        ranks_per_node: ranks on each.
-        nbytes: of state, on each rank.
-        alike_nbytes: of these, what all ranks hold alike: stored once on each node.
+        node_names: names of the nodes, in order.
+        ranks_per_node: number of ranks on each node.
+        nbytes: bytes of state on each rank.
+        alike_nbytes: the part of ``nbytes`` that is the same on all ranks. It is stored once on each node.
         kinds: levels of failure domains, outermost first.
-        places: for each node its domain at each level; empty: nothing is known.
-        memory_nbytes: what a node can give to checkpoints; None: not known.
-        own_slots: of each rank: two; a third where it drains, and one or two more where steps are certified.
-        copy_slots: for each copy and each parity file: two, and as many more where steps are certified.
+        places: the domain of each node at each level. Empty: unknown.
+        memory_nbytes: memory of a node for checkpoints. None: unknown.
+        own_slots: own slots of each rank: two, a third if the job drains, and one or two more if it certifies steps.
+        copy_slots: slots of each copy and each parity file: two, and as many more if the job certifies steps.
         block_nbytes: bytes per checksum.
     """
 
@@ -61,11 +61,11 @@ class Job:
         ranks = len(self.node_names) * self.ranks_per_node
         if not 1 <= ranks <= MOST_RANKS or self.nbytes < 1:
             raise ConfigError(
-                "there is no such job", expected=f"1 to {MOST_RANKS:,} ranks, and at least 1 byte of state on each",
+                "impossible job size", expected=f"1 to {MOST_RANKS:,} ranks, and at least 1 byte of state on each",
                 found=f"{len(self.node_names)} nodes x {self.ranks_per_node} ranks x {self.nbytes} bytes",
             )  # fmt: skip
         if not 0 <= self.alike_nbytes <= self.nbytes:
-            raise ConfigError("what all ranks hold alike is part of the state of each",
+            raise ConfigError("the state that all ranks share (--alike) is larger than the state of a rank",
                               expected=f"at most {self.nbytes} bytes", found=f"{self.alike_nbytes}")  # fmt: skip
 
     @cached_property
@@ -76,12 +76,12 @@ class Job:
 
     @cached_property
     def domains(self) -> dict[str, list[str]]:
-        """For each kind of failure domain, innermost first, the name of each node's."""
+        """The domain name of each node, for each kind of failure domain, innermost first."""
         return {kind: [place[level] for place in self.places] for level, kind in reversed([*enumerate(self.kinds)])}
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of state on a node: the B of "4 B"."""
+        """Bytes of state on a node (the B of "4 B")."""
         return self.ranks_per_node * self.nbytes
 
 
@@ -90,19 +90,19 @@ class SchemeCosts:
     """What a scheme gives a job.
 
     Attributes:
-        scheme: as it was asked for.
-        made: what is made of it over these nodes: "rs:8+2" where groups of ten are made of "rs:6+2".
-        memory_nbytes: of the node that needs most.
-        spare_nbytes: what must be free there besides when that is allocated.
-        fits: whether a node can give both; None: not known.
-        survives: what may be lost, in words.
-        any_nodes: the most nodes of which any may be lost.
+        scheme: the scheme that the user named.
+        made: the scheme on these nodes: "rs:8+2" if "rs:6+2" forms groups of ten.
+        memory_nbytes: memory on the node that needs most.
+        spare_nbytes: bytes that must stay free there when the memory is allocated.
+        fits: whether a node has room for both. None: unknown.
+        survives: the losses that it survives, in words.
+        any_nodes: the number of nodes of which any may be lost.
         any_domain: kinds of failure domains of which any one may be lost.
-        chances: probability that memory is enough for 1, 2, ... random nodes lost at once.
-        too_close: domains that hold more nodes of a group than it may lose.
-        uncovered: share of the failures that fall back to the file system; None: failure rates are not known.
-        interval_s: from save to save; None also where memory covers no failure.
-        waste: share of time, at this interval; None: not known.
+        chances: probability that a checkpoint is left in memory if 1, 2, ... random nodes are lost at once.
+        too_close: domains that hold more nodes of a group than the group may lose.
+        uncovered: share of the failures that go back to the file system. None: failure rates are unknown.
+        interval_s: best time from save to save. None if unknown, or if memory covers no failure.
+        waste: share of wasted time with this interval. None: unknown.
     """
 
     scheme: Scheme
@@ -121,10 +121,10 @@ class SchemeCosts:
 
 
 def consider(job: Job, asked: Sequence[str] = ()) -> tuple[list[tuple[Scheme, Placement]], list[str]]:
-    """Place the schemes asked for, or else those of `SCHEMES` that make a difference over so few nodes.
+    """Place the schemes that the user names, or else those of `SCHEMES` that differ on this number of nodes.
 
     Returns:
-        Schemes and their placements, in order; and why others were left out, a line each.
+        Schemes and their placements, in order, and a line for each scheme that was left out, with the reason.
     """
     found: list[tuple[Scheme, Placement]] = []
     left_out = []
@@ -135,7 +135,7 @@ def consider(job: Job, asked: Sequence[str] = ()) -> tuple[list[tuple[Scheme, Pl
         if asked or same is None:
             found.append((scheme, placed))
         else:
-            left_out.append(f"{text} makes {made(placed)} here, as {same} does")
+            left_out.append(f"{text} is left out: it makes {made(placed)} here, as {same} does")
     return found, left_out
 
 
@@ -145,11 +145,11 @@ def _equal(one: Placement, other: Placement) -> bool:
 
 
 def node_nbytes(job: Job, placement: Placement) -> int:
-    """Count the bytes that a placement takes in the memory of a node, of the one that needs most.
+    """Count the bytes that a placement takes in the memory of the node that needs most.
 
-    Own slots, and those of each copy or parity file that its ranks hold for others, with their headers and tables;
-    and the shares of what all ranks hold alike. For the manifest, whose length is that of the names in the state, the
-    least is counted, two pages.
+    The sum has the own slots, the slots of each copy or parity file that the node's ranks hold for others, with their
+    headers and tables, and the shares of what all ranks hold alike. The manifest counts with its smallest size, two
+    pages; its real size depends on the names in the state.
     """
     slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), job.block_nbytes)
     sizes = {len(group) for group in placement.parity_groups}
@@ -164,14 +164,15 @@ def node_nbytes(job: Job, placement: Placement) -> int:
 
 
 def share_uncovered(found: survival.Survival, node_mtbf_s: float, window_s: float) -> float:
-    """Probability that a lost node is more than memory can give back, as others are lost while it is replaced.
+    """Return the probability that memory cannot cover a lost node, because others are lost while it is replaced.
 
-    Nodes fail independently. The number of further ones within the window follows Poisson; which ones, is random.
+    Nodes fail independently. The number of further lost nodes within the window has a Poisson distribution, and they
+    are random nodes.
 
     Args:
-        found: what may be lost.
+        found: the losses that the scheme survives.
         node_mtbf_s: mean time between failures of one node.
-        window_s: from a failure until redundancy is whole again.
+        window_s: time from a failure until redundancy is complete again.
     """
     mean = (found.nodes - 1) * window_s / node_mtbf_s
     most = min(found.nodes, 1 + _LATER_LOSSES)
@@ -180,19 +181,19 @@ def share_uncovered(found: survival.Survival, node_mtbf_s: float, window_s: floa
               for further in range(most)]  # fmt: skip
     lost = [1 - good[1 + further] / math.comb(found.nodes, 1 + further) for further in range(most)]
     beyond = max(0.0, 1 - math.fsum(likely))
-    # Below this it is the rounding of the sum, and not a probability.
+    # A smaller value is the rounding error of the sum, not a probability.
     return min(1.0, math.fsum(p * share for p, share in zip(likely, lost, strict=True)) + beyond * (beyond > 1e-12))
 
 
 def scheme_costs(job: Job, scheme: Scheme, placed: Placement, losses: int, costs: Costs | None) -> SchemeCosts:
-    """Work out what a scheme gives a job.
+    """Compute what a scheme gives a job.
 
     Args:
         job: nodes, ranks, bytes, failure domains.
-        scheme: as asked for.
-        placed: over the nodes of the job.
-        losses: up to how many nodes lost at once the chances are given for.
-        costs: of saves and failures; None: not known.
+        scheme: the scheme that the user named.
+        placed: its placement over the nodes of the job.
+        losses: the largest number of nodes lost at once to give a chance for.
+        costs: what saves and failures cost. None: unknown.
     """
     found = survival.of(job.topology, placed)
     nodes = found.nodes
@@ -221,13 +222,13 @@ def scheme_costs(job: Job, scheme: Scheme, placed: Placement, losses: int, costs
 
 
 def least(prospects: Sequence[SchemeCosts]) -> dict[str, SchemeCosts]:
-    """Find the prospect of the least memory for each thing that may be lost, among those that fit.
+    """Find the scheme with the least memory for each loss that may be survived, among those that fit.
 
     Returns:
-        By "any 1 node", "any 2 nodes", ... and by "any 1 rack".
+        Schemes by the loss that they survive: "any 1 node", "any 2 nodes", ... and "any 1 rack".
     """
     fitting = [p for p in prospects if p.fits is not False]
-    # Of two that differ by a few headers only, the one that survives more.
+    # If two differ only by a few headers, take the one that survives more.
     fitting.sort(key=lambda p: (float(f"{p.memory_nbytes:.3g}"), -p.any_nodes))
     wishes = {f"any {many(n, 'node')}": [p for p in fitting if p.any_nodes >= n] for n in (1, 2, 3)}
     for kind in dict.fromkeys(kind for p in fitting for kind in p.any_domain):

@@ -1,4 +1,4 @@
-"""A plan for people and programs: a table with its sentences, and JSON."""
+"""A plan as a table with sentences for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..human_readable.wording import many
 from .interval import Costs, daly, young
 from .scheme_comparison import Job, SchemeCosts, least
 
-_NAMED = 2  # domains that hold too much of a group, of each scheme
+_NAMED = 2  # warnings about domains that are shown for each scheme
 
 
 def show(
     console: Console, job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts], notes: Sequence[str]
 ) -> None:
-    """Print a plan: what was asked, a line for each scheme, what each survives, warnings, the least memory."""
+    """Print a plan: the job, a line for each scheme, the losses that each survives, warnings, and the least memory."""
     for line in _asked(job, costs, prospects):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_table(job, costs, prospects))
@@ -32,7 +32,7 @@ def show(
         for text in p.too_close[:_NAMED]:
             console.print(Text(f"warning: {p.scheme}: {text}", style="yellow"), soft_wrap=True)
         if more := len(p.too_close[_NAMED:]):
-            console.print(Text(f"warning: {p.scheme}: the same goes for {more} more", style="yellow"), soft_wrap=True)
+            console.print(Text(f"warning: {p.scheme}: {more} more like this", style="yellow"), soft_wrap=True)
     for text in notes:
         console.print(Text(text, style="dim"), soft_wrap=True)
     for wish, best in least(prospects).items():
@@ -43,7 +43,7 @@ def show(
 def _asked(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts]) -> Iterator[str]:
     nodes, state = len(job.node_names), job.state_nbytes
     why = [text for text, is_so in (("it drains", job.own_slots > job.copy_slots),
-                                    ("it holds what is certified", job.copy_slots > 2)) if is_so]  # fmt: skip
+                                    ("it keeps certified steps", job.copy_slots > 2)) if is_so]  # fmt: skip
     slots = many(job.own_slots, "slot") + (f" ({' and '.join(why)})" if why else "")
     if job.copy_slots > 2:
         slots += f", and {job.copy_slots} for each copy"
@@ -52,10 +52,10 @@ def _asked(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts]) -> I
         f"{show_bytes(state)} of state on a node, {show_bytes(nodes * state)} in all; each rank has {slots}"
     )
     if job.alike_nbytes:
-        yield f"{show_bytes(job.alike_nbytes)} of it all ranks hold alike: stored once on each node, and not sent"
+        yield f"{show_bytes(job.alike_nbytes)} of it is the same on all ranks: stored once on each node, and not sent"
     if job.memory_nbytes is not None:
-        yield f"a node gives {show_bytes(job.memory_nbytes)} to checkpoints"
-    yield f"when slots are made {show_bytes(max(p.spare_nbytes for p in prospects))} of a node must be free besides"
+        yield f"a node has {show_bytes(job.memory_nbytes)} for checkpoints"
+    yield f"{show_bytes(max(p.spare_nbytes for p in prospects))} more must be free on a node when slots are made"
     if costs is None:
         return
     yield (
@@ -70,10 +70,10 @@ def _asked(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts]) -> I
         text += f", but a commit takes longer: {show_seconds(costs.commit_s)}"
     yield text
     if costs.drain_every_s is None:
-        yield "what a fall to the file system costs is not in the waste: give --drain-every and --pfs-restart"
+        yield "the waste does not include failures that memory cannot cover: give --drain-every and --pfs-restart"
     else:
         yield (
-            f"drained every {show_seconds(costs.drain_every_s)}; a restart from the file system takes "
+            f"the job drains every {show_seconds(costs.drain_every_s)}; a restart from the file system takes "
             f"{show_seconds(costs.pfs_restart_s)}"
         )
 
@@ -99,7 +99,7 @@ def _table(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts]) -> T
 
 
 def show_chance(chance: float) -> str:
-    """Write a probability, rounded down: only a certainty is 100 %.
+    """Write a probability, rounded down. Only certainty is 100 %.
 
     Example:
         1 → "100 %"; 0.99996 → "99.996 %"; 0.5 → "50.0 %".
@@ -111,7 +111,7 @@ def show_chance(chance: float) -> str:
 
 
 def _few(count: float) -> str:
-    # What the model says of rarer ones is nothing beside the losses that are no accident of single nodes.
+    # Losses that do not come from single nodes dominate anything rarer that the model predicts.
     if 0 < count < 0.001:
         return "< 0.001"
     return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
@@ -122,7 +122,7 @@ def _falls(p: SchemeCosts, costs: Costs) -> float:
 
 
 def to_json(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts], notes: Sequence[str]) -> dict[str, Any]:
-    """Give a plan as plain values; bytes, seconds and shares, whatever units were given."""
+    """Return a plan as plain values in bytes, seconds and shares, whatever units were given."""
     given = {"nodes": len(job.node_names), "ranks_per_node": job.ranks_per_node, "nbytes_per_rank": job.nbytes,
              "alike_nbytes": job.alike_nbytes,
              "memory_nbytes": job.memory_nbytes, "own_slots": job.own_slots,

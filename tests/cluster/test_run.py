@@ -271,6 +271,6 @@ def test_all_ranks_can_be_watched_and_a_node_seen_to_go(nodes: Nodes, start: Any
     rows = [line.split()[:3] for line in page.splitlines() if "training" in line]
     assert rows == [["host1", "0", "training"], ["host2", "1", "training"]]
     here = nodes.run("host2", MLFLASH, "top", "--once")
-    assert "host2" in here and "1 other node: --slurm-job ID or --hosts A,B asks them" in here
+    assert "host2" in here and "1 other node not asked: use --slurm-job ID or --hosts A,B" in here
     nodes.crash("host2")
     assert "no answer from host2" in look(nodes, "--directory", run.directory)

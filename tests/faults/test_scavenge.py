@@ -124,7 +124,7 @@ def test_what_is_not_looked_at_is_named(shm: Path, directory: Path) -> None:
     text = command(cluster, "scavenge", directory, code=1)
     assert "j ran on emulated nodes; set MLFLASH_RANKS_PER_NODE" in text
     text = command(cluster, "scavenge", directory, "--job", "other", ranks=2, code=1)
-    assert "nothing of other is here, but of j: name it with --job" in text
+    assert "this node holds nothing of other, but of j: name it with --job" in text
     assert not directory.exists()
 
 
@@ -133,7 +133,7 @@ def test_where_too_much_is_lost_nothing_is_drained_and_that_is_said(shm: Path, d
     train_and_die(cluster, 4, 2, options={"redundancy": "none"})
     cluster.wipe(1)
     text = command(cluster, "scavenge", directory, ranks=1, code=1)
-    assert "step 2 was committed, and memory cannot give it: the slots of ranks 2-3 are gone" in text
+    assert "step 2 was committed, but memory can no longer give it: the slots of ranks 2-3 are gone" in text
     assert not directory.exists()
     found = document(cluster, "status", ranks=1, code=1)
     assert (found["newest"], found["well"], found["attempts"][0]["missing_ranks"]) == (None, False, [2, 3])

@@ -91,7 +91,7 @@ def test_clean_of_all_jobs_asks_before_it_deletes_them(shm: Path) -> None:
             os.write(outside, answer.encode())
             assert asking.wait(PATIENCE_S) == (1 if left else 0)
         os.close(outside)
-        assert b"mine" in said and b"theirs" in said and b"those of these 2 jobs" in said
+        assert b"mine" in said and b"theirs" in said and b"These 2 jobs hold" in said
         assert len(json.loads(call("jobs", "--memory", shm, "--json").stdout)["jobs"]) == left
     save(shm, "mine", 1)
     assert "freed" in call("clean", "--all", "--yes", "--memory", shm).stdout
@@ -116,7 +116,7 @@ def test_of_a_live_job_it_is_said_that_it_is_alive_and_not_another_one(shm: Path
 @pytest.mark.parametrize("text", ["3.6", "0.5", "12.25B"])
 def test_a_part_of_a_byte_is_a_forgotten_unit(text: str) -> None:
     said = call("plan", "--nodes", 2, "--bytes", text, code=2).stderr
-    assert "bytes come whole: give a unit" in said and "12GiB" in said
+    assert "not a whole number of bytes: give a unit" in said and "12GiB" in said
     assert "3.6 GiB" in call("plan", "--nodes", 2, "--bytes", "3.6GiB").stdout
 
 

@@ -181,9 +181,7 @@ def test_a_world_of_another_size_is_an_error(started: Launch, size: int, level: 
         assert ("srun --mpi=pmix" in found.remedy) == (started.by == "srun") and "Open MPI v5.0.11" in found.remedy
         meets = launch_environment.judge_size(started, size, "MPICH 5.0.2", "MASTER_ADDR and MASTER_PORT")
         assert meets.level is Level.OK
-        assert (
-            meets.words == "4 ranks, which meet by MASTER_ADDR and MASTER_PORT; this command looks at this node only"
-        )
+        assert meets.words == "4 ranks, which meet by MASTER_ADDR and MASTER_PORT; this command looks at this node only"
 
 
 # The watch

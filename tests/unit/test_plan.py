@@ -179,10 +179,10 @@ def test_what_all_ranks_hold_alike_counts_once_on_each_node() -> None:
         assert 2 * 12 * GIB < node_nbytes(whole, placed) < 1.001 * 2 * 12 * GIB
         own = 2 * (1 + parse(scheme).overhead) * half.ranks_per_node * 6 * GIB
         assert node_nbytes(half, placed) == pytest.approx(own + 2 * 6 * GIB, rel=0.001)
-    with pytest.raises(ConfigError, match="part of the state of each"):
+    with pytest.raises(ConfigError, match="is larger than the state of a rank"):
         job(16, nbytes=GIB, alike_nbytes=GIB + 1)
     text = run("--nodes", 2, "--bytes", "12GiB", "--alike", "11.9GiB", "--scheme", "copy")
-    assert "11.9 GiB of it all ranks hold alike" in text
+    assert "11.9 GiB of it is the same on all ranks" in text
     told = json.loads(run("--nodes", 2, "--bytes", "12GiB", "--alike", "12GiB", "--scheme", "copy", "--json"))
     assert told["schemes"][0]["memory_per_state"] == pytest.approx(0.25, rel=0.001)
 
@@ -197,7 +197,7 @@ def test_what_is_made_of_a_scheme_is_named() -> None:
     assert [name("rs:6+2", n) for n in (2, 3, 4, 10)] == ["copy", "copy:2", "rs:2+2", "rs:8+2"]
     found, left_out = consider(job(3))
     assert [str(scheme) for scheme, _ in found] == ["none", "copy", "copy:2", "xor:4"]
-    assert left_out[0] == "xor:8 makes xor:3 here, as xor:4 does"
+    assert left_out[0] == "xor:8 is left out: it makes xor:3 here, as xor:4 does"
     assert [str(scheme) for scheme, _ in consider(job(3), ("rs:6+2", "copy:2"))[0]] == ["rs:6+2", "copy:2"]
 
 
@@ -256,8 +256,8 @@ def test_the_examples_of_the_page_are_real(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("options", "said", "more"), [
     ("--draining", "3 slots (it drains)", 1), ("--certify-after 0", "2 slots", 0),
-    ("--certify-after 1", "3 slots (it holds what is certified), and 3 for each copy", 2),
-    ("--certify-after 9 --draining", "5 slots (it drains and it holds what is certified), and 4 for each copy", 5),
+    ("--certify-after 1", "3 slots (it keeps certified steps), and 3 for each copy", 2),
+    ("--certify-after 9 --draining", "5 slots (it drains and it keeps certified steps), and 4 for each copy", 5),
 ])  # fmt: skip
 def test_further_slots_are_counted_and_said(options: str, said: str, more: int) -> None:
     given = ("--nodes", 2, "--ranks-per-node", 1, "--bytes", "1GiB", "--scheme", "copy", *options.split())
@@ -298,7 +298,7 @@ def test_a_domain_that_holds_too_much_of_a_group_is_warned_about(tmp_path: Path)
     file.write_text("levels: row rack\nn[1-4] 1 a\nn[5-8] 1 b\nn[9-10] 2 a\n")
     text = run("--domains", file, "--bytes", "1GB", "--scheme", "xor:4", "--scheme", "rs:3+2")
     assert "warning: xor:4: rack 1/b holds 2 nodes of a group that may lose 1\n" in text
-    assert "warning: xor:4: the same goes for 1 more\n" in text
+    assert "warning: xor:4: 1 more like this\n" in text
     assert "least memory for any 1 rack: rs:3+2" in text and "any 1 of 2 rows except row 1" in text
     text = run("--domains", file, "--hosts", "n[9-10],m1", "--bytes", "1GB")
     assert "the failure domains of 1 of 3 hosts are unknown, so each counts as its own: m1" in text
@@ -347,7 +347,8 @@ def test_a_report_of_a_run_says_what_was_measured(shm: Path, tmp_path: Path) -> 
     file.write_text(json.dumps(sharing))
     assert "those of all 2 ranks" in run("--report", file, "--nodes", 4, code=1)
     file.write_text("[]")
-    for text, wrong in (("[]", "no report"), ("{}", "no report"), ("{", "report.json: "), ('[{"node": 1}]', "slots"),
+    for text, wrong in (("[]", "not a report"), ("{}", "not a report"), ("{", "report.json: "),
+                        ('[{"node": 1}]', "slots"),
                         (json.dumps({**report, "counts": {}}), "saved nothing")):  # fmt: skip
         file.write_text(text)
         assert wrong in run("--report", file, "--nodes", 4, code=1)

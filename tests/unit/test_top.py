@@ -77,7 +77,7 @@ def test_what_needs_a_person_is_said() -> None:
     assert "4 of 4 ranks have ended on 2 of 2 nodes" in shown(
         Look(1.0, tuple(heartbeat(n, state="ended") for n in range(4)))
     )
-    assert "1 other node: --slurm-job ID or --hosts A,B asks them" in shown(Look(1.0, (heartbeat(0), heartbeat(1))))
+    assert "1 other node not asked: use --slurm-job ID or --hosts A,B" in shown(Look(1.0, (heartbeat(0), heartbeat(1))))
 
 
 def test_the_rank_that_the_last_commit_waited_for_is_named_with_its_phase_and_noise_is_not() -> None:
