@@ -26,17 +26,17 @@ _CHUNK_NBYTES = 64 << 20
 def write(whole: Whole, store: Store, rules: Sequence[Rule] = (), file_nbytes: int = FILE_NBYTES) -> Written:
     """Write a checkpoint as a DCP checkpoint of one rank.
 
-    Collective where reading the checkpoint is. Tied tensors are stored once and found under each of their keys. Objects
-    (numbers, strings, arrays, tuples) are pickled, as DCP does.
+    Collective if reading the checkpoint is. Tied tensors are stored once, and each of their keys finds them. Objects
+    (numbers, strings, arrays, tuples) are pickled, as in DCP.
 
     Args:
         whole: the checkpoint.
         store: where the files go.
-        rules: what becomes of the tensors on the way; with rules the checkpoint is a dict of tensors by name.
-        file_nbytes: most bytes of tensors in a file; a larger tensor has a file of its own.
+        rules: how tensors change on the way. With rules the checkpoint is a dict of tensors by name.
+        file_nbytes: most bytes of tensors in a file. A larger tensor gets its own file.
 
     Raises:
-        StateError: the state is no dict, two leaves get the same key, or torch cannot load a dtype.
+        StateError: the state is not a dict, two leaves get the same key, or torch cannot load a dtype.
         ConfigError: a rule does not fit.
     """
     entries = list(whole.entries.values())
@@ -45,7 +45,7 @@ def write(whole: Whole, store: Store, rules: Sequence[Rule] = (), file_nbytes: i
     ties = {key: other for key, output in outputs.items() if (other := first.setdefault(output.formula, key)) != key}
     own = {key: output for key, output in outputs.items() if key not in ties}
     for output in own.values():
-        tensor_dtype(output.entry)  # refuses before anything is written
+        tensor_dtype(output.entry)  # raises before anything is written
     batches = Batches(whole, list(own.values()))
     files, written = [], {}
     for number, (tensors, objects) in enumerate(_cut(entries, own, keys.objects, file_nbytes)):
@@ -64,7 +64,7 @@ def write(whole: Whole, store: Store, rules: Sequence[Rule] = (), file_nbytes: i
 
 
 def _planned(whole: Whole, rules: Sequence[Rule]) -> tuple[dict[str, Output], Keys]:
-    """The tensors that go out, by key, and all keys."""
+    """Return the tensors to write by key, and all keys."""
     outputs = plan(whole.entries, rules, whole.ties)
     if rules:
         named = {output.entry.name: output for output in outputs}
@@ -76,7 +76,7 @@ def _planned(whole: Whole, rules: Sequence[Rule]) -> tuple[dict[str, Output], Ke
 def _cut(
     entries: Sequence[Entry], tensors: Mapping[str, Output], objects: Mapping[str, Tree], file_nbytes: int
 ) -> list[tuple[list[str], list[str]]]:
-    """Which tensors and objects are in which file. Objects are in memory while their file is written."""
+    """Divide tensors and objects among files. Objects are in memory while their file is written."""
     sizes = [(key, True, output.entry.nbytes) for key, output in tensors.items()]
     sizes += [(key, False, sum(entry.nbytes for entry in _inside(entries, tree))) for key, tree in objects.items()]
     files: list[tuple[list[str], list[str]]] = [([], [])]
@@ -91,14 +91,14 @@ def _cut(
 
 
 def _inside(entries: Sequence[Entry], tree: Tree) -> list[Entry]:
-    """The tensors and arrays in a part of the state."""
+    """Return the tensors and arrays in a part of the state."""
     found: list[Entry] = []
     build(tree, lambda number: found.append(entries[number]), lambda _: None)
     return found
 
 
 def _object(whole: Whole, entries: Sequence[Entry], tree: Tree) -> Any:
-    """A part of the state, with what is in it."""
+    """Build a part of the state with its values."""
     names = [entry.name for entry in _inside(entries, tree)]
     raw = whole.bytes_of(names) if names else {}
     return build(tree, lambda number: from_bytes(entries[number], np.array(raw[entries[number].name])),

@@ -1,7 +1,7 @@
-"""Tensors made of tensors: parts, transposes, joins.
+"""Tensors made from tensors: parts, transposes, joins.
 
-A formula is a value. Its shape is known without any byte; its bytes are made when they are asked for. Two formulas that
-are equal have equal bytes.
+A formula is a value. Its shape is known without reading a byte. Its bytes are made on request. Two equal formulas have
+equal bytes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 
 Shape = tuple[int, ...]
 Read = Callable[[str], np.ndarray]
-"""Gives a tensor of the checkpoint, in its shape; its elements are opaque."""
+"""Returns a tensor of the checkpoint in its shape, with opaque elements."""
 
 
 class Formula(Protocol):
-    """A tensor made of others."""
+    """A tensor made from others."""
 
     @property
     def shape(self) -> Shape: ...
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the tensors of the checkpoint that it is made of."""
+        """Names of the tensors of the checkpoint that it is made from."""
 
     def make(self, read: Read) -> np.ndarray:
-        """Make it: a view where that is possible, else a copy."""
+        """Make the tensor. Return a view if possible, else a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What lies from ``start`` to ``stop`` along a dimension."""
+    """The part from ``start`` to ``stop`` along a dimension."""
 
     of: Formula
     dim: int
@@ -70,7 +70,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """With its dimensions in another order: dimension i is ``dims[i]`` of the other."""
+    """A tensor with its dimensions in another order: dimension i is ``dims[i]`` of the other tensor."""
 
     of: Formula
     dims: tuple[int, ...]
@@ -89,7 +89,7 @@ class Transposed:
 
 @dataclasses.dataclass(frozen=True)
 class Reshaped:
-    """In another shape of as many elements."""
+    """A tensor in another shape with the same number of elements."""
 
     of: Formula
     shape: Shape
@@ -105,7 +105,7 @@ class Reshaped:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Several, one after the other along a dimension."""
+    """Several tensors, one after the other along a dimension."""
 
     parts: tuple[Formula, ...]
     dim: int
@@ -133,5 +133,5 @@ def stacked(parts: tuple[Formula, ...], dim: int) -> Formula:
 
 
 def taken(of: Formula, dim: int, index: int) -> Formula:
-    """Take one index of a dimension, which goes away. Not collective."""
+    """Take one index of a dimension, and remove the dimension. Not collective."""
     return Reshaped(Part(of, dim, index, index + 1), (*of.shape[:dim], *of.shape[dim + 1 :]))

@@ -17,13 +17,13 @@ _CHUNK_NBYTES = 8 << 20
 def write(whole: Whole, store: Store, rules: Sequence[Rule] = (), name: str = "state.h5") -> Written:
     """Write a checkpoint as one HDF5 file: ``/tensors/<name>``, and everything else as JSON in ``/objects``.
 
-    Collective where reading the checkpoint is. Tied tensors are hard links. With rules there are tensors only.
+    Collective if reading the checkpoint is. Tied tensors are hard links. With rules the file has only tensors.
 
     Args:
         whole: the checkpoint.
         store: where the file goes.
-        rules: what becomes of the tensors on the way.
-        name: of the file.
+        rules: how tensors change on the way.
+        name: name of the file.
 
     Raises:
         ConfigError: a rule does not fit.

@@ -1,7 +1,7 @@
-"""A directory that PyTorch DCP has written → a nested state.
+"""Read a directory that PyTorch DCP has written as a nested state.
 
-Nothing in the directory is run: ``.metadata`` is a pickle, and is read by an unpickler that knows DCP's own classes and
-no others; tensors and objects are read by ``torch.load(weights_only=True)``.
+No code in the directory runs. ``.metadata`` is a pickle, and an unpickler reads it that knows only the classes of DCP.
+``torch.load(weights_only=True)`` reads tensors and objects.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from ..errors import StateError, StructureMismatch
 from ..state.shards import box
 from ..storage.store import Store, open_store
 
-_HINT = "read_dcp(..., trust_pickle=True) reads it, and runs what is in it: do so only if you trust who wrote it"
+_HINT = "read_dcp(..., trust_pickle=True) reads it, but may run code in it: use it only if you trust the author"
 
 
 def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[str, Any]:
-    """Read a checkpoint of ``dcp.save``, whatever ranks have written it.
+    """Read a checkpoint of ``dcp.save``, written by any number of ranks.
 
-    Not collective. The whole state is in memory afterwards, and one part of a tensor twice while it is read.
+    Not collective. Afterwards the whole state is in memory. One part of a tensor is there twice while it is read.
 
     Args:
         path: the directory, or a URL that fsspec knows.
-        trust_pickle: unpickle whatever is there, which can run code.
+        trust_pickle: unpickle everything. This can run code.
 
     Returns:
-        The state as it was given to ``dcp.save``: nested, tensors whole and on the CPU.
+        The state that was given to ``dcp.save``: nested, with whole tensors on the CPU.
 
     Raises:
-        StateError: an object needs ``trust_pickle``; its key is named.
-        StructureMismatch: this is no DCP checkpoint, or a damaged one.
+        StateError: an object needs ``trust_pickle``. The error has its key.
+        StructureMismatch: this is not a DCP checkpoint, or it is damaged.
     """
     store = open_store(path)
     metadata = _read_metadata(store, trust_pickle)
@@ -62,7 +62,7 @@ def _read_tensor(store: Store, metadata: Any, key: str, described: Any) -> torch
     for chunk in described.chunks:
         part = _read(store, metadata, key, chunk.offsets, False)
         if part.shape != chunk.sizes:
-            raise StructureMismatch("a part of this tensor is of another shape than the metadata says", tensor=key,
+            raise StructureMismatch("a part of this tensor has another shape than in the metadata", tensor=key,
                                     expected=tuple(chunk.sizes), found=tuple(part.shape))  # fmt: skip
         tensor[box(chunk.offsets, chunk.sizes)] = part
     return tensor
@@ -73,7 +73,7 @@ def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool
     info = metadata.storage_data.get(dcp.MetadataIndex(key, offset))
     name = getattr(info, "relative_path", None)
     if not isinstance(name, str) or os.path.basename(name) != name:
-        raise StructureMismatch("the metadata does not say in which file of this directory this is", tensor=key,
+        raise StructureMismatch("the metadata names no file of this directory for this tensor", tensor=key,
                                 found=name)  # fmt: skip
     if info.transform_descriptors:
         raise StructureMismatch("this checkpoint was written with extensions of DCP, which only DCP can read",
@@ -88,7 +88,7 @@ def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=not trust_pickle)
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
-        raise StateError(f"this object is more than data; {_HINT}", tensor=key, found=reason[:200]) from None
+        raise StateError(f"this object is more than plain data. {_HINT}", tensor=key, found=reason[:200]) from None
 
 
 # Arrays and numbers of numpy, as numpy pickles them.
@@ -99,7 +99,7 @@ _NUMPY: list[Any] = [
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what a ``.metadata`` is made of."""
+    """Unpickles only the classes that a ``.metadata`` needs."""
 
     _KNOWN = frozenset({
         *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -113,12 +113,12 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise StateError(f"the metadata of this checkpoint is more than data; {_HINT}", found=f"{module}.{name}")
+        raise StateError(f"the metadata of this checkpoint is more than plain data. {_HINT}", found=f"{module}.{name}")
 
 
 def _read_metadata(store: Store, trust_pickle: bool) -> Any:
     if ".metadata" not in store.names():
-        raise StructureMismatch("this is no checkpoint of PyTorch DCP: there is no .metadata", found=store.path)
+        raise StructureMismatch("this is not a checkpoint of PyTorch DCP: it has no .metadata", found=store.path)
     raw = io.BytesIO(store.read(".metadata"))
     try:
         metadata = (pickle.Unpickler if trust_pickle else _Unpickler)(raw).load()
@@ -127,5 +127,5 @@ def _read_metadata(store: Store, trust_pickle: bool) -> Any:
             raise
         raise StructureMismatch("the .metadata of this checkpoint is damaged", found=error) from None
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
-        raise StructureMismatch("the .metadata of this checkpoint is of another kind", found=type(metadata))
+        raise StructureMismatch("the .metadata of this checkpoint has another type", found=type(metadata))
     return metadata

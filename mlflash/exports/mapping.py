@@ -1,6 +1,6 @@
 """Rules that rename, drop, split, join and transpose tensors on their way out.
 
-A rule is a line; the rules are applied in order, each to what those before it have made::
+Each line is a rule. The rules apply in order, each to the result of the rules before it::
 
     keep      model.**
     rename    model.{rest...} -> {rest...}
@@ -9,11 +9,11 @@ A rule is a line; the rules are applied in order, each to what those before it h
     transpose h.{i}.attn.c_attn.weight
     stack     layers.{i}.experts.{n}.weight -> layers.{i}.experts.weight
 
-In a pattern ``{i}`` stands for one or more characters without a dot and ``{rest...}`` for any; ``*`` and ``**`` are the
-same without a name. Names that a list in braces stands for are written out: ``x.{q,k}`` is ``x.q, x.k``.
-`docs/export.md` says it at length.
+In a pattern ``{i}`` stands for one or more characters without a dot, and ``{rest...}`` for any characters. ``*`` and
+``**`` are the same without a name. A list in braces stands for several names: ``x.{q,k}`` is ``x.q, x.k``.
+`docs/export.md` has the details.
 
-Rules are a plan first: shapes are known before any byte is read.
+Rules first make a plan: all shapes are known before a byte is read.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ _Made = dict[str, _Item]
 def plan(
     entries: Mapping[str, Entry], rules: Sequence[Rule] = (), ties: Mapping[str, str] | None = None
 ) -> list[Output]:
-    """Tell what the tensors of a checkpoint become.
+    """Plan how rules change the tensors of a checkpoint.
 
-    Not collective. Nothing is read.
+    Not collective. This reads nothing.
 
     Args:
         entries: the tensors of the checkpoint, each whole.
-        rules: what is done with them, in order; none leaves them as they are.
+        rules: the rules, in order. Without rules all tensors stay as they are.
         ties: name → earlier name that has the same memory.
 
     Returns:
-        The tensors that go out, in the order of those that they are made of.
+        The tensors to write, in the order of the tensors that they are made from.
 
     Raises:
-        ConfigError: a rule matches nothing, makes a name twice, or does not fit a tensor; file, line and tensor are
-            named.
+        ConfigError: a rule matches nothing, makes a name twice, or does not fit a tensor. The error names file, line
+            and tensor.
     """
     ties = ties or {}
     named = {
@@ -80,13 +80,13 @@ def plan(
 
 
 def _apply(rule: Rule, named: _Made) -> _Made:
-    """What a rule makes of all tensors; what it makes of one takes the place of that one."""
+    """Apply a rule to all tensors. The result of a tensor takes its place in the order."""
     changed = _many_to_one(rule, named) if rule.verb in ("join", "stack") else _one_by_one(rule, named)
     made: _Made = {}
     for name, item in named.items():
         for new, its in changed.get(name, {name: item}).items():
             if new in made:
-                raise rule.error("this name is there already", new)
+                raise rule.error("another tensor already has this name", new)
             made[new] = its
     return made
 
@@ -96,7 +96,7 @@ def _one_by_one(rule: Rule, named: _Made) -> dict[str, _Made]:
     for pattern in rule.patterns:
         matched = {name: captures for name in named if (captures := pattern.match(name)) is not None}
         if not matched:
-            raise rule.error(f"{pattern} matches no tensor; there are, among others: {', '.join(list(named)[:3])}")
+            raise rule.error(f"{pattern} matches no tensor; tensors are, for example: {', '.join(list(named)[:3])}")
         for name, captures in matched.items():
             if rule.verb == "keep":
                 changed[name] = {name: named[name]}
@@ -130,7 +130,7 @@ def _changed(rule: Rule, name: str, item: _Item, captures: Mapping[str, str]) ->
 
 
 def _dim(rule: Rule, name: str, formula: Formula, more: int = 0) -> int:
-    """The dimension a rule speaks of, counted from the front; ``more`` dimensions than the tensor has may be there."""
+    """Return the dimension of a rule, counted from the front. It may exceed the tensor's by ``more`` dimensions."""
     (dim,) = rule.options.get("dim", (0,))
     count = len(formula.shape) + more
     if not -count <= dim < count:
@@ -142,20 +142,20 @@ def _transposed(rule: Rule, name: str, formula: Formula) -> Formula:
     count = len(formula.shape)
     dims = rule.options.get("dims", (1, 0))
     if sorted(dims) != list(range(count)):
-        raise rule.error("dims= must name each dimension of the tensor once; without it a matrix is transposed", name,
+        raise rule.error("dims= must name each dimension once; you may leave it out only for a matrix", name,
                          expected=f"an order of the {count} dimensions of {formula.shape}", found=dims)  # fmt: skip
     return Transposed(formula, dims)
 
 
 def _parts(rule: Rule, name: str, formula: Formula) -> list[Formula]:
-    """Cut a tensor; with groups, each group of it."""
+    """Cut a tensor into parts. With groups, cut each group."""
     dim, count = _dim(rule, name, formula), len(rule.targets)
     length, (groups,) = formula.shape[dim], rule.options.get("groups", (1,))
     group = length // groups
     sizes = rule.options.get("sizes", (group // count,) * count)
     if sum(sizes) * groups != length:
         equal = f"{count} equal parts" if "sizes" not in rule.options else " + ".join(map(str, sizes))
-        raise rule.error(f"dimension {dim} cannot be cut so", name, expected=f"{equal}, in {groups} groups"
+        raise rule.error(f"dimension {dim} cannot be cut like this", name, expected=f"{equal}, in {groups} groups"
                          if groups > 1 else equal, found=f"{length}, in shape {formula.shape}")  # fmt: skip
     parts: list[Formula] = []
     start = 0
@@ -184,7 +184,7 @@ def _many_to_one(rule: Rule, named: _Made) -> dict[str, _Made]:
 
 
 def _members(rule: Rule, named: Iterable[str]) -> dict[str, list[str]]:
-    """What is joined, in order, by the name of what it becomes."""
+    """Return the tensors to join, in order, by the name of the result."""
     target = rule.targets[0]
     free_places = [key for key in rule.patterns[0].captures if key not in target.captures]
     found: dict[str, dict[tuple[str, ...], dict[str, str]]] = {}
@@ -201,11 +201,11 @@ def _members(rule: Rule, named: Iterable[str]) -> dict[str, list[str]]:
         runs = sorted(captured, key=_natural)
         names = [pattern.fill(captured[free]) for free in runs for pattern in rule.patterns]
         if missing := [name for name in names if name not in there]:
-            raise rule.error(f"this tensor is missing from what becomes {new!r}", missing[0])
+            raise rule.error(f"this tensor is missing, and {new!r} needs it", missing[0])
         if len(free_places) == 1 and all(number.isdecimal() for (number,) in runs):
             numbers = {int(number) for (number,) in runs}
             if (gap := next((n for n in range(max(numbers)) if n not in numbers), None)) is not None:
-                raise rule.error(f"what becomes {new!r} is numbered up to {max(numbers)}, without {gap}")
+                raise rule.error(f"the tensors for {new!r} have numbers up to {max(numbers)}, but {gap} is missing")
         members[new] = names
     return members
 
@@ -216,13 +216,13 @@ def _natural(words: Iterable[str]) -> list[tuple[int, str]]:
 
 
 def _refuse_unlike(rule: Rule, first: str, one: _Item, name: str, other: _Item) -> None:
-    """Refuse what cannot be joined."""
+    """Refuse tensors that cannot be joined."""
     a, b = one.formula.shape, other.formula.shape
     if rule.verb == "join":
         dim, same_dim = _dim(rule, first, one.formula), len(a) == len(b)
         a, b = a[:dim] + a[dim + 1 :], b[:dim] + b[dim + 1 :] if same_dim else b
     if (one.kind, one.dtype, a) != (other.kind, other.dtype, b):
-        raise rule.error(f"does not go together with {first!r}", name, expected=f"{one.dtype} {one.formula.shape}",
+        raise rule.error(f"cannot be joined with {first!r}", name, expected=f"{one.dtype} {one.formula.shape}",
                          found=f"{other.dtype} {other.formula.shape}")  # fmt: skip
 
 

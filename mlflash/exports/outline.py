@@ -1,4 +1,4 @@
-"""What an open checkpoint holds, every tensor whole: of a state as it was saved, or of what a DCP plan wrote."""
+"""The contents of an open checkpoint with every tensor whole, from a saved state or from a DCP plan."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Outline:
 
     Attributes:
         entries: each tensor or array by its name, whole.
-        spots: where each is in the structures of the old ranks.
+        spots: where each tensor is in the structures of the old ranks.
         ties: name → the earlier name that has the same memory.
-        tree, plain: structure and plain leaves, encoded; their numbers are places in ``entries`` and ``plain``.
-        left_out: names of what has no form outside of its pickle.
+        tree, plain: structure and plain leaves, encoded. Their numbers are places in ``entries`` and ``plain``.
+        left_out: names of objects that exist only as a pickle.
     """
 
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
@@ -38,13 +38,13 @@ class Outline:
 
 
 def outline(opened: OpenCheckpoint) -> Outline:
-    """Say what a checkpoint holds, which was opened with ``told=planned.TOLD``. Not collective."""
+    """Return the contents of a checkpoint that was opened with ``told=dcp_plans.TOLD``. Not collective."""
     is_planned = dcp_plans.is_planned(opened.olds.groups[0].structure.tree)
     return _of_plan(opened) if is_planned else _of_state(opened)
 
 
 def _of_state(opened: OpenCheckpoint) -> Outline:
-    """What ranks had their own of is that of the lowest rank."""
+    """Outline a saved state. If ranks had different values, take those of the lowest rank."""
     found = Outline(spots=opened.olds.spots)
     numbers: dict[str, int] = {}
     for nth, old in enumerate(opened.olds.of_structures()):
@@ -60,7 +60,7 @@ def _of_state(opened: OpenCheckpoint) -> Outline:
 
 
 def _of_plan(opened: OpenCheckpoint) -> Outline:
-    """The nested state that a plan was made of, as far as the planner kept where each part of it was."""
+    """Outline the nested state of a DCP plan, as far as the planner kept the place of each part."""
     found = Outline()
     paths: dict[str, Path] = {}
     subs: dict[str, Tree] = {}
@@ -98,7 +98,7 @@ def _whole(entry: Entry) -> Entry:
 
 
 def _numbered(tree: Tree, old: OldRank, numbers: dict[str, int], plain: list[Any], path: str) -> Tree:
-    """A rank's tree, with the numbers of the whole; adds its plain leaves."""
+    """Renumber a rank's tree for the whole state, and add its plain leaves to ``plain``."""
     tag, rest = tree
     if tag == "e":
         return ["e", numbers[old.entries[rest].name]]
@@ -114,7 +114,7 @@ def _numbered(tree: Tree, old: OldRank, numbers: dict[str, int], plain: list[Any
 
 
 def _moved(tree: Tree, by: int) -> Tree:
-    """A tree whose plain leaves come behind others."""
+    """Shift the numbers of the plain leaves in a tree."""
     tag, rest = tree
     if tag == "p":
         return ["p", rest + by]
@@ -124,7 +124,7 @@ def _moved(tree: Tree, by: int) -> Tree:
 
 
 def _nested(parts: dict[Path, Tree]) -> Tree:
-    """Put a state together: names are keys of dicts, numbers places in lists."""
+    """Build a nested state. Names are keys of dicts, and numbers are places in lists."""
     inside: dict[str | int, dict[Path, Tree]] = {}
     for path, tree in parts.items():
         if not path:
@@ -140,7 +140,7 @@ def _at(path: str, key: str) -> str:
 
 
 def _merged(one: Tree, other: Tree) -> Tree:
-    """Two ranks' trees as one: where both have something the first counts (pipeline stages have different layers)."""
+    """Merge the trees of two ranks. If both have a key, the first counts (pipeline stages have different layers)."""
     if one[0] == "o":
         return ["o", _merged(one[1], other[1] if other[0] == "o" else other)]
     if other[0] == "o":

@@ -1,4 +1,4 @@
-"""Tensors as they go out, read a batch at a time."""
+"""Tensors to write, read a batch at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BATCH_NBYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """A tensor or array as it goes out.
+    """A tensor or array to write.
 
     Attributes:
-        entry: its name, dtype and shape; it is whole.
-        formula: what it is made of.
-        tie: name of an earlier output that is made of the same; None where there is none.
+        entry: its name, dtype and shape. It is whole.
+        formula: how it is made.
+        tie: name of an earlier output with the same formula, or None.
     """
 
     entry: Entry
@@ -32,15 +32,15 @@ class Output:
 
 
 class Batches:
-    """The bytes of outputs, in batches planned from their sizes only.
+    """The bytes of outputs, in batches that follow from their sizes only.
 
-    The tensors that a batch is made of are read when its first output is asked for, and forgotten when another
-    batch's is. Asked for in order, each batch is read once, and on all ranks alike.
+    A request for the first output of a batch reads all tensors of the batch. A request for another batch drops them. If
+    the requests come in order, each batch is read once, and in the same order on all ranks.
 
     Args:
         whole: the checkpoint.
-        outputs: in the order in which they will be asked for.
-        batch_nbytes: most bytes that a batch reads; one output may need more.
+        outputs: the outputs, in the order of the requests.
+        batch_nbytes: most bytes that a batch reads. One output may need more.
     """
 
     def __init__(self, whole: Whole, outputs: Sequence[Output], batch_nbytes: int = BATCH_NBYTES):
@@ -63,7 +63,7 @@ class Batches:
         self._batches.append(tuple(names))
 
     def source(self, output: Output) -> Source:
-        """What gives the bytes of an output when it is called. May be collective then, as reading is."""
+        """Return a function that returns the bytes of an output. A call of it is collective if reading is."""
         return lambda: self._make(output)
 
     def _make(self, output: Output) -> np.ndarray:
@@ -86,6 +86,6 @@ _OPAQUE = {0: "u1", 1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # numpy copi
 
 
 def item_nbytes(entry: Entry) -> int:
-    """Bytes of an element; 0 where there is none."""
+    """Return the bytes of an element; 0 if there are no elements."""
     count = math.prod(entry.shape)
     return entry.nbytes // count if count else 0

@@ -1,4 +1,4 @@
-"""The language of the mapping: lines ↔ rules, patterns that match names and fill them in."""
+"""The language of the mapping: lines are rules, and patterns match names and make new ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTION = re.compile(r"(\w+)=(-?\d+(?:,-?\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """A name with places that stand for others: ``layers.{i}.weight``, ``model.{rest...}``, ``*.bias``."""
+    """A name with placeholders: ``layers.{i}.weight``, ``model.{rest...}``, ``*.bias``."""
 
     text: str
 
@@ -25,12 +25,12 @@ class Pattern:
 
     @functools.cached_property
     def captures(self) -> tuple[str, ...]:
-        """The names of its places, each once."""
+        """The names of its placeholders, each once."""
         return tuple(dict.fromkeys(match[1] for match in _WILD.finditer(self.text) if match[1]))
 
     @functools.cached_property
     def anonymous(self) -> bool:
-        """Whether it has places without a name."""
+        """Whether it has placeholders without a name."""
         return any(match[3] for match in _WILD.finditer(self.text))
 
     @functools.cached_property
@@ -45,12 +45,12 @@ class Pattern:
         return re.compile(regex + re.escape(self.text[at:]), re.DOTALL)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """What its places stand for in a name; None where it does not match. Not collective."""
+        """Return the values of its placeholders in a name; None if it does not match. Not collective."""
         match = self._regex.fullmatch(name)
         return None if match is None else match.groupdict()
 
     def fill(self, captures: Mapping[str, str]) -> str:
-        """The name that it is where its places stand for these. Not collective."""
+        """Return the name with these values for its placeholders. Not collective."""
         return _WILD.sub(lambda match: captures[match[1]], self.text)
 
 
@@ -60,9 +60,10 @@ class Rule:
 
     Attributes:
         where: file and line.
+        text: the line.
         verb: keep, drop, rename, transpose, split, join, stack or unstack.
-        patterns: what it is applied to.
-        targets: what that becomes.
+        patterns: names of the tensors that it applies to.
+        targets: names of the results.
         options: numbers by name.
     """
 
@@ -75,7 +76,7 @@ class Rule:
 
     def error(self, message: str, tensor: str | None = None, *, expected: object = None, found: object = None
               ) -> ConfigError:  # fmt: skip
-        """An error that names the rule. Not collective."""
+        """Make an error that names the rule. Not collective."""
         return ConfigError(f"{self.where}: {message}: {self.text}", tensor=tensor, expected=expected, found=found)
 
 
@@ -93,12 +94,12 @@ _VERBS = {  # how many patterns, how many targets, options
 
 
 def read_rules(text: str, file: str = "the mapping") -> list[Rule]:
-    """Read a mapping, one rule a line; ``#`` begins a comment.
+    """Read a mapping with one rule per line. ``#`` begins a comment.
 
     Not collective.
 
     Raises:
-        ConfigError: a line is no rule; file and line are named.
+        ConfigError: a line is not a rule. The error names file and line.
     """
     rules = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -133,7 +134,7 @@ def _form(most: int) -> str:
 
 
 def _patterns(text: str) -> tuple[Pattern, ...]:
-    """The names of a list, with ``{a,b}`` written out."""
+    """Read the names of a list, with ``{a,b}`` expanded."""
     names: list[str] = []
     for word in re.split(r",(?![^{]*\})", text):
         if word := word.strip():
@@ -150,16 +151,16 @@ def _refuse_bad_names(rule: Rule) -> None:
     captures = set(rule.patterns[0].captures)
     for target in rule.targets:
         if target.anonymous:
-            raise rule.error("a place needs a name to be filled in: {x} for *, {x...} for **", found=target)
+            raise rule.error("name this placeholder: {x} instead of *, {x...} instead of **", found=target)
         unknown = sorted(set(target.captures) - captures)
         if len(unknown) != (rule.verb == "unstack"):
-            raise rule.error("the index that goes away needs a place in the new name" if rule.verb == "unstack"
-                             else "nothing tells what this place stands for", expected="{n}"
+            raise rule.error("the new name needs a placeholder for the index" if rule.verb == "unstack"
+                             else "this placeholder has no value: the old name does not have it", expected="{n}"
                              if rule.verb == "unstack" else None, found=unknown or None)  # fmt: skip
     if rule.verb in ("join", "stack"):
         for pattern in rule.patterns:
             if pattern.anonymous or set(pattern.captures) != captures:
-                raise rule.error("what is joined needs places with the same names on each side of the commas",
+                raise rule.error("all names to join need placeholders with the same names",
                                  expected=rule.patterns[0], found=pattern)  # fmt: skip
 
 
@@ -169,6 +170,6 @@ def _refuse_bad_numbers(rule: Rule) -> None:
             raise rule.error(f"{name}= takes one number")
     sizes = rule.options.get("sizes")
     if min(rule.options.get("groups", (1,))) < 1 or (sizes and min(sizes) < 0):
-        raise rule.error("sizes and groups are above 0")
+        raise rule.error("sizes and groups must be above 0")
     if sizes and len(sizes) != len(rule.targets):
         raise rule.error("each part needs its size", expected=f"{len(rule.targets)} sizes", found=sizes)

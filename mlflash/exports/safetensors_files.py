@@ -1,6 +1,6 @@
-"""safetensors: one file, or shards and an index as the Hugging Face tools expect them.
+"""Write safetensors: one file, or shards and an index as the Hugging Face tools expect them.
 
-A file is eight bytes with the length of the header, the header as JSON, and the bytes of the tensors without a gap.
+A file has eight bytes with the length of the header, the header as JSON, and the bytes of the tensors without gaps.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -35,19 +35,19 @@ def write(
 ) -> Written:
     """Write all tensors and arrays of a checkpoint.
 
-    Collective where reading the checkpoint is. Of tied tensors the first one is written, as Hugging Face does; the
-    result names the others. Plain leaves cannot be held by this format.
+    Collective if reading the checkpoint is. Of tied tensors only the first one is written, as Hugging Face does. The
+    result names the others. This format cannot hold plain leaves.
 
     Args:
         whole: the checkpoint.
         store: where the files go: ``{stem}.safetensors``, or ``{stem}-00001-of-00003.safetensors``, … and
             ``{stem}.safetensors.index.json``, last.
-        rules: what becomes of the tensors on the way.
-        stem: what the names begin with.
-        shard_nbytes: most bytes of tensors in a file; a larger tensor has a file of its own.
+        rules: how tensors change on the way.
+        stem: the beginning of the file names.
+        shard_nbytes: most bytes of tensors in a file. A larger tensor gets its own file.
 
     Raises:
-        StateError: the format has no such dtype; the tensor is named.
+        StateError: the format does not have this dtype. The error names the tensor.
         ConfigError: a rule does not fit.
     """
     outputs = plan(whole.entries, rules, whole.ties)
@@ -67,7 +67,7 @@ def write(
 
 
 def _cut(outputs: list[Output], shard_nbytes: int) -> list[list[Output]]:
-    """In order, as Hugging Face does: what does not fit begins the next file."""
+    """Divide outputs among files, in order. As with Hugging Face, a tensor that does not fit begins the next file."""
     shards: list[list[Output]] = [[]]
     nbytes = 0
     for output in outputs:
@@ -86,7 +86,7 @@ def _header(shard: list[Output]) -> bytes:
     for entry in (output.entry for output in shard):
         dtype = tensor_dtype(entry)
         if dtype not in DTYPES or entry.name in fields:
-            raise StateError("safetensors cannot hold this tensor: drop or rename it by a rule of the mapping",
+            raise StateError("safetensors cannot hold this tensor: drop or rename it with a rule of --map",
                              tensor=entry.name, expected=f"one of {', '.join(DTYPES)}", found=dtype)  # fmt: skip
         end = start + entry.nbytes
         fields[entry.name] = {"dtype": DTYPES[dtype], "shape": entry.shape, "data_offsets": [start, end]}

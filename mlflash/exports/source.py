@@ -1,6 +1,6 @@
-"""A checkpoint of whatever ranks, in memory or in a directory → `Whole`: every tensor whole, on the rank that exports.
+"""Turn a checkpoint of any number of ranks, in memory or in a directory, into a `Whole` on the rank that exports.
 
-That is the first one; the others read for it.
+A `Whole` has every tensor whole. The first rank exports, and the others read for it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .outline import outline
 
 
 class Source:
-    """Whole tensors of an open checkpoint. What ranks had their own of is that of the lowest rank.
+    """The whole tensors of an open checkpoint. If ranks had different values, those of the lowest rank count.
 
     Args:
         world: the ranks that have it open.
-        opened: the checkpoint, with what `dcp_plans.TOLD` names.
+        opened: the checkpoint, with the data that `dcp_plans.TOLD` names.
 
     Attributes:
-        left_out: names of what has no form outside of its pickle; what else there is, `Whole` says.
+        left_out: names of objects that exist only as a pickle. `Whole` describes the other attributes.
     """
 
     def __init__(self, world: Collectives, opened: OpenCheckpoint):
@@ -37,7 +37,7 @@ class Source:
         self.tree, self.plain, self.left_out = its.tree, its.plain, its.left_out
 
     def bytes_of(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read tensors, each whole; for the first rank, while the others are in `serve`. Collective over the world."""
+        """Read tensors, each whole. The first rank calls it while the others are in `export`. Collective."""
         found = {name: np.empty(self.entries[name].nbytes, dtype=np.uint8) for name in names}
         wanted_parts = [wanted_part for name in names for wanted_part in self._parcels(name, found[name])]
         self._world.broadcast(True, 0)  # from here on the others read, too
@@ -46,12 +46,12 @@ class Source:
         return found
 
     def export(self, write: Callable[[Source], Any]) -> Any:
-        """Have the first rank export; gives what that gives there, and None elsewhere.
+        """Let the first rank export. Return its result there, and None on the others.
 
         Collective over the world.
 
         Raises:
-            MlflashError, OSError: what went wrong, on the first rank; on the others an MlflashError.
+            MlflashError, OSError: the export failed on the first rank. The other ranks raise an MlflashError.
         """
         if self._world.rank:
             while self._world.broadcast(None, 0):
@@ -61,10 +61,10 @@ class Source:
         result: Any = None
         try:
             result = write(self)
-        except Exception as problem:  # the others must hear of it
+        except Exception as problem:  # the other ranks must know
             error = problem
         self._world.broadcast(False, 0)
-        told = error if error is None or isinstance(error, MlflashError) else MlflashError(f"it failed: {error}")
+        told = error if error is None or isinstance(error, MlflashError) else MlflashError(f"export failed: {error}")
         try:
             self._world.raise_together(told)
         except MlflashError:
@@ -77,7 +77,7 @@ class Source:
         entry, spots, olds = self.entries[name], self._spots[name], self._opened.olds
         if not entry.nbytes:
             return []
-        # Out of memory nobody has compared yet what several ranks hold whole.
+        # When a checkpoint comes from memory, nobody has compared yet what several ranks hold whole.
         own = olds.is_private(spots) or not (olds.compared or olds.is_sharded(spots))
         first = min(int(olds.groups[group].ranks[0]) for group, _ in spots)
         parts = olds.parts(entry, first, spots, first if own else None)

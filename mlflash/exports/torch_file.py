@@ -1,4 +1,4 @@
-"""One file as ``torch.save`` writes it: of the whole state, or of its tensors by name."""
+"""Write one file in the format of ``torch.save``, with the whole state or with its tensors by name."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def write(
 ) -> Written:
     """Write a checkpoint as one file for ``torch.load``.
 
-    Collective where reading the checkpoint is. Tied tensors are tied again. Arrays become tensors, and numpy's numbers
-    Python's, so that ``torch.load(weights_only=True)`` takes the file.
+    Collective if reading the checkpoint is. Tied tensors stay tied. Arrays become tensors, and numbers of numpy become
+    numbers of Python, so that ``torch.load(weights_only=True)`` accepts the file.
 
     Args:
         whole: the checkpoint.
         store: where the file goes.
-        rules: what becomes of the tensors on the way; with rules the file is flat.
-        name: of the file.
-        flat: a dict of the tensors by name, without plain leaves, instead of the nested state.
+        rules: how tensors change on the way. With rules the file is flat.
+        name: name of the file.
+        flat: write a dict of the tensors by name, without plain leaves, instead of the nested state.
 
     Raises:
-        StateError: an array has no torch dtype; it is named.
+        StateError: torch has no dtype for an array. The error names it.
         ConfigError: a rule does not fit.
     """
     outputs = plan(whole.entries, rules, whole.ties)
@@ -59,7 +59,7 @@ def write(
 
 
 def _in_order_of_tree(whole: Whole, outputs: Sequence[Output]) -> list[Output]:
-    """The order in which storages are numbered; a tie comes after what it is tied to in either."""
+    """Return the outputs in the order in which torch numbers storages. A tie comes after its original in any order."""
     numbers: list[int] = []
     build(whole.tree, numbers.append, lambda _: None)
     return [outputs[number] for number in numbers]
@@ -79,7 +79,7 @@ def _nested(whole: Whole, ties: Mapping[str, str], tensors: Mapping[str, Any]) -
 
 
 def _python(value: Any) -> Any:
-    """A number of numpy as one of Python, where there is one."""
+    """Turn a number of numpy into one of Python, if Python has one."""
     if isinstance(value, np.generic) and isinstance(item := value.item(), (bool, int, float, complex, str, bytes)):
         return item
     return value

@@ -50,7 +50,8 @@ def test_the_command_marks_a_step_bad_and_good_again(shm: Path) -> None:
         ckpt.restore({"w": np.zeros(1000)})
         save(ckpt, 3)
     nowhere = mlflash_command("mark", "7", "--job", "j", "--memory", str(shm))
-    assert nowhere.returncode == 1 and nowhere.stdout == "step 7 of job j was not found on these nodes or in --directory\n"
+    assert nowhere.returncode == 1
+    assert nowhere.stdout == "step 7 of job j was not found on these nodes or in --directory\n"
     done = mlflash_command("mark", "3", "--good", "--json", "--job", "j", "--memory", str(shm))
     assert json.loads(done.stdout)["verdict"] == "good"
     assert restored(settings, certified=True) == 3
