@@ -127,7 +127,7 @@ def show(console: Console, shown: Shown, closely: bool) -> None:
         given = f"; {json.dumps(its['given'], ensure_ascii=False)}" if its["given"] else ""
         console.print(f"provenance: {versions_of(its)}{given}", markup=False, soft_wrap=True)
     if shown.missing:
-        console.print(f"no slot of {named(shown.missing)} is on the nodes that were looked at", style="yellow")
+        console.print(f"no slot of {named(shown.missing)} is on the nodes that were read", style="yellow")
     if closely:
         for _, those in _groups(shown.found.shards):
             _show_closely(console, those)

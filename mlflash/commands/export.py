@@ -107,8 +107,8 @@ def export(step: int | None, out: str, form: str, place: str | None, mapping: st
         else:
             name = choose_job.choose(world, given, job, directory)
             if world.agree([int(name not in jobs_of(given.memory))])[0]:
-                there = f"not in {given.directory}" if given.directory else "no --directory was given"
-                raise click.ClickException(f"there is no such step: {there}, and job {name} holds nothing in "
+                missing = f"not in {given.directory}" if given.directory else "no --directory was given"
+                raise click.ClickException(f"there is no such step: {missing}, and job {name} holds nothing in "
                                            f"{given.memory}")  # fmt: skip
             told = _from_memory(given, name, step, into)
         if told is not None:

@@ -36,7 +36,7 @@ def page(job: str, look: Look, history: History, width: int = 80, height: int = 
     """
     parts: list[RenderableType] = [_headline(job, look), Text(), _figures(look, history, width), Text()]
     if not look.heartbeats:
-        text = "no rank of this job has made a Checkpointer on the nodes that were looked at"
+        text = "no rank of this job has made a Checkpointer on the nodes that were read"
         parts.append(Text(text, style="yellow"))
     elif len(look.heartbeats) <= max(4, height - _AROUND):
         parts.append(_ranks(look))

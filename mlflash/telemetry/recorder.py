@@ -70,7 +70,7 @@ class TrainerRecorder(_Tally):
             self._events.add("start", **facts, survives=survives() if self._rank == 0 else "")
 
     def posting(self, step: int) -> None:
-        """Note that a save will be posted next; do not call it later, because it writes and the courier needs the GIL."""
+        """Note that a save will be posted next. It writes, so call it before the courier needs the GIL."""
         self._heartbeat.beat("saved", saved=step)
 
     def saved(self, step: int, stall_s: float, nbytes: int, lazy: bool, staged: bool) -> None:
