@@ -1,10 +1,10 @@
-"""Runs a script of Megatron-LM, such as pretrain_gpt.py, with its local checkpoints in memory.
+"""Run a script of Megatron-LM, such as pretrain_gpt.py, with its local checkpoints in memory.
 
 Usage: python -m mpi4py train.py DIRECTORY SCRIPT [ARGUMENTS]...
 
-DIRECTORY is where local checkpoints go at the end of a job. The ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT and torch.distributed from MPI, without torchrun. Slurm's variables would not do: the first node of the job
-need not be that of rank 0 once a spare has taken its place.
+At the end of a job, the newest local checkpoint is copied to DIRECTORY. The ranks get RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT and torch.distributed from MPI, without torchrun. Slurm's variables are not enough: after a
+spare node has replaced the first node of the job, rank 0 runs on another node.
 """
 
 import os
@@ -17,7 +17,7 @@ from mlflash.adapters.megatron import install
 if __name__ == "__main__":
     directory = sys.argv[1]
     init_process_group()
-    # "copy": each rank's checkpoint on another node, too; "xor:8" and others take less memory (`mlflash plan`).
+    # "copy" keeps each rank's checkpoint on another node, too. "xor:8" and others take less memory (`mlflash plan`).
     install("copy", directory=directory)
     # As `python SCRIPT ARGUMENTS` would.
     sys.argv = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""A small training that goes on where it was; your model, data and loss belong in the place of these.
+"""A small training that continues where it was. Replace its model, data and loss by yours.
 
 Usage: python -m mpi4py train.py --checkpoints DIRECTORY [--seed SEED] [--steps STEPS] [--pause SECONDS]
 """
@@ -24,10 +24,10 @@ PRINT_EVERY = 20
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--checkpoints", required=True, help="where they are drained to")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the data")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--pause", type=float, default=0.0, help="after each step, to be as slow as a real model")
+    parser.add_argument("--checkpoints", required=True, help="directory that checkpoints are drained to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data")
+    parser.add_argument("--steps", type=int, default=300, help="number of training steps")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
     asked = parser.parse_args()
 
     init_process_group()  # torch.distributed, with the ranks and the GPUs that srun gave to this job
@@ -39,11 +39,11 @@ def main() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.GELU(), torch.nn.Linear(SIZE, SIZE))
     model = DistributedDataParallel(layers.to(device))
     optimizer = torch.optim.AdamW(model.parameters())
-    torch.manual_seed(asked.seed + 1 + rank)  # each rank has data of its own
-    # All that a step depends on, so that a training that goes on ends as one that nothing happened to.
+    torch.manual_seed(asked.seed + 1 + rank)  # each rank has its own data
+    # Everything that a step depends on, so that a resumed training ends like an uninterrupted one.
     state = {"model": model.module, "optimizer": optimizer, "rng": mlflash.rng()}
 
-    # replicated: all ranks hold the same model, as it is with DDP, and it is stored once for each node.
+    # replicated: all ranks hold the same model, as under DDP, and each node stores it once.
     with mlflash.Checkpointer(asked.checkpoints, replicated=True) as checkpointer:
         first = checkpointer.restore(state) or 0
         if rank == 0:

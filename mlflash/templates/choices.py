@@ -1,4 +1,4 @@
-"""What goes into a template: as it was asked for, else as the cluster says, else nothing; and where each is from."""
+"""The values of a template: from the command line, else from the cluster, else none. Each has its source."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..errors import ConfigError
 from ..human_readable.wording import listed, many
 from .cluster import Cluster, Partition, seconds
 
-_LEAST_S = 420  # Slurm's signal may come 360 s before the end, and there has to be something to save by then
+_LEAST_S = 420  # Slurm's signal may come 360 s before the end, and a step must be trained by then
 _NODES, _SPARES = 2, 1
 _GIVEN = "given"
-_NO_SLURM = "it was not given, and no Slurm answers here"
+_NO_SLURM = "it was not given, and Slurm does not answer here"
 _VARIABLE = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"  # after its $
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A batch script that can be written.
+    """A batch script that the command can write.
 
     Attributes:
         line: what it is for.
-        training: the file that is written beside it as train.py.
-        arguments: what this one is started with; None where it only starts the user's script, which has to be named.
+        training: the file that is written next to it as train.py.
+        arguments: arguments of that file. None if it only starts the user's script, which the user must name.
     """
 
     line: str
@@ -48,7 +48,7 @@ TEMPLATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What the command line says; None where it says nothing."""
+    """The command line. None for each value that it does not have."""
 
     template: str
     output: Path
@@ -68,11 +68,11 @@ class Asked:
 
 
 class Choice(NamedTuple):
-    """A value as it stands in the file; None leaves its line out.
+    """A value in the file. None leaves its line out.
 
     Attributes:
-        value: in the quotes that a shell needs.
-        why: where it is from, or why there is none.
+        value: the value, quoted for a shell.
+        why: its source, or why there is no value.
     """
 
     value: str | None
@@ -80,16 +80,16 @@ class Choice(NamedTuple):
 
 
 def choose(asked: Asked, cluster: Cluster) -> dict[str, Choice]:
-    """Choose the value of each word that a template has between two @.
+    """Choose the value of each word between two @ in a template.
 
     Raises:
-        ConfigError: Slurm would refuse what was asked for, or a shell could not read it.
+        ConfigError: Slurm would refuse a value, or a shell could not read it.
     """
     _check(asked)
     name, why = _partition(asked, cluster)
     partition = cluster.partitions.get((name or "").partition(",")[0])
     account = asked.account or cluster.account or None
-    left = "it was not given, and Slurm names none for you" if cluster.partitions else _NO_SLURM
+    left = "it was not given, and Slurm has no default account for you" if cluster.partitions else _NO_SLURM
     return {
         "account": Choice(account, _GIVEN if asked.account else "your default account" if account else left),
         "partition": Choice(name, why),
@@ -102,7 +102,7 @@ def choose(asked: Asked, cluster: Cluster) -> dict[str, Choice]:
 
 
 def _check(asked: Asked) -> None:
-    """Refuse what no batch script can have."""
+    """Refuse values that a batch script cannot have."""
     for option, value, pattern in (
         ("--account", asked.account, r"\w[\w.+@:-]*"),
         ("--partition", asked.partition, r"\w[\w.+@-]*(?:,\w[\w.+@-]*)*"),
@@ -110,15 +110,15 @@ def _check(asked: Asked) -> None:
         ("--mpi", asked.mpi, r"\w[\w.+/-]*"),
     ):
         if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-            raise ConfigError(f"{option} is made of letters, digits and a few signs, without spaces or quotes",
+            raise ConfigError(f"{option} may have letters, digits and a few signs, but no spaces or quotes",
                               found=repr(value))  # fmt: skip
     words = {"--directory": asked.directory, "--script": asked.script, "--srun-args": asked.srun_args,
              "--output": str(asked.output), **{f"argument {word!r}": word for word in asked.arguments}}  # fmt: skip
     for option, value in words.items():
         if value is not None and not value.isprintable():
-            raise ConfigError(f"{option} has a line break, or another sign that is not printed", found=repr(value))
+            raise ConfigError(f"{option} has a line break or another unprintable character", found=repr(value))
     if asked.directory is not None and "://" in asked.directory:
-        raise ConfigError("--directory is a path here: the journal of `mlflash run` lies there, too",
+        raise ConfigError("--directory must be a path here, because `mlflash run` writes its journal there, too",
                           found=asked.directory)  # fmt: skip
     try:
         shlex.split(asked.srun_args or "")
@@ -137,21 +137,21 @@ def _partition(asked: Asked, cluster: Cluster) -> Choice:
         if partition.default or len(there) == 1:
             return Choice(partition.name, "Slurm's default" if partition.default else "the only one")
     if there:
-        return Choice(None, f"it was not given, and none of Slurm's is the default: {listed(list(there))}")
+        return Choice(None, f"it was not given, and none of Slurm's partitions is the default: {listed(list(there))}")
     return Choice(None, _NO_SLURM)
 
 
 def _sizes(asked: Asked, cluster: Cluster, partition: Partition | None) -> dict[str, Choice]:
-    """Nodes, spares, and what each node gives to how many ranks."""
+    """Choose nodes, spares, ranks per node, GPUs and CPUs."""
     if partition is None:
         spares = asked.spares if asked.spares is not None else _SPARES if asked.nodes else 0
         ranks = asked.ranks_per_node or asked.gpus_per_node or 1
         return {
             **_nodes(asked, asked.nodes, spares, _NO_SLURM),
-            "ranks-per-node": Choice(str(ranks), _GIVEN if asked.ranks_per_node else "one for each GPU that is known"),
+            "ranks-per-node": Choice(str(ranks), _GIVEN if asked.ranks_per_node else "one for each known GPU"),
             "gpus-per-node": Choice(str(asked.gpus_per_node or "") or None,
                                     _NO_SLURM if asked.gpus_per_node is None else _GIVEN),
-            "cpus-per-task": Choice(None, "no Slurm answers here"),
+            "cpus-per-task": Choice(None, "Slurm does not answer here"),
         }  # fmt: skip
     where = f"the nodes of partition {partition.name}"
     kind = partition.usual(asked.gpus_per_node or 0)
@@ -162,13 +162,13 @@ def _sizes(asked: Asked, cluster: Cluster, partition: Partition | None) -> dict[
     gpus = min(ranks, kind.gpus) if asked.gpus_per_node is None else asked.gpus_per_node
     cpus = cluster.cpus.get(kind, kind.cpus)
     if ranks > cpus:
-        raise ConfigError(f"{many(ranks, 'rank')} on a node are more than the CPUs that {where} have", found=cpus)
+        raise ConfigError(f"{many(ranks, 'rank')} on a node are more than the CPUs of {where}", found=cpus)
     there = min(partition.nodes_like(kind, gpus), partition.most or sys.maxsize)
     spares = _SPARES if asked.spares is None else asked.spares
     nodes = asked.nodes or max(min(_NODES, there - spares), 1)
     spares = max(min(spares, there - nodes), 0) if asked.spares is None else spares
     if nodes + spares > there:
-        raise ConfigError(f"nodes and spares are more than partition {partition.name} gives to a job",
+        raise ConfigError(f"partition {partition.name} gives a job fewer nodes than --nodes and --spares together",
                           expected=nodes + spares, found=there)  # fmt: skip
     by = "one for each GPU" if gpus else f"{where} have no GPU"
     return {
@@ -190,16 +190,16 @@ def _time(asked: Asked, partition: Partition | None) -> Choice:
     limit = partition.limit if partition is not None else ""
     value = asked.time or limit
     if not value:
-        where = f"partition {partition.name} has no limit" if partition is not None else "no Slurm answers here"
+        where = f"partition {partition.name} has no limit" if partition is not None else "Slurm does not answer here"
         return Choice(None, f"it was not given, and {where}")
     time_s, limit_s = seconds(value), seconds(limit)
     if time_s is None:
-        raise ConfigError("--time is minutes, hours:minutes:seconds, or days-hours", found=repr(value))
+        raise ConfigError("--time must be minutes, hours:minutes:seconds, or days-hours", found=repr(value))
     if time_s < _LEAST_S:
-        raise ConfigError("the time is too short, as up to 6 minutes of it are for the end of the job",
+        raise ConfigError("the time limit is too short: the end of the job needs up to 6 minutes",
                           expected="7 minutes or more", found=value)  # fmt: skip
     if partition is not None and limit_s is not None and time_s > limit_s:
-        raise ConfigError(f"partition {partition.name} lets no job run for so long", expected=f"at most {limit}",
+        raise ConfigError(f"--time is longer than the limit of partition {partition.name}", expected=f"at most {limit}",
                           found=value)  # fmt: skip
     return Choice(value, _GIVEN if asked.time else "the limit of the partition")
 
@@ -210,42 +210,42 @@ def _mpi(asked: Asked, cluster: Cluster) -> Choice:
             raise ConfigError(f"this srun has no --mpi={asked.mpi}", expected=listed(sorted(cluster.mpi), 8))
         return Choice(asked.mpi, _GIVEN)
     if not cluster.wanted_mpi:
-        return Choice(None, "it was not given, and mpi4py loads no MPI here: Slurm takes its default")
+        return Choice(None, "it was not given, and mpi4py cannot load MPI here: Slurm uses its default")
     if cluster.mpi and cluster.wanted_mpi not in cluster.mpi:
-        return Choice(None, f"it was not given, and {cluster.library} wants {cluster.wanted_mpi}, which this srun does "
+        return Choice(None, f"it was not given, and {cluster.library} needs {cluster.wanted_mpi}, which this srun does "
                       "not have")  # fmt: skip
-    return Choice(cluster.wanted_mpi, f"what {cluster.library} wants, which mpi4py loads here")
+    return Choice(cluster.wanted_mpi, f"needed by {cluster.library}, which mpi4py loads here")
 
 
 def _training(asked: Asked) -> dict[str, Choice]:
-    """What is started where, and what it is told."""
+    """Choose the script, its arguments, the directory and the paths."""
     template, output = TEMPLATES[asked.template], Path(os.path.abspath(asked.output))
     directory = asked.directory or str(output / f"{asked.job_name or asked.template}-checkpoints")
     words = [word_of_shell(word) for word in asked.arguments]
     if asked.script is not None:
         script = os.path.abspath(asked.script)
         if not (Path(script).exists() or asked.srun_args):
-            raise ConfigError("there is no such --script", found=script)
+            raise ConfigError("the file of --script does not exist", found=script)
     elif template.arguments is None:
-        raise ConfigError(f"--script is missing: the training of yours that {asked.template}.sbatch starts")
+        raise ConfigError(f"--script is missing: name the training script that {asked.template}.sbatch starts")
     else:
         script, words = str(output / "train.py"), [template.arguments, *words]
     programs = shutil.which("mlflash")
     found = [os.path.dirname(sys.executable), os.path.dirname(os.path.abspath(programs or sys.executable))]
     return {
-        "directory": Choice(shlex.quote(os.path.abspath(directory)), _GIVEN if asked.directory else "beside the files"),
-        "script": Choice(shlex.quote(script), _GIVEN if asked.script else "it is written, too"),
+        "directory": Choice(shlex.quote(os.path.abspath(directory)), _GIVEN if asked.directory else "next to files"),
+        "script": Choice(shlex.quote(script), _GIVEN if asked.script else "this command writes it"),
         "arguments": Choice(" ".join(words) or None, _GIVEN if asked.arguments else "the script's own" if words
                             else "none were given"),
-        "train": Choice(shlex.quote(str(output / "train.py")), "it is written, too"),
+        "train": Choice(shlex.quote(str(output / "train.py")), "this command writes it"),
         "srun-args": Choice(shlex.quote(asked.srun_args) if asked.srun_args else None,
                             _GIVEN if asked.srun_args else "none were given"),
-        "bin": Choice(shlex.quote(":".join(dict.fromkeys(found))), "where this command runs"),
+        "bin": Choice(shlex.quote(":".join(dict.fromkeys(found))), "where this command is installed"),
     }  # fmt: skip
 
 
 def word_of_shell(word: str) -> str:
-    """Quote a word so that a shell reads it as it is, but for variables, as $directory, which are filled in."""
+    """Quote a word for a shell. The shell still expands variables such as $directory."""
     if not re.search(rf"\${_VARIABLE}", word):
         return shlex.quote(word)
     return '"' + re.sub(rf'[\\"`]|\$(?!{_VARIABLE})', r"\\\g<0>", word) + '"'

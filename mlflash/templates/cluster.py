@@ -1,4 +1,4 @@
-"""What the cluster says of itself: partitions, their nodes, the account of this user, the flag of srun for an MPI."""
+"""What the cluster offers: partitions, their nodes, the account of this user, and the flag of srun for an MPI."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..errors import LaunchFailed
 from ..launcher.on_slurm import ask
 from ..launcher.processes import ask_within
 
-_ASK_S = 30.0  # deadline of a question
+_ASK_S = 30.0  # deadline of a request
 _NODES = "%P|%l|%s|%c|%G|%N"
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _VERSION = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
 class Kind(NamedTuple):
-    """What nodes that are alike have, as Slurm counts it."""
+    """CPUs and GPUs of equal nodes, as Slurm counts them."""
 
     cpus: int
     gpus: int
@@ -32,11 +32,11 @@ class Partition:
     """A partition.
 
     Attributes:
-        name: of it.
-        default: whether a job goes here that names none.
-        limit: the longest time of a job in Slurm's words; "" where there is none.
-        most: nodes that a job may have; None where there is no limit.
-        kinds: how many nodes of each kind it has.
+        name: its name.
+        default: whether Slurm uses it for a job that names no partition.
+        limit: the longest time of a job, as Slurm writes it; "" without a limit.
+        most: the most nodes of a job. None: no limit.
+        kinds: the number of its nodes of each kind.
     """
 
     name: str
@@ -46,29 +46,29 @@ class Partition:
     kinds: dict[Kind, int]
 
     def usual(self, gpus: int = 0) -> Kind | None:
-        """The kind of node to train on: with GPUs where there are any, and of these the most frequent one.
+        """Return the kind of node to train on: the most frequent one with GPUs, or without if there are no GPUs.
 
         Args:
-            gpus: that a node must have at least.
+            gpus: the least number of GPUs of a node.
         """
         fitting = {kind: count for kind, count in self.kinds.items() if kind.gpus >= gpus}
         return max(fitting, key=lambda kind: (kind.gpus > 0, fitting[kind]), default=None)
 
     def nodes_like(self, kind: Kind, gpus: int) -> int:
-        """How many nodes have the CPUs of this kind or more, and as many GPUs."""
+        """Count the nodes that have at least the CPUs of this kind and this number of GPUs."""
         return sum(count for other, count in self.kinds.items() if other.cpus >= kind.cpus and other.gpus >= gpus)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What could be found out.
+    """What Slurm and mpi4py answered.
 
     Attributes:
-        partitions: by name, in the order of sinfo; none where Slurm says nothing.
-        account: that Slurm takes for this user; "" where it does not say.
-        library: the MPI that mpi4py loads here; "" where it loads none.
-        mpi: the flags that this srun has; none where it does not say.
-        cpus: of each kind of node those that jobs may have, where the node keeps some for itself.
+        partitions: partitions by name, in the order of sinfo. Empty if Slurm does not answer.
+        account: the default account of this user; "" if unknown.
+        library: the MPI that mpi4py loads here; "" if it cannot load one.
+        mpi: the values of --mpi that this srun has. Empty if unknown.
+        cpus: the CPUs of each kind of node that jobs may use, if the node keeps some for itself.
     """
 
     partitions: dict[str, Partition]
@@ -79,7 +79,7 @@ class Cluster:
 
     @property
     def wanted_mpi(self) -> str:
-        """The flag that the MPI wants; "" where there is none."""
+        """The value of --mpi that the MPI needs; "" without an MPI."""
         return mpi_flag(self.library).removeprefix("--mpi=").partition(",")[0] if self.library else ""
 
 
@@ -89,7 +89,7 @@ def look() -> Cluster:
     library = tidy_version(version) if version.strip() else ""
     try:
         told = ask(["sinfo", "--noheader", "--Node", f"--format={_NODES}"])
-    except LaunchFailed:  # there is no Slurm here, or it does not answer
+    except LaunchFailed:  # there is no Slurm, or it does not answer
         return Cluster({}, "", library, frozenset())
     partitions, first = read_nodes(told)
     account = _said(["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(),
@@ -101,7 +101,7 @@ def look() -> Cluster:
 
 
 def _said(command: Sequence[str]) -> str:
-    """What a command prints, on whichever stream; "" where it fails."""
+    """Return what a command prints to stdout and stderr; "" if it fails."""
     try:
         done = ask_within(command, _ASK_S)
     except LaunchFailed:
@@ -110,7 +110,7 @@ def _said(command: Sequence[str]) -> str:
 
 
 def read_nodes(text: str) -> tuple[dict[str, Partition], dict[Kind, str]]:
-    """Read what sinfo prints of each node in each partition, a line for each; also gives a node of each kind."""
+    """Read the output of sinfo, a line for each node in each partition. Also return a node of each kind."""
     found: dict[str, Partition] = {}
     first: dict[Kind, str] = {}
     for line in text.splitlines():
@@ -139,7 +139,7 @@ def read_gpus(gres: str) -> int:
 
 
 def read_mpi(text: str) -> frozenset[str]:
-    """Read what ``srun --mpi=list`` prints; older ones write "srun: " before each line, and a type in each."""
+    """Read the output of ``srun --mpi=list``. Older versions write "srun: " before each line, and one type per line."""
     lines = [line.removeprefix("srun:").strip() for line in text.splitlines()]
     listed = [line if "available" not in line else line.partition(":")[2] for line in lines
               if not line.rstrip(". ").endswith("are")]  # fmt: skip
@@ -147,7 +147,7 @@ def read_mpi(text: str) -> frozenset[str]:
 
 
 def seconds(text: str) -> int | None:
-    """Read a time as sbatch does: ``90`` are minutes, ``1-12`` is a day and a half; None where it is none."""
+    """Read a time as sbatch does: ``90`` is minutes, ``1-12`` is a day and a half. None if this is not a time."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None

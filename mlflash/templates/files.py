@@ -1,4 +1,4 @@
-"""A template and the training that it starts, as files of the package and as files that are written."""
+"""Read templates and trainings from the package, fill them in, and write them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OPTION = re.compile(r"\s*(?:#SBATCH )?(--[\w-]+)")
 
 
 def packaged(name: str) -> str:
-    """The text of a file of the folder slurm/."""
+    """Return the text of a file in the folder slurm/."""
     return importlib.resources.files("mlflash").joinpath("slurm").joinpath(name).read_text(encoding="utf-8")
 
 
 def fill(text: str, chosen: Mapping[str, Choice]) -> str:
-    """Put values into a template; a line without one becomes a comment that says why."""
+    """Put values into a template. A line without a value becomes a comment with the reason."""
     lines = []
     for line in text.splitlines():
         missing = [name for name in _WORD.findall(line) if chosen[name].value is None]
@@ -34,7 +34,7 @@ def fill(text: str, chosen: Mapping[str, Choice]) -> str:
 
 
 def texts(asked: Asked, chosen: Mapping[str, Choice]) -> dict[str, str]:
-    """The files to write, by name; the training is left to the user who has named one."""
+    """Return the files to write, by name. If the user names a training, do not write one."""
     template = TEMPLATES[asked.template]
     found = {f"{asked.template}.sbatch": fill(packaged(f"{asked.template}.sbatch"), chosen)}
     if asked.script is None or template.arguments is None:
@@ -43,19 +43,20 @@ def texts(asked: Asked, chosen: Mapping[str, Choice]) -> dict[str, str]:
 
 
 def write(output: Path, files: Mapping[str, str], force: bool) -> None:
-    """Write files, all or none where one of them is there.
+    """Write all files, or none if one of them exists.
 
     Args:
-        output: the folder; it is made.
+        output: the folder, which is made if needed.
         files: texts by name.
-        force: write over those that are there.
+        force: overwrite existing files.
 
     Raises:
-        ConfigError: one is there.
+        ConfigError: a file exists.
     """
     there = [name for name in files if (output / name).exists() or (output / name).is_symlink()]
     if there and not force:
-        raise ConfigError(f"{' and '.join(there)} would be overwritten in {output}: name another --output, or --force")
+        raise ConfigError(f"{output} already has {' and '.join(there)}: give another --output, or --force to "
+                          "overwrite")  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         with (output / name).open("w" if force else "x", encoding="utf-8") as file:

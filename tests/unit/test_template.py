@@ -134,10 +134,10 @@ def test_the_flag_of_srun_is_that_of_the_mpi_which_mpi4py_loads_where_this_slurm
     ({"mpi": "pmi2; true"}, "--mpi"), ({"mpi": "pmi3"}, "no --mpi=pmi3"),
     ({"time": "soon"}, "--time"), ({"time": "5"}, "too short"), ({"time": "0"}, "too short"),
     ({"partition": "gpu", "time": "3-0"}, "at most 2-00:00:00"), ({"partition": "debug"}, "too short"),
-    ({"nodes": 3}, "more than partition cpu"), ({"partition": "gpu", "nodes": 3, "spares": 1}, "more than partition"),
+    ({"nodes": 3}, "partition cpu gives a job fewer"), ({"partition": "gpu", "nodes": 3, "spares": 1}, "fewer nodes"),
     ({"ranks_per_node": 63}, "more than the CPUs"), ({"gpus_per_node": 1}, "--gpus-per-node"),
     ({"directory": "/a\nb"}, "--directory"), ({"directory": "s3://a/b"}, "a path"), ({"arguments": ("a\nb",)}, "argu"),
-    ({"srun_args": "--x='"}, "--srun-args"), ({"script": "/nowhere.py"}, "no such --script"),
+    ({"srun_args": "--x='"}, "--srun-args"), ({"script": "/nowhere.py"}, "--script does not exist"),
     ({"template": "megatron"}, "--script is missing"), ({"template": "nemo"}, "--script is missing"),
 ])  # fmt: skip
 def test_what_slurm_would_refuse_or_a_shell_misread_is_refused(asked: dict[str, Any], text: str) -> None:
@@ -155,8 +155,8 @@ def test_nothing_is_overwritten_without_force(site: Path) -> None:
     (site / "train.py").write_text("mine")
     before = (site / "train.sbatch").read_text()
     told = run("array", "--output", site, code=2).output
-    assert "train.py would be overwritten" in told and not (site / "array.sbatch").exists()
-    assert "train.sbatch and train.py would be" in run("train", "-o", site, "--time", 30, code=2).output
+    assert "already has train.py" in told and not (site / "array.sbatch").exists()
+    assert "already has train.sbatch and train.py" in run("train", "-o", site, "--time", 30, code=2).output
     # One's own training is none of the files.
     assert "written: array.sbatch; next" in run("array", "-o", site, "--script", site / "train.py").output
     assert (site / "train.py").read_text() == "mine" and (site / "train.sbatch").read_text() == before
@@ -201,5 +201,5 @@ def test_what_slurm_prints_is_read() -> None:
 def test_the_mpi_is_found_without_starting_it(site: Path) -> None:
     shown = run("train", "--output", site).output
     (line,) = re.findall(r"^mpi +(.*)$", shown, re.M)
-    assert re.fullmatch(r"pmi2 \(what MPICH .*\)|pmix \(what Open MPI .*\)", line), line
+    assert re.fullmatch(r"pmi2 \(needed by MPICH .*\)|pmix \(needed by Open MPI .*\)", line), line
     assert Path(sys.executable).parent == Path(re.findall(r"^bin +(\S+) ", shown, re.M)[0].split(":")[0])
