@@ -1,4 +1,4 @@
-"""The end of a job: what is in memory goes to the directory, then the nodes' memory is cleaned."""
+"""The end of a job: copy the newest checkpoint in memory to the directory, then clean the memory of the nodes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SCAVENGE_S = 1800.0
 
 
 def wind_up(launcher: Launcher, looks: Looks, options: RunOptions, hosts: Sequence[str]) -> bool | None:
-    """Scavenge what nodes hold and clean their memory; no rank may be left there.
+    """Scavenge what the nodes hold in memory and clean their memory. No rank may still run there.
 
     Returns:
-        Whether the directory has it now; None where there was nothing to do, or is no directory.
+        Whether the directory has the checkpoint now. None if there was nothing to do or the job has no directory.
     """
     gone = launcher.gone(hosts)
     there = [host for host in hosts if host not in gone]
@@ -35,17 +35,17 @@ def wind_up(launcher: Launcher, looks: Looks, options: RunOptions, hosts: Sequen
         try:
             launcher.on_each(holding, clean, LOOK_S)
         except LaunchFailed as error:
-            log.warning("the memory of the nodes is not cleaned: %s", error)
+            log.warning("the slots stay in the memory of the nodes, because cleaning it failed: %s", error)
     return scavenged
 
 
 def scavenge(launcher: Launcher, options: RunOptions, hosts: Sequence[str]) -> bool:
-    """Bring the newest checkpoint in the memory of these nodes to the directory; says whether that went well."""
+    """Copy the newest checkpoint in the memory of these nodes to the directory. Return whether that succeeded."""
     words = ["-m", "mlflash", "scavenge", str(options.directory), "--job", options.job, "--memory", options.memory]
     try:
         step = launcher.start(NodeAssignment(tuple(hosts), 1), launcher.with_mpi(words), {})
     except LaunchFailed as error:
-        log.warning("what is in memory cannot be brought to %s: %s", options.directory, error)
+        log.warning("the newest checkpoint in memory cannot be copied to %s: %s", options.directory, error)
         return False
     end = time.monotonic() + _SCAVENGE_S
     while (code := step.poll()) is None and time.monotonic() < end:

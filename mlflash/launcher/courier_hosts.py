@@ -1,7 +1,7 @@
-"""A step of Slurm that starts the couriers of all ranks, so that no end of these is the end of a commit.
+"""A step of Slurm that starts the couriers of all ranks, so that commits go on when the ranks end.
 
-Slurm ends the ranks with all that they have started; what another step of the job has started goes on. Where there is
-no such step, as it could not be started or has ended, ranks start their couriers themselves.
+When Slurm ends the ranks, it also ends everything that they have started, but nothing that another step of the job has
+started. If this step cannot be started or has ended, ranks start their couriers themselves.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger("mlflash")
 
 _READY_S = 20.0
 _END_S = 20.0  # for couriers whose trainers have ended
-# With a number of cores for each task the step would have these alone, and couriers are to have those that training
-# does not use.
+# If a number of cores per task were set, the step would get these cores for itself. Couriers must run on the cores that
+# training does not use.
 _CORES = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
 
 
 class CourierHosts:
-    """``mlflash courier`` on each node of an allocation, where couriers are processes.
+    """``mlflash courier`` on each node of an allocation, for couriers that are processes.
 
-    Not collective. A context manager, which waits until trainers are served on each node.
+    Not collective. A context manager. It waits until each node can start couriers.
 
     Args:
         slurm: the allocation.
@@ -58,17 +58,17 @@ class CourierHosts:
             words = beside(hosts, ["--cpu-bind=none", "--job-name", COURIERS], self._command)
             process = spawn(words, env=self._environment, stdout=subprocess.PIPE, text=True, errors="replace")
         except LaunchFailed as error:
-            log.warning("ranks start their couriers themselves, which end with them: %s", error)
+            log.warning("ranks start their couriers themselves, and these end with their ranks: %s", error)
             return self
         self._step = SlurmStep(process, self._slurm.job, COURIERS)
         threading.Thread(target=self._listen, args=(process,), name="mlflash-courier-hosts", daemon=True).start()
         if not self._are_ready.wait(_READY_S) or self._left:
-            log.warning("on %s of %d ranks start their couriers themselves, which end with them",
+            log.warning("on %s of %d, ranks start their couriers themselves, and these end with their ranks",
                         many(self._left, "node"), len(hosts))  # fmt: skip
         return self
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
-        """Count the nodes that say that they are ready; whatever else couriers print is printed."""
+        """Count the nodes that report that they are ready. Print everything else that the couriers print."""
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-Heartbeat = dict[str, Any]  # what a rank said of itself, see `mlflash.telemetry.heartbeat`
+Heartbeat = dict[str, Any]  # what a rank reported last, see `mlflash.telemetry.heartbeat`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Failure:
     """The end of a start.
 
     Attributes:
-        last_beat: when the training of a rank got on last, Unix time.
-        noticed: when it was found out, and what was left ended.
-        saved: the last step that a rank had handed to a save; None: none, or nobody knows.
+        last_beat: when the training of any rank last made progress, Unix time.
+        noticed: when `mlflash run` had noticed the failure and ended the remaining ranks, Unix time.
+        saved: the last step that any rank gave to a save; None if there was none, or if it is unknown.
     """
 
     last_beat: float
@@ -26,19 +26,19 @@ class Failure:
 
 
 def failure(heartbeats: Sequence[Heartbeat], noticed: float) -> Failure:
-    """How a start ended, from what its ranks said last."""
+    """How a start ended, from the last heartbeats of its ranks."""
     beats = [float(heartbeat["beat"]) for heartbeat in heartbeats]
     saved = [int(heartbeat["saved"]) for heartbeat in heartbeats if heartbeat["saved"] is not None]
     return Failure(max(beats, default=noticed), noticed, max(saved, default=None))
 
 
 def unrestorable(heartbeats: Sequence[Heartbeat]) -> str:
-    """Why a start could restore none of the checkpoints that are there, as its ranks said; "" where that was not so."""
+    """Why a start could restore none of the existing checkpoints, as its ranks reported; "" if it could."""
     return next((str(heartbeat["unrestorable"]) for heartbeat in heartbeats if heartbeat.get("unrestorable")), "")
 
 
 def certified(heartbeats: Sequence[Heartbeat]) -> int | None:
-    """The newest step that is certified, as the ranks of a start said; None: there is none."""
+    """The newest certified step that the ranks of a start reported; None if there is none."""
     return max((int(heartbeat["certified"]) for heartbeat in heartbeats if "certified" in heartbeat), default=None)
 
 
@@ -49,11 +49,11 @@ def is_suspect(heartbeats: Sequence[Heartbeat]) -> bool:
 
 
 def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: float) -> dict[str, Any]:
-    """How a start came on, for the log of the run: what it restored, and how long that took after the failure before.
+    """What a start restored, and how long the recovery from the failure before it took, for the log of the run.
 
     Args:
         heartbeats: of its ranks.
-        before: how the start before it ended; None: there was none.
+        before: how the start before it ended; None if there was none.
         started: when the launcher was called, Unix time.
     """
     found: dict[str, Any] = {what: next((heartbeat[what] for heartbeat in heartbeats if heartbeat[what]), None)

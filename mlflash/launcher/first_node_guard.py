@@ -1,8 +1,8 @@
-"""Somebody who notices that the first node of a job died, on which `mlflash run` itself runs.
+"""A process that notices the death of the first node of a job, on which `mlflash run` itself runs.
 
-Slurm leaves such a job RUNNING without a batch script, until its time limit (``--no-kill``). So a process on another
-node listens for `mlflash run`. Where it hears nothing, and Slurm has that node as lost, it ends the ranks, brings what
-is in memory to the directory, and requeues the job.
+After such a death Slurm leaves the job RUNNING without a batch script until its time limit (``--no-kill``). So a
+process on another node listens for `mlflash run`. If it hears nothing and Slurm reports that node as lost, it ends the
+ranks, copies the newest checkpoint in memory to the directory, and requeues the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .run_options import RunOptions
 log = logging.getLogger("mlflash")
 
 _BEAT_S = 3.0
-_SILENCE_S = 15.0  # without a beat Slurm is asked
+_SILENCE_S = 15.0  # without a beat; then the guard asks Slurm
 _CLOSE_S = 5.0
 _ASK_AGAIN_S = 0.5
 _ASK_LONG_S = 300.0
@@ -38,15 +38,15 @@ _BYE = b"bye\n"
 
 
 class Guard:
-    """The guard as `mlflash run` has it: started, started again where its node dies, told that all is well.
+    """The guard as `mlflash run` sees it: it starts the guard, starts it again if its node dies, and sends it beats.
 
-    A context manager. Does nothing where no node of the job could be the guard's, or this process is on none of them
-    (in an salloc).
+    A context manager. It does nothing if the job has no other node for the guard, or if this process runs on none of
+    the job's nodes (in an salloc).
 
     Args:
         slurm: the allocation.
         options: what is run.
-        run_log: where to note what happens; None: nowhere.
+        run_log: the file to note events in; None: none.
     """
 
     def __init__(self, slurm: OnSlurm, options: RunOptions, run_log: Path | None):
@@ -82,7 +82,8 @@ class Guard:
                     process, starts, wrong = self._start(starts), starts + 1, False
                 except LaunchFailed as error:
                     if not wrong:
-                        log.warning("nobody guards the first node of this job: %s; it is tried again", error)
+                        log.warning("the guard of the first node of this job could not be started: %s; "
+                                    "mlflash run tries again", error)  # fmt: skip
                     wrong = True
             if self._ended.wait(_BEAT_S):
                 break
@@ -91,16 +92,16 @@ class Guard:
             _close(process)
 
     def _start(self, starts: int) -> subprocess.Popen[bytes]:
-        """Start it, each time on another node."""
+        """Start the guard, each time on another node."""
         command = beside([self._hosts[starts % len(self._hosts)]], ["--output=none"], self._command)
         process = spawn(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)  # one that hangs reads nothing
+        os.set_blocking(process.stdin.fileno(), False)  # a guard that hangs reads nothing
         return process
 
 
 def _told(process: subprocess.Popen[bytes], beat: bytes) -> bool:
-    """Tell the guard that all is well; says whether it is there."""
+    """Tell the guard that all is well. Return whether the guard still runs."""
     assert process.stdin is not None
     try:
         process.stdin.write(beat)
@@ -125,27 +126,27 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 def main() -> int:
     """Guard a job: ``python -m mlflash.launcher.first_node_guard JSON``, with beats on standard input."""
     told = json.loads(sys.argv[1])
-    # Steps are to be started as `mlflash run` would, not as parts of this one.
+    # Steps must be started as `mlflash run` would start them, not as parts of this step.
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         del os.environ[name]
     os.environ.update(told["slurm"])
     if not _is_left_alone(told["host"]):
         return 0
-    # Requeuing ends this process, too; Slurm waits for its last words for a while (KillWait).
+    # Requeuing also ends this process. Slurm gives it some time before it kills it (KillWait).
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run_log = RunLog(Path(told["run_log"]) if told["run_log"] else None)
     try:
         _take_over(
             OnSlurm(told["job"], told["mpi"], told["extra"]), told["host"], RunOptions(**told["options"]), run_log
         )
-    except Exception as error:  # what this prints is read by nobody
-        run_log.note("guard", why=f"{told['host']} died, on which mlflash run was", failed=repr(error))
+    except Exception as error:  # nobody reads what this process prints
+        run_log.note("guard", why=f"node {told['host']} died, on which mlflash run was running", failed=repr(error))
         raise
     return 0
 
 
 def _is_left_alone(host: str) -> bool:
-    """Listen until `mlflash run` says goodbye (False), or its node is lost."""
+    """Listen until `mlflash run` says goodbye (return False) or its node is lost (return True)."""
     hears, last, lost = True, time.monotonic(), 0
     while lost < 2:
         if not hears:
@@ -154,7 +155,7 @@ def _is_left_alone(host: str) -> bool:
             said = os.read(0, 4096)
             if said.endswith(_BYE):
                 return False
-            # The end of all beats: srun died. With its node, or alone: Slurm knows.
+            # No more beats will come: srun died, with its node or alone. Slurm knows which.
             hears, last = said != b"", time.monotonic()
         if time.monotonic() - last > _SILENCE_S:
             lost = lost + 1 if _is_lost(host) else 0
@@ -169,7 +170,7 @@ def _is_lost(host: str) -> bool:
 
 
 def _hosts_left(job: str) -> list[str]:
-    """The nodes of a job; slurmctld may be slow to answer just when a node has died."""
+    """The nodes of a job. slurmctld may answer slowly right after a node has died, so this asks again."""
     end = time.monotonic() + _ASK_LONG_S
     while True:
         try:
@@ -181,8 +182,8 @@ def _hosts_left(job: str) -> list[str]:
 
 
 def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) -> None:
-    """End the ranks and wind up; put the job back into the queue, or end it where that is not allowed."""
-    why = f"{host} died, on which mlflash run was"
+    """End the ranks and wind up. Then requeue the job, or cancel it if requeuing is not allowed."""
+    why = f"node {host} died, on which mlflash run was running"
     slurm.end_steps()
     left = [name for name in _hosts_left(slurm.job) if name != host]
     looks = Looks(slurm, options.memory, options.job, 0, "")
@@ -195,7 +196,7 @@ def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) 
         return
     run_log.note("guard", why=why, scavenged=scavenged, requeued=True)
     end = time.monotonic() + _ASK_LONG_S
-    # For what is in the memory of these nodes.
+    # Ask Slurm to start the job on the same nodes, because their memory has the checkpoints.
     while time.monotonic() < end and left and (options.keep_memory or not scavenged):
         try:
             ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(left)}"])

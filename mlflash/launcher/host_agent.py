@@ -1,12 +1,14 @@
 """The ranks of one host: ``python -m mlflash.launcher.host_agent``, started on it by a remote shell.
 
-Standard input brings orders, a JSON object a line: first a `Spec`, to which it answers with a line of `READY` and a
-port that is free here; then ``{"start": {name: value}}``, further environment that all hosts share;
-``{"signal": number}``, for all ranks; ``{"end": true}``, SIGTERM to all and SIGKILL a little later; and ``{}``, a sign
-of life. Its ranks are its children, each the leader of a session. All of them are killed when standard input ends (the
-remote shell has died, or `mlflash run`), or nothing comes any more (a cable is cut), or this process is killed
-(`_Sweeper`); they are ended when one of them fails. What they print goes on in whole lines. It ends with the first exit
-code that is not 0.
+The agent reads orders from standard input, one JSON object per line. The first one is a `Spec`; the agent answers with
+a line of `READY` and a free port of this host. Then come ``{"start": {name: value}}``, with further environment
+variables that are the same on all hosts; ``{"signal": number}``, a signal for all ranks; ``{"end": true}``, SIGTERM to
+all ranks and SIGKILL a little later; and ``{}``, a sign of life.
+
+The ranks are children of the agent, and each leads a session. They are all killed when standard input ends (the remote
+shell or `mlflash run` has died), when nothing arrives any more (a cable is cut), or when the agent itself is killed
+(`_Sweeper`). If one rank fails, the agent ends the others. It passes on the output of the ranks in whole lines. Its
+exit code is the first exit code of a rank that is not 0.
 """
 
 from __future__ import annotations
@@ -32,33 +34,34 @@ from .kept_processes import KeptProcesses
 from .line_stream import Lines, Sink
 
 READY = "mlflash-ready:"
-"""Begins the line that says that orders are heard here; a port follows."""
+"""Start of the line that says that the agent accepts orders; a port follows."""
 LOST = 255
-"""Exit code where nobody gives orders any more; that of ssh, too."""
+"""Exit code if nobody gives orders any more. ssh uses the same."""
 SILENCE_S = 60.0
-"""Seconds without an order, or a sign of life, after which nobody is thought to be there."""
+"""Seconds without an order or a sign of life after which `mlflash run` counts as gone."""
 _MEETS = ("MASTER_ADDR", "MASTER_PORT")
 _END_S = 5.0  # from SIGTERM to SIGKILL
-_FLUSH_S = 5.0  # for what was printed to be taken
-_NOT_FOUND = 127  # as a shell has it
-_PORTS, _TRIES = range(10_000, 32_000), 100  # below those that a kernel gives to connections
+_FLUSH_S = 5.0  # to write the remaining output
+_NOT_FOUND = 127  # as in a shell
+_PORTS, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel gives to connections
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is to be started on a host.
+    """What to start on a host.
 
     Attributes:
         argv: the program of each rank.
-        environment: that it gets besides what the host has.
-        directory: where it starts.
-        first, count, size: its first rank, how many it has, and how many there are.
-        used: ports that are not to be proposed.
-        host: its name there.
-        spares: processes that it has besides, without a rank.
-        local_size: how many ranks each host has.
-        keeps: where processes stay that have lost others (`kept_processes`): whom to tell; None: all end with one.
+        environment: variables for it, in addition to those of the host.
+        directory: its working directory.
+        first, count, size: the first rank of this host, the number of its ranks, and the number of all ranks.
+        used: ports that the agent must not propose.
+        host: the name of the host.
+        spares: number of additional processes without a rank.
+        local_size: number of ranks of each host.
+        keeps: if processes stay when others are lost (`kept_processes`): how to reach the service that decides. None:
+            if one rank fails, all end.
     """
 
     argv: list[str]
@@ -75,9 +78,9 @@ class Spec:
 
 
 class _Sweeper:
-    """A process beside this one that kills the ranks when this one was killed, and could not.
+    """A second process that kills the ranks if the agent is killed and cannot do so itself.
 
-    It is in a session of its own, as whoever kills this process may kill its group.
+    It has a session of its own, because whoever kills the agent may kill its whole process group.
     """
 
     def __init__(self) -> None:
@@ -110,11 +113,11 @@ class _Sweeper:
             _kill_group(group, signal.SIGKILL)
 
     def forget(self, group: int) -> None:
-        """Tell it of a group that was killed, and whose number others may get."""
+        """Tell it that a group was killed. Other processes may get its number."""
         os.write(self._told, b"-%d\n" % group)
 
     def note(self, group: int) -> None:
-        """Tell it of a group that is to be killed: what that group starts must be unable to come before this."""
+        """Tell it that a group must be killed. Call this before the group can start anything."""
         os.write(self._told, b"%d\n" % group)
 
     def dismiss(self) -> None:
@@ -124,14 +127,14 @@ class _Sweeper:
 
 
 class _Rank:
-    """A rank that was started. It is not waited for before the end, so that no other group gets its number."""
+    """A rank that was started. It is not reaped before the end, so that no other group gets its number."""
 
     def __init__(self, process: subprocess.Popen[bytes], name: str):
         self.pid, self.process, self.name = process.pid, process, name
         self.pidfd = os.pidfd_open(process.pid)
 
     def code(self) -> int:
-        """How it has ended, as a shell says it."""
+        """Its exit code as in a shell."""
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert found is not None
         return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
@@ -165,21 +168,21 @@ class HostAgent:
             signal.signal(number, lambda number, frame: None)
 
     def run(self) -> int:
-        """Do what is ordered, until all ranks have ended; gives the exit code."""
+        """Execute orders until all ranks have ended. Return the exit code."""
         while not self._is_over:
             ready = self._wait()
             if 0 in ready:
                 self._listen()
             if self._signals in ready:
                 for number in os.read(self._signals, 64):
-                    self._lose("SIGHUP came") if number == signal.SIGHUP else self._signal(number)
+                    self._lose("the agent received SIGHUP") if number == signal.SIGHUP else self._signal(number)
             for rank in [rank for pidfd, rank in self._living.items() if pidfd in ready]:
                 self._note_end(rank)
             now = time.monotonic()
             if self._kept is not None:
                 self._keep(self._kept, ready)
             if now - self._heard > SILENCE_S:
-                self._lose(f"nothing was heard of `mlflash run` for {SILENCE_S:g} s")
+                self._lose(f"nothing was heard from `mlflash run` for {SILENCE_S:g} s")
             elif self._kill_at is not None and now >= self._kill_at:
                 self._kill_at = None
                 self._signal(signal.SIGKILL)
@@ -217,7 +220,7 @@ class HostAgent:
             try:
                 os.chdir(self._spec.directory)
             except OSError as error:
-                self._fail(f"the working directory {self._spec.directory}: {error.strerror}", 1)
+                self._fail(f"cannot change to the working directory {self._spec.directory}: {error.strerror}", 1)
                 return
             self._sinks[0].write(f"{READY}{_free_port(self._spec.used)}\n".encode())
         elif "start" in order:
@@ -228,7 +231,7 @@ class HostAgent:
             self._end()
 
     def _signal(self, number: int) -> None:
-        if not self._started:  # nobody is there who could do something else
+        if not self._started:  # there is no rank that could handle the signal
             self._is_over, self._code = True, self._code or 128 + number
         for rank in self._living.values():
             _kill_group(rank.pid, number)
@@ -240,9 +243,9 @@ class HostAgent:
         self._is_over = self._is_over or not self._living
 
     def _lose(self, why: str) -> None:
-        """Kill all, as nobody is there who has started them."""
+        """Kill all ranks, because whoever started them is gone."""
         if why:
-            self._say(f"{why}: the ranks here are killed")
+            self._say(f"{why}, so the ranks here are killed")
         self._is_over, self._code = True, self._code or LOST
 
     def _fail(self, why: str, code: int) -> None:
@@ -269,12 +272,12 @@ class HostAgent:
         environment = {**self._whole, "LOCAL_RANK": str(local), **mine}
         if self._kept is not None:
             environment |= self._kept.environment(name, spec.size)
-        if not mine:  # it has no rank yet, and must not meet those that have
+        if not mine:  # it has no rank yet, and must not join those that have
             environment = {key: value for key, value in environment.items() if key not in _MEETS}
         me = os.getpid()
 
         def begin() -> None:
-            self._sweeper.note(os.getpid())  # by itself: this agent may be killed before it knows of the rank
+            self._sweeper.note(os.getpid())  # the rank itself does it: the agent may be killed before it knows the rank
             end_with(me)
 
         try:
@@ -295,7 +298,7 @@ class HostAgent:
             self._copies.append(thread)
 
     def _keep(self, kept: KeptProcesses, ready: list[int]) -> None:
-        """Do what the one says who decides of processes that stay."""
+        """Execute the orders of the service that decides about processes that stay."""
         assert self._spec is not None
         for order in kept.orders(kept.fileno() in ready):
             if "one" in order:
@@ -303,16 +306,16 @@ class HostAgent:
             for rank in [rank for rank in self._living.values() if rank.name == order.get("kill")]:
                 _kill_group(rank.pid, signal.SIGKILL)
         for pid in kept.stopped(rank.pid for rank in self._living.values()):
-            self._say(f"process {pid} is stopped, and nobody lets it go on: it is killed")
+            self._say(f"process {pid} is stopped (SIGSTOP), and nobody lets it go on: the agent kills it")
             _kill_group(pid, signal.SIGKILL)
         if kept.is_lost:
-            self._lose("who decides of this job was not heard of")
+            self._lose("nothing was heard from the service that assigns the ranks of this job")
 
     def _note_end(self, rank: _Rank) -> None:
         del self._living[rank.pidfd]
         code = rank.code()
         if self._kept is not None:
-            _kill_group(rank.pid, signal.SIGKILL)  # what it has started, but for couriers, which end with it
+            _kill_group(rank.pid, signal.SIGKILL)  # all that it started, except couriers, which end by themselves
             self._sweeper.forget(rank.pid)
             rank.process.wait()
             os.close(rank.pidfd)
@@ -325,7 +328,7 @@ class HostAgent:
         self._is_over = self._is_over or (not self._living and (self._kept is None or self._is_ending))
 
     def _close(self) -> None:
-        """Kill all that is left in the groups of the ranks, and pass on what was printed."""
+        """Kill everything that is left in the groups of the ranks, and pass on the remaining output."""
         if self._kept is not None:
             self._kept.close()
         for rank in self._started:
@@ -340,7 +343,7 @@ class HostAgent:
 
 
 def _copy(pipe: IO[bytes], stop: int, sink: Sink) -> None:
-    """Pass on what a rank prints, until there is no more: its couriers may keep the pipe when it has ended."""
+    """Pass on the output of a rank until it ends. Its couriers may keep the pipe open after the rank has ended."""
     source, lines, poll = pipe.fileno(), Lines(), select.poll()
     for fd in (source, stop):
         poll.register(fd, select.POLLIN)
@@ -358,7 +361,7 @@ def _kill_group(group: int, number: int) -> None:
 
 
 def _free_port(used: Collection[int]) -> int:
-    """A port at which, as at those that mlflash may take for it, nobody listens here just now."""
+    """A port on which nobody listens here now, and neither on the ports that mlflash derives from it."""
     port = 0
     for _ in range(_TRIES):
         port = random.choice(_PORTS)
@@ -378,4 +381,4 @@ def _is_free(port: int) -> bool:
 
 if __name__ == "__main__":
     code = HostAgent(_Sweeper()).run()
-    os._exit(code)  # a thread may still write to who does not read
+    os._exit(code)  # a thread may still write to a reader that does not read

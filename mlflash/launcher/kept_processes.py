@@ -1,4 +1,4 @@
-"""What the agent of a host says to who decides of a training whose processes stay (`member_service`), and hears."""
+"""The connection of a host's agent to the service that decides which processes have ranks (`member_service`)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..wireup.frames import BadFrame, Frames, Outbox
 from ..wireup.launcher_variables import KEPT, SEED
 
 LARGEST_NBYTES = 1 << 16
-"""Of a message, either way."""
+"""Largest size of a message, in both directions."""
 BEATS = 8
-"""Signs of life, either way, in the time in which one is lost without."""
+"""Signs of life, in both directions, during the time after which a silent side counts as lost."""
 _CONNECT_S = 10.0
-_LEASE = 0.8  # of that time; then what is here is killed, before others take its ranks
+_LEASE = 0.8  # share of that time after which the agent kills its processes, before others take their ranks
 
 
 class KeptProcesses:
     """The connection. Close it.
 
     Args:
-        told: ``address`` of the service, ``token``, ``host`` (the name of this one), and ``lost_s`` (seconds without a
-            sign of life after which one is lost).
+        told: ``address`` of the service, ``token``, ``host`` (the name of this host), and ``lost_s`` (seconds without a
+            sign of life after which a side counts as lost).
     """
 
     def __init__(self, told: dict[str, Any]):
@@ -39,47 +39,47 @@ class KeptProcesses:
         self._beat_s = told["lost_s"] / BEATS
         self._heard = time.monotonic()
         self._next_beat = self._heard
-        self._stopped: dict[int, float] = {}  # since when
+        self._stopped: dict[int, float] = {}  # by pid, since when
         self._has_ended = False
 
     def fileno(self) -> int:
-        """What to wait for."""
+        """The descriptor to wait for."""
         return self._sock.fileno()
 
     @property
     def events(self) -> int:
-        """What of select.poll to wait for."""
+        """The events of select.poll to wait for."""
         return select.POLLIN | (select.POLLOUT if self._out.unsent else 0)
 
     @property
     def until(self) -> float:
-        """When there is something to do, by time.monotonic."""
+        """The next time when there is something to do, by time.monotonic."""
         return self._next_beat
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing was heard for so long that others may have got the ranks of this host."""
+        """Whether nothing was heard for so long that other processes may have the ranks of this host."""
         return self._has_ended or time.monotonic() - self._heard > _LEASE * self._told["lost_s"]
 
     def environment(self, name: str, size: int) -> dict[str, str]:
-        """What a process gets, to find who decides.
+        """The environment variable that tells a process how to reach the service.
 
         Args:
             name: of the process.
-            size: how many ranks there are.
+            size: number of ranks.
         """
         what = {"address": self._told["address"], "token": self._told["token"], "name": name, "size": size}
         return {KEPT: json.dumps(what)}
 
     def ended(self, name: str, code: int) -> None:
-        """Say that a process has ended, and how, as a shell says it."""
+        """Report that a process has ended, with its exit code as in a shell."""
         self._out.send({"ended": name, "code": code})
 
     def orders(self, is_ready: bool) -> Iterator[dict[str, Any]]:
-        """Take what is there of orders, and give a sign of life when it is time.
+        """Yield the orders that have arrived, and send a sign of life when it is time.
 
         Args:
-            is_ready: whether there is something to read, or room to write.
+            is_ready: whether there is something to read or room to write.
         """
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + self._beat_s
@@ -99,21 +99,21 @@ class KeptProcesses:
             self._has_ended = True
 
     def stopped(self, pids: Iterable[int]) -> list[int]:
-        """Which processes have been stopped (SIGSTOP) for so long that they count as lost."""
+        """The processes that have been stopped (SIGSTOP) for so long that they count as lost."""
         now, since = time.monotonic(), self._stopped
         self._stopped = {pid: since.get(pid, now) for pid in pids if _is_stopped(pid)}
         return [pid for pid, start in self._stopped.items() if now - start > self._told["lost_s"]]
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._sock.close()
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, or that which it has forked to train in its place (`in_place.forked_spare`)."""
+    """Whether a process is stopped, or the child that it has forked to train in its place (`in_place.forked_spare`)."""
     try:
         _, name, rest = re.split(r" \(|\) ", Path(f"/proc/{pid}/stat").read_text(), maxsplit=2)
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if name == SEED else []
     except (OSError, ValueError):
         return False
-    return rest[0] == "T" or any(_is_stopped(int(child)) for child in children)  # not by a debugger
+    return rest[0] == "T" or any(_is_stopped(int(child)) for child in children)  # "t" would be a debugger

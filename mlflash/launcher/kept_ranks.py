@@ -1,4 +1,4 @@
-"""Ranks whose processes stay when others are lost, see `membership`; a remote shell starts them, or srun."""
+"""Ranks whose processes stay when others are lost (see `membership`). A remote shell or srun starts them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .processes import signal_group
 from .ranks_by_ssh import ANSWER_S, Agent, HostOfRanks, RanksBySsh, line
 from .run_log import RunLog
 
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two looks whether a lost host is there again
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two checks whether a lost host is back
 
 
 class OnKeptHosts(OnSsh):
-    """Starts ranks by a remote shell; those of `train` stay when others are lost, and processes wait for their ranks.
+    """Starts ranks by a remote shell. Ranks that `train` starts stay when others are lost, and spares wait for ranks.
 
     Args:
-        hosts: the nodes; those without ranks have as many processes that wait.
+        hosts: the nodes. Each node without ranks gets as many spare processes as other nodes have ranks.
         shell: see `OnSsh`.
-        spares: processes that wait on the nodes with ranks, where there are no others.
-        deadlines: how long all may take.
-        run_log: is told what happens.
+        spares: number of spare processes on the nodes with ranks, if there are no other nodes.
+        deadlines: how long each phase may take.
+        run_log: receives events.
     """
 
     def __init__(self, hosts: Sequence[str], shell: str, spares: int, deadlines: Deadlines, run_log: RunLog):
@@ -41,7 +41,7 @@ class OnKeptHosts(OnSsh):
         self._spares, self._deadlines, self._run_log = spares, deadlines, run_log
 
     def train(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> KeptRanks:
-        """Start a program on all ranks, and on those that wait; see `launch_system.Launcher.start`."""
+        """Start a program on all ranks and all spares; see `launch_system.Launcher.start`."""
         others = [host for host in self._hosts if host not in seats.hosts]
         specs = dict(zip(seats.hosts, self._specs(seats, argv, env), strict=True))
         some = next(iter(specs.values()))
@@ -57,9 +57,9 @@ class OnKeptHosts(OnSsh):
 
 
 class KeptBySteps(OnKeptHosts):
-    """Starts ranks that stay, and processes that wait, by a step of Slurm on each node: no step has two nodes.
+    """Starts ranks that stay, and spares, by one step of Slurm per node.
 
-    A node that dies ends its own step only, and where one comes back the others know nothing of it.
+    If a node dies, only its own step ends. If a node comes back, the other steps are not affected.
 
     Args:
         slurm: the allocation.
@@ -77,30 +77,30 @@ class KeptBySteps(OnKeptHosts):
 
 @dataclasses.dataclass
 class _Lost:
-    """A host that is lost: when to look whether it is there again, and how long to wait after that."""
+    """A lost host: when to check whether it is back, and how long to wait after that."""
 
     at: float
     pause_s: float
 
 
 class KeptRanks(RanksBySsh):
-    """The ranks of one start, see `launch_system.Ranks`; it goes on as long as lost ones are replaced.
+    """The ranks of one start, see `launch_system.Ranks`. The start goes on as long as lost ranks are replaced.
 
-    A host that is lost is looked for from time to time, and processes wait there when it is back.
+    It checks from time to time whether a lost host is back, and then starts spare processes there.
 
     Args:
-        hosts: each with how many processes wait there.
+        hosts: each host with the number of its spare processes.
         shared: see `RanksBySsh`.
-        address: of this host, where all others reach it.
-        deadlines: how long all may take.
-        run_log: is told what happens.
+        address: of this host, as all others reach it.
+        deadlines: how long each phase may take.
+        run_log: receives events.
     """
 
     replaces = True
 
     @property
     def rounds(self) -> int:
-        """Which round it is."""
+        """The number of the current round."""
         return self._service.membership.round
 
     def __init__(self, hosts: Sequence[tuple[HostOfRanks, int]], shared: Callable[[int], dict[str, str]],
@@ -120,7 +120,7 @@ class KeptRanks(RanksBySsh):
             raise
 
     def seats(self, began: NodeAssignment) -> NodeAssignment:
-        """Where its ranks are now; where they began if that is fewer nodes now, see `launch_system.Ranks.seats`."""
+        """Where the ranks are now; if that is fewer nodes, where they began. See `launch_system.Ranks.seats`."""
         hosts = tuple(dict.fromkeys(self._service.membership.hosts))
         return dataclasses.replace(began, hosts=hosts) if len(hosts) == len(began.hosts) else began
 
@@ -152,15 +152,15 @@ class KeptRanks(RanksBySsh):
         if agent.is_again and agent.port is None:
             self._look_later(name, now)
             return
-        why = f"{name} is lost: its agent ended with {code}"
+        why = f"{name} is lost: its agent ended with exit code {code}"
         self._lost[name] = _Lost(now + _PAUSE_S, _PAUSE_S)
         self._service.host_lost(name, why)
-        if all(one.is_over for one in self._agents):  # nobody waits for what the service makes of it
+        if all(one.is_over for one in self._agents):  # no agent is left that could carry out a decision of the service
             self._fail(LOST, why)
 
     def _look_for_lost_hosts(self, now: float) -> float | None:
         silent = [agent for agent in self._agents if agent.is_again and agent.port is None and not agent.is_over]
-        if not self._environment:  # not all that have ranks are there
+        if not self._environment:  # not all hosts with ranks are there yet
             return None
         if self._is_done or self._is_ending or self._code:
             for agent in silent:
@@ -181,12 +181,12 @@ class KeptRanks(RanksBySsh):
         lost.at = now + lost.pause_s
 
     def _start_again(self, number: int, now: float) -> None:
-        """Start the agent of a host anew; `member_service` has it start processes when it has come."""
+        """Start the agent of a host anew. When it has connected, `member_service` has it start processes."""
         host = self._agents[number].host
         spec = dataclasses.replace(host.spec, first=-1, count=0, spares=0)
         try:
             agent = Agent(dataclasses.replace(host, spec=spec), is_again=True)
-        except LaunchFailed:  # no process could be had here just now; those that train need none
+        except LaunchFailed:  # no process could be started just now; the ranks that train do not need one
             self._look_later(host.name, now)
             return
         with self._lock:

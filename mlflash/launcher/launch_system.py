@@ -1,4 +1,4 @@
-"""What `mlflash run` needs of the system that starts processes on nodes: Slurm, or mpiexec or ssh and hosts."""
+"""What `mlflash run` needs from the system that starts processes on nodes: Slurm, or a list of hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .processes import KILL_WAIT_S, kill
 
 
 class Ranks(Protocol):
-    """The ranks of one start; where nothing else is said they stay where they began, and a lost one is not replaced.
+    """The ranks of one start. By default they stay where they began, and a lost rank is not replaced.
 
     Attributes:
-        replaces: whether it finds out by itself who is lost, rank or node, and replaces them: neither is its end.
-        rounds: how often all ranks have begun, or were to: more than once where any was replaced.
+        replaces: whether this object itself detects lost ranks and nodes and replaces them, so that the start goes on.
+        rounds: how often all ranks have begun, or were about to: more than once if any was replaced.
     """
 
     replaces: bool = False
@@ -27,7 +27,7 @@ class Ranks(Protocol):
         return 1
 
     def seats(self, began: NodeAssignment) -> NodeAssignment:
-        """Where its ranks are now.
+        """Where the ranks are now.
 
         Args:
             began: where they were when they were started.
@@ -35,10 +35,10 @@ class Ranks(Protocol):
         return began
 
     def poll(self) -> int | None:
-        """Exit code as a shell gives it; None while it runs."""
+        """Exit code as in a shell; None while it runs."""
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and whatever started them; may be called twice.
+        """End all ranks that can be reached, and what started them. May be called twice.
 
         Args:
             wait_s: seconds from SIGTERM to SIGKILL.
@@ -46,17 +46,17 @@ class Ranks(Protocol):
 
 
 class Step(Ranks):
-    """The ranks that one process has started, see `Ranks`: that process, and how to end them.
+    """The ranks that one process has started (see `Ranks`): that process, and how to end it.
 
     Args:
-        process: srun or mpiexec; in a session of its own.
+        process: srun or mpiexec, in a session of its own.
     """
 
     def __init__(self, process: subprocess.Popen[Any]):
         self._process = process
 
     def poll(self) -> int | None:
-        """Exit code as a shell gives it; None while it runs."""
+        """Exit code as in a shell; None while it runs."""
         code = self._process.poll()
         return None if code is None else code if code >= 0 else 128 - code
 
@@ -66,7 +66,7 @@ class Step(Ranks):
             self._process.send_signal(number)
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and the launcher; may be called twice.
+        """End all ranks that can be reached, and the launcher. May be called twice.
 
         Args:
             wait_s: seconds from SIGTERM to SIGKILL.
@@ -79,10 +79,10 @@ class Step(Ranks):
 
 
 class Patience:
-    """Until when to wait for answers: to a deadline, or not so long once half of them are there.
+    """How long to wait for answers: until a deadline, or a shorter time once half of them have arrived.
 
     Args:
-        hosts: answers that may come.
+        hosts: number of answers that may come.
         timeout_s, behind_s: see `Launcher.on_each`.
     """
 
@@ -91,45 +91,45 @@ class Patience:
         self._end = time.monotonic() + timeout_s
 
     def answered(self, count: int) -> None:
-        """Note how many have come so far."""
+        """Note how many answers have come so far."""
         if self._behind_s is not None and count >= self._half:
             self._end, self._behind_s = min(self._end, time.monotonic() + self._behind_s), None
 
     @property
     def left_s(self) -> float:
-        """Seconds to wait still."""
+        """Seconds left to wait."""
         return self._end - time.monotonic()
 
 
 Start = Callable[[NodeAssignment, Sequence[str], Mapping[str, str]], Ranks]
-"""`Launcher.start`, or what does as it does."""
+"""`Launcher.start`, or a function that does the same."""
 
 
 class Launcher(Protocol):
     """A system that starts processes."""
 
     def hosts(self) -> list[str]:
-        """The nodes that there are, spares too, in order.
+        """All nodes, including spares, in order.
 
         Raises:
-            LaunchFailed: they cannot be told.
+            LaunchFailed: the nodes cannot be found out.
         """
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Which of some nodes are out of service, and in which state, as far as the system knows. Takes moments."""
+        """The given nodes that are out of service, with their state, as far as the system knows. Returns quickly."""
 
     def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Which of some nodes no run should be started on, though one that is there may go on; and why."""
+        """The given nodes on which no new run should start, with the reason. A run that is there may go on."""
 
     def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
-        """Start a program on all ranks; ``env`` is what it is given besides the own environment."""
+        """Start a program on all ranks. ``env`` is added to the environment of this process."""
 
     def with_mpi(self, words: Sequence[str]) -> list[str]:
-        """How ranks run ``python WORDS``, a program that is done with MPI, where `start` starts them."""
+        """The command with which `start` runs ``python WORDS`` on each rank, for a program that uses MPI."""
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
-        """Run a program once on each of some nodes, beside the ranks; gives what it printed where it ended in time.
+        """Run a program once on each of the given nodes, in addition to the ranks. Return its output where it ended.
 
         Args:
             hosts: the nodes.

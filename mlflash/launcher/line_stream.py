@@ -1,4 +1,4 @@
-"""What programs print, passed on in whole lines: lines of several programs never mix."""
+"""Passes on the output of programs in whole lines, so that lines of several programs never mix."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _LONGEST_NBYTES = 1 << 20
 
 
 class Lines:
-    """Gathers what a program prints until it can be passed on.
+    """Collects the output of a program until it can be passed on.
 
-    A carriage return ends a line, too, as bars of progress have it. What is longer than 1 MiB is passed on in pieces.
+    A carriage return also ends a line, for progress bars. Lines longer than 1 MiB are passed on in pieces.
     """
 
     def __init__(self) -> None:
         self._begun = bytearray()
 
     def add(self, printed: bytes) -> bytes:
-        """Take what was printed; gives what is whole."""
+        """Add output; return the lines that are complete."""
         end = max(printed.rfind(b"\n"), printed.rfind(b"\r")) + 1
         if not end and len(self._begun) + len(printed) <= _LONGEST_NBYTES:
             self._begun += printed
@@ -30,20 +30,20 @@ class Lines:
         return whole
 
     def rest(self) -> bytes:
-        """A last line that was not ended, and is now; b"" where there is none."""
+        """The last line, if it has no end yet, with a newline added; b"" if there is none."""
         left = bytes(self._begun)
         self._begun.clear()
         return left + b"\n" if left else b""
 
 
 class Sink:
-    """A descriptor that several threads write whole lines to; what nobody reads any more is dropped."""
+    """A descriptor to which several threads write whole lines. If nobody reads any more, lines are dropped."""
 
     def __init__(self, fd: int):
         self._fd, self._one = fd, threading.Lock()
 
     def write(self, lines: bytes) -> None:
-        """Write lines; waits for whoever reads them."""
+        """Write lines; wait until they are read."""
         with self._one, contextlib.suppress(OSError):
             left = memoryview(lines)
             while left:

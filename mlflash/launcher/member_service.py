@@ -1,15 +1,19 @@
-"""The one who decides of a training whose processes stay: hears all of them, and the agents of their hosts.
+"""The service that decides about a training whose processes stay. All processes and the agents of their hosts connect.
 
-Each process connects here, and each `host_agent`; messages are those of `wireup.frames`. The first one that comes over
-a connection has the token, and the name of the process, or of the host. A process says ``{"ready": true}`` when it
-waits for a rank, ``{"left": round}``, ``{"here": round}`` when it has come to a round and may have to wait for others
-there, ``{"trains": round, "step", "times"}``, ``{"done": round}`` when training has come to its end, and on rank 0
-``{"text": round, "what", "is"}`` for all. It is told ``{"seat": {"round", "rank", "size", "lost_s", "ready_s"}}``,
-``{"lost": round, "ranks", "why"}`` and such texts. An agent says ``{}`` as a sign of life, and ``{"ended": name,
-"code"}``; it is told ``{"one": name, "local"}`` (start another process that waits), ``{"kill": name}``, and ``{}`` as a
-sign of life: without any it kills what it has.
+Messages are those of `wireup.frames`. The first message of a connection has the token, and the name of the process or
+of the host.
 
-One thread does all of this; another one writes down what happens, as files and terminals may hang.
+A process sends ``{"ready": true}`` when it waits for a rank, ``{"left": round}`` when it has left a round, ``{"here":
+round}`` when it has reached a round and may have to wait there for others, ``{"trains": round, "step", "times"}`` when
+it has begun to train, and ``{"done": round}`` when its training has ended. Rank 0 also sends ``{"text": round, "what",
+"is"}``, which is for all. The service sends ``{"seat": {"round", "rank", "size", "lost_s", "ready_s"}}``, ``{"lost":
+round, "ranks", "why"}`` and those texts.
+
+An agent sends ``{}`` as a sign of life, and ``{"ended": name, "code"}``. The service sends it ``{"one": name,
+"local"}`` (start another spare process), ``{"kill": name}``, and ``{}`` as a sign of life. An agent that hears nothing
+kills its processes.
+
+One thread does all of this. Another one writes events to the log and the terminal, because these may hang.
 """
 
 from __future__ import annotations
@@ -32,12 +36,12 @@ from .kept_processes import BEATS, LARGEST_NBYTES
 from .membership import Deadlines, Member, Membership
 from .run_log import RunLog
 
-_WRITES_S = 2.0  # for what happened to be written down, at the end
-_STRANGER_S = 10.0  # for a connection to say who it is
+_WRITES_S = 2.0  # at the end, to write the remaining events
+_STRANGER_S = 10.0  # for a new connection to say who it is
 
 
 class _Connection:
-    """To a process or an agent; who it is, is not known at first."""
+    """A connection to a process or an agent. At first it is not known to which."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -52,16 +56,16 @@ class MemberService:
     """Serves one start of a job. Close it.
 
     Args:
-        address: of this host, where all others reach it.
+        address: of this host, as all others reach it.
         members: see `Membership`.
-        deadlines: how long all may take.
-        run_log: is told what happens.
-        over: is called, on the thread of the service, when there is no next round, or all have come to their end.
-        lost: so is this, with the name of a host that is lost.
+        deadlines: how long each phase may take.
+        run_log: receives events.
+        over: called on the thread of the service when there is no next round, or when all have finished.
+        lost: called on the same thread with the name of a lost host.
 
     Attributes:
-        token: that who connects has to have.
-        membership: what is decided.
+        token: each connection must send it.
+        membership: the decisions.
     """
 
     def __init__(self, address: str, members: Sequence[Member], deadlines: Deadlines, run_log: RunLog,
@@ -73,7 +77,7 @@ class MemberService:
         self._run_log, self._over, self._lost, self._lost_s = run_log, over, lost, deadlines.lost_s
         self.membership = Membership(members, self, deadlines, time.monotonic())
         self._connections: list[_Connection] = []
-        self._untold: dict[str, list[dict[str, Any]]] = {}  # to processes that have not come yet
+        self._untold: dict[str, list[dict[str, Any]]] = {}  # for processes that have not connected yet
         self._hosts = {member.name: member.host for member in members}
         self._gone: set[str] = set()  # hosts that are lost
         self._fresh = 0
@@ -88,16 +92,16 @@ class MemberService:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it is reached."""
+        """Its host and port."""
         host, port = self._listener.getsockname()[:2]
         return host, port
 
     def host_lost(self, host: str, why: str) -> None:
-        """Hear that a host is lost. Any thread."""
+        """Report that a host is lost. May be called on any thread."""
         self._call(lambda: self._lose(host, why))
 
     def close(self) -> None:
-        """End it."""
+        """End the service."""
         self._is_closed = True
         self._call(lambda: None)
         self._thread.join()
@@ -109,7 +113,7 @@ class MemberService:
         with contextlib.suppress(OSError):
             os.write(self._wake, b"!")
 
-    # What `Membership` has done
+    # What `Membership` calls
 
     def tell(self, name: str, message: dict[str, Any]) -> None:
         found = [one for one in self._connections if one.name == name]
@@ -136,7 +140,7 @@ class MemberService:
             event, fields = one
             self._run_log.note(event, **fields)
             if event == "host_back":
-                print(f"mlflash run: {fields['host']} is back: processes wait there", file=sys.stderr, flush=True)
+                print(f"mlflash run: {fields['host']} is back: spares wait there", file=sys.stderr, flush=True)
             if event == "recovered":
                 ranks, why, step, took = (fields[name] for name in ("lost", "why", "step", "seconds"))
                 lost = f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost ({why})"
@@ -177,7 +181,7 @@ class MemberService:
             if one.host:
                 one.out.send({})
                 if now - one.heard > self._lost_s:
-                    self._lose(one.host, f"nothing was heard of {one.host} for {self._lost_s:g} s")
+                    self._lose(one.host, f"nothing was heard from {one.host} for {self._lost_s:g} s")
             elif not one.name and now - one.heard > _STRANGER_S:
                 self._drop(one)
 
@@ -190,7 +194,7 @@ class MemberService:
                     one.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if one.out.unsent else 0), one
                 )
             ready = selector.select(timeout_s)
-        # What a process has said is heard before its agent's word that it has ended.
+        # Read what a process has sent before its agent's message that the process has ended.
         for key, events in sorted(ready, key=lambda one: bool(one[0].data and one[0].data.host)):
             if key.fd == self._woken:
                 os.read(self._woken, 4096)
@@ -199,7 +203,7 @@ class MemberService:
             elif key.fileobj is self._listener:
                 with contextlib.suppress(OSError):
                     self._connections.append(_Connection(self._listener.accept()[0]))
-            elif key.data in self._connections:  # it may have been dropped just now
+            elif key.data in self._connections:  # an earlier event of this loop may have dropped it
                 if events & selectors.EVENT_WRITE:
                     key.data.out.send_rest()
                 if events & selectors.EVENT_READ:
@@ -223,8 +227,8 @@ class MemberService:
             for message in one.frames.messages():
                 self._take(one, message)
         except (BadFrame, KeyError, OverflowError, TypeError, ValueError) as error:
-            print(f"mlflash run: {one.name or one.host or 'a stranger'} said what is not understood: {error!r}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(f"mlflash run: {one.name or one.host or 'an unknown process'} sent a message that cannot be read: "
+                  f"{error!r}", file=sys.stderr, flush=True)  # fmt: skip
             self._drop(one)
 
     def _take(self, one: _Connection, message: dict[str, Any]) -> None:
@@ -273,5 +277,5 @@ class MemberService:
 
 
 def how_it_ended(code: int) -> str:
-    """What became of a process, in words, from its exit code as a shell says it."""
-    return f"its process was killed by signal {code - 128}" if code > 128 else f"its process ended with {code}"
+    """How a process ended, in words, from its exit code as in a shell."""
+    return f"its process was killed by signal {code - 128}" if code > 128 else f"its process ended with code {code}"

@@ -1,9 +1,9 @@
-"""Who has which rank of a training that goes on where processes are lost, and when the next round begins. Pure.
+"""Decides which process has which rank in a training that survives lost processes, and when rounds begin. Pure.
 
-A round is the time in which each rank is the same process. When one that has a rank ends, or its host is lost, the
-round is over: all others are told, leave their step, and say so; processes that wait (spares) get the ranks of those
-that are lost, and all begin the next round. Whatever is in doubt ends it all, and the job is started again: a rank that
-is lost with nobody to replace it, one that had come to its end already, or rounds that fail at the same step.
+During a round each rank belongs to the same process. When a process with a rank ends or its host is lost, the round is
+over. All other processes are told, leave their step and report that. Waiting processes (spares) get the lost ranks, and
+all begin the next round. In doubtful cases all processes end, and the job is started again. These are: nobody can
+replace a lost rank, some rank had already finished, or rounds fail again at the same step.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-_SAME_STEP = 2  # rounds that began at one step, after which there is no hope
-_IN_VAIN = 3  # processes that end before they are ready, after which no more are started; rounds that so fail
+_SAME_STEP = 2  # rounds that may begin at one step; a third would probably fail, too
+_IN_VAIN = 3  # processes that may end before they are ready, and rounds that may fail before all ranks have begun
 _NEVER = float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """How long processes may take, seconds.
+    """How long each phase may take, in seconds.
 
     Attributes:
-        lost_s: without a sign of life from a host, after which it is lost; what a process waits that hears of a lost
-            rank before anybody else.
+        lost_s: a host without a sign of life for this long is lost. A process that notices a lost rank first waits as
+            long.
         leave_s: to leave a step.
-        ready_s: from there to the next step: for couriers and process groups, and for a spare to be ready.
+        ready_s: from then to the next step: for couriers, process groups, and a spare that must become ready.
     """
 
     lost_s: float = 10.0
@@ -34,19 +34,19 @@ class Deadlines:
 
 
 class Acts(Protocol):
-    """What follows from it all, done by who has the processes."""
+    """What `Membership` needs done by the owner of the processes."""
 
     def tell(self, name: str, message: dict[str, Any]) -> None:
         """Send a message to a process."""
 
     def kill(self, name: str) -> None:
-        """Kill a process; `Membership.ended` is to be called when it has ended."""
+        """Kill a process. `Membership.ended` must be called when it has ended."""
 
     def start(self, host: str, local: int) -> str:
-        """Start a process that waits for a rank, in the place of one that has ended there; gives its name."""
+        """Start a spare process in the place of one that has ended there; return its name."""
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write down what happened."""
+        """Write down an event."""
 
 
 @dataclasses.dataclass
@@ -54,15 +54,15 @@ class Member:
     """A process.
 
     Attributes:
-        name: of its own.
-        host, local: where it is: the host, and its number there.
-        rank: that it has, or had when it ended; None: it waits for one.
-        is_ready: whether it has said that it waits.
-        left: the round that it has said to have left last; that before the first is 0.
-        is_here: whether it has come to this round, with the rank that it has there.
+        name: its own name.
+        host, local: the host, and the number of the process on it.
+        rank: that it has, or had when it ended; None while it waits for one.
+        is_ready: whether it has reported that it waits.
+        left: the last round that it has reported to have left; 0 before the first round.
+        is_here: whether it has reached this round with the rank that it has in it.
         is_in: whether it trains in this round.
-        is_done: whether it has come to the end of training, and has not ended yet.
-        code: how it ended, as a shell says it; None: it has not.
+        is_done: whether its training has finished and the process has not ended yet.
+        code: exit code as in a shell; None while it runs.
     """
 
     name: str
@@ -81,16 +81,16 @@ class Membership:
     """The processes of one start of a job.
 
     Args:
-        members: those that are started with ranks, in the order of these, and those that wait.
-        acts: does what follows.
-        deadlines: how long all may take.
-        now: seconds, by a clock that goes on evenly.
+        members: first those that are started with ranks, in order of rank, then the spares.
+        acts: carries out the decisions.
+        deadlines: how long each phase may take.
+        now: seconds, by a monotonic clock.
 
     Attributes:
-        round: which it is, from 1 on.
-        over: why there is no next round; "": there may be one.
-        code: exit code, where it is over, or all have come to their end.
-        hosts: where each rank is in this round.
+        round: number of the round, from 1.
+        over: why there is no next round; "" while there may be one.
+        code: exit code, if it is over or all have finished.
+        hosts: the host of each rank in this round.
     """
 
     def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float):
@@ -100,22 +100,22 @@ class Membership:
         self.round, self.over = 1, ""
         self.hosts = tuple(one.host for one in self._seated())
         self.code: int | None = None
-        self._phase, self._until = "starting", _NEVER  # a start with a loss before all have begun is over
+        self._phase, self._until = "starting", _NEVER  # a loss before all have begun ends the start
         self._why, self._lost, self._since = "", list[int](), now
-        self._step: int | None = None  # at which the last round began
+        self._step: int | None = None  # the step at which the last round began
         self._same_step = self._code = 0
-        self._times: dict[str, float] = {}  # the longest of all ranks
-        self._texts: dict[str, str] = {}  # that rank 0 has told the others of this round
-        self._failed = 0  # rounds that not all have begun, one after the other
-        self._in_vain = 0  # processes that have ended before they were ready, one after the other
-        self._places: list[tuple[str, int]] = []  # where others are to be started, when that keeps nobody waiting
+        self._times: dict[str, float] = {}  # the longest of all ranks, by name
+        self._texts: dict[str, str] = {}  # from rank 0 to the others, in this round
+        self._failed = 0  # consecutive rounds that not all ranks have begun
+        self._in_vain = 0  # consecutive processes that have ended before they were ready
+        self._places: list[tuple[str, int]] = []  # where to start other processes, as soon as nobody has to wait for it
 
-    # What is heard
+    # Reports
 
     def ready(self, name: str, now: float) -> None:
-        """Hear that a process waits for its rank; one that has a rank gets that.
+        """Note that a process waits for its rank. If it has one, tell it.
 
-        It was started with it; or it has begun its program anew, and what it was told since is lost.
+        Either it was started with this rank, or it has begun its program anew and has lost what it was told.
         """
         member = self._members[name]
         member.is_ready, self._in_vain = True, 0
@@ -126,17 +126,17 @@ class Membership:
         self._look(now)
 
     def left(self, name: str, number: int, now: float) -> None:
-        """Hear that a process has left a round."""
+        """Note that a process has left a round."""
         member = self._members[name]
         member.left, member.is_ready = number, True
         self._look(now)
 
     def here(self, name: str, number: int) -> None:
-        """Hear that a process has come to a round, and waits for others."""
+        """Note that a process has reached a round and waits for others."""
         self._members[name].is_here = number == self.round
 
     def trains(self, name: str, number: int, step: int, times: dict[str, float], now: float) -> None:
-        """Hear that a process has begun a round, at a step, and how long what took, seconds."""
+        """Note that a process trains in a round from a step on, and how long each part took, in seconds."""
         member = self._members[name]
         if number != self.round or self._phase not in ("starting", "seating"):
             return
@@ -150,29 +150,29 @@ class Membership:
             self._failed = 0
         self._same_step = self._same_step + 1 if step == self._step else 1
         if self._same_step > _SAME_STEP:
-            self._end(f"{self._named()} was lost, as before: {_SAME_STEP} rounds had begun at step {step}", self._code)
+            self._end(f"{self._named()} was lost, and {_SAME_STEP} rounds had already begun at step {step}", self._code)
             return
         self._step, self._phase, self._until = step, "training", _NEVER
         self._lost = []
         self._fill_places()
 
     def done(self, name: str, number: int) -> None:
-        """Hear that the training of a process has come to its end in a round: it cannot go back any more."""
+        """Note that the training of a process has finished in a round. It cannot go back any more."""
         self._members[name].is_done = number == self.round and self._phase == "training"
 
     def text(self, name: str, number: int, what: str, text: str) -> None:
-        """Hear what rank 0 tells all others of a round."""
+        """Pass on what rank 0 tells all other ranks of a round."""
         if number == self.round and self._members[name].rank == 0:
             self._texts[what] = text
             for one in self._staying():
                 self._tell_text(one, what, text)
 
     def ended(self, name: str, code: int, why: str, now: float) -> None:
-        """Hear that a process has ended; another one is started in the place of one that failed, as soon as all train.
+        """Note that a process has ended. If it failed, start another one in its place as soon as all ranks train.
 
         Args:
-            name: of it.
-            code: as a shell says it.
+            name: of the process.
+            code: exit code as in a shell.
             why: in words.
             now: seconds.
         """
@@ -191,7 +191,7 @@ class Membership:
         self._fill_places()
 
     def host_lost(self, host: str, why: str, now: float) -> None:
-        """Hear that a host is lost, with all of its processes."""
+        """Note that a host is lost, with all its processes."""
         lost = [one for one in self._members.values() if one.host == host and one.code is None and not self.over]
         self._places = [place for place in self._places if place[0] != host]
         for member in lost:
@@ -202,22 +202,22 @@ class Membership:
         self._fill_places()
 
     def host_back(self, host: str) -> None:
-        """Hear that a host is there again which was lost: as many processes are started there as it had."""
+        """Note that a lost host is back, and start as many processes there as it had."""
         for local in sorted({one.local for one in self._members.values() if one.host == host}):
             if not self.over:
                 self._start(host, local)
 
     def look(self, now: float) -> None:
-        """See whether a deadline has passed."""
+        """Check whether a deadline has passed."""
         if self.over or now < self._until:
             return
         if self._phase == "waiting":
             self._end(f"no process was ready in time to take the place of {self._named()}", self._code)
             return
-        self._until = now + self._deadlines.ready_s  # for those to end that are killed
+        self._until = now + self._deadlines.ready_s  # for the killed processes to end
         if self._phase == "leaving":
             late = [one for one in self._staying() if one.left < self.round]
-        else:  # who is there waits for who is not
+        else:  # processes that are here wait for those that are not
             late = [one for one in self._staying() if not one.is_here and not one.is_in]
             late = late or [one for one in self._staying() if not one.is_in]
         for one in late:
@@ -229,10 +229,10 @@ class Membership:
         """When `look` has something to do."""
         return self._until
 
-    # What follows
+    # Decisions
 
     def _fill_places(self) -> None:
-        """Start what is to be started; not while others recover who do not need it, as imports take all cores."""
+        """Start missing processes, unless others are recovering and do not need them: imports take all cores."""
         empty = [one for one in self._seated() if one.code is not None]
         spares = [one for one in self._members.values() if one.rank is None and one.code is None]
         if self.over or (self._phase != "training" and len(spares) >= len(empty)):
@@ -246,7 +246,7 @@ class Membership:
         self._members[fresh] = Member(fresh, host, local)
 
     def _seated(self) -> list[Member]:
-        """The processes that have a rank, in the order of these; one that is lost has it until another one gets it."""
+        """The processes that have a rank, in order of rank. A lost one keeps it until another process gets it."""
         return sorted((one for one in self._members.values() if one.rank is not None), key=lambda one: one.rank or 0)
 
     def _staying(self) -> list[Member]:
@@ -263,11 +263,13 @@ class Membership:
         if all(one.code for one in self._seated()):
             self._end(f"all ranks were lost, the last one {self._named()}", self._code)
         elif self._phase == "starting":
-            self._end(f"{self._named()} was lost before all had begun", self._code)
+            self._end(f"{self._named()} was lost before all ranks had begun", self._code)
         elif any(one.code == 0 or (one.is_done and one.code is None) for one in self._seated()):
-            self._end(f"{self._named()} was lost when others had come to their end", self._code)
+            self._end(f"{self._named()} was lost after other ranks had finished", self._code)
         elif self._failed >= _IN_VAIN:
-            self._end(f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all had begun", self._code)
+            self._end(
+                f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun", self._code
+            )
         elif self._phase in ("training", "seating"):
             self._failed += self._phase == "seating"
             self._phase, self._until = "leaving", now + self._deadlines.leave_s
@@ -276,7 +278,7 @@ class Membership:
                 self._acts.tell(one.name, {"lost": self.round, "ranks": self._lost, "why": why})
 
     def _look(self, now: float) -> None:
-        """Begin the next round, if all have come so far."""
+        """Begin the next round if all processes are ready for it."""
         if self.over or self._phase not in ("leaving", "waiting"):
             return
         if any(one.left < self.round for one in self._staying()):
@@ -288,7 +290,7 @@ class Membership:
                 self._phase, self._until = "waiting", now + self._deadlines.ready_s
             return
         own = {one.host for one in waiting}
-        for lost in sorted(empty, key=lambda one: one.host not in own):  # its host may have its slots
+        for lost in sorted(empty, key=lambda one: one.host not in own):  # its host may have the slots of the rank
             best = min(waiting, key=lambda one: one.host != lost.host)
             waiting.remove(best)
             best.rank, lost.rank = lost.rank, None

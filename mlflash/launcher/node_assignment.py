@@ -1,6 +1,6 @@
-"""Which node each rank sits on, and who takes the place of a node that is gone.
+"""Which node each rank runs on, and which node replaces a lost one.
 
-Pure: nothing here asks a node. Ranks are numbered node by node: the ranks of seat 0 come first.
+Pure: nothing here contacts a node. Ranks are numbered node by node: the ranks of seat 0 come first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class NodeAssignment:
 
     Attributes:
         hosts: the node of each seat.
-        ranks_per_node: ranks on each.
+        ranks_per_node: ranks on each node.
     """
 
     hosts: tuple[str, ...]
@@ -27,7 +27,7 @@ class NodeAssignment:
         return len(self.hosts) * self.ranks_per_node
 
     def hosts_of_ranks(self) -> Iterator[str]:
-        """The node of each rank, by rank."""
+        """The node of each rank, in order of rank."""
         for host in self.hosts:
             for _ in range(self.ranks_per_node):
                 yield host
@@ -37,30 +37,30 @@ def assign_nodes(hosts: Sequence[str], nodes: int, ranks_per_node: int, least: i
     """Choose the nodes of the first run.
 
     Args:
-        hosts: those that are fit to train, in the order of the allocation.
-        nodes: how many are wanted.
-        ranks_per_node: ranks on each.
-        least: how many will do; 0: all that are wanted.
+        hosts: nodes that are fit to train, in the order of the allocation.
+        nodes: number of nodes wanted.
+        ranks_per_node: ranks on each node.
+        least: smallest number of nodes that is enough; 0: all that are wanted.
 
     Returns:
-        The seats; None where there are too few nodes.
+        The seats; None if there are too few nodes.
     """
     return None if len(hosts) < (least or nodes) else NodeAssignment(tuple(hosts[:nodes]), ranks_per_node)
 
 
 def reassign_nodes(before: NodeAssignment, fit: Sequence[str], nodes: int, least: int = 0) -> NodeAssignment | None:
-    """Choose the nodes of the next run: who can stay keeps the seat, spares take the empty ones.
+    """Choose the nodes of the next run: nodes that can stay keep their seats, and spares take the empty ones.
 
-    Where there are not enough spares the run gets smaller, by the empty seats; it grows again as soon as there are.
+    If there are not enough spares, the run has fewer nodes. It grows again as soon as there are enough.
 
     Args:
         before: the seats of the run before.
-        fit: nodes that are fit to train, in the order of the allocation; those without a seat are spares.
-        nodes: how many are wanted.
-        least: how many will do; 0: all that are wanted.
+        fit: nodes that are fit to train, in the order of the allocation. Those without a seat are spares.
+        nodes: number of nodes wanted.
+        least: smallest number of nodes that is enough; 0: all that are wanted.
 
     Returns:
-        The seats; None where there are too few nodes.
+        The seats; None if there are too few nodes.
 
     Example:
         (a, b, c) with a, c, d, e fit → (a, d, c); with a and c fit, and ``least=2`` → (a, c).

@@ -1,7 +1,7 @@
-"""What one node says of itself: ``python -m mlflash.launcher.node_status MEMORY [JOB [INTERFACE]]``.
+"""Print the status of one node: ``python -m mlflash.launcher.node_status MEMORY [JOB [INTERFACE]]``.
 
-One JSON document: the heartbeats of the job's ranks here, the newest committed step that is held here, free memory,
-GPUs; without a job, which jobs are alive here.
+The output is one JSON document: the heartbeats of the job's ranks on this node, the committed steps that it holds, free
+memory, and GPUs. Without a job it lists the jobs that are alive on this node.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..version import __version__
 from .processes import ask_within
 
 _FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
-_GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
+_GPU_S = 20.0  # nvidia-smi can hang on a GPU that fell off the bus
 
 
 def main() -> int:
-    """Look at this node and print it."""
+    """Print the status of this node."""
     if len(sys.argv) == 2:
         print(json.dumps({"jobs": live_jobs(sys.argv[1]), "version": __version__}), flush=True)
         return 0
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _gpus() -> int | None:
-    """GPUs that answer; None where there is no program to ask."""
+    """Number of GPUs that answer; None if there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:
@@ -57,7 +57,7 @@ def _gpus() -> int | None:
 
 
 def _is_up(interface: str) -> bool:
-    """Whether a network interface is there, up, and has a carrier."""
+    """Whether a network interface exists, is up, and has a carrier."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             answer = fcntl.ioctl(asked, _FLAGS_OF, struct.pack("16sH14x", interface.encode(), 0))

@@ -1,6 +1,6 @@
-"""What the nodes of a job say of themselves when they are looked at, and what that means for a run.
+"""The status of the nodes of a job (a "look" at them), and what it means for a run.
 
-Whatever goes wrong with a look costs time, never the job: what a node does not say is not known, and no more.
+A failure of a look costs time, but never the job: what a node does not report is only unknown.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from .node_assignment import NodeAssignment
 log = logging.getLogger("mlflash")
 
 LOOK_S = 20.0
-"""Deadline of a look at the nodes."""
-_BEHIND_S = 8.0  # a node that answers so much later than most others is as one that does not
+"""Deadline of a look at the nodes, in seconds."""
+_BEHIND_S = 8.0  # a node that answers this much later than most others counts as silent
 _STACKS_S = 1.0
-_LOOKS = 10_000  # until they are made half as often
-_STUCK_S = 3 * LOOK_S  # for a look with all that it waits for
+_LOOKS = 10_000  # after so many, looks become half as frequent
+_STUCK_S = 3 * LOOK_S  # for a look and everything that it waits for
 
 
 def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Ask nodes what they say of themselves (see `node_look`).
+    """Ask nodes for their status (see `node_status`).
 
     Args:
-        launcher: reaches them.
-        hosts: which.
-        words: memory, job and so on, as `node_look` takes them.
+        launcher: reaches the nodes.
+        hosts: the nodes.
+        words: memory, job and so on, as `node_status` takes them.
 
     Returns:
-        What each node says; those that say nothing, or nonsense, are left out. And, in words, what cannot be read.
+        The status of each node, without nodes that do not answer or whose answer is unusable; and messages about what
+        cannot be read.
 
     Raises:
-        LaunchFailed: nobody can be asked.
+        LaunchFailed: no node can be asked.
     """
     argv = [sys.executable, "-m", "mlflash.launcher.node_status", *words]
     said: dict[str, dict[str, Any]] = {}
@@ -54,7 +55,7 @@ def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str
         except (ValueError, RecursionError):
             continue
         if wrong := _why_unread(document, len(words) > 1):
-            unread.append(f"what {host} says {wrong}")
+            unread.append(f"the status of {host} {wrong}")
             continue
         unread += [f"{host}: {one}" for one in document.get("unread", [])]
         said[host] = document
@@ -62,14 +63,14 @@ def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str
 
 
 def _why_unread(document: Any, of_job: bool) -> str:
-    """Why what a node says cannot be read; "" where it can. Its mlflash may be another version."""
+    """Why the status of a node cannot be read; "" if it can. That node may have another version of mlflash."""
     kinds: dict[str, Any] = {"jobs": list}
     if of_job:
         kinds = {"free": int, "gpus": int | None, "interface": bool | None, "heartbeats": list, "steps": list}
     if not isinstance(document, dict):
-        return "cannot be read: it is no look at a node"
+        return "cannot be read: it is not what mlflash.launcher.node_status prints"
     if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name, ...), kind)]:
-        version = document.get("version", "that does not say which it is")
+        version = document.get("version", "unknown")
         return f"cannot be read: written by version {version} (this is {__version__}; {', '.join(wrong[:3])})"
     found = (why_unread(heartbeat) for heartbeat in document.get("heartbeats", []))
     return next((wrong for wrong in found if wrong), "")
@@ -81,7 +82,7 @@ class Looks:
     Args:
         launcher: reaches the nodes.
         memory, job: where ranks keep their slots.
-        gpus, interface: what a node must have to train, see `Orders`.
+        gpus, interface: what a node must have to train, see `RunOptions`.
     """
 
     def __init__(self, launcher: Launcher, memory: str, job: str, gpus: int, interface: str):
@@ -90,18 +91,18 @@ class Looks:
         self._said: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
         self._asked = 0  # looks so far
-        self._last: dict[str, int] = {}  # which look was the last at each node: they may overlap
+        self._last: dict[str, int] = {}  # number of the last look at each node: looks may overlap
 
     def look(self, hosts: Sequence[str]) -> None:
-        """Ask nodes how they are; of those that do not answer nothing is known. What a later look found stays."""
+        """Ask nodes for their status. Forget nodes that do not answer, unless a later look has already an answer."""
         self._asked += 1
         this = self._asked
         try:
             told, unread = ask(self._launcher, hosts, *self._words)
         except LaunchFailed as error:
-            told, unread = {}, [f"the nodes cannot be looked at: {error}"]
-        except Exception as error:  # a mistake of ours must not be the end of the job, and not be silent
-            told, unread = {}, [f"the nodes cannot be looked at: {error!r}"]
+            told, unread = {}, [f"the nodes cannot be asked for their status: {error}"]
+        except Exception as error:  # a bug of mlflash must not end the job, and must not be silent
+            told, unread = {}, [f"the nodes cannot be asked for their status: {error!r}"]
         unread += [
             f"{host}: the courier of rank {one['rank']} (pid {one['courier_pid']}) died, and its trainer goes on"
             for host, document in told.items() for one in document["heartbeats"] if is_without_courier(one)
@@ -119,10 +120,10 @@ class Looks:
         self._said = said
 
     def every(self, seconds: float) -> float:
-        """Say how long to wait for the next look, in seconds: twice as long after each 10,000 looks.
+        """How long to wait for the next look, in seconds: twice as long after each 10,000 looks.
 
-        A look is a step of a Slurm job, which may have 40,000 (MaxStepCount): one each 15 s are these after a week, and
-        no rank could be started any more. So they last for 26 days.
+        A look is a step of a Slurm job, and a job may have 40,000 steps (MaxStepCount). With one look each 15 s they
+        would be used up after a week, and no rank could be started any more. So they last for 26 days.
 
         Args:
             seconds: between two looks at first.
@@ -130,11 +131,11 @@ class Looks:
         return seconds * 2.0 ** (self._asked // _LOOKS)
 
     def silent(self, hosts: Sequence[str]) -> list[str]:
-        """Which nodes did not answer."""
+        """The nodes that did not answer."""
         return [host for host in hosts if host not in self._said]
 
     def wrong_with(self, host: str) -> str:
-        """Why a node is not fit to train; "" where it is."""
+        """Why a node is not fit to train; "" if it is."""
         said = self._said.get(host)
         if said is None:
             return "it does not answer"
@@ -143,23 +144,23 @@ class Looks:
         return f"{self._interface} is down" if said["interface"] is False else ""
 
     def holding(self, hosts: Sequence[str]) -> list[str]:
-        """Which nodes hold checkpoints in memory."""
+        """The nodes that hold checkpoints in memory."""
         return [host for host in hosts if host in self._said and self._said[host]["steps"]]
 
     def newest(self) -> int | None:
-        """The newest step that was committed or restored, as far as ranks have said so."""
+        """The newest step that any rank reported as committed or restored; None if there is none."""
         steps = [heartbeat[what] for said in self._said.values() for heartbeat in said["heartbeats"]
                  for what in ("committed", "restored") if heartbeat[what] is not None]  # fmt: skip
         return max(steps, default=None)
 
     def heartbeats(self, run: str) -> list[Heartbeat]:
-        """What the ranks of a start have said of themselves."""
+        """The last reports of the ranks of a start."""
         return [
             heartbeat for said in self._said.values() for heartbeat in said["heartbeats"] if heartbeat["run"] == run
         ]
 
     def show_stacks(self, hosts: Sequence[str], run: str) -> None:
-        """Have every rank of a start print where each of its threads is, and its courier the same."""
+        """Make every rank of a start, and its courier, print the stacks of their threads."""
         for host in hosts:
             heartbeats = self._said[host]["heartbeats"] if host in self._said else []
             mine = [heartbeat for heartbeat in heartbeats if heartbeat["run"] == run]
@@ -169,14 +170,14 @@ class Looks:
                 try:
                     self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)
                 except LaunchFailed as error:
-                    log.warning("the ranks of %s cannot be asked where they are: %s", host, error)
+                    log.warning("the ranks on %s could not be told to print their stacks: %s", host, error)
         time.sleep(_STACKS_S)
 
 
 class Beside:
-    """A look that goes on beside what its caller does.
+    """A look that runs on a thread, while its caller goes on.
 
-    Its thread is a daemon: one that hangs must not keep `mlflash run` from ending.
+    The thread is a daemon, so that a look that hangs does not keep `mlflash run` from ending.
     """
 
     def __init__(self, looks: Looks, hosts: Sequence[str]):
@@ -185,52 +186,52 @@ class Beside:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it has ended. Says once that it does not."""
+        """Whether it has ended. Logs once if it takes too long."""
         if not self._thread.is_alive():
             return True
         if not self._said and time.monotonic() - self._begun > _STUCK_S:
             self._said = True
-            log.warning("a look at the nodes has not ended in %g s: until it does, nobody sees whether ranks hang or "
-                        "nodes are silent", _STUCK_S)  # fmt: skip
+            log.warning("a look at the nodes has not ended in %g s: until it does, mlflash run does not see whether "
+                        "ranks hang or nodes are silent", _STUCK_S)  # fmt: skip
         return False
 
 
 class Watch:
-    """What the looks at one run that goes on say of it, one after the other.
+    """What consecutive looks say about one run.
 
     Args:
         looks: at the nodes.
-        run: names the start.
+        run: name of the start.
         seats: its nodes.
-        patience_s: seconds without a sign of life after which it hangs; 0: it never does.
+        patience_s: seconds without progress after which the run hangs; 0: it never does.
     """
 
     def __init__(self, looks: Looks, run: str, seats: NodeAssignment, patience_s: float):
         self._looks, self._run, self._seats, self._patience_s = looks, run, seats, patience_s
         self._begun = time.time()
-        self._seen = 0  # ranks that have been seen at once
+        self._seen = 0  # the largest number of ranks seen in one look
         self._suspects = ""
 
     def hangs(self) -> bool:
-        """Whether no trainer got on for too long: that couriers get on is no progress of the training."""
+        """Whether no trainer has made progress for too long. Progress of couriers does not count."""
         last_beat = max(
             (float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self._run)), default=self._begun
         )
         return self._patience_s > 0 and time.time() - last_beat > self._patience_s
 
     def dead(self) -> str:
-        """Which nodes or ranks are gone, in words; "" where none is. To be asked once after each look.
+        """The nodes or ranks that are gone, in words; "" if there are none. To be called once after each look.
 
-        Twice the same: the launcher does not find out by itself, or survivors wait for the dead for ever.
+        Only the same answer twice counts: then the launcher does not notice it, or survivors wait forever for the dead.
         """
         before, self._suspects = self._suspects, self._missing()
         return before if before == self._suspects else ""
 
     def not_ended(self) -> str:
-        """Which ranks have not said that they came to their end, in words; "" where all have, or none ever spoke."""
+        """The ranks that have not reported that they finished, in words; "" if all have, or if none ever reported."""
         heartbeats = self._looks.heartbeats(self._run)
         if not heartbeats and not self._looks.silent(self._seats.hosts):
-            log.warning("no rank made a Checkpointer: the exit code is all there is to go by")
+            log.warning("no rank made a Checkpointer: mlflash run judges this run by its exit code only")
             return ""
         missing = self._others(int(heartbeat["rank"]) for heartbeat in heartbeats if heartbeat["state"] == "ended")
         return f"the launcher returned 0, but ranks {missing[:8]} did not come to their end" if missing else ""
@@ -244,7 +245,7 @@ class Watch:
             for heartbeat in heartbeats
             if heartbeat["state"] == "started" and not heartbeat["alive"]
         ]
-        if self._seen > len(heartbeats):  # a node came up again, with nothing in its memory
+        if self._seen > len(heartbeats):  # a node restarted, and its memory is empty
             gone += self._others(int(heartbeat["rank"]) for heartbeat in heartbeats)
         self._seen = max(self._seen, len(heartbeats))
         return f"ranks {gone[:8]} died" if gone else ""

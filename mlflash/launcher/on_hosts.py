@@ -1,4 +1,4 @@
-"""mpiexec with a list of hosts: Hydra (MPICH, Intel MPI) or PRRTE (Open MPI), and a remote shell."""
+"""mpiexec with a list of hosts, by Hydra (MPICH, Intel MPI) or PRRTE (Open MPI), and a remote shell."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .processes import find_mpiexec, signal_group, spawn
 
 
 class OnHosts:
-    """Starts ranks by mpiexec, see `launcher.Launcher`.
+    """Starts ranks by mpiexec, see `launch_system.Launcher`.
 
     Args:
-        hosts: the nodes, spares too.
-        shell: what ssh is, or does as ssh does.
-        extra: further words for mpiexec.
+        hosts: the nodes, including spares.
+        shell: ssh, or a program with the arguments of ssh.
+        extra: further arguments for mpiexec.
     """
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh", extra: Sequence[str] = ()):
@@ -78,7 +78,7 @@ class OnHosts:
                     told[host] = text
                 patience.answered(len(told))
         finally:
-            for process in running.values():  # the threads wait for their end
+            for process in running.values():  # the threads end when these end
                 signal_group(process, signal.SIGKILL)
         return told
 
@@ -91,7 +91,7 @@ _Answers = queue.SimpleQueue[tuple[str, "str | None"]]
 
 
 def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:
-    """Put what a process prints into a queue when it ends; None where it failed."""
+    """Put the output of a process into a queue when it ends; None if it failed."""
     text = None
     try:
         said = process.communicate()[0]

@@ -1,4 +1,4 @@
-"""Slurm: a step of srun on chosen nodes of this allocation, and short steps beside it."""
+"""Slurm: a step of srun on chosen nodes of this allocation, and short steps in addition."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .processes import KILL_WAIT_S, ask_within, spawn
 _ASK_S = 30.0  # deadline of a question to Slurm
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot", "unknown")
 STEPS = "mlflash-"
-"""How the names of our steps begin."""
+"""Prefix of the names of our steps."""
 COURIERS = f"{STEPS}couriers"
 """Name of the step that starts the couriers."""
-_TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # for ranks of a `mlflash run` that is gone, after each signal
-_TOLD = "mlflash-told:"  # before each line that a program on a node prints
+_TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # after each signal, for ranks of a `mlflash run` that is gone
+_TOLD = "mlflash-told:"  # prefix of each line that a program on a node prints
 
 
 class OnSlurm:
-    """Starts ranks by srun, see `launcher.Launcher`.
+    """Starts ranks by srun, see `launch_system.Launcher`.
 
     Args:
         job: id of the allocation.
-        mpi: what srun's --mpi is to be; "" leaves it to Slurm.
-        extra: further words for srun, where ranks are started.
+        mpi: the value of srun's --mpi; "" leaves it to Slurm.
+        extra: further arguments for the srun that starts ranks.
 
     Attributes:
         job, mpi, extra: as given.
@@ -52,11 +52,11 @@ class OnSlurm:
         try:
             ours = hosts_of(self.job) or hosts
             states = states_of(hosts)
-        except LaunchFailed:  # slurmctld does not answer: what it does not say is not so
+        except LaunchFailed:  # slurmctld does not answer: treat no node as gone
             return {}
         lost = {host: state for host, state in states.items() if is_lost(state)}
-        # With --no-kill Slurm takes a dead node out of the job for good, also where it comes up again.
-        return {host: "not of this job any more" for host in hosts if host not in ours} | lost
+        # With --no-kill Slurm removes a dead node from the job for good, even if the node comes up again.
+        return {host: "no longer part of this job" for host in hosts if host not in ours} | lost
 
     def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
         try:
@@ -71,9 +71,9 @@ class OnSlurm:
             with open(file, "w") as lines:
                 lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
         except OSError as error:
-            raise LaunchFailed(f"there is no place for the list of hosts: {error}") from error
+            raise LaunchFailed(f"the list of hosts cannot be written to a temporary file: {error}") from error
         name = f"{STEPS}{self._starts}"
-        # Overlapping: of a step that a node died under Slurm does not give the cores back for a while.
+        # --overlap, because Slurm keeps the cores of a step for a while after one of its nodes has died.
         command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=1", "--distribution=arbitrary",
                    "--job-name", name, f"--nodes={len(seats.hosts)}", f"--ntasks={seats.ranks}"]  # fmt: skip
         command += [f"--mpi={self.mpi}"] if self.mpi else []
@@ -82,7 +82,7 @@ class OnSlurm:
         return SlurmStep(process, self.job, name, Path(hosts))
 
     def end_steps(self) -> None:
-        """End all ranks of this job, whoever started them."""
+        """End all ranks of this job, no matter which process started them."""
         for name, wait_s in (("TERM", _TERM_WAIT_S), ("KILL", _GONE_WAIT_S)):
             if ours := [number for number, step in _steps_of(self.job) if step.startswith(STEPS)]:
                 ask(["scancel", f"--signal={name}", *ours], check=False)
@@ -93,7 +93,7 @@ class OnSlurm:
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
-        """Slurm does not say which node a line is from: the program's lines are marked with the node's name."""
+        """See `Launcher.on_each`. Each line gets the name of its node, because Slurm does not say where it is from."""
         mark = f'"$@" | sed "s/^/{_TOLD}$SLURMD_NODENAME:/"'
         command = beside(hosts, [], ["sh", "-c", mark, "sh", *argv])
         process = spawn(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
@@ -104,18 +104,18 @@ class OnSlurm:
                 host, _, rest = line.removeprefix(_TOLD).partition(":")
                 told[host] = told.get(host, "") + rest
                 patience.answered(len(told))
-        Step(process).end()  # where some node does not answer
+        Step(process).end()  # some nodes may not have answered
         return told
 
 
 class SlurmStep(Step):
-    """A step of srun: where a node of it is dead, srun itself does not end by a signal.
+    """A step of srun. If one of its nodes is dead, srun itself does not end by a signal.
 
     Args:
         process: srun.
         job: id of the allocation.
-        name: of the step, which no other one has.
-        hosts: a file that is deleted at its end; None: there is none.
+        name: of the step, unique in the job.
+        hosts: a file to delete when the step ends; None: none.
     """
 
     def __init__(self, process: subprocess.Popen[Any], job: str, name: str, hosts: Path | None = None):
@@ -130,10 +130,10 @@ class SlurmStep(Step):
             self._hosts.unlink(missing_ok=True)
 
     def let_end(self, wait_s: float) -> None:
-        """Let tasks end that do so at SIGTERM, in their time: srun, if told so itself, kills them.
+        """Send SIGTERM to the tasks and give them time to end. A signal to srun itself would make it kill them.
 
         Args:
-            wait_s: seconds until they are ended, with srun.
+            wait_s: seconds after which the tasks and srun are ended.
         """
         self._cancel("TERM")
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,13 +149,13 @@ class SlurmStep(Step):
 
 
 def _steps_of(job: str) -> list[list[str]]:
-    """Number and name of each step that has not ended."""
+    """Number and name of each step that still runs."""
     text = ask(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i %j"], check=False)
     return [words for line in text.splitlines() if len(words := line.split()) == 2]
 
 
 def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
-    """The lines that a process prints, as long as there is patience."""
+    """The lines that a process prints, until the patience ends."""
     assert process.stdout is not None
     source = process.stdout
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -180,41 +180,41 @@ def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
 
 
 def own_id(environ: Mapping[str, str]) -> str:
-    """What to call the job of this environment: the number of the last job of an array means the whole array."""
+    """The id of the job of this environment. For an array: the last task's own number would mean the whole array."""
     if "SLURM_ARRAY_JOB_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ["SLURM_JOB_ID"]
 
 
 def beside(hosts: Sequence[str], options: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """The srun that starts a program once on each of some nodes, beside the ranks."""
+    """The srun command that runs a program once on each of the given nodes, in addition to the ranks."""
     count = len(hosts)
     return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--mem=0", f"--nodes={count}",
             f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}", *options, *argv]  # fmt: skip
 
 
 def hosts_of(job: str) -> list[str]:
-    """The nodes that a job has now; none where it has ended. Raises LaunchFailed where Slurm does not answer."""
+    """The nodes that a job has now; none if it has ended. Raises LaunchFailed if Slurm does not answer."""
     told = ask(["squeue", "--noheader", "--jobs", job, "--format", "%N"]).strip()
     return ask(["scontrol", "show", "hostnames", told]).split() if told else []
 
 
 def states_of(hosts: Sequence[str]) -> dict[str, str]:
-    """The state of each node in the words of sinfo; raises LaunchFailed where Slurm does not answer."""
+    """The state of each node, as sinfo prints it. Raises LaunchFailed if Slurm does not answer."""
     text = ask(["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"])
     return {words[0]: words[1] for line in text.splitlines() if len(words := line.split()) == 2 and words[0] in hosts}
 
 
 def is_lost(state: str) -> bool:
-    """Whether a node that sinfo calls so is out of service; one that is only being drained goes on training."""
+    """Whether a node in this state of sinfo is out of service. A node that is only being drained goes on training."""
     return state.endswith("*") or state.rstrip("*$~#!%@^+-").lower() in _LOST
 
 
 def ask(command: Sequence[str], check: bool = True) -> str:
-    """Ask Slurm by one of its commands; gives what it printed.
+    """Run a command of Slurm; return what it printed.
 
     Raises:
-        LaunchFailed: it failed, or took too long; not with ``check=False``, which gives "" then.
+        LaunchFailed: it failed or took too long. With ``check=False`` the function returns "" instead.
     """
     try:
         done = ask_within(command, _ASK_S)

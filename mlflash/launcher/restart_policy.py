@@ -1,11 +1,11 @@
-"""Whether a job that failed is to be started again, and when. Pure."""
+"""Decides whether and when a job that failed is started again. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_SAME_STEP = 2  # failures with no newer checkpoint between them, after which there is no hope
+_SAME_STEP = 2  # failures without a newer checkpoint between them, after which the job is not started again
 
 
 @dataclasses.dataclass
@@ -13,33 +13,34 @@ class Restarts:
     """The failures so far, and what follows from them.
 
     Args:
-        most: restarts that are allowed.
+        most: number of restarts that are allowed.
     """
 
     most: int
     done: int = 0
     goes_back: bool = False
-    """Whether the next start takes the newest certified step, and not the newest of all."""
-    _newest: int | None = None  # newest checkpoint when it failed last
-    _left: int | None = None  # the newest checkpoint when it was left for the certified one
+    """Whether the next start takes the newest certified step, and not the newest step."""
+    _newest: int | None = None  # newest checkpoint at the last failure
+    _left: int | None = None  # the newest checkpoint when the job went back to the certified one
     _back_to: int | None = None  # the certified step that it went back to last
-    _since: int = 0  # failures since that one was committed
-    _in_vain: int = 0  # of these, those at which no node was lost
+    _since: int = 0  # failures since the newest checkpoint was committed
+    _in_vain: int = 0  # those of them without a lost node
 
     def after_failure(self, newest: int | None, node_lost: bool, certified: int | None = None,
                       is_suspect: bool = False) -> str:  # fmt: skip
-        """Say why there is to be no further restart; "" where there is to be one.
+        """Say why there is no further restart; "" if there is one.
 
-        What failed decides where it goes on: after a lost node at the newest step; where the same step failed twice, or
-        what was saved last is suspect, at the certified one, once for each that there is.
+        The kind of failure decides where the next start goes on. After a lost node that is the newest step. If the same
+        step failed twice, or the values of the last save are suspect, it is the certified step, once for each certified
+        step.
 
         Args:
-            newest: step of the newest committed checkpoint; None: there is none, or nothing is known.
-            node_lost: whether a node was lost: that is no fault of the training.
-            certified: the newest certified step; None: there is none, or nothing is known.
-            is_suspect: whether the values that were saved last are.
+            newest: step of the newest committed checkpoint; None if there is none, or if it is unknown.
+            node_lost: whether a node was lost. Then the training is not to blame.
+            certified: the newest certified step; None if there is none, or if it is unknown.
+            is_suspect: whether the values of the last save are suspect.
         """
-        if self.goes_back and newest in (self._left, self._back_to):  # nothing was saved since
+        if self.goes_back and newest in (self._left, self._back_to):  # nothing was saved since then
             newest = self._back_to
         else:
             self.goes_back, self._left = False, None

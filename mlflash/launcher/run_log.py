@@ -1,4 +1,4 @@
-"""``run.jsonl``: one line for each thing that happens to a run, for programs and for people."""
+"""``run.jsonl``: one line for each event of a run, for programs and for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunLog:
         self._path = path
 
     def note(self, event: str, **fields: Any) -> None:
-        """Add a line: an event, when it was (Unix time), and what belongs to it."""
+        """Add a line with an event, its time (Unix time) and its fields."""
         if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})

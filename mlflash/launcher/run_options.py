@@ -1,4 +1,4 @@
-"""What `mlflash run` is to do."""
+"""The options of `mlflash run`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """What is to be run.
+    """What to run, and how.
 
     Attributes:
         argv: the program of each rank.
-        nodes, ranks_per_node: how many.
-        least: nodes that will do, for training that reshards; 0: all.
-        max_restarts: of them.
+        nodes, ranks_per_node: number of nodes, and of ranks on each.
+        least: smallest number of nodes that is enough, for training that reshards; 0: all.
+        max_restarts: number of restarts that are allowed.
         job, memory: where the ranks keep their slots.
-        directory: where to scavenge to at the end; None: nothing is scavenged.
-        keep_memory: leave the slots where they are at the end.
-        hang_timeout_s: seconds without a save after which a run hangs; 0: it never does.
+        directory: where to copy the newest checkpoint at the end; None: nowhere.
+        keep_memory: whether the slots stay in memory at the end.
+        hang_timeout_s: seconds without a save after which a run counts as hanging; 0: never.
         look_every_s: seconds between two looks at the nodes.
-        grace_s: seconds that training has for one more checkpoint, when it is told to end.
-        gpus: GPUs that have to answer on each node; 0: nobody asks.
-        interface: the network interface that has to be up; "": nobody asks.
+        grace_s: seconds that training has for one more checkpoint after a signal to end.
+        gpus: number of GPUs that must answer on each node; 0: no check.
+        interface: the network interface that must be up; "": no check.
     """
 
     argv: Sequence[str]

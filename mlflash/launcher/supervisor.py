@@ -1,8 +1,8 @@
-"""One run of a job after the other, until it ends well or there is no hope.
+"""Runs a job again and again, until it ends well or another start has no chance.
 
-start → watch → (end what is left) → judge → look at all nodes → put spares into empty seats → start again
+start → watch → (end the remaining ranks) → judge → look at all nodes → put spares into empty seats → start again
 
-What a node says of itself is `node_watch`'s.
+`node_watch` interprets the status of the nodes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .run_log import RunLog
 from .run_options import RunOptions
 
 UNRESTORABLE = 65
-"""Exit code where checkpoints are there and none can be restored: another start would find the same."""
+"""Exit code if there are checkpoints and none can be restored: another start would find the same."""
 GONE_S = 3.0
-"""Seconds between two questions whether nodes are in service."""
+"""Seconds between two checks whether nodes are in service."""
 _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
@@ -40,14 +40,14 @@ class Outcome:
     """How one start ended.
 
     Attributes:
-        why: "" where all ranks came to their end.
-        code: exit code of the launcher; None where it had to be ended.
-        lost: nodes that are out of service.
+        why: the reason; "" if all ranks finished.
+        code: exit code of the launcher; None if `mlflash run` had to end it.
+        lost: nodes that are out of service, with their states.
         told: number of the signal that ended it; 0: none did.
-        hangs: whether ranks are there, and do not get on.
-        unrestorable: what they said of checkpoints that are there, and none of which can be restored; "": nothing.
-        certified: the newest step that is, as they said; None: there is none.
-        is_suspect: whether what they saved last was.
+        hangs: whether ranks run but make no progress.
+        unrestorable: why none of the existing checkpoints could be restored, as ranks reported; "" if not so.
+        certified: the newest certified step that ranks reported; None if there is none.
+        is_suspect: whether the values of their last save were suspect.
     """
 
     why: str = ""
@@ -65,12 +65,12 @@ class Supervisor:
 
     Args:
         launcher: starts ranks.
-        options: what is to be run.
-        run_log: is told what happens.
-        train: starts the ranks that train; None: as all others are started.
+        options: what to run.
+        run_log: receives events.
+        train: starts the ranks that train; None: `Launcher.start` does.
 
     Attributes:
-        told: a signal handler puts the number of the signal here: the run is to end.
+        told: a signal handler puts the number of the signal here, to end the run.
     """
 
     def __init__(self, launcher: Launcher, options: RunOptions, run_log: RunLog, train: Start | None = None):
@@ -118,12 +118,12 @@ class Supervisor:
         return self._finish(everywhere, 1, why)
 
     def _one_run(self, seats: NodeAssignment) -> tuple[Outcome, NodeAssignment]:
-        """Start the ranks and watch them; nothing of them is left afterwards where it can be reached.
+        """Start the ranks and watch them. No rank that can be reached runs on afterwards.
 
         Returns:
-            How it ended, and where its ranks were then.
+            How the start ended, and where its ranks were then.
         """
-        run = uuid.uuid4().hex  # names this start to its ranks
+        run = uuid.uuid4().hex  # name of this start, for its ranks
         self._run_log.note(
             "start", job=self._options.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
         )
@@ -131,7 +131,7 @@ class Supervisor:
         self._say(f"start {self._restarts.done + 1}: {many(seats.ranks, 'rank')} on {on}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
-        # Open MPI brings to other nodes only what it is told to.
+        # Open MPI passes only the variables that it is told to other nodes.
         env |= {name: os.environ[name] for name in (DISABLE, FRESH) if name in os.environ}
         env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
         step = self._train(seats, self._options.argv, env)
@@ -144,14 +144,14 @@ class Supervisor:
             if outcome.hangs:
                 self._looks.show_stacks(seats.hosts, run)
         finally:
-            # Where a node is lost the other ranks wait for it, and srun for its end.
+            # If a node is lost, the other ranks wait for it, and srun waits for them.
             step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
         noticed = time.time()
         self._looks.look([host for host in seats.hosts if host not in outcome.lost])
         if outcome.code == 0 and not outcome.why and not step.replaces:
             outcome.why = watch.not_ended()
         heartbeats = self._looks.heartbeats(run)
-        # Ranks that were replaced may be elsewhere than what memory has of them: on these nodes it may be restored.
+        # Replaced ranks may run on other nodes than those that hold their slots. A start on these nodes may restore.
         outcome.unrestorable = unrestorable(heartbeats) if step.rounds == 1 else ""
         outcome.certified, outcome.is_suspect = certified(heartbeats), is_suspect(heartbeats)
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
@@ -160,7 +160,7 @@ class Supervisor:
         return outcome, seats
 
     def _watch(self, step: Ranks, began: NodeAssignment, watch: Watch) -> Outcome:
-        """Wait until a run ends, hangs, loses a node that it does not replace, or is told to end."""
+        """Wait until a run ends, hangs, loses a node that it does not replace, or must end by a signal."""
         next_gone = next_look = time.monotonic() + GONE_S
         look: Beside | None = None
         while (code := step.poll()) is None:
@@ -182,9 +182,9 @@ class Supervisor:
         return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(step.seats(began).hosts))
 
     def _judge(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome | None:
-        """Say what a look at the nodes of a run that goes on means for it; None: it goes on."""
+        """What the status of the nodes means for a run that goes on; None: it goes on."""
         silent = self._looks.silent(seats.hosts)
-        if len(silent) == len(seats.hosts):  # Slurm, or the network of this node: nothing is known
+        if len(silent) == len(seats.hosts):  # the fault is in Slurm or in the network of this node: nothing is known
             return None
         if watch.hangs():
             return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s", hangs=True)
@@ -206,7 +206,7 @@ class Supervisor:
         return Outcome(f"ended by signal {self.told}", step.poll(), told=self.told)
 
     def _fit(self, hosts: Sequence[str]) -> list[str]:
-        """Which nodes can train: they are in service, they answer, and what they say of themselves is well."""
+        """The nodes that can train: they are in service, they answer, and their status is good."""
         gone = self._launcher.gone(hosts)
         unwanted = self._launcher.unwanted(hosts)
         for host, state in gone.items():
@@ -220,31 +220,34 @@ class Supervisor:
         return [host for host in there if not wrong[host]]
 
     def _fetch(self, before: NodeAssignment, after: NodeAssignment) -> None:
-        """Bring what is in memory to the directory, where a node that is unfit to train can still be reached."""
+        """Copy the newest checkpoint in memory to the directory if a node that leaves the job can still be reached."""
         silent = self._looks.silent(before.hosts)
         there = [host for host in before.hosts if host not in silent]
         leaving = [host for host in there if host not in after.hosts]
         if leaving and self._options.directory:
-            self._say(f"{', '.join(leaving)} leaves: what is in memory goes to {self._options.directory} first")
+            self._say(f"{', '.join(leaving)} leaves: the newest checkpoint in memory is copied to "
+                      f"{self._options.directory} first")  # fmt: skip
             scavenge(self._launcher, self._options, there)
 
     def _finish(self, hosts: Sequence[str], code: int, why: str) -> int:
-        """Bring what is in memory to the directory, and clean up."""
+        """Copy the newest checkpoint in memory to the directory, and clean up."""
         scavenged = wind_up(self._launcher, self._looks, self._options, hosts)
         if scavenged is False:
             there = ", ".join(self._looks.holding(hosts))
-            self._say(f"{self._options.directory} could not be given the newest checkpoint; it is in memory of {there}")
+            self._say(
+                f"the newest checkpoint could not be copied to {self._options.directory}; it is in memory of {there}"
+            )
             code = code or 1
         self._run_log.note("finish", code=code, why=why, scavenged=scavenged)
         self._say(f"finished with exit code {code}: {why}")
         return code
 
     def _leave(self, why: str) -> int:
-        """End without touching memory: what it holds may be whole again when a lost node is back."""
+        """End without touching memory: when a lost node is back, its checkpoint may be complete again."""
         self._run_log.note("finish", code=UNRESTORABLE, why=why, scavenged=None)
         self._say(f"finished with exit code {UNRESTORABLE}: {why}\n"
-                  f"what is in memory stays there: start it again with the lost nodes back, begin anew with {FRESH}=1, "
-                  f"or `mlflash clean {self._options.job}`")  # fmt: skip
+                  f"what is in memory stays there: start the job again when the lost nodes are back, begin anew with "
+                  f"{FRESH}=1, or delete it with `mlflash clean {self._options.job}`")  # fmt: skip
         return UNRESTORABLE
 
     def _pause(self, seconds: float) -> None:

@@ -259,7 +259,7 @@ def test_what_cannot_be_scavenged_stays_in_memory_and_is_no_success(start: Any) 
     run.go_on()
     assert run.wait() == 1, run.log()
     assert len(run.ends()) == 2 and run.events("finish")[0]["scavenged"] is False
-    assert "could not be given the newest checkpoint; it is in memory of host1, host2" in run.log()
+    assert f"could not be copied to {run.directory}; it is in memory of host1, host2" in run.log()
     assert all(run.memory(host) for host in ("host1", "host2"))
 
 

@@ -217,7 +217,10 @@ def test_where_nothing_can_be_restored_it_ends_with_the_reasons_and_leaves_memor
     ended = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert ended.returncode == 65, ended.stdout + ended.stderr
     assert "step 4: slot-000" in ended.stderr.partition("finished with exit code 65: there are checkpoints")[2]
-    assert ended.stderr.count("mlflash run: start ") == 1 and "MLFLASH_FRESH=1, or `mlflash clean j`" in ended.stderr
+    assert (
+        ended.stderr.count("mlflash run: start ") == 1
+        and "MLFLASH_FRESH=1, or delete it with `mlflash clean j`" in ended.stderr
+    )
     assert {slot: slot.read_bytes() for slot in before} == before
     told = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert told[-1]["code"] == 65 and "step 4" in told[-1]["why"]

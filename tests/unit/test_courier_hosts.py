@@ -60,7 +60,7 @@ def test_where_couriers_cannot_be_started_a_warning_says_so(
     monkeypatch.setattr(courier_hosts, "_READY_S", 1.0)
     srun(tmp_path, text)
     with CourierHosts(slurm, OPTIONS):
-        assert "of 2 ranks start their couriers themselves" in caplog.text
+        assert "of 2, ranks start their couriers themselves" in caplog.text
 
 
 def test_no_couriers_are_started_where_they_are_threads_or_nothing_is_saved(slurm: OnSlurm) -> None:

@@ -146,7 +146,7 @@ def test_a_process_that_is_stopped_is_killed_and_replaced(
     assert spare == said.begun()["a#2"] and said.seats(2)[1] == second
     all_gone(first)
     end_well(ranks, tmp_path)
-    assert f"process {first} is stopped, and nobody lets it go on: it is killed" in capfd.readouterr().err
+    assert f"process {first} is stopped (SIGSTOP), and nobody lets it go on:" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("killed", ["agent", "agent that is stopped", "remote shell"])
@@ -201,7 +201,7 @@ def test_on_a_host_that_is_back_processes_wait_again(
     assert said.seats(3) == [first, said.begun()["b#0.1"]]
     end_well(ranks, tmp_path)
     printed = capfd.readouterr().err
-    assert "mlflash run: b is back: processes wait there" in printed and "is dead" not in printed
+    assert "mlflash run: b is back: spares wait there" in printed and "is dead" not in printed
     assert {words[3] for _, words in said.of("begins")} == {"1"}
 
 
@@ -247,7 +247,7 @@ def test_the_code_is_that_of_the_process_that_cannot_be_replaced(
     all_gone(first)
     (tmp_path / "end-1").touch()
     assert code_of(ranks) == 7
-    said = "mlflash run: rank 1 (its process ended with 7) was lost when others had come to their end"
+    said = "mlflash run: rank 1 (its process ended with code 7) was lost after other ranks had finished"
     assert said in capfd.readouterr().err
 
 
@@ -270,7 +270,10 @@ def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, cap
     kill(before[0])
     assert said.seats(2) == [said.begun()["c#0"], before[1]]
     end_well(ranks, tmp_path)
-    assert "a stranger said what is not understood: ValueError('not the token of this job')" in capfd.readouterr().err
+    assert (
+        "an unknown process sent a message that cannot be read: ValueError('not the token of this job')"
+        in capfd.readouterr().err
+    )
 
 
 def test_words_of_a_wrong_kind_harm_nobody(start: Start, tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_loss_before_all_have_begun_is_the_end(code: int) -> None:
     job.ready("a0", "b0", "c0")
     job.train("a0")
     job.end("b0", code=code, why="it fell")
-    assert job.it.over == "rank 1 (it fell) was lost before all had begun" and job.it.code == (code or 1)
+    assert job.it.over == "rank 1 (it fell) was lost before all ranks had begun" and job.it.code == (code or 1)
 
 
 def test_a_loss_after_one_has_come_to_its_end_is_the_end() -> None:
@@ -256,7 +256,7 @@ def test_a_loss_after_one_has_come_to_its_end_is_the_end() -> None:
     job.end("a0", code=0)
     assert not job.it.over and not job.told
     job.end("b0", code=4, why="it fell")
-    assert job.it.over == "rank 1 (it fell) was lost when others had come to their end" and job.it.code == 4
+    assert job.it.over == "rank 1 (it fell) was lost after other ranks had finished" and job.it.code == 4
 
 
 def test_a_rank_that_comes_to_its_end_when_another_is_lost_already_is_the_end() -> None:
@@ -284,7 +284,7 @@ def test_who_has_come_to_the_end_of_training_cannot_go_back_with_the_others() ->
     assert not job.it._members["a0"].is_done, "it was of another round"
     job.it.done("a0", 1)
     job.end("b0")
-    assert job.it.over == "rank 1 (it was killed) was lost when others had come to their end"
+    assert job.it.over == "rank 1 (it was killed) was lost after other ranks had finished"
 
 
 def test_no_process_is_started_when_it_is_over() -> None:
@@ -303,7 +303,7 @@ def test_two_rounds_that_began_at_the_same_step_are_enough() -> None:
     assert not job.it.over, "the one before had come further"
     recover(job, "f0", "a0", spare="g0", step=40)
     recover(job, "g0", "a0", spare="h0", step=40)
-    assert job.it.over == "rank 1 (it was killed) was lost, as before: 2 rounds had begun at step 40"
+    assert job.it.over == "rank 1 (it was killed) was lost, and 2 rounds had already begun at step 40"
     assert job.it.code == KILLED
 
 
@@ -311,7 +311,7 @@ def test_the_first_round_counts_where_rounds_begin_at_the_same_step() -> None:
     job = Job("a b", "c d")
     recover(job, "b0", "a0", spare="c0", step=10)
     recover(job, "c0", "a0", spare="d0", step=10)
-    assert job.it.over == "rank 1 (it was killed) was lost, as before: 2 rounds had begun at step 10"
+    assert job.it.over == "rank 1 (it was killed) was lost, and 2 rounds had already begun at step 10"
 
 
 def test_rounds_that_fail_before_all_have_begun_are_not_tried_for_ever() -> None:
@@ -323,7 +323,7 @@ def test_rounds_that_fail_before_all_have_begun_are_not_tried_for_ever() -> None
         assert not job.it.over
     job.leave("a0")
     job.end("f0", why="f fell")
-    assert job.it.over == "rank 1 (it was killed) was lost, and 3 rounds had failed before all had begun"
+    assert job.it.over == "rank 1 (it was killed) was lost, and 3 rounds had failed before all ranks had begun"
     assert job.it.code == 137 and job.it.round == 5
 
 

@@ -190,7 +190,10 @@ def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
         monkeypatch.setattr(ranks_by_ssh, "_OTHERS_S", 0.2)
     code = code_of(start(f"a,{host}", "echo started"))
     said = capfd.readouterr()
-    expected = {"dark": "no answer from (a, )?dark within 1 s", "gone": "no ranks on gone: ssh ended with 255"}
+    expected = {
+        "dark": "no answer from (a, )?dark within 1 s",
+        "gone": "no ranks on gone: ssh ended with exit code 255",
+    }
     assert code == 255 and re.search(expected[host], said.err) and "started" not in said.out
     assert not (tmp_path / "pid-0").exists()
     assert is_gone(pid_of(tmp_path, f"shell-{host}"))
@@ -281,7 +284,7 @@ def test_an_agent_that_hears_nothing_any_more_kills_its_ranks(tmp_path: Path) ->
         for order in (dataclasses.asdict(spec), {"start": {}}):
             agent.stdin.write(json.dumps(order).encode() + b"\n")
         agent.stdin.flush()
-        assert agent.wait(PATIENCE_S) == 255 and b"nothing was heard of `mlflash run` for 1 s" in agent.stderr.read()
+        assert agent.wait(PATIENCE_S) == 255 and b"nothing was heard from `mlflash run` for 1 s" in agent.stderr.read()
     assert is_gone(pid_of(tmp_path, "pid"))
 
 

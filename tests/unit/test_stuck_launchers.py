@@ -175,7 +175,7 @@ def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
     )
     options = RunOptions(["cat"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 0.01, 0, 0, "")
     assert supervisor.Supervisor(nodes, options, RunLog(None)).run() == 0  # type: ignore[arg-type]
-    for text in ("cannot be looked at: RuntimeError('the cable')", "what a says cannot be read: it is no look",
+    for text in ("be asked for their status: RuntimeError('the cable')", "status of a cannot be read: it is not what",
                  "cannot be read: written by version 9.9", "cannot be read: written by version 8.8",
                  "a: pulse-0000 cannot be read"):  # fmt: skip
         assert caplog.text.count(text) == 1, caplog.text
@@ -212,7 +212,7 @@ def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can
     program("scontrol", "printf 'a\\nb\\n'")
     options = RunOptions(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
     with first_node_guard.Guard(OnSlurm("1"), options, None):
-        until(lambda: "nobody guards" in caplog.text, "a warning", END_S)
+        until(lambda: "guard of the first node" in caplog.text, "a warning", END_S)
         program("srun", f"exec /bin/cat > {tmp_path}/heard")
         until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_bytes(), "a beat", END_S)
-    assert (tmp_path / "heard").read_bytes().endswith(b"bye\n") and caplog.text.count("nobody guards") == 1
+    assert (tmp_path / "heard").read_bytes().endswith(b"bye\n") and caplog.text.count("guard of the first node") == 1
