@@ -1,5 +1,5 @@
-"""What ``mlflash report`` makes: event logs → what happened to a job, as one page or one JSON document.
+"""What ``mlflash report`` makes from event logs: the history of a job, as one page or one JSON document.
 
-In come the lines of logs; out goes HTML without a network, or JSON. It imports only how people read numbers, and
+In come the lines of logs; out goes HTML that needs no network, or JSON. It imports only `human_readable`, and
 `planning` for the best interval.
 """

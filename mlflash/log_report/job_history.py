@@ -1,4 +1,4 @@
-"""What happened to a job, put together from its event logs: all that the page and the JSON document say."""
+"""The history of a job from its event logs: all data of the page and of the JSON document."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .recoveries import Recovery, joined, late_remarks, recoveries
 from .time_accounting import Account, Lost, account
 from .waits import Waited, waited_for
 
-_SKEW_S = 1.0  # clocks that differ by more are told
+_SKEW_S = 1.0  # clocks that differ by more get a note
 _NAMED = 5  # rounds
 
 
 @dataclasses.dataclass(frozen=True)
 class JobHistory:
-    """What happened to a job.
+    """The history of a job.
 
     Attributes:
-        log: what it was read from.
-        launches: ordered by their begin.
+        log: the log that it was read from.
+        launches: launches, ordered by their begin.
         account, lost: where the time went, and which training was lost.
         failures: launches that did not end by themselves.
         recoveries: lost ranks that were replaced while the other processes stayed.
-        stall, commit: of each save, on its slowest rank, in seconds.
-        stalls, bandwidths: over time.
-        bandwidth: of protection, bytes per second and rank.
-        failed, skipped: numbers of steps.
+        stall, commit: times of each save on its slowest rank, in seconds.
+        stalls, bandwidths: curves over time.
+        bandwidth: bytes per second and rank of protection.
+        failed, skipped: number of steps whose save failed or was skipped.
         newest: the checkpoint that was committed last.
         waited_for: ranks that commits waited for.
-        drains, memory, remarks: see `figures`.
+        drains, memory, remarks: see `log_statistics`.
         advice: how often to save.
         notes: what a reader must know about the log itself.
     """
@@ -82,26 +82,26 @@ class JobHistory:
 
     @property
     def committed_lost(self) -> int:
-        """Of these, the steps up to the newest one that was committed: more was lost than the redundancy covers."""
+        """The committed steps among these. If there are any, more was lost than the redundancy covers."""
         return sum(f.committed_lost for f in self.failures) + sum(r.committed_lost for r in self.recoveries)
 
     @property
     def started(self) -> Event | None:
-        """What the newest launch said at its start, or the one before it, ..."""
+        """The start event of the newest launch that has one."""
         return next((launch.started for launch in reversed(self.launches) if launch.started is not None), None)
 
     @property
     def state(self) -> str:
-        """How the newest launch ended; "open" where it is running, or nothing was left to tell."""
+        """How the newest launch ended; "open" if it is running, or if all its ranks were killed."""
         return self.launches[-1].state
 
 
 def tell(log: Log, node_mtbf_s: float | None = None) -> JobHistory:
-    """Put together what happened. Not collective.
+    """Make the history of a job. Not collective.
 
     Args:
-        log: with one event or more.
-        node_mtbf_s: mean time between failures of a node, for the interval; None: as measured.
+        log: a log with at least one event.
+        node_mtbf_s: mean time between failures of a node, for the interval. None: as measured.
     """
     its, left_out = joined(launches(log.events), log.recovered)
     accounted, lost = account(its)
@@ -122,37 +122,38 @@ def tell(log: Log, node_mtbf_s: float | None = None) -> JobHistory:
 
 
 def _notes(log: Log, its: Sequence[Launch], left_out: Sequence[Recovered]) -> list[str]:
-    """Say what may make the numbers wrong: missing files, clocks, lines that could not be read."""
+    """Note what may make the numbers wrong: missing files, clocks, unreadable lines."""
     notes = []
     for number, launch in enumerate(its, 1):
         missing = launch.ranks - len(launch.places)
         if missing > 0:
-            notes.append(f"launch {number}: nothing of {missing} of {launch.ranks} ranks; were all nodes' files given?")
+            notes.append(f"launch {number}: {missing} of {launch.ranks} ranks have no event: give the files of all "
+                         "nodes")  # fmt: skip
     jobs = {launch.started.text("job") for launch in its if launch.started is not None}
     if len(jobs) > 1:
         names = ", ".join(sorted(jobs))
-        notes.append(f"these are the logs of {len(jobs)} jobs, put together as if they were one: {names}")
+        notes.append(f"these are the logs of {len(jobs)} jobs, treated as one job: {names}")
     for node, ahead_s in _skews(its).items():
         way = "ahead of" if ahead_s > 0 else "behind"
-        notes.append(f"the clock of {node} is {abs(ahead_s):.1f} s {way} that of {its[0].nodes[0]}, by their commits")
+        notes.append(f"the commits show that the clock of {node} is {abs(ahead_s):.1f} s {way} that of "
+                     f"{its[0].nodes[0]}")  # fmt: skip
     if left_out:
         which = ", ".join(str(line.round) for line in left_out[:_NAMED])
-        notes.append(f"{many(len(left_out), 'line')} of the journal tell of lost ranks that were replaced (round "
-                     f"{which}), and no log of a rank begins then: were all files given, and do the clocks agree?"
-                     )  # fmt: skip
+        notes.append(f"{many(len(left_out), 'line')} of the journal record replaced ranks (round {which}), but no log "
+                     "of a rank begins then: give all files, and check the clocks")  # fmt: skip
     torn, foreign = sum(file.torn for file in log.files), sum(file.foreign for file in log.files)
     if torn:
-        notes.append(f"{many(torn, 'line')} stopped in the middle, as those of killed processes do")
+        notes.append(f"{many(torn, 'line')} stopped in the middle, as happens when a process is killed")
     if foreign:
         first = next(file for file in log.files if file.foreign)
-        kinds = f"; kinds that this version does not know: {', '.join(log.unknown)}" if log.unknown else ""
-        notes.append(f"{many(foreign, 'line')} are no events (the first: {first.path}, line "
-                     f"{first.first_foreign}) and were left out{kinds}")  # fmt: skip
+        kinds = f"; this version does not know these kinds: {', '.join(log.unknown)}" if log.unknown else ""
+        notes.append(f"{many(foreign, 'line')} are not events (the first: {first.path}, line "
+                     f"{first.first_foreign}) and were skipped{kinds}")  # fmt: skip
     return notes
 
 
 def _skews(its: Sequence[Launch]) -> dict[str, float]:
-    """Nodes whose clocks differ much from that of the first node: by how many seconds. All ranks commit together."""
+    """Return nodes whose clocks differ much from that of the first node, in seconds. All ranks commit together."""
     apart: dict[str, list[float]] = {}
     for launch in its:
         when: dict[int, dict[str, float]] = {}
@@ -168,7 +169,7 @@ def _skews(its: Sequence[Launch]) -> dict[str, float]:
 
 
 def to_json(story: JobHistory) -> dict[str, Any]:
-    """Give all numbers of a story as plain values: bytes, seconds, shares, Unix seconds."""
+    """Return all numbers of a history as plain values: bytes, seconds, shares, Unix seconds."""
     started, account, newest = story.started, story.account, story.newest
     launch = story.launches[-1]
     return {

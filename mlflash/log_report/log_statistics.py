@@ -189,7 +189,7 @@ def _remark(event: Event) -> tuple[str, str]:
     if event.kind == "warning":
         return event.text("level").upper() or "WARNING", event.text("text")
     if event.kind == "fail":
-        return "WARNING", f"step {event.step} was not committed: {event.text('why') or 'no reason is given'}"
+        return "WARNING", f"step {event.step} was not committed: {event.text('why') or 'the log has no reason'}"
     if event.kind == "drain" and event.text("error"):
         return "ERROR", f"step {event.step} was not drained: {event.text('error')}"
     return "", ""

@@ -1,4 +1,4 @@
-"""The page: one file with all it needs in it, that asks nobody for anything."""
+"""The page: one file that contains all it needs and loads nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLES = {
     "timeline": "Timeline",
     "stalls": "Stall of each save",
     "bandwidth": "Protection",
-    "waits": "Who commits waited for",
+    "waits": "Ranks that delayed commits",
     "failures": "Failures",
     "recoveries": "Recovered in place",
     "memory": "Memory per node",
@@ -29,7 +29,7 @@ _TITLES = {
 
 
 def page(story: JobHistory) -> str:
-    """Write the page of a story. Not collective."""
+    """Write the page of a job's history. Not collective."""
     lanes = rows(story.launches)
     below = [
         _section("time", page_sections.time_spent(story)),
@@ -61,7 +61,7 @@ def _section(name: str, content: Markup, width: str = "") -> Markup:
 
 
 def _head(story: JobHistory) -> Markup:
-    """Nothing may be fetched, and only our own script may run, whatever the logs had in them."""
+    """Make the head. The page may load nothing and run only its own script, whatever the logs contain."""
     script = base64.b64encode(hashlib.sha256(_file("page.js").encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; img-src data:"
     return tag(

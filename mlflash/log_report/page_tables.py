@@ -1,4 +1,4 @@
-"""The tables of the page: failures, memory, the layout, launches, warnings, and what was read."""
+"""The tables of the page: failures, memory, the layout, launches, warnings, and the log files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_WAITS = 10
 
 
 def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> Markup:
-    """Make a table that becomes a list of cards where the screen is narrow.
+    """Make a table that becomes a list of cards on a narrow screen.
 
     Args:
-        heads: names of the columns, and what each means.
+        heads: name and meaning of each column.
         rows: texts and markup.
     """
     head = [tag("th", name, scope="col", title=text or None, role="columnheader") for name, text in heads]
@@ -35,18 +35,19 @@ def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> Ma
 
 
 def failures(story: JobHistory) -> Markup:
-    """When what went silent, and what training went on from."""
+    """Make the table of failures: what went silent when, and where training continued."""
     if not story.failures:
         return tag("p", "None: every launch but the newest one ended by itself.", class_="note")
     heads = [
         ("Failure", "its number in the timeline"),
-        ("Last sign (UTC)", "of the launch; what happened came after it"),
-        ("What went silent", "ranks that were missing while others still were heard of, or all; and nodes that the "
-                             "next launch did not have any more"),
-        ("Went on from", "the step that was restored, and where ranks found it"),
-        ("Steps lost", "from the newest step that was saved before, if only by some ranks, to the one restored"),
-        ("Training lost", "time from the save of the restored step to the last sign"),
-        ("Until training", "from the last sign to the first one of the next launch, and until all had restored"),
+        ("Last event (UTC)", "last event of the launch; the failure came after it"),
+        ("What went silent", "ranks without events while others still had some, or all ranks; and nodes that the next "
+                             "launch no longer had"),
+        ("Continued from", "the restored step, and where ranks found it"),
+        ("Steps lost", "from the restored step to the newest one that any rank had saved"),
+        ("Training lost", "time from the save of the restored step to the last event"),
+        ("Until training", "from the last event to the first event of the next launch, plus the time until all ranks "
+                           "had restored"),
     ]  # fmt: skip
     rows = [
         (tag("b", str(number)), show_time(failure.time), _silent(story, failure), _back(failure),
@@ -58,14 +59,14 @@ def failures(story: JobHistory) -> Markup:
 
 
 def recoveries(story: JobHistory) -> Markup:
-    """Which ranks were lost and replaced, and how long that took."""
+    """Make the table of ranks that were lost and replaced, with the time it took."""
     heads = [
         ("Recovery", "its number in the timeline"), ("Known (UTC)", "when the loss was known"),
-        ("Lost", "ranks, and what became of their processes"),
-        ("Went on from", "the newest committed step, which all went back to"),
-        ("Steps lost", "from the newest step that was saved before, if only by some ranks, to the one restored"),
+        ("Lost", "ranks, and what happened to their processes"),
+        ("Continued from", "the newest committed step, to which all ranks went back"),
+        ("Steps lost", "from the restored step to the newest one that any rank had saved"),
         ("Training lost", "time from the save of the restored step to the loss"),
-        ("Until training", "from the known loss until all trained again, and what the slowest rank spent it on"),
+        ("Until training", "from the known loss until all ranks trained again, and how the slowest rank spent it"),
     ]  # fmt: skip
     rows = [
         (tag("b", f"R{number}"), show_time(one.began), _and(named(one.line.lost), one.line.why),
@@ -79,14 +80,14 @@ def recoveries(story: JobHistory) -> Markup:
 
 
 def _and(what: str, more: str) -> Markup:
-    """Two lines, the second one of which may be missing."""
+    """Make two lines. The second may be missing."""
     return tag("div", what, *((tag("br"), tag("span", more, class_="what")) if more else ()))
 
 
 def _steps_lost(failure: Failure) -> str:
     if not failure.went_on:
         return "-"
-    what = f", of these {failure.committed_lost:,} committed" if failure.committed_lost else ", not committed"
+    what = f" ({failure.committed_lost:,} of them committed)" if failure.committed_lost else ", not committed"
     return f"{failure.steps_lost:,}{what if failure.steps_lost else ''}"
 
 
@@ -99,15 +100,15 @@ def _silent(story: JobHistory, failure: Failure) -> Markup:
         if failure.first_nodes:
             text += f" ({listed(failure.first_nodes)})"
     else:
-        text = "not known: all ranks fell silent together"
+        text = "unknown: all ranks went silent together"
     lines: list[str] = [text]
     if failure.gone:
-        swap = f" → {listed(failure.new)}" if failure.new else ", nothing in its place"
+        swap = f" → {listed(failure.new)}" if failure.new else ", not replaced"
         lines.append(tag("span", f"{listed(failure.gone)}{swap}", class_="swap",
-                         title="nodes of this launch → those that the next one had instead"))  # fmt: skip
+                         title="nodes of this launch → nodes that replaced them in the next launch"))  # fmt: skip
     if failure.emptied:
         lines.append(tag("span", f"memory of {listed(failure.emptied)}", class_="swap",
-                         title="none of the ranks of such a node found its state there any more"))  # fmt: skip
+                         title="no rank found its state in the memory of this node"))  # fmt: skip
     return tag("div", *(part for number, line in enumerate(lines) for part in ([tag("br")] if number else []) + [line]))
 
 
@@ -121,20 +122,20 @@ def _back(failure: Failure) -> Markup:
 
 
 _PHASES = {
-    "training": "came to save late",
-    "copy": "copied its state into its slot",
-    "deferred": "made the copies that save had left for later",
-    "checksums": "made checksums and parity, and checked what arrived",
-    "transfer": "sent and received what protects it",
+    "training": "called save later than others",
+    "copy": "copied its state to its slot",
+    "deferred": "made the copies that save had deferred",
+    "checksums": "computed checksums and parity, and checked what it received",
+    "transfer": "sent and received copies or parity",
 }
 
 
 def waits(story: JobHistory) -> Markup:
-    """Which ranks commits waited for, and in which phase."""
+    """Make the table of ranks that commits waited for, with the phase."""
     heads = [
-        ("Rank", "and its node"), ("Late in", "the phase of the save in which it took longer than most ranks"),
-        ("Commits", "in which it was the slowest rank, by more than noise"),
-        ("Later by", "than most ranks, the median of these commits"), ("At most", ""), ("Last", "its step"),
+        ("Rank", "rank and node"), ("Late in", "the phase of the save that took it longer than most ranks"),
+        ("Commits", "commits with this rank as the slowest one, by more than noise"),
+        ("Late by", "delay against most ranks, the median of these commits"), ("At most", ""), ("Last", "step"),
     ]  # fmt: skip
     rows = [
         (_and(f"rank {one.rank}", one.node), _and(one.phase, _PHASES.get(one.phase, "")),
@@ -142,16 +143,16 @@ def waits(story: JobHistory) -> Markup:
          f"step {one.step:,}")
         for one in story.waited_for[:_MOST_WAITS]
     ]  # fmt: skip
-    note = "A commit waits for the slowest of all ranks. Those on top made it wait longest in all."
+    note = "A commit waits for the slowest rank. The ranks that delayed commits most are at the top."
     if (left_out := len(story.waited_for) - _MOST_WAITS) > 0:
-        note += f" And {left_out} more, which --json has."
+        note += f" {left_out} more are in the output of --json."
     return tag("div", tag("p", note, class_="note"), table(heads, rows))
 
 
 def memory(story: JobHistory) -> Markup:
-    """A bar for each node."""
+    """Make a bar for each node."""
     if not story.memory:
-        return tag("p", "The log does not tell.", class_="note")
+        return tag("p", "The log has no events about memory.", class_="note")
     most = max(one.peak_nbytes for one in story.memory) or 1
     shown = sorted(story.memory, key=lambda one: -one.peak_nbytes)[:_MOST_NODES]
     kept = [one for one in story.memory if one in shown]
@@ -163,22 +164,22 @@ def memory(story: JobHistory) -> Markup:
         bar = tag("svg", titled(text), *parts, width="100%", height=12, role="img", aria_label=text)
         rows.append(tag("tr", tag("th", one.node, scope="row"), tag("td", bar, class_="wide"),
                         tag("td", show_bytes(one.peak_nbytes))))  # fmt: skip
-    note = "What checkpoints took of each node's memory, at most: own slots, copies or parity of others, shares."
+    note = "The most memory that checkpoints took on each node: own slots, copies or parity of others, and shares."
     if len(kept) < len(story.memory):
         rest = sorted(one.peak_nbytes for one in story.memory if one not in shown)
         few, most_ = show_bytes(rest[0]), show_bytes(rest[-1])
         took = few if few == most_ else f"{few} to {most_}"
-        note += f" Here are the {len(kept)} nodes with the most; each of the other {len(rest)} took {took}."
+        note += f" These are the {len(kept)} nodes with the most. Each of the other {len(rest)} took {took}."
     heads = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in ("Node", "Memory", "At most"))),
                 class_="unseen")  # fmt: skip
     return tag("div", tag("p", note, class_="note"), tag("table", heads, tag("tbody", *rows), class_="bars"))
 
 
 def layout(story: JobHistory) -> Markup:
-    """What the newest launch said of itself when it started."""
+    """List what the newest launch logged at its start."""
     started = story.started
     if started is None:
-        return tag("p", "The log has no start.", class_="note")
+        return tag("p", "The log has no start event.", class_="note")
     pairs = [
         ("Redundancy", started.text("redundancy")),
         ("Survives the loss of", _list(started.text("survives"))),
@@ -203,14 +204,14 @@ def _drained(story: JobHistory) -> str:
     return text + (f"; {drains.failed} failed" if drains.failed else "")
 
 
-_ENDS = {"ended": "by itself", "failed": "by an exception", "killed": "ranks went silent", "open": "no end yet"}
+_ENDS = {"ended": "by itself", "failed": "by an exception", "killed": "ranks went silent", "open": "not yet"}
 
 
 def launches(story: JobHistory) -> Markup:
-    """What each launch came to."""
+    """Make the table of launches."""
     heads = [
-        ("Launch", "number and run id"), ("Began (UTC)", ""), ("Lasted", "from its first to its last sign"), ("On", ""),
-        ("Steps", "from the one restored to the newest one saved"), ("Commits", ""), ("Ended", ""),
+        ("Launch", "number and run ID"), ("Began (UTC)", ""), ("Lasted", "from first to last event"), ("On", ""),
+        ("Steps", "from the restored step to the newest saved one"), ("Commits", ""), ("Ended", ""),
     ]  # fmt: skip
     rows = []
     for number, launch in enumerate(story.launches, 1):
@@ -227,7 +228,7 @@ def launches(story: JobHistory) -> Markup:
 
 
 def warnings(story: JobHistory) -> Markup:
-    """What was logged for a person, the latest first."""
+    """List the warnings and errors, the latest first."""
     if not story.remarks:
         return tag("p", "None.", class_="note")
     items = [
@@ -237,7 +238,7 @@ def warnings(story: JobHistory) -> Markup:
         for one in story.remarks[:_MOST_WARNINGS]
     ]  # fmt: skip
     left_out = len(story.remarks) - _MOST_WARNINGS
-    note = [tag("p", f"And {left_out} older ones; --json has all.", class_="note")] if left_out > 0 else []
+    note = [tag("p", f"{left_out} older ones are in the output of --json.", class_="note")] if left_out > 0 else []
     return tag("div", tag("ul", *items, class_="warnings"), *note)
 
 
@@ -251,7 +252,7 @@ def _by(ranks: set[int]) -> str:
 
 
 def reading(story: JobHistory) -> Markup:
-    """What was read, and what cannot be known from it."""
+    """List the log files, and what they cannot show."""
     files = story.log.files
     lines = f"{many(sum(file.events for file in files), 'event')} in {many(len(files), 'file')}: "
     return tag("div", tag("p", lines + listed([file.path for file in files], 6) + ".", class_="note"),
@@ -260,9 +261,9 @@ def reading(story: JobHistory) -> Markup:
 
 def _caveats(story: JobHistory) -> Iterator[str]:
     yield from story.notes
-    yield ("Only saves and commits tell of progress. What was trained after the newest save of a launch is lost with "
-           "it, and counted as time, not as steps.")  # fmt: skip
-    yield ("A process that is killed says nothing: a failure came some time after the last sign before it, and that "
-           "time counts as down.")  # fmt: skip
-    yield "What protecting and draining cost beside training, in cores and bandwidth, is part of the time of training."
-    yield "Times are of the clocks of the nodes."
+    yield ("Only saves and commits show progress. Training after the newest save of a launch is lost with the launch. "
+           "It counts as time, not as steps.")  # fmt: skip
+    yield ("A killed process logs nothing. The failure came some time after the last event, and this time counts as "
+           "down.")  # fmt: skip
+    yield "The time of training includes what protection and draining cost it in cores and bandwidth."
+    yield "All times come from the clocks of the nodes."

@@ -19,8 +19,8 @@ from .time_accounting import Lost
 
 _APART_S = 1.0  # by which the clock of `mlflash run` may differ from those of the nodes
 _SAY = {
-    "leave": "to leave the step", "wait": "to wait for the others", "couriers": "for couriers",
-    "checkpointer": "for a Checkpointer", "groups": "for process groups", "restore": "to restore",
+    "leave": "to leave the step", "wait": "to wait for the others", "couriers": "to start couriers",
+    "checkpointer": "to make a Checkpointer", "groups": "to make process groups", "restore": "to restore",
 }  # fmt: skip
 
 
@@ -125,8 +125,8 @@ def say(recovery: Recovery) -> str:
     """Tell a recovery in a sentence."""
     line = recovery.line
     why = f" ({line.why})" if line.why else ""
-    text = (f"{named(line.lost)} {'was' if len(line.lost) == 1 else 'were'} lost{why}; the other processes stayed, and "
-            f"all trained on after step {line.step:,}, {show_seconds(line.seconds)} later")  # fmt: skip
+    text = (f"{named(line.lost)} {'was' if len(line.lost) == 1 else 'were'} lost{why}. The other processes stayed, and "
+            f"all ranks continued after step {line.step:,}, {show_seconds(line.seconds)} later")  # fmt: skip
     return f"{text}: {took(line.parts)}" if line.parts else text
 
 
@@ -136,7 +136,7 @@ def late_remarks(late: Sequence[Late]) -> list[Remark]:
     for one in late:
         what = "leave its step" if one.phase == "leaving" else "train"
         text = (
-            f"rank {one.rank} was killed: it did not {what} in time in round {one.round}, after another rank was lost"
+            f"rank {one.rank} was killed: after another rank was lost, it did not {what} in time in round {one.round}"
         )
         found.append(Remark(text, "WARNING", 1, one.time, one.time, {one.rank}))
     return found

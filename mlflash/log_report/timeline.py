@@ -190,7 +190,7 @@ def _across(story: JobHistory, window: Window, bottom: int, name: str) -> Iterat
                    height=bottom - _AXIS + 4, fill=f"url(#{name}-{what})", class_=what)  # fmt: skip
 
     bands = [
-        band(lost.began, lost.ended, "lost", f"{lasted(lost.ended - lost.began)} of training that was lost")
+        band(lost.began, lost.ended, "lost", f"{lasted(lost.ended - lost.began)} of lost training")
         for lost in story.lost
     ]
     for before, after in itertools.pairwise(story.launches):
@@ -202,7 +202,7 @@ def _across(story: JobHistory, window: Window, bottom: int, name: str) -> Iterat
     for number, failure in enumerate(story.failures, 1):
         if window.began <= failure.time <= window.ended:
             at = percent(window.at(failure.time))
-            text = f"failure {number}: the last sign of launch {failure.launch + 1}, {show_time(failure.time)} UTC"
+            text = f"failure {number}: the last event of launch {failure.launch + 1}, {show_time(failure.time)} UTC"
             line = tag("line", x1=at, x2=at, y1=_AXIS - 5, y2=bottom, class_="failure")
             badge = tag("text", str(number), x=at, y=_AXIS - 9, class_="badge", text_anchor="middle")
             yield tag("g", titled(text), line, badge, class_="failed")
@@ -226,7 +226,7 @@ def _speed(mark: Mark) -> str:
 
 
 def _stalled(mark: Mark) -> str:
-    return f"{_steps(mark)}: training held up for {show_seconds(mark.seconds)}"
+    return f"{_steps(mark)}: training stalled for {show_seconds(mark.seconds)}"
 
 
 def _protected(mark: Mark) -> str:
@@ -249,15 +249,15 @@ _SAY = {"save": _stalled, "protect": _protected, "drain": _drained}
 
 
 def _summary(row: Row) -> str:
-    """What a row shows, for who cannot see it."""
+    """Describe a row for screen readers."""
     counts = [(kind, len(row.marks.get(kind, ()))) for kind in ("save", "commit", "restore")]
     told = [many(count, kind) for kind, count in counts if count]
     text = f"{row.what}: {', '.join([many(len(row.lives), 'launch'), *told])}"
     silent = [str(life.launch + 1) for life in row.lives if life.silent]
-    return text + (f"; without an end in launch {', '.join(silent)}" if silent else "")
+    return text + (f"; no end logged in launch {', '.join(silent)}" if silent else "")
 
 
 def legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
-    """Explain colours: (class, name, what it means)."""
+    """Explain colors: (class, name, meaning)."""
     items = [tag("li", tag("i", class_=f"key {kind}"), tag("span", name), title=text) for kind, name, text in entries]
     return tag("ul", *items, class_="legend")

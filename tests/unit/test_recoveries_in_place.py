@@ -84,12 +84,13 @@ def test_a_recovery_says_who_was_lost_and_what_it_cost(events: Path, journal: Pa
 def test_the_page_shows_a_recovery_on_the_timeline_and_in_the_account(events: Path, journal: Path) -> None:
     story = story_of(events, journal)
     text = page(story)
-    mark = ("R1: rank 1 was lost (its process was killed by signal 9); the other processes stayed, and all trained on "
-            "after step 20, 4 s later: 250 ms to leave the step, 500 ms to wait for the others, 750 ms for "
-            "couriers, 125 ms for a Checkpointer, 250 ms for process groups, 1.5 s to restore")  # fmt: skip
+    mark = ("R1: rank 1 was lost (its process was killed by signal 9). The other processes stayed, and all ranks "
+            "continued after step 20, 4 s later: 250 ms to leave the step, 500 ms to wait for the others, 750 ms to "
+            "start couriers, 125 ms to make a Checkpointer, 250 ms to make process groups, 1.5 s to "
+            "restore")  # fmt: skip
     assert f'<g class="recovered"><title>{mark}</title>' in text
     assert "Recovering in place: 4 s, 6.8 %" in text
-    assert "No launch failed in 59 s. 1 loss of ranks, recovered in place, cost 25.3 % of it." in text
+    assert "No launch failed in 59 s. 1 loss of ranks, recovered in place, cost 25.3 % of the time." in text
     assert 'id="recoveries"' in text and "1 failure in 59 s" in text and "down for" not in text
     assert [(row.node, row.name, len(row.lives)) for row in rows(story.launches)] == [
         ("n1", "rank 0", 1), ("n2", "rank 1", 1), ("n3", "rank 1", 1)]  # fmt: skip
@@ -143,7 +144,7 @@ def test_a_recovery_of_which_no_rank_tells_is_left_out_and_said(events: Path, tm
     journal = made_logs.journal(tmp_path / "run.jsonl", recovered(), recovered(5000.0, round=7))
     story = story_of(events, journal)
     assert len(story.recoveries) == 1
-    assert any("1 line of the journal tell" in note and "(round 7)" in note for note in story.notes)
+    assert any("1 line of the journal record" in note and "(round 7)" in note for note in story.notes)
 
 
 def test_ranks_that_were_late_and_killed_are_warnings(events: Path, tmp_path: Path) -> None:
@@ -151,8 +152,8 @@ def test_ranks_that_were_late_and_killed_are_warnings(events: Path, tmp_path: Pa
              {"event": "late", "time": 1035.0, "round": 2, "rank": 4, "phase": "seating"}]  # fmt: skip
     story = story_of(events, made_logs.journal(tmp_path / "run.jsonl", *lines, recovered()))
     assert [(one.text, one.ranks) for one in story.remarks] == [
-        ("rank 4 was killed: it did not train in time in round 2, after another rank was lost", {4}),
-        ("rank 3 was killed: it did not leave its step in time in round 1, after another rank was lost", {3}),
+        ("rank 4 was killed: after another rank was lost, it did not train in time in round 2", {4}),
+        ("rank 3 was killed: after another rank was lost, it did not leave its step in time in round 1", {3}),
     ]
 
 

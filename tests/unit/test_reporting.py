@@ -99,7 +99,7 @@ def test_a_failure_says_what_was_lost_and_where_the_rest_was_found(lost_node: Pa
         "lost_s": 10.5, "down_s": 30.0, "recovery_s": 10.0,
     }  # fmt: skip
     assert (told["steps_lost"], told["committed_steps_lost"]) == (10, 0)
-    assert "no step that was committed was lost" in page(story_of(lost_node))
+    assert "no committed step was lost" in page(story_of(lost_node))
     assert [(launch["state"], launch["restored"], launch["newest"]) for launch in told["launches"]] == [
         ("killed", None, 30), ("ended", 20, 30)]  # fmt: skip
 
@@ -144,11 +144,11 @@ def test_ranks_that_commits_waited_for_are_listed_those_first_that_cost_most(tmp
         (3, "n2", "copy", 3, 2.5, 3.0, 40), (1, "n1", "training", 1, 0.5, 0.5, 20),
         (3, "n2", "transfer", 1, 0.25, 0.25, 60))]  # fmt: skip
     drawn = page(story)
-    assert "Who commits waited for" in drawn and "copied its state into its slot" in drawn and "3 of 6" in drawn
+    assert "Ranks that delayed commits" in drawn and "copied its state to its slot" in drawn and "3 of 6" in drawn
     plain = made_logs.Job()
     plain.launch("a", made_logs.BEGAN, ["n1", "n2"], None, 20)
     none = story_of(*plain.write(tmp_path / "other.jsonl"))
-    assert to_json(none)["waited_for"] == [] and "Who commits waited for" not in page(none)
+    assert to_json(none)["waited_for"] == [] and "Ranks that delayed commits" not in page(none)
 
 
 def test_each_event_that_ranks_write_is_read() -> None:
@@ -172,7 +172,7 @@ def test_a_failure_in_a_log_of_two_minutes_says_nothing_of_how_often_nodes_fail(
     interval = to_json(story)["interval"]
     assert (interval["mtbf_s"], interval["failures"]) == (NODE_MTBF_S / 2, 0)
     assert interval["restart_s"] == 40.0, "that was measured all the same"
-    said = f"1 failure in {lasted(story.account.wall_s)} says too little of how often nodes fail, so one node is taken"
+    said = f"1 failure in {lasted(story.account.wall_s)} is too few for an estimate, so this assumes that one node"
     assert said in page(story)
 
 
@@ -190,7 +190,7 @@ def test_without_a_failure_one_is_assumed_and_that_is_said(tmp_path: Path) -> No
     story = story_of(tmp_path / "run.jsonl")
     assert not story.failures and story.steps_lost == 0 and story.account.lost_s == 0
     assert story.advice.failures == 0 and story.advice.costs.mtbf_s == NODE_MTBF_S / 2
-    assert "There was no failure to go by, so one node is taken to fail every 264 d" in page(story)
+    assert "There was no failure, so this assumes that one node fails every 264 d" in page(story)
     given_ = tell(story.log, 3600.0)
     assert given_.advice.costs.mtbf_s == 1800.0
 
@@ -203,7 +203,7 @@ def test_a_job_that_begins_anew_has_lost_all_of_its_steps(tmp_path: Path) -> Non
     story = story_of(tmp_path / "run.jsonl")
     assert (story.failures[0].restored, story.steps_lost, story.committed_lost) == (None, 40, 40)
     assert story.account.lost_s == pytest.approx(story.launches[0].last - made_logs.BEGAN)
-    assert "Training began anew" in page(story)
+    assert "Training began from the start" in page(story)
 
 
 def test_a_launch_that_dies_before_it_restored_loses_no_step_of_its_own(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_more_lost_than_the_redundancy_covers_is_said_first(tmp_path: Path) -> N
     (failure,) = story.failures
     assert (failure.steps_lost, failure.committed_lost, failure.source) == (30, 30, "/lustre/step-20")
     assert failure.places == {"/lustre/step-20": 4} and failure.emptied == ("n1", "n2")
-    assert "Training went on from the directory; 30 steps that were committed were lost" in page(story)
+    assert "Training continued from the directory and lost 30 committed steps" in page(story)
 
 
 def test_going_back_within_a_launch_loses_what_came_after(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_lines_that_stop_in_the_middle_cost_nothing_of_the_next_launch(tmp_path:
     assert log.files == [File(str(path), lines=7, events=3, torn=2, foreign=3, first_foreign=3)]
     notes = tell(log).notes
     assert any("2 lines stopped in the middle" in note for note in notes)
-    assert any(f"3 lines are no events (the first: {path}, line 3)" in note for note in notes)
+    assert any(f"3 lines are not events (the first: {path}, line 3)" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -505,8 +505,8 @@ def test_missing_files_foreign_clocks_and_several_jobs_are_told(tmp_path: Path) 
     job.write(tmp_path / "run.jsonl")
     notes = story_of(tmp_path / "run.jsonl").notes
     assert notes == [
-        "launch 1: nothing of 1 of 4 ranks; were all nodes' files given?",
-        "the clock of n2 is 7.5 s ahead of that of n1, by their commits",
+        "launch 1: 1 of 4 ranks have no event: give the files of all nodes",
+        "the commits show that the clock of n2 is 7.5 s ahead of that of n1",
     ]
 
 
