@@ -1,5 +1,5 @@
-"""``mlflash demo``: a small GPT loses a node, or a rank, and ends with the weights of an uninterrupted run.
+"""``mlflash demo``: train a small GPT, kill a node or a rank, and end with the weights of an uninterrupted run.
 
-In come a few options; out come the account of two runs, and their weights. It imports `mlflash` as a
-user does, and `launcher` to start processes.
+In come a few options; out come a summary of two runs, and their weights. It imports `mlflash` as a user does, and
+`launcher` to start processes.
 """

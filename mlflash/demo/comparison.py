@@ -1,4 +1,4 @@
-"""What a run of the demo found, in a few lines; and how its final tensors compare."""
+"""The results of the demo in a few lines, and the comparison of its final tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..placement.topology import Topology
 
 @dataclasses.dataclass
 class Told:
-    """What the ranks of one launch wrote down.
+    """What the ranks of one launch logged.
 
     Attributes:
-        ready: the line each rank wrote after its restore, by rank.
-        done: the line each rank wrote at its end, by rank.
-        last_step: the last step each rank finished, by rank.
+        ready: the line that each rank logged after its restore, by rank.
+        done: the line that each rank logged at its end, by rank.
+        last_step: the last step that each rank finished, by rank.
         step_s: seconds of each step of rank 0.
-        loss: of the last step that rank 0 finished, nats per byte.
+        loss: loss of the last step that rank 0 finished, in nats per byte.
     """
 
     ready: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -33,7 +33,7 @@ class Told:
     loss: float = float("nan")
 
     def note(self, rank: int, line: dict[str, Any]) -> None:
-        """Take a line of a rank's log in."""
+        """Add a line of a rank's log."""
         if line["event"] == "ready":
             self.ready[rank] = line
             self.last_step[rank] = line["restored"] or 0
@@ -47,10 +47,10 @@ class Told:
 
 
 def describe_origin(told: Told, topology: Topology) -> str:
-    """Say which step a launch took up, and where each rank's state came from."""
+    """Say which step a launch restored, and where each rank's state came from."""
     step = told.ready[0]["restored"]
     if step is None:
-        return "nothing: memory had no whole checkpoint, so training began again"
+        return "nothing: memory had no complete checkpoint, so training began from the start"
     here = [rank for rank, line in sorted(told.ready.items()) if line["own_node"]]
     away = [rank for rank, line in sorted(told.ready.items()) if not line["own_node"]]
     origins = []
@@ -75,10 +75,10 @@ def _its(ranks: list[int]) -> str:
 
 
 def describe_seconds(launches: Iterable[Told], relaunched: Told) -> list[tuple[str, str]]:
-    """Give ``(what, how long)`` for each verb, and the stall of training against a memcpy.
+    """Return ``(what, how long)`` for each operation, and the stall of training against a memcpy.
 
-    Of the verbs that happen once the slowest rank counts; of the saves the median over ranks and saves. The
-    first save of each launch makes the slots, so it stands alone.
+    For operations that happen once, the slowest rank counts. For saves, the median over ranks and saves counts. The
+    first save of each launch makes the slots, so it has its own line.
     """
     ends = [line for told in launches for line in told.done.values()]
     firsts = [line["saves"][0] for line in ends if line["saves"]]
@@ -93,7 +93,7 @@ def describe_seconds(launches: Iterable[Told], relaunched: Told) -> list[tuple[s
         rows += [
             ("save", f"stall {stall:.4f} s, the median of {len(saves)} saves of {size}, per rank"),
             ("", f"{stall / memcpy:.1f} times a plain memcpy of the same bytes, {memcpy:.4f} s"),
-            ("", f"{first:.4f} s the first time in a launch, when the slots are made"),
+            ("", f"{first:.4f} s for the first save of a launch, which makes the slots"),
         ]
     if saves:
         commit = statistics.median(save["commit_s"] for save in saves)
@@ -102,20 +102,20 @@ def describe_seconds(launches: Iterable[Told], relaunched: Told) -> list[tuple[s
         for verb, said in (
             ("find and fetch", "to choose, verify and fetch"),
             ("load", "into live tensors"),
-            ("heal", "to check the copies and make those that are missing, in the background"),
+            ("heal", "to check the copies and make missing ones, in the background"),
         ):
             rows.append((verb, f"{max(s.get(verb, 0.0) for s in seconds):.4f} s {said}"))
     return rows
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Print ``(what, text)``, each in a line."""
+    """Print each ``(what, text)`` as a line."""
     for name, text in rows:
         console.print(f"{name:<14} {text}", highlight=False, soft_wrap=True, markup=False)
 
 
 def differences(reference: Path, found: Path, ranks: int) -> list[str]:
-    """Compare the final tensors of two launches, bit by bit; each line names one that differs, and where."""
+    """Compare the final tensors of two launches bit by bit. Each line names a tensor that differs, and its ranks."""
     differ: dict[str, dict[int, str]] = {}
     for rank in range(ranks):
         with np.load(reference / f"rank{rank}.npz") as wanted, np.load(found / f"rank{rank}.npz") as got:

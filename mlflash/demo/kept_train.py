@@ -1,9 +1,8 @@
-"""What one process runs where others stay when it is killed: the small GPT, by DDP over gloo, in `mlflash.keep_alive`.
+"""The training of a process that stays when others are killed: a small GPT under DDP and gloo in `mlflash.keep_alive`.
 
 mlflash run -N 1 --ranks-per-node 2 --keep-alive --spares 1 --job demo -- python -m mlflash.demo.kept_train OPTIONS
 
-What a step changes is in ``state``, or is made anew where ``train`` is entered: the place in the text follows from the
-step.
+``state`` has everything that a step changes, or ``train`` makes it again. The place in the text follows from the step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SAVE_EVERY = 2  # steps
 
 
 def main() -> None:
-    """Train to the last step, and go on in this process where another one is lost. Collective over all ranks."""
+    """Train to the last step, and continue in this process if another one is lost. Collective over all ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -49,12 +48,12 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": mlflash.rng()}
 
     def train(ckpt: mlflash.Checkpointer, start: int) -> RankLog:
-        """Train from a step on, with the rank that this process has now."""
+        """Train from a step on, with the current rank of this process."""
         rank, size = distributed.get_rank(), distributed.get_world_size()
         rank_log = RankLog(args.folder, rank)
         rank_log.tell("start", pid=os.getpid(), step=start, time=time.time())
         if start == 0:
-            torch.manual_seed(args.seed + 1 + rank)  # dropout: each rank its own
+            torch.manual_seed(args.seed + 1 + rank)  # each rank has its own dropout
         batches = Batches(rank, size, BATCH, CONTEXT, args.seed)
         batches.skip(start)
         for step in range(start + 1, args.steps + 1):
@@ -66,7 +65,7 @@ def main() -> None:
             if step % SAVE_EVERY == 0:
                 snapshot = ckpt.save(step, state)
                 if step == SAVE_EVERY:
-                    snapshot.wait()  # from here on there is a step that all can go back to
+                    snapshot.wait()  # from here on, all ranks can go back to a step
             rank_log.tell("step", step=step, loss=loss.item(), time=time.time())
         ckpt.wait()
         return rank_log

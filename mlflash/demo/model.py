@@ -32,14 +32,14 @@ class Block(nn.Module):  # type: ignore[misc]
 
 
 class GPT(nn.Module):  # type: ignore[misc]
-    """Predict the next byte; input and output embedding are the same tensor.
+    """A model that predicts the next byte. Input and output embedding are the same tensor.
 
     Args:
-        context: longest sequence, bytes.
-        width: of the residual stream.
-        depth: blocks.
-        heads: of attention, per block.
-        dropout: probability.
+        context: length of the longest sequence, in bytes.
+        width: width of the residual stream.
+        depth: number of blocks.
+        heads: attention heads per block.
+        dropout: probability of dropout.
     """
 
     def __init__(self, context: int, width: int = 128, depth: int = 5, heads: int = 4, dropout: float = 0.1):
@@ -51,7 +51,7 @@ class GPT(nn.Module):  # type: ignore[misc]
         self.head.weight = self.token.weight
 
     def forward(self, tokens: Any, targets: Any) -> Any:
-        """Give the mean cross-entropy in nats.
+        """Return the mean cross-entropy in nats.
 
         Args:
             tokens: bytes, ``(batch, length)``.

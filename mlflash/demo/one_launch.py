@@ -1,4 +1,4 @@
-"""One launch of the rank program: followed, shot at, and always brought to its end."""
+"""One launch of the rank program: follow it, kill ranks of it, and always end it."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _TERM_TIMEOUT_S = 5.0
 
 
 class DemoFailed(Exception):
-    """A launch did not do what the demo needs; the text has the end of its log."""
+    """A launch did not do what the demo needs. The message has the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """What starts ranks: a command, and its further environment. Each rank has the folder of the launch as argument."""
+    """The command that starts ranks, and its additional environment. Each rank gets the folder of the launch."""
 
     command: Sequence[str]
     env: Mapping[str, str]
 
 
 def by_mpiexec(folder: Path, ranks: int, arguments: Iterable[str], env: Mapping[str, str]) -> Launched:
-    """Have mpiexec start ranks of `train`.
+    """Make the command of mpiexec that starts ranks of `train`.
 
     Args:
-        folder: of the launch.
-        ranks: how many.
-        arguments: of the rank program, without ``--folder``.
-        env: further environment.
+        folder: folder of the launch.
+        ranks: number of ranks.
+        arguments: arguments of the rank program, without ``--folder``.
+        env: additional environment.
 
     Raises:
         MpiUnavailable: there is no mpiexec.
     """
     program = [sys.executable, "-m", "mpi4py", "-m", "mlflash.demo.train", *arguments, "--folder", str(folder)]
-    # What a killed mpiexec leaves behind in TMPDIR goes with the folder.
+    # A killed mpiexec may leave files in TMPDIR. They are deleted with the folder.
     return Launched(*mpiexec(ranks, program, {**env, "TMPDIR": str(folder), DISABLE: ""}))
 
 
 class Training:
-    """A running launch with its ranks; leave the context manager, and none of them is left.
+    """A running launch with its ranks. The end of the context manager ends all of them.
 
     Args:
-        folder: an empty directory of this launch alone; its path tells our processes from others.
-        ranks: how many.
+        folder: an empty directory that only this launch uses. Its path identifies our processes.
+        ranks: number of ranks.
         launched: how they are started.
-        timeout_s: the launch is ended after this, seconds.
-        stays: whether it goes on, and ends well, where ranks of it are killed.
+        timeout_s: the launch is ended after this time, in seconds.
+        stays: whether the launch continues and ends well after ranks of it are killed.
     """
 
     def __init__(self, folder: Path, ranks: int, launched: Launched, timeout_s: float, stays: bool = False):
@@ -68,16 +68,16 @@ class Training:
         self._done: set[int] = set()
         self._killed = False
         self._deadline = time.monotonic() + timeout_s
-        # To a file: a pipe would have to be emptied. A session of its own: one signal reaches all of it.
+        # The output goes to a file, because a pipe must be read. One signal reaches all processes of its session.
         with (folder / "log").open("w") as log:
             self._launcher = spawn(launched.command, env={**os.environ, **launched.env}, stdout=log, stderr=log)
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield ``(rank, line of its log)`` as they come, until the launcher has ended and all is read.
+        """Yield ``(rank, line of its log)`` as they come, until the launcher has ended and all lines are read.
 
         Raises:
-            DemoFailed: time is up, the launcher failed or a rank did not come to its end; after a kill only where the
-                others stay.
+            DemoFailed: time is up, the launcher failed, or a rank did not finish. After a kill, this is raised only if
+                the others should stay.
         """
         running = True
         while running:
@@ -91,22 +91,22 @@ class Training:
                     yield rank, line
             if running and time.monotonic() > self._deadline:
                 if self._killed:
-                    return  # the launcher did not notice the death; leaving the context ends it
-                raise DemoFailed(f"not ended after {self._timeout_s:g} s; {self.log_tail()}")
+                    return  # the launcher did not notice the death; the end of the context ends it
+                raise DemoFailed(f"the launch did not end within {self._timeout_s:g} s; {self.log_tail()}")
             if running:
                 time.sleep(_POLL_S)
-        # Open MPI has ended with 0 after a crash, so that the ranks' own word counts as well.
+        # Open MPI has exited with 0 after a crash, so each rank must also have logged its end.
         if not self._killed and (self._launcher.returncode != 0 or len(self._done) < len(self._journals)):
             raise DemoFailed(
-                f"the launcher ended with {self._launcher.returncode}, and {len(self._done)} of {len(self._journals)} "
-                f"ranks came to their end; {self.log_tail()}"
+                f"the launcher exited with {self._launcher.returncode}, and {len(self._done)} of {len(self._journals)} "
+                f"ranks finished; {self.log_tail()}"
             )
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """Send SIGKILL to these ranks, as a node that crashes does; what does not stay has half a minute to notice.
+        """Send SIGKILL to these ranks, like a crash of their node. A launch that should end then has half a minute.
 
         Raises:
-            DemoFailed: one of them is not there any more.
+            DemoFailed: one of the ranks has already ended.
         """
         if gone := [rank for rank in ranks if not self._is_ours(self._pids[rank])]:
             raise DemoFailed(f"ranks {gone} had ended before they could be killed; {self.log_tail()}")
@@ -126,19 +126,19 @@ class Training:
         return True
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether a pid is still a rank of this launch, and not another process that got its number."""
+        """Say whether a pid is still a rank of this launch, and not another process with the same number."""
         try:
             return str(self._folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             return False
 
     def log_tail(self, lines: int = 15) -> str:
-        """Give the end of what the ranks and the launcher printed. Not collective."""
+        """Return the end of the output of the ranks and the launcher. Not collective."""
         text = (self._folder / "log").read_text(errors="replace").splitlines()
         return f"the end of {self._folder / 'log'}:\n" + "\n".join(f"    {line}" for line in text[-lines:])
 
     def stop(self) -> None:
-        """End what still runs: the launcher, and the ranks that wrote down their pid. May be called twice."""
+        """End the launcher and the ranks that logged their pid, if they still run. May be called twice."""
         end_session(self._launcher, _TERM_TIMEOUT_S)  # SIGTERM first so that mpiexec can clean up after itself
         end = time.monotonic() + _TERM_TIMEOUT_S
         while (left := [pid for pid in self._pids.values() if self._kill_ours(pid)]) and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""What happens in a demo, known before it starts."""
+"""The plan of a demo, made before it starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 from ..placement.topology import Topology
 
 RANKS, RANKS_PER_NODE = 4, 2
-KEPT_RANKS = 2  # where processes stay
+KEPT_RANKS = 2  # if processes stay
 TOPOLOGY = Topology(tuple(rank // RANKS_PER_NODE for rank in range(RANKS)), ("node0", "node1"))
 
 
@@ -19,13 +19,13 @@ class Plan:
 
     Attributes:
         steps: training steps.
-        seed: of training, and of all that is drawn here.
+        seed: seed of the training, and of all random choices here.
         redundancy: "copy" or "none".
-        kill_step: the node dies in this step, or the rank.
-        doomed: the node that dies; where processes stay, the rank.
-        moment: how far into the step, 0 to 1.
-        job: job name; no other run has it.
-        keeps: whether the other processes stay when a rank is killed; else all are started again.
+        kill_step: the step in which the node or the rank dies.
+        doomed: the node that dies; if processes stay, the rank.
+        moment: when it dies in the step, 0 to 1.
+        job: job name that no other run has.
+        keeps: whether the other processes stay when a rank is killed. Otherwise all are started again.
     """
 
     steps: int
@@ -39,16 +39,16 @@ class Plan:
 
     @property
     def reference(self) -> str:
-        """The job name of the run that nothing happens to."""
+        """The job name of the uninterrupted run."""
         return f"{self.job}-reference"
 
 
 def draw(steps: int, seed: int | None, kill_step: int | None, redundancy: str, keeps: bool = False) -> Plan:
-    """Draw what was not given: the seed, and from it the step, the node or rank, and the moment."""
+    """Choose at random what was not given: the seed, and from it the step, the node or rank, and the moment."""
     chance = random.SystemRandom()
     seed = chance.randrange(10**6) if seed is None else seed
     dice = random.Random(seed)
-    # From 4 on the first save had time to be committed. Where processes stay, all must still train when one is killed.
+    # From step 4 on, the first save had time to commit. If processes stay, all must still train when one is killed.
     last = max(4, steps // 2) if keeps else steps - 1
     step = dice.randint(min(4, steps - 1), min(last, steps - 1))
     doomed, moment = dice.randrange(KEPT_RANKS if keeps else len(TOPOLOGY.ranks_on)), dice.random()

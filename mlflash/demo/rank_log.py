@@ -1,6 +1,6 @@
-"""What a rank did, as lines of JSON in a file that outlives it; and a yardstick.
+"""The log of a rank, as lines of JSON in a file that outlives it, and a memcpy to compare with.
 
-Not through mpiexec: what it has not yet forwarded when a rank dies is lost.
+The log does not go through mpiexec, because output that mpiexec has not yet forwarded is lost when a rank dies.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class RankLog:
     """The log of one rank.
 
     Args:
-        folder: where the logs of the run are.
-        rank: whose it is.
+        folder: folder of the run's logs.
+        rank: the rank.
     """
 
     def __init__(self, folder: Path, rank: int):
@@ -43,7 +43,7 @@ class RankLog:
 
 
 def memcpy_s(nbytes: int) -> float:
-    """Time one copy of so many bytes between two warm buffers, seconds. Not collective."""
+    """Time one copy of ``nbytes`` bytes between two warm buffers, in seconds. Not collective."""
     source, target = _buffers(nbytes)
     start = time.perf_counter()
     np.copyto(target, source)

@@ -1,4 +1,4 @@
-"""Train, train again and lose a node, relaunch, compare: what ``mlflash demo`` does; or, in `kept_run`, lose a rank."""
+"""``mlflash demo``: train, train again and lose a node, relaunch, and compare. `kept_run` loses a rank instead."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .one_launch import DemoFailed, Training, by_mpiexec
 from .plan import RANKS, RANKS_PER_NODE, TOPOLOGY, Plan
 
 _LAUNCH_TIMEOUT_S = 150.0
-_SHOWN = 20  # tensors named where they differ
+_SHOWN = 20  # differing tensors that are named
 
 
 def run(plan: Plan, console: Console) -> bool:
-    """Run the demo and print its account; logs and tensors are kept where something went wrong.
+    """Run the demo and print a summary. Keep logs and tensors if something went wrong.
 
     Not collective: it starts the ranks itself.
 
@@ -32,11 +32,11 @@ def run(plan: Plan, console: Console) -> bool:
 
     Raises:
         DemoFailed: a launch did not end as it should.
-        MpiUnavailable: there is no mpiexec, which it takes where processes do not stay.
+        MpiUnavailable: there is no mpiexec. The demo needs it unless processes stay.
     """
     start = time.monotonic()
     if not plan.keeps:
-        find_mpiexec()  # without one nothing is made
+        find_mpiexec()  # raises before anything is made
     folder = Path(tempfile.mkdtemp(prefix="mlflash-demo-"))
     memory = os.environ.get("MLFLASH_MEMORY") or "/dev/shm"
     same = False
@@ -56,7 +56,7 @@ def run(plan: Plan, console: Console) -> bool:
         if same:
             shutil.rmtree(folder)
         else:
-            console.print(f"logs and final tensors are kept in {folder}", highlight=False, soft_wrap=True)
+            console.print(f"{folder} keeps the logs and the final tensors", highlight=False, soft_wrap=True)
     if same:
         console.print("final weights are bit-identical to an uninterrupted run", soft_wrap=True)
     else:
@@ -101,14 +101,14 @@ def _show(different: list[str], console: Console, folder: Path) -> None:
 
 
 def _follow(plan: Plan, folder: Path, job: str, bars: Progress, kill_after_s: float | None = None) -> Told:
-    """Launch the ranks and show how far they are; with ``kill_after_s``, kill the node so far into the step."""
+    """Launch the ranks and show their progress. With ``kill_after_s``, kill the node at this time in the step."""
     env = {
         "MLFLASH_JOB": job,
         "MLFLASH_REDUNDANCY": plan.redundancy,
         "MLFLASH_RANKS_PER_NODE": str(RANKS_PER_NODE),
     }
     doomed = TOPOLOGY.ranks_on[plan.doomed]
-    bar = bars.add_task(folder.name.replace("-", " "), total=None)  # it pulses while the ranks start
+    bar = bars.add_task(folder.name.replace("-", " "), total=None)  # the bar pulses while the ranks start
     folder.mkdir()
     told = Told()
     arguments = ["--steps", str(plan.steps), "--seed", str(plan.seed)]
@@ -122,13 +122,13 @@ def _follow(plan: Plan, folder: Path, job: str, bars: Progress, kill_after_s: fl
                 training.kill(doomed)
                 kill_after_s = None
     if kill_after_s is not None:
-        raise DemoFailed(f"training ended before step {plan.kill_step}, in which a node was to be killed")
+        raise DemoFailed(f"training ended before step {plan.kill_step}, in which the demo kills a node")
     bars.stop_task(bar)
     return told
 
 
 def _wipe(node: Path) -> str:
-    """Delete what a node held in memory, as its crash does; says what that was."""
+    """Delete what a node held in memory, like a crash of the node. Return a description of it."""
     files = [path for path in node.iterdir() if path.is_file()] if node.exists() else []
     nbytes = sum(path.stat().st_size for path in files)
     if files:

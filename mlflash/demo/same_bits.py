@@ -1,4 +1,4 @@
-"""What it takes that two runs of the demo end with the same bits, and what is compared of them."""
+"""What two runs of the demo need to end with the same bits, and which tensors are compared."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 def settle_buckets(ddp: Any, context: int) -> None:
     """Make DDP put its buckets into their final order. Collective over its ranks.
 
-    DDP does that once, after its first backward, and gloo's sum over the ranks rounds by where in a bucket a
-    gradient lies. Without this, the first step after a relaunch would not be bit-identical to the same step of a
-    run that went through.
+    DDP does this once, after its first backward. The rounding of gloo's sum over the ranks depends on the place of a
+    gradient in a bucket. Without this call, the first step after a relaunch would not be bit-identical to the same step
+    of an uninterrupted run.
     """
     nothing = torch.zeros((1, context), dtype=torch.long)
     ddp(nothing, nothing).backward()
@@ -21,7 +21,7 @@ def settle_buckets(ddp: Any, context: int) -> None:
 
 
 def final_tensors(model: Any, optimizer: Any) -> dict[str, np.ndarray]:
-    """Name all that decides how training would go on. Not collective."""
+    """Return all tensors that decide how training would continue, by name. Not collective."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in optimizer.state[parameter].items()}

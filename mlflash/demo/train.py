@@ -1,8 +1,8 @@
-"""What one rank runs: a small GPT, trained by DDP over gloo, with mlflash.
+"""The program of one rank: train a small GPT under DDP over gloo, with mlflash.
 
     mpiexec -n 4 python -m mpi4py -m mlflash.demo.train --steps 20 --folder /tmp/results
 
-Start it again after a failure, with the same ``MLFLASH_JOB``, and it goes on where it was.
+Start it again after a failure with the same ``MLFLASH_JOB``, and it continues where it was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TIMEOUT_S = 60.0
 
 
 def main() -> None:
-    """Train to the last step, from wherever memory can take it up. Collective over COMM_WORLD."""
+    """Train to the last step, from the checkpoint in memory if there is one. Collective over COMM_WORLD."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -52,7 +52,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     batches = Batches(rank, size, BATCH, CONTEXT, args.seed)
     settle_buckets(ddp, CONTEXT)
-    torch.manual_seed(args.seed + 1 + rank)  # dropout: each rank its own
+    torch.manual_seed(args.seed + 1 + rank)  # each rank has its own dropout
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches, "rng": mlflash.rng()}
     with mlflash.Checkpointer(timeout_s=_TIMEOUT_S) as ckpt:
@@ -71,7 +71,7 @@ def main() -> None:
             scheduler.step()
             if step % SAVE_EVERY == 0:
                 snapshots.append(ckpt.save(step, state))
-            elif snapshots:  # between saves, so that neither is in the other's way
+            elif snapshots:  # between saves, so that they do not disturb each other
                 yardstick.append(memcpy_s(snapshots[-1].nbytes))
             rank_log.tell("step", step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
         ckpt.wait()
@@ -92,11 +92,11 @@ def main() -> None:
 
 
 def start_gloo(rank: int, size: int) -> None:
-    """Start torch.distributed on this machine, with the ranks of MPI. Collective over COMM_WORLD."""
+    """Start torch.distributed on this machine with the ranks of MPI. Collective over COMM_WORLD."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=_TIMEOUT_S)
-    store, port = None, 0  # the system gives rank 0 a free one
+    store, port = None, 0  # the system chooses a free port for rank 0
     if rank == 0:
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
         port = store.port

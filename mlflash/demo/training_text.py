@@ -1,4 +1,4 @@
-"""Text that every machine has, as batches of bytes; the place in it can be saved."""
+"""Text that every machine has, as batches of bytes. The place in it can be saved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 class Batches:
     """Endless shuffled batches of the help texts of CPython's ``pydoc_data``.
 
-    Each epoch has an order of its own, made from the seed, and each rank takes every ``size``-th window; so
-    ``epoch`` and ``position`` are all that has to be saved.
+    Each epoch has its own order, made from the seed, and each rank takes every ``size``-th window. Therefore only
+    ``epoch`` and ``position`` must be saved.
 
     Args:
         rank: this rank.
         size: number of ranks.
         batch: windows per batch.
         context: bytes per window.
-        seed: of the order.
+        seed: seed of the order.
     """
 
     def __init__(self, rank: int, size: int, batch: int, context: int, seed: int):
@@ -37,7 +37,7 @@ class Batches:
         return (torch.randperm(windows, generator=generator) * self._context)[self._rank :: self._size]
 
     def take(self) -> tuple[Any, Any]:
-        """Give the next batch: bytes and the bytes that follow them, both ``(batch, context)``."""
+        """Return the next batch: bytes and the bytes that follow them, both ``(batch, context)``."""
         if self.position + self._batch > len(self._text) // self._context // self._size:  # alike on all ranks
             self.epoch, self.position = self.epoch + 1, 0
             self._starts = self._order()
@@ -47,13 +47,13 @@ class Batches:
         return windows[:, :-1], windows[:, 1:]
 
     def skip(self, batches: int) -> None:
-        """Go on from the begin by so many batches, without taking them. Not collective."""
+        """Go to the place after the first ``batches`` batches. Not collective."""
         self.epoch, position = divmod(batches, len(self._text) // self._context // self._size // self._batch)
         self.position = position * self._batch
         self._starts = self._order()
 
     def state_dict(self) -> dict[str, int]:
-        """Give the place in the text. Not collective."""
+        """Return the place in the text. Not collective."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
