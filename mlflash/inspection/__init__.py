@@ -1,9 +1,9 @@
-"""A checkpoint looked at from outside, while its job runs or after it has ended; nothing is locked or changed.
+"""Look at checkpoints from outside, while the job runs or after it has ended, without locking or changing anything.
 
-`node_memory` reads the headers of all nodes, `restorability` says what these can give and what could still be lost;
-`slot_file` reads a file in memory, `on_disk` the directory, `provenance_check` compares its files with what their
-checkpoint says of them, `checkpoint_contents` says where each tensor lies.
+`node_memory` reads the headers of all nodes. `restorability` says what they can restore and which losses that survives.
+`slot_file` reads a file in memory, and `on_disk` reads the directory. `provenance_check` compares files with the
+provenance of their checkpoint. `checkpoint_contents` finds where each tensor is.
 
-In come names of jobs and directories; out come what lies there, and what is damaged. It imports the rooms that read,
-and none that trains.
+In come names of jobs and directories; out come their contents and damage. It imports the rooms that read, and none that
+trains.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where each byte of it lies: in memory, or in the directory."""
+"""What a checkpoint holds, and where each of its bytes is, in memory or in the directory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Run:
     """Bytes of a file.
 
     Attributes:
-        file: its name.
-        start: first byte in it; -1: they are compressed.
-        nbytes: how many.
+        file: name of the file.
+        start: position of the first byte; -1 if the bytes are compressed.
+        nbytes: number of bytes.
     """
 
     file: str
@@ -48,11 +48,11 @@ class Shard:
     """A part of a tensor, in one place.
 
     Attributes:
-        entry: which; ``start`` is of no meaning.
-        rank: whose it is.
-        node: where; "" in the directory.
-        runs: its bytes, in order; none where parts of them are on other nodes.
-        numbers: its statistics, where they were asked for.
+        entry: the part; its ``start`` has no meaning.
+        rank: the rank that holds it.
+        node: the node that holds it; "" in the directory.
+        runs: its bytes, in order. Empty if some of them are on other nodes.
+        numbers: its statistics, if they were requested.
     """
 
     entry: Entry
@@ -67,9 +67,9 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        shards: of its tensors, by rank and in the order of the state.
-        plain: its plain leaves by path, of the lowest rank that is there.
-        provenance: of a checkpoint in memory, as the manifest of that rank has it.
+        shards: shards of its tensors, by rank and in the order of the state.
+        plain: its plain leaves by path, from the lowest rank that is there.
+        provenance: provenance of a checkpoint in memory, from the manifest of that rank.
     """
 
     shards: list[Shard] = dataclasses.field(default_factory=list)
@@ -79,11 +79,11 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True)
 class Itinerary:
-    """Which files of which nodes are read for a checkpoint.
+    """The files to read for a checkpoint.
 
     Attributes:
-        slots: for each rank of whom there is one: node, file, header.
-        shares: files of shared state, by node, lowest rank of the set and number.
+        slots: node, file and header for each rank that has a slot.
+        shares: files of shared state, by node, lowest rank of the set, and number.
     """
 
     slots: dict[int, tuple[str, str, Header]]
@@ -91,7 +91,7 @@ class Itinerary:
 
 
 def plan(nodes: Sequence[Node], of: Prospect) -> Itinerary:
-    """Say where an attempt is read: of each rank the first slot that there is. Not collective."""
+    """Choose the files to read for an attempt: the first slot of each rank. Not collective."""
     slots: dict[int, tuple[str, str, Header]] = {}
     shares = {}
     for node in nodes:
@@ -106,19 +106,19 @@ def plan(nodes: Sequence[Node], of: Prospect) -> Itinerary:
 
 def read_memory(memory: str, job: str, here: Sequence[Node], way: Itinerary, wanted: str | None, numbers: bool
                 ) -> Contents:  # fmt: skip
-    """Read what lies on some nodes.
+    """Read the parts of a checkpoint that are on some nodes.
 
     Not collective.
 
     Args:
-        memory, job: where.
+        memory, job: the memory file system and the job.
         here: the nodes that this process looks at.
-        way: what is to be read.
-        wanted: name or pattern of tensors and plain leaves; None: all.
+        way: the files to read.
+        wanted: name or pattern of tensors and plain leaves. None: all.
         numbers: make statistics.
 
     Raises:
-        Changed: a file was written meanwhile.
+        Changed: a file was written while it was read.
         CorruptSlot: a manifest is damaged.
     """
     found = Contents()
@@ -174,7 +174,7 @@ def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, way: It
 
 
 def read_directory(path: str, one: Listed, wanted: str | None, numbers: bool) -> Contents:
-    """Read what a drained checkpoint holds; what statistics are made of is verified.
+    """Read the contents of a drained checkpoint. Bytes for statistics are verified.
 
     Not collective.
 
@@ -206,17 +206,17 @@ def _pieces(read: Callable[[int, int], np.ndarray], run: Run) -> Iterator[np.nda
 
 
 def plain_of(manifest: Manifest, wanted: str | None) -> dict[str, Any]:
-    """The plain leaves of a manifest, decoded, by path."""
+    """Return the decoded plain leaves of a manifest by path."""
     paths = shards.plain_leaves(manifest.tree)
     return {path: decode_plain(manifest.plain[number]) for path, number in paths.items() if matches(path, wanted)}
 
 
 def matches(name: str, wanted: str | None) -> bool:
-    """Whether a name is that wanted, or of its pattern (``model.*.weight``)."""
+    """Say whether a name is the wanted one, or matches its pattern (``model.*.weight``)."""
     return wanted is None or name == wanted or fnmatchcase(name, wanted)
 
 
 def attempt_to_show(prospects: Sequence[Prospect], step: int) -> Prospect | None:
-    """The newest attempt of a step in memory: one that can be restored, else one of which there is something."""
+    """Return the newest attempt of a step in memory that can be restored, else the newest one that has files."""
     of_step = [one for one in prospects if one.step == step]
     return next((one for one in of_step if one.choice is not None), of_step[0] if of_step else None)

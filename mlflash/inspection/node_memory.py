@@ -1,7 +1,6 @@
-"""What is in the memory of the nodes, as the first page of each file says; nothing is made, locked or mapped.
+"""Read what is in the memory of nodes from the first page of each file, without making, locking or mapping anything.
 
-A job that is alive may write a file while it is read: what is damaged at one moment and another thing at the next was
-being written.
+A live job may write a file while it is read. If a file looks damaged and then changes, it was being written.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class File:
     """A file of a node.
 
     Attributes:
-        name, nbytes: of it.
-        header: what it holds; None where it is not sealed.
+        name, nbytes: its name and size.
+        header: its header. None if it is not sealed.
         committed: whether it has the receipt of its commit.
-        restores: how many runs have restored what it holds.
-        verdict: what is known of the values in it.
-        damage: why it cannot be used though it says that it holds something; "" where nothing is wrong.
+        restores: how many runs have restored its contents.
+        verdict: what is known of its values.
+        damage: why it cannot be used, although it should hold something; "" if nothing is wrong.
     """
 
     name: str
@@ -60,12 +59,12 @@ class Node:
     """A node, real or emulated.
 
     Attributes:
-        name: of it.
+        name: name of the node.
         path: the job's directory there.
-        emulated: its number among the emulated ones; None: a real one.
-        pid: a live process of the job; None: there is none.
-        drain_asked: whether somebody asked for a drain, and no process has heard it yet.
-        files: of the job, sorted.
+        emulated: its number among the emulated nodes. None: it is a real node.
+        pid: a live process of the job, or None.
+        drain_asked: whether a drain was requested and no process has noticed it yet.
+        files: files of the job, sorted.
     """
 
     name: str
@@ -82,25 +81,25 @@ class Node:
 
     @property
     def damaged(self) -> list[File]:
-        """The files that say that they hold something, and cannot be used."""
+        """The files that should hold something but cannot be used."""
         return [file for file in self.files if file.damage]
 
 
 def look_around(world: World, memory: str, job: str, as_restored: bool = False) -> list[Node]:
-    """Look at the memory of all nodes of the world; of this one, and all emulated on it, where a process is alone.
+    """Look at the memory of all nodes of the world. A single process looks at this node and all that it emulates.
 
     Collective over the world.
 
     Args:
         world: the processes.
-        memory, job: where.
-        as_restored: look where a Checkpointer of these processes would, and nowhere else.
+        memory, job: the memory file system and the job.
+        as_restored: look only where a Checkpointer of these processes would.
 
     Returns:
-        The nodes, on rank 0; nothing on the others.
+        The nodes on rank 0, and an empty list on the others.
 
     Raises:
-        UnsafePath: on all ranks, where a directory is not private.
+        UnsafePath: on all ranks, if a directory is not private.
     """
     mine: list[Node] = []
     error: MlflashError | None = None
@@ -117,7 +116,7 @@ def look_around(world: World, memory: str, job: str, as_restored: bool = False) 
 
 
 def places(world: World, memory: str, job: str, as_restored: bool = False) -> list[tuple[int | None, str]]:
-    """The nodes that this process looks at: number among the emulated ones, and name. Not collective."""
+    """Return the nodes that this process looks at: number among the emulated ones, and name. Not collective."""
     if world.emulated and (as_restored or world.world is not None):
         return [(world.emulated_node, world.node_name)]
     host = world.node_name if world.world is not None else socket.gethostname()
@@ -130,7 +129,7 @@ def places(world: World, memory: str, job: str, as_restored: bool = False) -> li
 
 
 def look(memory: str, job: str, emulated: int | None, name: str) -> Node:
-    """Look at a node's memory; a node without memory of the job has no files.
+    """Look at the memory of a node. A node without memory of the job has no files.
 
     Not collective.
 
@@ -149,7 +148,7 @@ def look(memory: str, job: str, emulated: int | None, name: str) -> Node:
 
 
 def _look_at(held: NodeDirectory, name: str) -> File | None:
-    """Look at a file until it is not damaged or does not change; None where it is gone."""
+    """Look at a file until it is good or no longer changes. None if it is gone."""
     before = b""
     for again in range(_LOOKS):
         try:
@@ -173,21 +172,21 @@ def _look_at(held: NodeDirectory, name: str) -> File | None:
 def _understand(name: str, page: bytes, nbytes: int) -> File:
     if page[: len(MAGIC)] != MAGIC:
         blank = not any(page[:HEADER_NBYTES])
-        # Of a header that is being written, or erased, the first bytes are zeros.
-        return File(name, nbytes, damage="" if blank or not any(page[: len(MAGIC)]) else "this is no header")
+        # A header that is being written or erased begins with zeros.
+        return File(name, nbytes, damage="" if blank or not any(page[: len(MAGIC)]) else "it has no valid header")
     try:
         header = unpack(page)
     except CorruptSlot as error:
         return File(name, nbytes, damage=error.message)
     if header.extents.nbytes > nbytes:
-        return File(name, nbytes, damage=f"it has {nbytes:,} bytes of {header.extents.nbytes:,}")
+        return File(name, nbytes, damage=f"it has only {nbytes:,} of {header.extents.nbytes:,} bytes")
     committed = read_record(page, COMMIT_START, header.attempt) is not None
     restores, verdict = read_record(page, RESTORES_START, header.attempt) or 0, read_verdict(page, header.attempt)
     return File(name, nbytes, header, committed, restores, verdict)
 
 
 def inventory_of(nodes: list[Node]) -> Inventory:
-    """The sealed files of some nodes, which are numbered as in the list. Not collective."""
+    """Return the sealed files of some nodes, numbered as in the list. Not collective."""
     parts = [
         of_headers([(file.name, header, file.restores, file.verdict) for file, header in node.sealed], number)
         for number, node in enumerate(nodes)

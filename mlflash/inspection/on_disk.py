@@ -1,4 +1,4 @@
-"""What is in the directory: checkpoints, what is on its way there or was left there, and what is damaged."""
+"""The contents of the directory: checkpoints, unfinished drains, and damage."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class DirectoryContents:
     """What a directory holds.
 
     Attributes:
-        path: of it.
-        listed: committed checkpoints, newest first.
-        unfinished: folders without the file that commits a checkpoint: being drained, or left by a drain that died.
+        path: path of the directory.
+        listed: committed checkpoints, newest first, including those marked bad.
+        unfinished: folders without the file that commits a checkpoint. A drain is writing them, or it died.
         damaged: folders whose commit cannot be read.
     """
 
@@ -36,11 +36,11 @@ class DirectoryContents:
 
     @property
     def newest(self) -> Listed | None:
-        """What a restore would take; None: there is nothing."""
+        """The newest checkpoint, even if it is marked bad. None if there is none."""
         return self.listed[0] if self.listed else None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return all of it as plain values."""
         return {
             "path": self.path,
             "checkpoints": [checkpoint_to_json(self.path, one) for one in self.listed],
@@ -50,7 +50,7 @@ class DirectoryContents:
 
 
 def checkpoint_to_json(path: str, one: Listed) -> dict[str, Any]:
-    """A checkpoint of a directory as plain values."""
+    """Return a checkpoint of a directory as plain values."""
     return {
         "step": one.step,
         "path": f"{path}/{one.folder}",
@@ -62,17 +62,17 @@ def checkpoint_to_json(path: str, one: Listed) -> dict[str, Any]:
 
 
 def age_s(unix_ns: int) -> float:
-    """Seconds since a time."""
+    """Return the seconds since a time."""
     return round(max(0.0, time.time() - unix_ns / 1e9), 3)
 
 
 def look_into(world: World, directory: str | None) -> DirectoryContents | None:
-    """Look what a directory holds.
+    """Look at the contents of a directory.
 
-    Collective over the world: rank 0 looks, and all are told. None where no directory is given.
+    Collective over the world: rank 0 looks and tells all ranks. None if no directory is given.
 
     Raises:
-        CorruptSlot: on all ranks, where it cannot be read.
+        CorruptSlot: on all ranks, if the directory cannot be read.
     """
     if directory is None:
         return None
@@ -83,7 +83,7 @@ def look_into(world: World, directory: str | None) -> DirectoryContents | None:
             found = _look_into(open_store(directory))
         except MlflashError as problem:
             error = problem
-        except Exception as problem:  # fsspec raises what it likes
+        except Exception as problem:  # fsspec may raise anything
             error = CorruptSlot(f"{directory} cannot be read: {problem!r}")
     world.raise_together(error)
     stored: DirectoryContents | None = world.broadcast(found, 0)
@@ -103,7 +103,7 @@ def _look_into(store: Store) -> DirectoryContents:
 
 
 def stored_nbytes(store: Store, one: Listed) -> int:
-    """Bytes of the tensors' files of a checkpoint; 0 where they cannot be told. Not collective."""
+    """Count the bytes of the tensors' files of a checkpoint; 0 if unknown. Not collective."""
     try:
         raw, ranks = read_index(store.at(one.folder), one), one.card.world_size
         is_old = one.card.version == 1
@@ -120,12 +120,12 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
     Collective over the world.
 
     Args:
-        advance: is told of bytes.
-        key: who must have signed the provenance; None: that is not asked.
+        advance: gets the number of bytes after each read.
+        key: the key that must have signed the provenance. None: do not check.
 
     Returns:
-        The bytes that this process has read; the files that are damaged, with what is wrong with each; on rank 0 what
-        the provenance says.
+        The bytes that this process has read, the damaged files with what is wrong with each, and on rank 0 the
+        provenance.
     """
     found = world.broadcast(provenance_of(store, one, key) if world.rank == 0 else None, 0)
     nbytes, wrong = _verify_tensors(world, store, one, advance)
@@ -137,19 +137,19 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
 
 
 def provenance_of(store: Store, one: Listed, key: Key | None = None) -> Found:
-    """Read what a checkpoint says of where it comes from; see `provenance_check.find`. Not collective."""
+    """Read the provenance of a checkpoint; see `provenance_check.find`. Not collective."""
     inside = store.at(one.folder)
     try:
         raw = read_index(inside, one)
         has_one = one.card.version > 1 and rank_table.decode(raw, one.card.world_size).has_provenance
     except (MlflashError, OSError):
-        has_one = False  # nobody can say so: what commits the checkpoint is damaged, which is said besides
+        has_one = False  # unknown: the file that commits the checkpoint is damaged, which is reported elsewhere
     return provenance_check.find(inside, one, has_one, key)
 
 
 def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[int], None]
                     ) -> tuple[int, list[tuple[str, str]]]:  # fmt: skip
-    """Read all blocks of all tensors, and compare their checksums. Collective over the world."""
+    """Read all blocks of all tensors and compare their checksums. Collective over the world."""
     try:
         drained = OpenInDirectory(world, store, one)
     except CorruptSlot as error:  # the same on all ranks

@@ -1,4 +1,4 @@
-"""The provenance of a drained checkpoint: what it says, and whether the files are those that it was made of."""
+"""The provenance of a drained checkpoint: its record, and whether the files match it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NAMED = 4  # hosts in a line
 
 IsGood = Callable[[bytes, bytes], bool]
 Key = tuple[IsGood, str]
-"""What says whether a signature of some bytes is good, and the key as `signatures.public_key` gives it."""
+"""A function that checks a signature of some bytes, and the key as `signatures.public_key` returns it."""
 
 
 @dataclasses.dataclass
 class Found:
-    """What a checkpoint says of where it comes from.
+    """The provenance of a checkpoint, and what is wrong with it.
 
     Attributes:
-        document: the provenance, as it is written; None: there is none, or it cannot be used.
-        is_older: whether there is none, as an older version of mlflash has drained this.
-        signature: "none"; "not checked": no key was given; "good"; or "bad".
+        document: the provenance as it was written. None: it is missing or cannot be used.
+        is_older: whether it is missing because an older version of mlflash drained this checkpoint.
+        signature: "none", "not checked" (no key was given), "good" or "bad".
         wrong: files, and what is wrong with each.
-        has_verdict: whether a file says what is known of the values.
+        has_verdict: whether there is a file with what is known of the values.
     """
 
     document: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class Found:
     has_verdict: bool = False
 
     def count(self, ranks: int, damaged: Iterable[str]) -> int:
-        """How many files were looked at: of so many ranks, or all that the provenance names. Not collective."""
+        """Count the files that were checked: those of the ranks, or all that the provenance names. Not collective."""
         if self.document is None:
             return ranks + len({file for file, _ in self.wrong} | ({VERDICT} if self.has_verdict else set()))
         more = [SIGNATURE] * (self.signature != "none") + [VERDICT] * self.has_verdict
@@ -51,25 +51,25 @@ class Found:
 
     @property
     def said(self) -> dict[str, Any] | None:
-        """The document without what it says of each file; None: there is none."""
+        """The document without its list of files, or None."""
         return None if self.document is None else {key: its for key, its in self.document.items() if key != "files"}
 
     def to_json(self, is_whole: bool) -> dict[str, Any]:
-        """As plain values, without what it says of each file. Not collective."""
+        """Return it as plain values, without its list of files. Not collective."""
         said = self.said
         return {"said": said, "older": self.is_older, "signature": self.signature, "holds": bool(said and is_whole)}
 
 
 def find(inside: Store, listed: Listed, has_provenance: bool, key: Key | None = None) -> Found:
-    """Read the provenance of a checkpoint, and check it and its signature; the files are left to `verify_files`.
+    """Read the provenance of a checkpoint, and check it and its signature. `verify_files` checks the files.
 
     Not collective.
 
     Args:
-        inside: its folder.
-        listed: which it is.
-        has_provenance: whether the file that commits it says that there is one.
-        key: who must have signed it; None: that is not asked.
+        inside: folder of the checkpoint.
+        listed: the checkpoint.
+        has_provenance: whether the file that commits the checkpoint says that it has a provenance.
+        key: the key that must have signed it. None: do not check.
     """
     found = Found(has_verdict=listed.verdict is not Verdict.UNKNOWN)
     if not found.has_verdict and _is_there(inside, VERDICT):
@@ -123,12 +123,12 @@ def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None
 
 def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], mine: int, among: int
                  ) -> list[tuple[str, str]]:  # fmt: skip
-    """Compare files with what a provenance says of them; gives those that differ, and how.
+    """Compare files with a provenance. Return the files that differ, and how.
 
-    Not collective. Of tensors nothing is read: the checksums of their blocks are among what is compared.
+    Not collective. This reads no tensors, because the checksums of their blocks are compared.
 
     Args:
-        mine, among: this process takes every ``among``-th file, from that number on.
+        mine, among: this process takes every ``among``-th file, from number ``mine`` on.
     """
     said = document["files"]
     wrong = []
@@ -142,7 +142,7 @@ def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], min
 
 
 def _difference(inside: Store, listed: Listed, name: str, said: Mapping[str, Any]) -> str:
-    """How a file differs from what is said of it; "" where it does not."""
+    """Say how a file differs from its record; "" if it does not."""
     try:
         nbytes = inside.nbytes(name)
         card = _card(inside, name)
@@ -153,7 +153,7 @@ def _difference(inside: Store, listed: Listed, name: str, said: Mapping[str, Any
                 "it is the file that commits a checkpoint" if card.rank < 0 else f"it is the file of rank {card.rank}"
             )
         if nbytes != said["nbytes"]:
-            return f"it has {nbytes} bytes, and had {said['nbytes']} when it was drained"
+            return f"it has {nbytes} bytes, but had {said['nbytes']} when it was drained"
         made = hashlib.sha256()
         for start, end in _beside(_tensors(inside, name, card, nbytes), nbytes):
             for at in range(start, end, CHUNK_NBYTES):
@@ -174,14 +174,14 @@ def _is_there(inside: Store, name: str) -> bool:
 
 
 def _card(inside: Store, name: str) -> Card | None:
-    """The card of a file; None where such files have none."""
+    """Return the card of a file. None if files of this kind have no card."""
     if DATA_NAME.fullmatch(name) or name == ".metadata":
         return None
     return read_card(inside.read(name, 0, CARD_NBYTES))
 
 
 def _tensors(inside: Store, name: str, card: Card | None, nbytes: int) -> list[tuple[int, int]]:
-    """Where tensors begin and end in a file that have checksums of their own, as the index of their rank says."""
+    """Return where tensors with their own checksums begin and end in a file, from the index of their rank."""
     match = DATA_NAME.fullmatch(name)
     if match is not None:
         name = f"rank-{int(match[1]):05d}.mlflash"
@@ -195,7 +195,7 @@ def _tensors(inside: Store, name: str, card: Card | None, nbytes: int) -> list[t
 
 
 def _beside(tensors: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file around its tensors, front to back."""
+    """Yield the parts of a file around its tensors, front to back."""
     at = 0
     for start, end in sorted(tensors):
         if start > at:
@@ -214,12 +214,12 @@ def _which(step: int, run: str, generation: int, world_size: int) -> str:
 
 
 def versions_of(document: Mapping[str, Any]) -> str:
-    """Say in a line which versions a provenance names. Not collective."""
+    """List the versions in a provenance in one line. Not collective."""
     return ", ".join(f"{name} {version}" for name, version in document["versions"].items())
 
 
 def describe(document: Mapping[str, Any]) -> str:
-    """Say in a line what a provenance says. Not collective."""
+    """Describe a provenance in one line. Not collective."""
     hosts = [one["host"] for one in document["nodes"]]
     where = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
     versions = versions_of(document)

@@ -1,6 +1,6 @@
-"""What the nodes' memory can give, and what could still be lost: found by taking files away, not from any scheme.
+"""What the memory of nodes can restore, and which losses that survives. It takes files away and tries, for any scheme.
 
-Pure: it works on what `looking` found.
+Pure: it works on the results of `node_memory`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ..placement.redundancy_scheme import Scheme, parse
 from ..startup.choose_checkpoint import Choice, choose
 from .node_memory import Node, inventory_of
 
-_PAIRS_OF = 64  # nodes, of which every pair is looked at
+_PAIRS_OF = 64  # with more nodes, pairs are not tried
 _NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Prospect:
-    """An attempt of which there is something in memory.
+    """An attempt to save a step that has files in memory.
 
     Attributes:
-        attempt, step, world_size: of it.
-        scheme: by which it was protected.
+        attempt, step, world_size: the attempt, its step and its number of ranks.
+        scheme: the scheme that protects it.
         unix_ns: when it was saved, ns since 1970.
         committed: whether any of its files has the receipt of its commit.
         restores: how many runs have restored it.
-        nbytes: of all its files.
+        nbytes: bytes of all its files.
         verdict: what is known of its values.
-        choice: how it is restored; None: it cannot be.
-        missing: the ranks of whom there is no slot, be it rebuilt or not.
+        choice: how to restore it. None: it cannot be restored.
+        missing: the ranks that have no slot, whether or not parity can rebuild it.
     """
 
     attempt: Attempt
@@ -54,11 +54,11 @@ class Prospect:
 
 @dataclasses.dataclass(frozen=True)
 class Restorability:
-    """What the nodes can give.
+    """What the nodes can restore.
 
     Attributes:
-        prospects: newest first.
-        unseen: nodes that headers name, and nobody looked at.
+        prospects: attempts in memory, newest first.
+        unseen: nodes that headers name, but that were not looked at.
     """
 
     prospects: tuple[Prospect, ...]
@@ -66,25 +66,25 @@ class Restorability:
 
     @property
     def newest(self) -> Prospect | None:
-        """What a restore would take; None: there is nothing."""
+        """The attempt that a restore takes: the newest one that is not marked bad. None if there is none."""
         good = (one for one in self.prospects if one.choice is not None and one.verdict is not Verdict.BAD)
         return next(good, None)
 
     @property
     def lost(self) -> Prospect | None:
-        """The newest one that was committed and that cannot be restored from these nodes, nor a newer one."""
+        """The newest attempt, if it was committed but these nodes cannot restore it. None otherwise."""
         first = next((one for one in self.prospects if one.committed or one.choice is not None), None)
         return first if first is not None and first.choice is None else None
 
 
 def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
-    """Say what some nodes can give.
+    """Say what some nodes can restore.
 
     Not collective.
 
     Args:
-        nodes: all that there are.
-        together: whether these are all nodes that are left (by the launcher); else others may not have been looked at.
+        nodes: the nodes that were looked at.
+        together: whether these are all nodes that are left, according to the launcher. Otherwise there may be others.
     """
     found = inventory_of(list(nodes))
     headers: dict[Attempt, list[tuple[Header, bool, int, int]]] = {}
@@ -111,10 +111,10 @@ def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
 
 
 def recorded_scheme(texts: Iterable[str]) -> str:
-    """The scheme of an attempt, of what the headers of its files say: that of parity where some ranks have copies.
+    """Return the scheme of an attempt from the headers of its files. If some ranks have copies, it is that of parity.
 
     Example:
-        xor:4, xor:5 and copy → xor:4: groups may be larger than asked for, and a rank without a group has a copy.
+        xor:4, xor:5 and copy → xor:4, because groups may be larger than named, and a rank without a group has a copy.
     """
     schemes: list[Scheme] = []
     for text in set(texts):
@@ -128,13 +128,13 @@ def recorded_scheme(texts: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Survival:
-    """Which losses of nodes an attempt would survive as its files lie now.
+    """The losses of nodes that an attempt survives with its present files.
 
     Attributes:
-        nodes: how many nodes have something of it.
-        fatal: names of those that must not be lost.
-        pairs: how many pairs there are; 0 where they were not looked at.
-        fatal_pairs: those that must not be lost together, though either may.
+        nodes: number of nodes that have files of it.
+        fatal: names of nodes that must not be lost.
+        pairs: number of pairs of nodes; 0 if pairs were not tried.
+        fatal_pairs: pairs that must not be lost together, although each node of them may be lost.
     """
 
     nodes: int
@@ -144,12 +144,12 @@ class Survival:
 
     @property
     def surviving_pairs(self) -> int:
-        """How many pairs of nodes may be lost."""
+        """Number of pairs of nodes that may be lost."""
         single, good = len(self.fatal), self.nodes - len(self.fatal)
         return self.pairs - single * good - math.comb(single, 2) - len(self.fatal_pairs) if self.pairs else 0
 
     def __str__(self) -> str:
-        """In words.
+        """Describe the losses in words.
 
         Example:
             "any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n0 and n2 together, n1 and n3 together"; "any 1 of 3 nodes
@@ -170,7 +170,7 @@ class Survival:
 
 
 def survival(nodes: Sequence[Node], of: Prospect) -> Survival:
-    """Say which losses an attempt that can be restored would survive, by trying each of them. Not collective."""
+    """Find the losses that a restorable attempt survives, by trying each of them. Not collective."""
     found = inventory_of(list(nodes)).of(of.attempt)
     here = sorted(set(found.rows["node"].tolist()))
 
@@ -189,7 +189,7 @@ def survival(nodes: Sequence[Node], of: Prospect) -> Survival:
 
 
 def _tied(found: Inventory) -> list[tuple[int, int]]:
-    """Pairs of nodes that something lies on of which not more than two nodes have a part: the others may be lost."""
+    """Return pairs of nodes that are the only holders of something. All other pairs may be lost."""
     holders: dict[tuple[str, int, int], set[int]] = {}
     groups: dict[int, set[int]] = {}
     for row in found.rows:

@@ -1,7 +1,7 @@
-"""A sealed file of node memory, read and never mapped: its checksums, its manifest, its bytes.
+"""Read a sealed file of node memory without mapping it: its checksums, its manifest, its bytes.
 
-It may be rewritten while it is read. A slot is unsealed before its first byte changes, so that what was read is what
-was sealed where its header is the same after as before.
+The job may rewrite the file while it is read. It unseals a slot before the first byte changes. So if the header is the
+same before and after, the bytes are those that were sealed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ RUN_NBYTES = 8 << 20  # read at a time
 
 
 class Changed(Exception):
-    """The file does not hold any more what its header said: it is being written."""
+    """The file no longer holds what its header said, because the job writes it."""
 
 
 class Sealed:
-    """A file of this node, open to be read; a context manager.
+    """A file of this node that is open for reading. It is a context manager.
 
     Args:
         memory: the job's directory.
-        name: of the file.
-        header: what it holds.
+        name: name of the file.
+        header: its header.
 
     Raises:
-        Changed: it holds something else by now.
+        Changed: the file now holds something else.
     """
 
     def __init__(self, memory: NodeDirectory, name: str, header: Header):
@@ -57,7 +57,7 @@ class Sealed:
         os.close(self._fd)
 
     def read(self, start: int, nbytes: int) -> np.ndarray:
-        """Read bytes of the file: ``(nbytes,)`` uint8; fewer where it ends before."""
+        """Read bytes of the file: ``(nbytes,)`` uint8, or fewer if the file ends before."""
         raw = np.empty(nbytes, dtype=np.uint8)
         done = 0
         while done < nbytes and (got := os.preadv(self._fd, [raw[done:].data], start + done)):
@@ -68,19 +68,19 @@ class Sealed:
         """Read the manifest of a slot.
 
         Raises:
-            CorruptSlot: it does not follow the format.
+            CorruptSlot: the manifest does not follow the format.
         """
         raw = self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes()
         return decode(raw, self.header.extents.payload_nbytes)
 
     def check(self) -> None:
-        """Make sure that the file still holds what its header says; what was read before is then good.
+        """Check that the file still has the same header. Then everything read before is good.
 
         Raises:
-            Changed: it does not.
+            Changed: the header has changed.
         """
         try:
-            fd = self._memory.open(self.name, os.O_RDONLY)  # not the one that is open: it may have been deleted
+            fd = self._memory.open(self.name, os.O_RDONLY)  # not the open one, which may have been deleted
         except (FileNotFoundError, UnsafePath):
             raise Changed from None
         try:
@@ -98,11 +98,11 @@ class Sealed:
         """Check every byte against the checksums.
 
         Args:
-            advance: is told of bytes.
+            advance: gets the number of bytes after each read.
 
         Raises:
             CorruptSlot: something is damaged.
-            Changed: the file is being written.
+            Changed: the job writes the file.
         """
         try:
             self._verify(advance)
@@ -127,7 +127,7 @@ class Sealed:
             decode_heads(self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes(), self.header, self.name)
 
     def _sums(self, advance: Callable[[int], None]) -> Iterator[tuple[int, list[int]]]:
-        """Checksum the blocks of the body, some at a time: number of the first, and checksums."""
+        """Checksum the blocks of the body, some at a time. Yield the number of the first block, and the checksums."""
         extents = self.header.extents
         many = max(1, RUN_NBYTES // extents.block_nbytes)
         for first in range(0, extents.blocks, many):

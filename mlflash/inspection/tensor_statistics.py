@@ -1,4 +1,4 @@
-"""Statistics of a tensor, of its bytes as they come; those of its shards put together."""
+"""Statistics of a tensor, from its bytes piece by piece, and from several shards."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BY_TORCH = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz
 
 @dataclasses.dataclass
 class Statistics:
-    """Of numbers; of complex ones, of their magnitudes.
+    """Statistics of numbers. For complex numbers they are of the magnitudes.
 
     Attributes:
-        count: of those that are finite.
-        nan, inf, zeros: how many there are.
-        low, high, mean: of the finite ones; None where there is none.
-        squares: sum of the squares of their distances from the mean.
+        count: number of finite values.
+        nan, inf, zeros: number of NaN, infinite and zero values.
+        low, high, mean: smallest, largest and mean finite value. ``low`` and ``high`` are None if there is none.
+        squares: sum of the squared distances from the mean.
         check: XXH3-64 of the bytes.
     """
 
@@ -44,11 +44,11 @@ class Statistics:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the finite ones, of the whole population."""
+        """Standard deviation of the finite values, for a whole population."""
         return math.sqrt(self.squares / self.count) if self.count else None
 
     def add(self, values: np.ndarray) -> None:
-        """Count more numbers."""
+        """Add more numbers."""
         values = values.reshape(-1)
         wide = np.abs(values) if values.dtype.kind == "c" else values.astype(np.float64)
         finite = np.isfinite(wide)
@@ -63,7 +63,7 @@ class Statistics:
             )  # fmt: skip
 
     def join(self, other: Statistics) -> None:
-        """Count what others have counted.
+        """Add other statistics.
 
         Source: Chan, Golub, LeVeque: Updating formulae for computing sample variances, 1979.
         """
@@ -80,7 +80,7 @@ class Statistics:
         self.count = both
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return them as plain values."""
         return {"finite": self.count, "nan": self.nan, "inf": self.inf, "zeros": self.zeros, "min": self.low,
                 "max": self.high, "mean": self.mean if self.count else None, "std": self.std,
                 "check": f"{self.check:016x}"}  # fmt: skip
@@ -92,8 +92,8 @@ def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
     Not collective.
 
     Args:
-        entry: what they are.
-        pieces: its bytes, in order, ``(n,)`` uint8 each. Where they are no numbers, only their checksum is made.
+        entry: the entry.
+        pieces: its bytes, in order, ``(n,)`` uint8 each. If they are not numbers, only the checksum is made.
     """
     found, check = Statistics(), xxhash.xxh3_64()
     for whole in _whole_items(entry, pieces):
@@ -106,7 +106,7 @@ def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
 
 
 def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Cut pieces of bytes between elements."""
+    """Cut pieces of bytes at the borders of elements."""
     item = entry.nbytes // max(1, math.prod(entry.shape)) or 1
     rest = np.empty(0, dtype=np.uint8)
     for piece in pieces:
@@ -118,7 +118,7 @@ def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndar
 
 
 def _values(entry: Entry, raw: np.ndarray) -> np.ndarray | None:
-    """The numbers in some bytes; None where they are none."""
+    """Return the numbers in some bytes. None if they are not numbers."""
     if entry.kind == "array":
         dtype = np.dtype(entry.dtype)
         return raw.view(dtype) if dtype.kind in "biufc" else None

@@ -197,7 +197,7 @@ def test_every_kind_of_damage_is_found_in_memory(shm: Path) -> None:
     header = next(header for file, header in node.sealed if file.name == path.name)
     start = header.extents.payload_start
     for at, word in (
-        (3, "this is no header"),
+        (3, "it has no valid header"),
         (30, "header"),
         (4096, "1 of 1 blocks are damaged"),
         (start, "1 of 1 blocks are damaged"),
