@@ -1,10 +1,12 @@
-"""The courier: it makes all MPI calls of a rank, and does what its trainer asks for.
+"""The courier: it makes all MPI calls of a rank and does what its trainer asks for.
 
-In come the messages of `protocol`; out come their results. `session` has a handler for each of them, `restores` those
-of restoring, `rank_report` what a rank tells of itself. `connect` starts it: `in_thread` as a thread of the trainer's
-process, or as a process of its own, by `choice`. Of that the trainer has `in_process`, with the `courier_link` that
-all its Checkpointers share (`linked`), a `remote_job` for all that is asked, `exchange_rounds` for what others send,
-`told_plans`, the `told_drain`, and `units` of jobs that fail together; the process itself is `process_main`, with a
-`hosted_session` for each Checkpointer and `remote_trainer` for whom it asks; they talk in `wire_format`. It imports all
-that saves, restores and drains.
+The input is the messages of `protocol`, the output their results. `session` has a handler for each message, `restores`
+has those for restoring, and `rank_report` collects what a rank reports about itself. `connect` starts the courier,
+either as a thread of the trainer's process (`in_thread`) or as a process of its own; `choice` decides which.
+
+If it is a process, the trainer has an `in_process` object for each Checkpointer. All of them share one `courier_link`
+(`linked`). Each job is a `remote_job`; `exchange_rounds` receives what other ranks send, `told_plans` and `told_drain`
+keep what one side has told the other, and `units` groups jobs that fail together. The process itself runs
+`process_main`, with a `hosted_session` for each Checkpointer and a `remote_trainer` to ask the trainer. Both sides talk
+in `wire_format`. The room imports all rooms that save, restore and drain.
 """

@@ -1,4 +1,4 @@
-"""A trainer gets its courier, and what saving and restoring work with."""
+"""Starts the courier of a trainer, and makes what saving and restoring work with."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ log = logging.getLogger("mlflash")
 
 def connect(config: Config, comm: Any, process_group: Any, replicated: Any = None, domains: Any = None
             ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
-    """Start a rank's courier, and let it connect the ranks.
+    """Start a rank's courier and connect the ranks.
 
-    Collective over comm, or over the process group where there is no comm; where couriers are processes, the first
-    time over all ranks of the job, as all start theirs together.
+    Collective over comm, or over the process group if there is no comm. If couriers are processes, the first call is
+    collective over all ranks of the job, because all couriers start together.
 
     Args:
         config: of the job.
         comm: an mpi4py communicator; None: that of this process's launcher.
-        process_group: of torch.distributed, whose ranks must be those of comm; without comm, any ranks of the job.
+        process_group: of torch.distributed. Its ranks must be those of comm; without comm, any ranks of the job.
         replicated, domains: see `Checkpointer`.
 
     Raises:
         MpiUnavailable: there is no MPI, or not the one of this launcher.
-        ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
-        JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
+        ConfigError: on all ranks, if ``replicated`` or ``domains`` make no sense.
+        JobInUse, UnsafePath, WorldMismatch: on all ranks, if any rank finds it.
     """
     choice = choose(config.courier, comm)
     if choice.is_process:
@@ -80,7 +80,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
 
 def _connect_process(choice: Choice, config: Config, process_group: Any, replicated: Any, domains: Any
                      ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
-    # What is imported here is imported beside the zygote.
+    # These imports run while the zygote does its own.
     from .in_process import CourierProcess
     from .linked import link
 
@@ -88,7 +88,7 @@ def _connect_process(choice: Choice, config: Config, process_group: Any, replica
     rank, size = connection.couriers.rank, connection.couriers.size
     ranks = some_ranks(process_group, rank, size) or tuple(range(size))
     courier = CourierProcess(connection, config, ranks)
-    comm = sys.modules["mpi4py.MPI"].COMM_WORLD if uses_mpi() else None  # whose communicators may name ranks
+    comm = sys.modules["mpi4py.MPI"].COMM_WORLD if uses_mpi() else None  # `replicated` may be a communicator
     start = _start(ranks.index(rank), len(ranks), _group_of(comm, ranks), process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started, dict)
@@ -105,12 +105,12 @@ def _say(trainer: TrainerContext) -> None:
 
 
 def _group_of(comm: Any, ranks: Sequence[int] | None) -> Any:
-    """MPI's group of some ranks of a communicator; None: of all. Not collective."""
+    """MPI's group of some ranks of a communicator; None means all. Not collective."""
     return None if comm is None else comm.Get_group() if ranks is None else comm.Get_group().Incl(ranks)
 
 
 def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any, domains: Any) -> Start:
-    """Say how this rank starts, or why it cannot. Not collective."""
+    """How this rank starts, or why it cannot. Not collective."""
     problem, replicas = None, None
     try:
         check_torch_rank(rank, size, process_group)
@@ -118,7 +118,7 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
     except MlflashError as error:
         problem = error
     if isinstance(domains, os.PathLike):
-        domains = os.fspath(domains)  # as messages are plain data
+        domains = os.fspath(domains)  # messages are plain data
     return Start(problem, replicas, domains, os.urandom(8).hex())
 
 
@@ -136,8 +136,8 @@ def _trainer(config: Config, courier: Client, process_group: Any, start: Start, 
     """Make what saving and restoring work with. Not collective.
 
     Args:
-        known: mappings of slots that this process has already.
-        events: of the courier, where it is a thread.
+        known: the mappings of slots that this process already has.
+        events: of the courier, if it is a thread.
     """
     try:
         memory = NodeDirectory(config.memory, config.job, started.emulated_node, make=False, top=started.top)
@@ -159,7 +159,7 @@ def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, s
     run = os.environ.get("MLFLASH_RUN", "")
     facts = RankFacts(ranks.rank, ranks.size, local_rank, ranks.node_name, run, start)
     metrics = None
-    if config.metrics and not local_rank:  # the first rank of each node shows those of all
+    if config.metrics and not local_rank:  # the first rank of each node exports those of all
         node = started.emulated_node
         metrics = Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, node))
     is_thread = events is not None

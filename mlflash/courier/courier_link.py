@@ -1,9 +1,9 @@
-"""The connection of a trainer to the process that is its courier, which all its Checkpointers share.
+"""The connection of a trainer to its courier process, which all Checkpointers of the trainer share.
 
-A courier that has ended, other than by its trainer, ends the epoch on all ranks: each kills its own, and all start the
-next ones together. Saves that were on their way have failed then; the jobs of all ranks are the same ones as before.
-Where a trainer has ended without a word, the others save no more. One that ends by an exception that nothing has caught
-ends all others with it, as MPI_Abort would: they wait for it, perhaps for ever, in whatever is collective.
+If a courier ends and its trainer did not end it, the epoch ends on all ranks: each rank kills its own courier, and all
+start the next ones together. Saves that were under way fail, and the jobs of all ranks match as before. If a trainer
+ends without notice, the others stop saving. If a trainer ends by an uncaught exception, it ends all others, like
+MPI_Abort. Otherwise they would wait for it, perhaps forever, in a collective call.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ from .wire_format import BadMessage, Frame, Kind
 log = logging.getLogger("mlflash")
 
 _READ_NBYTES = 1 << 20
-_ANNOUNCE_S = 10.0  # for the store to take a word
+_ANNOUNCE_S = 10.0  # for the store to accept a message
 _WHY_LENGTH = 2000  # characters of an exception
 _NO_MPI = (
-    "the courier of this rank could not start MPI, and what was printed above says why. Where hosts have several "
-    "networks, MLFLASH_INTERFACE names the one to use"
+    "the courier of this rank ended before it was ready, and the output above says why. If it could not start MPI on "
+    "hosts with several networks, MLFLASH_INTERFACE names the one to use. If its trainer sent another version of the "
+    "protocol, start all of the job from one installation of mlflash"
 )
-_IN_VAIN = 3  # couriers that end before they are up, one after the other, after which there are no more
-_LAST_S = 2.0  # for what was handed over to end, after a rank has left the job
+_IN_VAIN = 3  # consecutive couriers that may end before they are up; then no more are started
+_LAST_S = 2.0  # for posted jobs to end after a rank has left the job
 
 
 class CourierLink:
     """The connection of this trainer to its courier, which all Checkpointers of the process share.
 
-    Collective, as `Couriers` is.
+    Collective, like `Couriers`.
 
     Args:
         config: how long the start may take, and which cores couriers get.
-        directory: of this user alone, where ranks of one host may meet.
-        zygote: of this process, which was started already; None: it was not.
+        directory: a private directory of this user, where ranks of one host may meet.
+        zygote: of this process, if it was already started; None: it was not.
         meeting: see `Couriers`; None: the start may take ``timeout_s`` of the job.
     """
 
@@ -73,14 +74,14 @@ class CourierLink:
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers, by their ranks
         self.lost: Closed | None = None  # why there is no courier any more
-        self._departed: Departure | None = None  # the first that was heard of
+        self._departed: Departure | None = None  # the first departure reported
         self.is_closing = self._is_failing = False
-        self._down = threading.Lock()  # held while what is sent goes to `_held`, or is taken from there
+        self._down = threading.Lock()  # held while items are added to `_held` or taken from it
         self._going_down = threading.Lock()
-        self._restarting = threading.Lock()  # held by who uses the zygote
-        self._held: list[RemoteJob | Sent] | None = None  # what waits for the next courier; None: there is one
+        self._restarting = threading.Lock()  # held by the thread that uses the zygote
+        self._held: list[RemoteJob | Sent] | None = None  # items that wait for the next courier; None: there is one
         self.freed: list[str] = []  # sessions whose communicators were freed on all ranks
-        self._losses = self._in_vain = 0  # couriers that have ended; and of these the last ones, before they were up
+        self._losses = self._in_vain = 0  # couriers that have ended; consecutive ones that ended before they were up
         self._rising: threading.Thread | None = None
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
         self._listen()
@@ -89,16 +90,16 @@ class CourierLink:
         threading.Thread(target=self._keep, name="mlflash-epochs", daemon=True).start()
         self._hook_before = sys.excepthook
         self._hook = functools.partial(self._fail, sys.excepthook, os.getpid())
-        self.is_kept = KEPT in os.environ  # others are to go on where they can, and so is this process
+        self.is_kept = KEPT in os.environ  # after a loss the other processes go on, and so does this one
         if not self.is_kept:
             sys.excepthook = self._hook
 
     def number(self) -> int:
-        """A number that was not given before."""
+        """A new number."""
         return next(self._numbers)
 
     def add(self, number: int, session: Session, ranks: tuple[int, ...]) -> int:
-        """Take what the courier sends to a Checkpointer to it; says how many these ranks have had before.
+        """Register a Checkpointer for what the courier sends to it. Return how many these ranks have had before.
 
         Raises:
             Closed: one of the ranks has left the job, or there is no courier any more.
@@ -106,7 +107,7 @@ class CourierLink:
         if self._departed is not None and self._departed.rank in ranks:
             raise Closed(str(self._departed))
         self.sessions[number] = session
-        self.check()  # who loses it from here on tells this session, too
+        self.check()  # if the courier is lost after this line, this session is told, too
         self._opened[ranks] += 1
         return self._opened[ranks] - 1
 
@@ -128,7 +129,7 @@ class CourierLink:
                         item.session.fail_later(item)
 
     def _send_one(self, item: RemoteJob | Sent) -> None:
-        """Send what is to be sent, once. Not collective."""
+        """Send a job or a frame, jobs only once. Not collective."""
         sent: Sent
         if isinstance(item, RemoteJob):
             if item.is_sent:
@@ -137,7 +138,7 @@ class CourierLink:
             try:
                 item.session.check(item)
                 sent = item.frame()
-            except Exception as error:  # as no more is done; or a fault of ours
+            except Exception as error:  # the courier has stopped, or mlflash has a bug
                 item.refuse(error if isinstance(error, MlflashError) else Closed(text_of(error)))
                 return
         else:
@@ -148,8 +149,8 @@ class CourierLink:
                 self.sock.sendall(sent.packed[begun:])
             else:
                 self.sock.sendall(sent.packed)
-        except OSError as error:  # who receives hears of it, too
-            log.debug("the courier takes no message any more: %s", error)
+        except OSError as error:  # the receiving thread notices it, too
+            log.debug("the courier accepts no messages any more: %s", error)
         if isinstance(item, RemoteJob):
             item.sent.set()
 
@@ -170,7 +171,7 @@ class CourierLink:
         try:
             self._go_down(why)
             self.couriers.announce_end(_ANNOUNCE_S)
-        except StoreLost as error:  # so all know
+        except StoreLost as error:  # then all ranks know
             log.debug("the end of this courier could not be announced: %s", error)
         except (OSError, DeadlineExceeded) as error:
             self._lose(_ended(f"{why}; and the other ranks could not be told: {error}"))
@@ -178,7 +179,7 @@ class CourierLink:
     # Epochs
 
     def _fails_at_the_start(self, sock: socket.socket) -> bool:
-        """Whether the courier that has ended is of the past, or did not come as far as MPI: no other would."""
+        """Whether an old courier has ended, or the first one before MPI was up: then another one would fail, too."""
         with self._restarting:
             if sock is not self.sock:
                 return True
@@ -186,17 +187,17 @@ class CourierLink:
                 check_start(self.couriers.courier, self.couriers.zygote)
                 return False
             except StartFailed as error:
-                with contextlib.suppress(OSError, DeadlineExceeded):  # first: who hears of it here may end this process
+                with contextlib.suppress(OSError, DeadlineExceeded):  # first, because `_lose` may end this process
                     self.couriers.depart(f"{_NO_MPI}: {error}", _ANNOUNCE_S, ends_job=False)
                 self._lose(Closed(_NO_MPI, found=str(error)))
                 return True
             except (OSError, ValueError, DeadlineExceeded) as error:  # it is being closed, or the zygote has ended, too
-                log.debug("how this courier has ended is not known: %s", error)
+                log.debug("it is not known how this courier has ended: %s", error)
                 return False
 
     def _go_down(self, why: str) -> None:
         with self._down:
-            if self.lost is not None:  # nothing is held for a next courier any more
+            if self.lost is not None:  # there is no next courier to hold items for
                 return
             self._held = [] if self._held is None else self._held
             self._losses += 1
@@ -205,16 +206,16 @@ class CourierLink:
                 session.go_down(self.pid, why)
 
     def _keep(self) -> None:
-        """Start the next courier whenever one has ended, on all ranks."""
+        """Whenever a courier has ended on any rank, start the next one."""
         try:
             while True:
                 try:
                     self.couriers.wait_for_end()
-                except StoreLost as error:  # it ends with the zygote of rank 0, which the next epoch replaces
+                except StoreLost as error:  # the store ends with the zygote of rank 0; the next epoch replaces it
                     log.debug("this epoch of couriers is over: %s", error)
                 if self.is_closing:
                     return
-                self._go_down("that of another rank has ended")
+                self._go_down("the courier of another rank has ended")
                 if self._rising is not None:
                     self._rising.join()
                 with self._restarting:
@@ -226,7 +227,7 @@ class CourierLink:
 
     def _fail(self, print_it: Callable[..., object], pid: int, kind: type[BaseException], error: BaseException,
               *traceback: object) -> None:  # fmt: skip
-        """Print an exception that ends this process, and end the other ranks with it. The hook of `sys`."""
+        """Print an exception that ends this process, and end the other ranks, too. The hook of `sys`."""
         self._is_failing = True
         print_it(kind, error, *traceback)
         if os.getpid() == pid and not self.is_closing:
@@ -242,7 +243,7 @@ class CourierLink:
         if departure.ends_job and not self._is_failing:
             log.error("%s; this rank ends, too", departure)
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
                     stream.flush()
             os._exit(1)
         self._departed = departure
@@ -261,19 +262,19 @@ class CourierLink:
         losses = self._losses
         self.couriers.next_epoch(self._timeout_s, self.freed.copy())
         self._listen()
-        # Beside this thread, which sees when one of them has ended again before all are up.
+        # On another thread: this one notices if one of them ends again before all are up.
         self._rising = threading.Thread(
             target=self._rise, args=(sessions, start, losses), name="mlflash-rise", daemon=True
         )
         self._rising.start()
 
     def _rise(self, sessions: Sequence[Session], start: float, losses: int) -> None:
-        """Let the next courier begin where the last one has ended.
+        """Let the next courier continue where the last one has ended.
 
         Args:
-            sessions: all that are there.
-            start: when it was begun, by time.monotonic.
-            losses: how many couriers had ended before.
+            sessions: all existing sessions.
+            start: when the restart began, by time.monotonic.
+            losses: number of couriers that had ended before.
         """
         try:
             for session in sessions:
@@ -286,11 +287,11 @@ class CourierLink:
                 self._lose(_ended(f"the next one could not be started: {text_of(error)}"))
                 return
             log.debug("the next courier has not come up: %s", error)
-            with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):  # so all begin once more
+            with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):  # so that all ranks try again
                 self.couriers.announce_end(_ANNOUNCE_S)
             return
         with self._down:
-            if self._losses > losses:  # it has ended since
+            if self._losses > losses:  # this courier has ended, too
                 return
             held, self._held = self._held, None
             for job in held or ():
@@ -299,7 +300,7 @@ class CourierLink:
         log.info("couriers were started anew in %.2g s", time.monotonic() - start)
 
     def send_first(self, item: RemoteJob | Sent) -> None:
-        """Send something to a courier that is just being introduced, before what waits for it. Not collective."""
+        """Send something to a courier that is being introduced, before the held items. Not collective."""
         with self._down:
             self._send_one(item)
 
@@ -324,32 +325,32 @@ class CourierLink:
                 session.lose(why)
 
     def check(self) -> None:
-        """Raise Closed where there is no courier any more. Not collective."""
+        """Raise Closed if there is no courier any more. Not collective."""
         if self.lost is not None:
             raise Closed(self.lost.message, found=self.lost.found)
 
     def close(self) -> None:
-        """End the courier, when it has done what it was told to. Not collective."""
+        """End the courier when it has done its jobs. Not collective."""
         self.is_closing = True
         self.queue.put(None)
         self._sender.join(_LAST_S)
         self.couriers.close(kill=False)
 
     def interrupt(self, why: MlflashError) -> None:
-        """Fail all that waits for the courier, which is killed; no next one is started. Not collective; any thread."""
+        """Kill the courier, fail everything that waits for it, and start no next one. Not collective; any thread."""
         self.is_closing = True
         self._lose(Closed(str(why)))
         self.couriers.give_up()
 
     def abandon(self, timeout_s: float) -> set[str]:
-        """Give up what was interrupted: nothing of it runs any more. Not collective.
+        """Give up after `interrupt`; afterwards no thread uses the connection any more. Not collective.
 
         Returns:
-            Shared memory of MPI that others still map, and nobody may remove later.
+            Shared memory of MPI that others still map and that nobody may remove later.
         """
         self.queue.put(None)
         self._sender.join(timeout_s)
-        is_alone = self._restarting.acquire(timeout=timeout_s)  # who just starts the next courier gives up, too
+        is_alone = self._restarting.acquire(timeout=timeout_s)  # a thread that starts the next courier gives up, too
         self.couriers.close(timeout_s)
         if is_alone:
             self._restarting.release()

@@ -1,4 +1,4 @@
-"""Parts that other ranks send, in rounds of so many bytes: they come through a file that both processes map."""
+"""Receives parts from other ranks in rounds of limited size, through a file that trainer and courier both map."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..protocol.wanted_parts import WantedPart
 from ..state.shards import box, cut
 from .wire_format import ExchangeWire, PartWire
 
-_LANDING_NBYTES = 64 << 20  # at a time
+_LANDING_NBYTES = 64 << 20  # largest round
 
 
 def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeWire, int], bool]) -> bool:
-    """Get parts from other ranks, so much at a time as the file has room for; whether all arrived whole.
+    """Get parts from other ranks, as much per round as the file can hold. Return whether all arrived intact.
 
     Collective over the world.
 
     Args:
-        message: what is asked.
+        message: what is asked for.
         ranks: of this run.
-        exchange_some: lets the courier do one round of it, into the file of a descriptor.
+        exchange_some: has the courier do one round, into the file of a descriptor.
     """
     mine = [*rounds(message.asked)]
     most = -ranks.agree([-len(mine)])[0]
@@ -44,7 +44,7 @@ def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeW
 
 
 def rounds(asked_for: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple[int, WantedPart]]]:
-    """Cut what is asked of ranks into rounds of at most so many bytes."""
+    """Split what is asked of ranks into rounds of at most 64 MiB."""
     some: list[tuple[int, WantedPart]] = []
     left = _LANDING_NBYTES
     for server, parts in asked_for.items():
@@ -62,10 +62,10 @@ def rounds(asked_for: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple
 
 
 class Landing:
-    """The file, as the trainer has it. Close it.
+    """The file, on the trainer's side. Close it.
 
     Args:
-        nbytes: of the largest round.
+        nbytes: size of the largest round.
     """
 
     def __init__(self, nbytes: int):
@@ -79,7 +79,7 @@ class Landing:
         os.close(self.fd)
 
     def places(self, those: Sequence[tuple[int, WantedPart]]) -> dict[int, list[PartWire]]:
-        """Say where the parts of a round go, by the rank that has them."""
+        """Where the parts of a round go, by the rank that has them."""
         parts: dict[int, list[PartWire]] = {}
         at = 0
         for server, part in those:
@@ -89,7 +89,7 @@ class Landing:
         return parts
 
     def take(self, those: Sequence[tuple[int, WantedPart]]) -> None:
-        """Copy the parts of a round to where they are wanted."""
+        """Copy the parts of a round to their targets."""
         at = 0
         for _, part in those:
             part.target[...] = self._view[at : at + part.target.nbytes].reshape(part.target.shape)

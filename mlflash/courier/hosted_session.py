@@ -1,4 +1,4 @@
-"""A session in a courier that is a process: the thread that does its jobs, and what its trainer hears of them."""
+"""A session in a courier process: the thread that does its jobs, and the reports about them to the trainer."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-ORPHAN_S = 4.0  # how long what was left unfinished may take to end: who comes after it waits for 5 s
-_TOLD_S = 0.05  # how often a drain tells how far it is
-_PLANS = 3  # that are kept besides the newest
+ORPHAN_S = 4.0  # for the posted jobs to end after their trainer; a new run waits 5 s for the old one
+_TOLD_S = 0.05  # shortest time between two reports of a drain's progress
+_PLANS = 3  # plans that are kept in addition to the newest
 
 
 class Hosted:
     """A session, and the thread that does its jobs.
 
     Args:
-        number: of it.
+        number: of the session.
         link: to the trainer.
-        opened: what the trainer has said of it.
-        comm: of all ranks of the job; None: there is one.
+        opened: how the trainer has opened it.
+        comm: of all ranks of the job; None if there is one rank.
 
     Raises:
-        BadMessage: its ranks are not ranks of the job, or this one is not among them.
+        BadMessage: its ranks are not ranks of the job, or this rank is not among them.
     """
 
     def __init__(self, number: int, link: Link, opened: wire.Opened, comm: Any):
@@ -54,8 +54,8 @@ class Hosted:
         config, (rank, size) = opened.config, (0, 1) if comm is None else (comm.rank, comm.size)
         ranks = set(opened.ranks)
         if len(ranks) != len(opened.ranks) or rank not in ranks or not ranks <= {*range(size)}:
-            raise BadMessage(f"rank {rank} of {size} is to have a session of the ranks {str(opened.ranks)[:80]}")
-        # Each has communicators of its own from the start, whatever the other sessions of these ranks are doing.
+            raise BadMessage(f"a session of the ranks {str(opened.ranks)[:80]} to rank {rank} of {size}")
+        # Each session has its own communicators from the start, so the other sessions of these ranks do not matter.
         self.world = World(comm, config.ranks_per_node, config.timeout_s, opened.ranks, f"{opened.before}", True)
         self.jobs = JobThread(self.world, threaded=True, nice=config.nice)
         self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=link.trains_on)
@@ -66,7 +66,7 @@ class Hosted:
         self.is_closed = False
 
     def post(self, frame: Frame, files: deque[int]) -> None:
-        """Post a job that the trainer asks for."""
+        """Post a job from the trainer."""
         body = wire.decode(wire.known(wire.MESSAGES, frame.name), frame.body)
         message, answers, landing = self._message(body, frame, files)
         self._posted += 1
@@ -82,13 +82,13 @@ class Hosted:
             return asked.Commit(request) if commit else asked.CommitRestored(request, body.restores), answers, None
         if isinstance(body, wire.ExchangeWire):
             if not files:
-                raise BadMessage("no file came with an exchange")
+                raise BadMessage("an exchange without a file")
             landing = Landing(files.popleft(), body)
             return asked.Exchange(body.attempt, body.homes, body.files, landing.asked), None, landing
         if isinstance(body, asked.SettleShared):
             return body, RemoteAnswers(self._link, self.number, self.world, frame.number, None, self.plan_of), None
         if not isinstance(body, Message):
-            raise BadMessage(f"{frame.name} is no job")
+            raise BadMessage(f"{frame.name}, which is no job")
         return body, None, None
 
     def _request(self, body: wire.SaveWire) -> SaveRequest:
@@ -100,9 +100,9 @@ class Hosted:
         return request
 
     def plan_of(self, number: int, manifest_nbytes: int) -> Plan:
-        """The plan of a number, for a manifest of so many bytes."""
+        """The plan with a number, for a manifest of ``manifest_nbytes``."""
         if number not in self._plans:
-            raise BadMessage(f"there is no plan {number}")
+            raise BadMessage(f"plan {number}, which does not exist")
         known = self._plans[number]
         return Plan(known.layout, b"", known.private, known.sharing, known.pieces, manifest_nbytes)
 
@@ -128,7 +128,7 @@ class Hosted:
             self._ending.notify_all()
 
     def finish(self, end: float) -> None:
-        """Wait for the jobs posted so far, until a time of time.monotonic."""
+        """Wait until the jobs posted so far have ended, or until ``end`` (time.monotonic)."""
         with self._ending:
             self._ending.wait_for(lambda: self._done >= self._posted, max(0.0, end - time.monotonic()))
 
@@ -136,18 +136,18 @@ class Hosted:
         self._link.send(Kind.LATE, self.number, frame.number, frame.name, error)
 
     def answer(self, frame: Frame) -> None:
-        """Answer what is asked beside the jobs."""
+        """Answer a question that is not a job."""
         message = wire.decode(wire.known(wire.MESSAGES, frame.name), frame.body)
         result: Any = None
         error: BaseException | None = None
         try:
             result = self.session.answer(message)
-        except Exception as problem:  # whatever it is, the trainer waits
+        except Exception as problem:  # in any case the trainer waits for an answer
             error = problem
         self._link.send(Kind.ANSWER, self.number, frame.number, frame.name, _outcome(result, error, False))
 
     def told(self, frame: Frame) -> None:
-        """Take in what the trainer tells."""
+        """Process a notice from the trainer."""
         value = wire.decode(wire.known(wire.TELLS, frame.name), frame.body)
         if frame.name == "plan":
             self._plans = {**dict([*self._plans.items()][-_PLANS:]), value.number: value.plan}
@@ -157,7 +157,11 @@ class Hosted:
             self.session.context.pace.stalled(value)
 
     def close(self, frame: Frame) -> None:
-        """End its jobs, and let go of memory. Whoever leaves by an exception does not wait for what is saved here."""
+        """End the jobs and release memory.
+
+        If an exception left the Checkpointer, answer first, so that the trainer does not wait. The posted jobs then
+        have up to `ORPHAN_S` to end.
+        """
         abandon = wire.decode(bool, frame.body)
         closed = functools.partial(self._link.send, Kind.ANSWER, self.number, frame.number, frame.name)
         if abandon:
@@ -187,11 +191,11 @@ class Hosted:
 
 
 class Landing:
-    """A file into which other ranks' parts go, for the trainer.
+    """A file for parts from other ranks, which the trainer also maps.
 
     Args:
-        fd: of it.
-        body: says what goes where.
+        fd: of the file.
+        body: which part goes where.
     """
 
     def __init__(self, fd: int, body: wire.ExchangeWire):
@@ -199,7 +203,7 @@ class Landing:
         size = os.fstat(fd).st_size
         parts = [part for those in body.asked.values() for part in those]
         if any(part.at < 0 or part.nbytes < 0 or part.at + part.nbytes > size for part in parts):
-            raise BadMessage("a part goes beyond its file")
+            raise BadMessage("a part that goes beyond its file")
         self._view = np.frombuffer(mmap.mmap(fd, size) if size else b"", np.uint8)
         self.asked = {rank: [self._wanted(part) for part in those] for rank, those in body.asked.items()}
 
@@ -225,6 +229,6 @@ def _outcome(result: Any, error: BaseException | None, refused: bool) -> Outcome
         encoded = wire.encode(result if error is None else None)
         if len(encoded) > wire.LARGEST_NBYTES // 2:
             raise OverflowError(f"{len(encoded)} bytes")
-    except (TypeError, ValueError, OverflowError) as problem:  # such as file names that are no UTF-8
-        encoded, error = wire.encode(None), MlflashError(f"what the courier gives cannot be sent: {text_of(problem)}")
+    except (TypeError, ValueError, OverflowError) as problem:  # such as file names that are not UTF-8
+        encoded, error = wire.encode(None), MlflashError(f"the result of a job cannot be sent: {text_of(problem)}")
     return Outcome(error, refused, msgspec.Raw(encoded))

@@ -1,7 +1,7 @@
-"""The courier as a process of its own, as its trainer sees it.
+"""The trainer's side of a courier that is a process.
 
-One thread sends what is posted, one receives, and one for each Checkpointer answers the courier's questions and hears
-how jobs end, in the order in which the courier says so. None of them calls MPI, or does anything but at a message.
+One thread sends, one receives. For each Checkpointer another thread answers the courier's questions and processes the
+ends of jobs, in the order in which the courier sends them. No thread calls MPI, and each acts only on messages.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-_ANEW = "the couriers of this run were started anew in the middle of this"
-_ANSWER_S = 10.0  # for what is asked beside the jobs, and for an error to arrive after its deadline
-_CLOSE_S = 3.0  # for a session to be closed that is abandoned, or that nothing is done for any more
+_ANEW = "the couriers of this run were started anew during this call"
+_ANSWER_S = 10.0  # for answers outside of jobs, and for an error to arrive after its deadline
+_CLOSE_S = 3.0  # to close a session that is abandoned or has no courier any more
 _LOOK_S = 0.2
 
 
 class CourierProcess:
-    """Takes messages to the process: see `protocol.client.Client`.
+    """Takes messages to the courier process: see `protocol.client.Client`.
 
     Args:
-        link: to it.
+        link: to the process.
         config: of the job.
-        ranks: of the job, those that have this Checkpointer, in its order.
+        ranks: ranks of the job that have this Checkpointer, in its order.
     """
 
     def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
@@ -58,12 +58,12 @@ class CourierProcess:
         self.late: DeadlineExceeded | None = None
         self.broken: BaseException | None = None
         self.is_closed = self._is_down = self._is_unused = False
-        self._free: RemoteJob | None = None  # what is asked last
-        self._is_freed = False  # on all ranks: a courier that ends takes nothing along any more
+        self._free: RemoteJob | None = None  # the last job of a session
+        self._is_freed = False  # freed on all ranks: if a courier ends now, nothing is lost
         self._left_at: int | None = None  # the newest step whose save has ended
         self._generation = 0  # of the newest attempt that is known to have ended
         self.trainer: TrainerContext | None = None
-        self.start: asked.Start | None = None  # how this Checkpointer was introduced
+        self.start: asked.Start | None = None  # how this Checkpointer was introduced to its courier
         self._jobs: dict[int, RemoteJob] = {}
         self._units = Units()
         self._asked: dict[int, tuple[threading.Event, list[Frame]]] = {}
@@ -157,7 +157,7 @@ class CourierProcess:
         sent = Sent(wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (fd,))
         return bool(self._call(self._expect(RemoteJob(self, lambda: sent, number, None, None, None))))
 
-    # Beside the jobs
+    # Questions and notices outside of jobs
 
     def ask(self, message: Message) -> Any:
         return wire.result_of(self._wait_for_answer(Kind.ASK, type(message).__name__, message, _ANSWER_S))
@@ -177,16 +177,16 @@ class CourierProcess:
         finally:
             del self._asked[number]
 
-    def go_on_behind(self) -> None:  # the courier does so itself
+    def go_on_behind(self) -> None:  # the courier does this itself
         pass
 
     def stop(self, abandon: bool) -> None:
-        patience_s = _CLOSE_S if abandon or self._is_freed else self._config.timeout_s  # freed: it is idle, or dead
+        patience_s = _CLOSE_S if abandon or self._is_freed else self._config.timeout_s  # freed: it is idle or dead
         try:
             self._wait_for_answer(Kind.CLOSE, "Close", abandon, patience_s)
         except (Closed, DeadlineExceeded) as error:
-            log.debug("the courier did not say that it has closed: %s", error)
-        self.is_closed = True  # it can still be asked for its report
+            log.debug("the courier did not report that it has closed: %s", error)
+        self.is_closed = True  # its report can still be read
         self._frames.put(None)
 
     def leave(self) -> None:
@@ -195,7 +195,7 @@ class CourierProcess:
     def _tell(self, kind: Kind, number: int, name: str, body: object) -> None:
         self._link.queue.put(Sent(wire.pack(kind, self.number, number, name, wire.encode(body))))
 
-    # What the courier sends
+    # Frames from the courier
 
     def take(self, frame: Frame) -> None:
         if frame.kind is Kind.LATE:
@@ -204,13 +204,13 @@ class CourierProcess:
             woken, answers = self._asked.get(frame.number, (threading.Event(), []))
             answers.append(frame)
             woken.set()
-        elif frame.kind is Kind.QUESTION and self.is_closed:  # a save goes on that was left by an exception
+        elif frame.kind is Kind.QUESTION and self.is_closed:  # a save that an exception left is still under way
             gone = Closed("this Checkpointer was closed")
             self._tell(Kind.REPLY, frame.number, frame.name, Outcome(gone, False, wire.NOTHING))
         elif frame.kind in (Kind.DONE, Kind.QUESTION, Kind.EVENT):
             self._frames.put(frame)
         else:
-            raise BadMessage(f"a courier sends no frame of kind {frame.kind}")
+            raise BadMessage(f"a frame of kind {frame.kind}, which couriers do not send")
 
     def _note_late(self, frame: Frame) -> None:
         error = wire.decode(MlflashError, frame.body)
@@ -233,14 +233,14 @@ class CourierProcess:
                 else:
                     self._event(frame)
             except Exception as error:
-                log.exception("what the courier sent was not understood")
-                self.lose(Closed("the courier of this rank cannot be understood", found=text_of(error)))
+                log.exception("a message of the courier could not be processed")
+                self.lose(Closed("a message of this rank's courier could not be processed", found=text_of(error)))
 
     def _done(self, frame: Frame) -> None:
         if (job := self._jobs.pop(frame.number, None)) is None and self._link.is_closing:
-            return  # it was refused just now
+            return  # it has just been refused
         if job is None:
-            raise BadMessage(f"there is no job {frame.number}")
+            raise BadMessage(f"the end of job {frame.number}, which does not exist")
         outcome: Outcome = wire.decode(Outcome, frame.body)
         if outcome.refused and job.on_refused is not None and outcome.error is not None:
             job.on_refused(outcome.error)
@@ -271,7 +271,7 @@ class CourierProcess:
                 result = (result[0], tuple(result[1].items()), asked.later is not None)
         except MlflashError as problem:
             error = problem
-        except Exception as problem:  # of torch, a device or an adapter
+        except Exception as problem:  # from torch, a device or an adapter
             log.debug("the answer to %s failed", frame.name, exc_info=True)
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
         self._tell(Kind.REPLY, frame.number, frame.name, Outcome(error, False, msgspec.Raw(wire.encode(result))))
@@ -290,7 +290,7 @@ class CourierProcess:
             getattr(self.trainer, frame.name)(value)
 
     def _note_freed(self) -> None:
-        """Note that all ranks are done with this Checkpointer, whatever becomes of couriers, if it was to be freed."""
+        """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `Free` was posted."""
         if self._free is not None and not self._is_freed:
             self._is_freed = True
             self._link.freed.append(self._name)
@@ -298,13 +298,13 @@ class CourierProcess:
             self._free.woken.set()
 
     def lose(self, why: Closed) -> None:
-        self._note_freed()  # if it was only to be freed: all saves have ended
+        self._note_freed()  # if only `Free` was left: all saves have ended
         if self.is_closed or self._is_freed:
             return
-        if self.start is not None or self.broken is None:  # it is not lost already
-            is_meant = sys.is_finalizing() or self._link.is_closing or self._link.is_kept  # the next round saves
+        if self.start is not None or self.broken is None:  # it was not lost before
+            is_meant = sys.is_finalizing() or self._link.is_closing or self._link.is_kept  # kept: the next round saves
             log.log(logging.DEBUG if is_meant else logging.WARNING, "nothing is saved any more: %s", why)
-        self.broken, self.start = self.broken or why, None  # for good
+        self.broken, self.start = self.broken or why, None  # permanently
         self.drain.lose()
         for job in list(self._jobs.values()):
             self._refuse(job)
@@ -327,7 +327,7 @@ class CourierProcess:
             self._units.interrupt()
             if self.trainer is not None:
                 self.trainer.recorder.courier_died(pid, why)
-            self.broken = None if self.start is not None else self.broken  # it failed, as the other had ended
+            self.broken = None if self.start is not None else self.broken  # it failed because another one had ended
             self.drain.lose()
         for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_kept]:
             self._refuse(job, f"{_ANEW}: {why}")
@@ -345,19 +345,19 @@ class CourierProcess:
             if self.is_closed:
                 return
             if time.monotonic() > end:
-                raise DeadlineExceeded("an answer to the last courier has not ended")
+                raise DeadlineExceeded("an answer to the last courier has not ended in time")
         for job in [job for job in list(self._jobs.values()) if job.is_sent and job.is_commit]:
             self.fail_later(job)
         if not self.trainer.slots.wait_until_given(self._config.timeout_s, self._is_over):
             raise DeadlineExceeded("a slot is still being filled")
-        self._is_unused = True  # slots that are filled from here on are the next courier's
+        self._is_unused = True  # slots that are filled from now on belong to the next courier
 
     def fail_later(self, job: RemoteJob) -> None:
         if not self._is_unused and job.make_fail() and self.trainer is not None:
             self.trainer.slots.reclaim(lambda taker: taker is job.request)
 
     def _is_over(self, taker: object) -> bool:
-        """Whether a save has ended for which the last courier still had slots, or was never told of them."""
+        """Whether a save has ended whose slots the last courier still had, or of which it was never told."""
         return isinstance(taker, SaveRequest) and all(taker is not job.request for job in list(self._jobs.values()))
 
     def come_up(self) -> None:
@@ -372,7 +372,7 @@ class CourierProcess:
             job = self.job(message)
             self._link.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
-                raise DeadlineExceeded("the next courier has not started")
+                raise DeadlineExceeded("the next courier has not started in time")
             if job.error is not None:
                 raise job.error
             if isinstance(message, asked.Start):
@@ -381,12 +381,12 @@ class CourierProcess:
                 self.trainer.slots.update(job.result.files)
                 self._find_committed(job.result)
         self._is_down = False
-        for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # that are kept: once more
+        for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # kept jobs: send them again
             job.is_sent = False
             self._link.send_first(job)
 
     def _find_committed(self, started: asked.Started) -> None:
-        """End well the save that was committed when its courier ended, though nobody could say so any more."""
+        """Complete a save that was committed when its courier ended, so that the courier could not report it."""
         for job in list(self._jobs.values()):
             is_there = job.is_commit and job.was_staged and job.answers.request.step == started.left_step
             if is_there and started.left_generation > self._generation:

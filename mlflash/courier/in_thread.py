@@ -1,4 +1,4 @@
-"""The courier as a thread of the trainer's process: messages are handed to it as they are."""
+"""The courier as a thread of the trainer's process. It gets the message objects themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CourierThread:
     Args:
         jobs: the thread.
         session: does what messages ask for.
-        why: it is no process.
+        why: reason why it is not a process.
     """
 
     def __init__(self, jobs: JobThread, session: Session, why: str):
@@ -51,10 +51,10 @@ class CourierThread:
         return Job(lambda: self.session.handle(message, answers), on_late, on_refused)
 
     def wait_sent(self, job: Job) -> None:
-        pass  # it is a thread of this process, and ends with it
+        pass  # it is a thread of this process and ends with it
 
     def unit(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # it ends with this process only
+        return contextlib.nullcontext()  # the courier only ends with this process
 
     def call(self, message: Message, answers: Any = None) -> Any:
         return self._jobs.call(lambda: self.session.handle(message, answers))

@@ -1,4 +1,4 @@
-"""The one connection of this process to its courier, which is a process; all Checkpointers have it."""
+"""The one connection of this process to its courier process. All Checkpointers share it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 from .courier_link import CourierLink
 
 _NO_ZYGOTE = (
-    "couriers cannot be started as processes; what was printed above says why. Where it is that there is no MPI: "
-    "pip install 'mlflash[mpich]', or load the module of your cluster's. MLFLASH_COURIER=thread does without processes"
+    "couriers cannot be started as processes, and the output above says why. If there is no MPI: pip install "
+    "'mlflash[mpich]', or load the module of your cluster's MPI. MLFLASH_COURIER=thread needs no such processes"
 )
 _link: CourierLink | None = None
-_making: ZygoteClient | None = None  # whose courier is on its way, while others may be lost
+_making: ZygoteClient | None = None  # its courier is being started; other ranks may be lost meanwhile
 _left: set[str] = set()  # shared memory that others still mapped when the last connection was given up
 
 
 def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
-    """The connection of this process, made by the first Checkpointer. Collective over all ranks of the job.
+    """The connection of this process. The first Checkpointer makes it, collectively over all ranks of the job.
 
     Args:
         config: of the job.
-        zygote: of this process, where it was started and no connection made.
+        zygote: of this process, if it was started before there was a connection.
 
     Raises:
         Closed: its courier has ended.
@@ -42,9 +42,9 @@ def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
 
 
 def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
-    """Make the connection of this process after `leave`. Collective over the ranks that there are now.
+    """Make a new connection of this process after `leave`. Collective over the current ranks.
 
-    `interrupt` ends it, where ``check`` of the meeting raises by then.
+    `interrupt` ends it early, if ``check`` of the meeting raises by then.
 
     Args:
         config: of the job.
@@ -53,7 +53,7 @@ def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
 
     Raises:
         MpiUnavailable: the process that starts couriers has ended.
-        DeadlineExceeded: not all ranks have come.
+        DeadlineExceeded: some ranks did not come in time.
     """
     global _link, _making
     _making = zygote
@@ -72,8 +72,8 @@ def _made(config: Config, directory: Path | None, zygote: ZygoteClient | None,
 
 
 def interrupt(why: MlflashError) -> None:
-    """Fail all that waits for the courier of this process, for good. Not collective; any thread."""
-    if (zygote := _making) is not None:  # that of rank 0 has the store at which all meet
+    """Fail everything that waits for the courier of this process, permanently. Not collective; any thread."""
+    if (zygote := _making) is not None:  # the zygote of rank 0 has the store at which all ranks meet
         zygote.process.kill()
     if _link is not None:
         _link.interrupt(why)
@@ -88,17 +88,17 @@ def leave(timeout_s: float = 10.0) -> None:
 
 
 def is_linked() -> bool:
-    """Whether this process has such a connection. Not collective."""
+    """Whether this process has a connection to a courier process. Not collective."""
     return _link is not None
 
 
 def _meeting_place(memory: str, job: str) -> Path | None:
-    """Where ranks of one host may meet: this user's directory in memory; None where there can be none.
+    """Where ranks of one host may meet: this user's directory in memory, or None if there can be none.
 
-    Not collective, and nothing is made that is not needed. What is wrong with it the courier tells all ranks, where it
-    looks.
+    Not collective. It makes nothing that is not needed. If something is wrong with the directory, the courier finds it
+    later and tells all ranks.
     """
-    usual = Path(memory, f"mlflash-{os.getuid()}")  # which the meeting makes
+    usual = Path(memory, f"mlflash-{os.getuid()}")  # the meeting makes it
     if os.path.isdir(memory) and not os.path.lexists(usual):
         return usual
     try:
@@ -108,7 +108,7 @@ def _meeting_place(memory: str, job: str) -> Path | None:
 
 
 def close_link() -> None:
-    """End the courier of this process, which no Checkpointer needs any more. Not collective."""
+    """End the courier of this process when no Checkpointer needs it any more. Not collective."""
     if _link is not None:
         _link.close()
 

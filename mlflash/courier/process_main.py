@@ -1,8 +1,8 @@
-"""The courier as a process of its own: what it does from its fork to its end.
+"""The courier as a process of its own, from its fork to its end.
 
-One thread reads what the trainer sends; each Checkpointer of the trainer has a session, whose jobs are done on a thread
-of its own, on communicators of its own. When the trainer has ended, what it has posted is brought to its end, for as
-long as that gets on; then the process ends.
+One thread reads what the trainer sends. Each Checkpointer of the trainer has a session, with its own thread for jobs
+and its own communicators. When the trainer has ended, the courier goes on with the posted jobs for up to 4 s
+(`ORPHAN_S`) and then ends. It drops a commit that takes longer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READ_NBYTES = 1 << 20
 
 
 class _Forward(logging.Handler):
-    """Lets the trainer say what the courier logs."""
+    """Sends what the courier logs to the trainer, which logs it."""
 
     def __init__(self, link: Link):
         super().__init__()
@@ -43,13 +43,13 @@ class _Forward(logging.Handler):
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {text_of(record.exc_info[1])}"
         if self._link.is_lost.is_set():
-            with contextlib.suppress(OSError):  # its launcher may have ended, too, which read that
+            with contextlib.suppress(OSError):  # the launcher, which read the output, may have ended, too
                 print(f"mlflash courier: {text}", flush=True)
         self._link.send(Kind.EVENT, 0, 0, "log", (record.levelno, text))
 
 
 def run(forked: Forked) -> None:
-    """Be a courier until the trainer says that it ends, or has ended. The entry point of the forked process."""
+    """Be a courier until the trainer closes the connection or ends. The entry point of the forked process."""
     comm = None
     if forked.has_mpi:
         comm = load_mpi().COMM_WORLD
@@ -68,7 +68,7 @@ def run(forked: Forked) -> None:
 
 
 def _serve(forked: Forked, link: Link, comm: Any, sessions: dict[int, Hosted]) -> None:
-    """Do what the trainer says, until it has ended."""
+    """Do what the trainer sends, until it has ended."""
     stream, files = wire.Stream(), deque[int]()
     poll = select.poll()
     poll.register(link.sock, select.POLLIN)
@@ -85,7 +85,7 @@ def _serve(forked: Forked, link: Link, comm: Any, sessions: dict[int, Hosted]) -
                 return
             for frame in stream.add(received):
                 _take(frame, link, comm, sessions, files)
-        elif forked.trainer_pidfd in ready:  # what it had sent is read
+        elif forked.trainer_pidfd in ready:  # everything that it had sent has been read
             return
 
 
@@ -100,12 +100,12 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], file
     if frame.kind is Kind.REPLY:
         link.replied(frame)
         return
-    if frame.session not in sessions and frame.kind in (Kind.ASK, Kind.CLOSE):  # it was freed by the last courier
+    if frame.session not in sessions and frame.kind in (Kind.ASK, Kind.CLOSE):  # the last courier has freed it
         gone = Outcome(Closed("this Checkpointer was closed"), False, wire.NOTHING)
         link.send(Kind.ANSWER, frame.session, frame.number, frame.name, gone)
         return
     if frame.session not in sessions:
-        raise BadMessage(f"there is no session {frame.session}")
+        raise BadMessage(f"a frame for session {frame.session}, which does not exist")
     hosted = sessions[frame.session]
     if frame.kind is Kind.POST:
         hosted.post(frame, files)
@@ -119,11 +119,11 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], file
             del sessions[number]
         threading.Thread(target=hosted.close, args=(frame,), name="mlflash-close", daemon=True).start()
     else:
-        raise BadMessage(f"a trainer sends no frame of kind {frame.kind}")
+        raise BadMessage(f"a frame of kind {frame.kind}, which trainers do not send")
 
 
 def _finish(sessions: dict[int, Hosted]) -> None:
-    """Bring to its end what a trainer has posted that is dead, as long as it gets on."""
+    """Wait up to `ORPHAN_S` for the jobs that the ended trainer has posted, and give up what is left."""
     end = time.monotonic() + ORPHAN_S
     for hosted in sessions.values():
         hosted.finish(end)

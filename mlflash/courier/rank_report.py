@@ -1,4 +1,4 @@
-"""What a rank can tell about itself."""
+"""What a rank can report about itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..version import __version__
 
 
 class RankReport:
-    """What a rank can tell about itself. Not collective.
+    """What a rank can report about itself. Not collective.
 
     Args:
         context: this rank's slots and communicators.
@@ -25,17 +25,17 @@ class RankReport:
 
     @property
     def survives(self) -> str:
-        """What may die without a committed step being lost; see `Checkpointer.survives`."""
+        """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
         context = self._context
         survival = of(context.world.topology, context.protection.placement, context.shares)
         return describe(survival, context.domains_by_kind)
 
     def report(self) -> dict[str, Any]:
-        """Give counters and the like, see `report_of`."""
+        """Counters and more, see `report_of`."""
         return report_of(self._context, self._drains.last)
 
     def of_run(self) -> dict[str, Any]:
-        """Give what does not change while this run goes on, for its recorder."""
+        """Facts that do not change during this run, for its recorder."""
         world, config, protection = self._context.world, self._context.config, self._context.protection
         return {
             "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
@@ -46,17 +46,17 @@ class RankReport:
 
 
 def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
-    """Give counters, seconds per verb, and how this rank is placed. Not collective.
+    """Counters, seconds per verb, and the placement of this rank. Not collective.
 
     Returns:
-        ``enabled`` (whether anything is done; where not the rest is there, and empty), ``rank``, ``node``,
-        ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold copies), ``shared with``
-        (ranks that store together what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
-        ``restored_from`` (node whose memory the last restore took this rank's state from, the folder of the
-        directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
-        ``send rate`` (bytes per second at most; None: no limit), ``slowdown`` (of the last steps beside the courier,
-        where ``max_slowdown`` is set), ``slots`` (what they hold, file, use, rank, step and bytes of each),
-        ``counts`` and ``seconds``.
+        ``enabled`` (False if mlflash is off; then all other values are empty), ``rank``, ``node``, ``scheme``,
+        ``group`` (ranks that protect each other), ``partners`` (ranks that hold copies), ``shared with`` (ranks that
+        together store what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
+        ``restored_from`` (the source of this rank's state at the last restore: the node whose memory had it, the folder
+        of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
+        ``send rate`` (largest number of bytes per second; None: no limit), ``slowdown`` (of the last steps while the
+        courier worked, if ``max_slowdown`` is set), ``slots`` (for each: what it holds, file, use, rank, step and
+        bytes), ``counts`` and ``seconds``.
     """
     world, replicas = context.world, context.replicas
     holds = {

@@ -1,4 +1,4 @@
-"""What a Checkpointer has its courier do, and what the connection to it wants of a Checkpointer."""
+"""The jobs that a Checkpointer gives to its courier, and what the connection needs from a Checkpointer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Sent:
 
     packed: bytes
     fds: tuple[int, ...] = ()
-    is_kept: bool = False  # for the next courier, where this one has ended
+    is_kept: bool = False  # sent to the next courier if this one has ended
 
 
 class RemoteJob:
-    """A job that the courier does; see `mpi.job_thread.Job`.
+    """A job for the courier; see `mpi.job_thread.Job`.
 
     Attributes:
-        is_kept: whether the next courier does it, where this one ends in the middle of it.
+        is_kept: whether the next courier does it if this one ends in the middle of it.
     """
 
     def __init__(self, session: Session, frame: Callable[[], Sent], number: int, answers: Any,
@@ -34,7 +34,7 @@ class RemoteJob:
         self.session, self.frame, self.number, self.answers = session, frame, number, answers
         self.on_late, self.on_refused = on_late, on_refused
         self.is_sent = self.is_commit = self.is_kept = self.was_staged = False
-        self.unit = 0  # that it belongs to; 0: none
+        self.unit = 0  # the unit it belongs to; 0: none
         self.sent = threading.Event()
         self.woken = threading.Event()
         self.result: Any = None
@@ -43,11 +43,11 @@ class RemoteJob:
 
     @property
     def request(self) -> SaveRequest | None:
-        """Of the save that it is; None: it is none."""
+        """The request, if the job is a save; None otherwise."""
         return getattr(self.answers, "request", None)
 
     def make_fail(self) -> bool:
-        """Make a save that one courier had been told of one that fails, for the next; whether it was not so before."""
+        """Turn a save that the last courier knew into one that fails on the next. Return whether it was not one yet."""
         request = self.request
         assert request is not None
         if request.slot is None and request.share is None and request.problem is not None:
@@ -55,7 +55,7 @@ class RemoteJob:
         try:
             self.answers.cancel_deferred()
         except DeadlineExceeded:
-            pass  # a device is still at it: that file is given to nobody
+            pass  # a device still writes: no save gets that file
         self.was_staged = request.problem is None
         request.problem = request.problem or SaveFailed("its courier has ended", step=request.step)
         request.slot = request.share = request.plan = None
@@ -63,14 +63,14 @@ class RemoteJob:
         return True
 
     def be_late(self, error: DeadlineExceeded) -> None:
-        """Hear that the courier is past its deadline, and still at it."""
+        """Note that the courier has passed its deadline and still works."""
         self.late = error
         if self.on_late is not None:
             self.on_late(error)
         self.woken.set()
 
     def refuse(self, why: MlflashError) -> None:
-        """Say that the courier will not do it."""
+        """Note that the courier will not do it."""
         if not self.woken.is_set() and self.on_refused is not None:
             self.on_refused(why)
         self.session.forget(self)
@@ -80,41 +80,41 @@ class RemoteJob:
 
 
 class Session(Protocol):
-    """A Checkpointer that has this connection.
+    """A Checkpointer that uses this connection.
 
     Attributes:
-        ranks: of the job, those that have it.
+        ranks: ranks of the job that have it.
     """
 
     ranks: tuple[int, ...]
 
     def take(self, frame: Frame) -> None:
-        """Take a frame in; on the thread that receives."""
+        """Process a frame. Called on the receiving thread."""
 
     def lose(self, why: Closed) -> None:
-        """Let nobody wait for a courier that has ended, and has no successor."""
+        """End all waits for a courier that has ended and has no successor."""
 
     def forget(self, job: RemoteJob) -> None:
-        """Wait no more for an answer to a job, and let go what its save holds."""
+        """Stop waiting for an answer to a job, and release what its save holds."""
 
     def wait_done(self, timeout_s: float) -> None:
-        """Wait until all that the courier was told to do has ended, or for so many seconds."""
+        """Wait until everything that was sent to the courier has ended, or for ``timeout_s``."""
 
     def go_down(self, pid: int, why: str) -> None:
-        """Let what is on its way fail: the courier is going to be another one. May be called twice."""
+        """Fail what is under way, because another courier follows. May be called twice."""
 
     def wait_unused(self) -> None:
-        """Wait until nothing is done any more for the last courier, and no slot is being filled.
+        """Wait until nothing is done for the last courier any more and no slot is being filled.
 
         Raises:
-            DeadlineExceeded: it is not so in time.
+            DeadlineExceeded: this takes too long.
         """
 
     def check(self, job: RemoteJob) -> None:
-        """Raise Closed where a job belongs to what another rank cannot go on with; see `units`."""
+        """Raise Closed if a job belongs to a unit that another rank cannot continue; see `units`."""
 
     def fail_later(self, job: RemoteJob) -> None:
-        """Make a save of the last courier one that fails, for the next one."""
+        """Turn a save of the last courier into one that fails, for the next courier."""
 
     def come_up(self) -> None:
         """Introduce this Checkpointer to the next courier. Collective over its ranks."""

@@ -1,4 +1,4 @@
-"""The trainer of a courier that is a process: what it is asked and told in the middle of a job."""
+"""The courier process's side of its trainer: questions and notices to it in the middle of a job."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .wire_format import Frame, Kind, Outcome
 
 
 class TrainerLost(MlflashError):
-    """The trainer has ended, and cannot answer."""
+    """The trainer has ended and cannot answer."""
 
 
 class Link:
-    """The socket to the trainer, as all threads of the courier use it. Not collective.
+    """The socket to the trainer, shared by all threads of the courier. Not collective.
 
     Args:
-        sock: of it.
-        trains_on: its cores.
+        sock: the socket.
+        trains_on: the trainer's cores.
     """
 
     def __init__(self, sock: socket.socket, trains_on: frozenset[int] = frozenset()):
@@ -39,7 +39,7 @@ class Link:
         self._questions = 0
 
     def send(self, kind: Kind, session: int, number: int, name: str, body: object) -> None:
-        """Send a frame; nothing happens where the trainer has gone."""
+        """Send a frame. If the trainer has gone, do nothing."""
         packed = wire.pack(kind, session, number, name, wire.encode(body))
         with self._sending:
             try:
@@ -48,17 +48,17 @@ class Link:
                 self.lose()
 
     def lose(self) -> None:
-        """Note that the trainer has gone: who waits for it is told."""
+        """Note that the trainer has gone, and wake all threads that wait for it."""
         self.is_lost.set()
         for woken, _ in list(self._waiting.values()):
             woken.set()
 
     def ask(self, world: World, session: int, job: int, name: str, *values: object) -> Any:
-        """Ask the trainer something in the middle of a job, and wait for the answer as the job waits for others.
+        """Ask the trainer something in the middle of a job. While this waits, MPI progresses as in other waits.
 
         Raises:
             TrainerLost: it has ended.
-            MlflashError: what it has raised.
+            MlflashError: what the trainer has raised.
         """
         _, gives = wire.QUESTIONS[name]
         self._questions += 1
@@ -77,14 +77,14 @@ class Link:
             del self._waiting[number]
 
     def replied(self, frame: Frame) -> None:
-        """Hand an answer to who waits for it."""
+        """Pass an answer to the thread that waits for it."""
         woken, replies = self._waiting.get(frame.number, (threading.Event(), []))
         replies.append(frame)
         woken.set()
 
 
 class RemoteTrainer:
-    """The trainer, as a session sees it: see `startup.context.TrainerEnd`."""
+    """The trainer as a session sees it: see `startup.context.TrainerEnd`."""
 
     def __init__(self, link: Link, session: int, world: World):
         self._link, self._session, self._world = link, session, world
@@ -93,7 +93,7 @@ class RemoteTrainer:
         try:
             given: list[SlotId] = self._link.ask(self._world, self._session, 0, "prepare", [*wanted], [*waiting])
         except TrainerLost:
-            return []  # nobody fills them any more, but nobody has said which were
+            return []  # no slot is being filled any more, but it is unknown which ones were
         return given
 
     def update(self, files: Iterable[SlotFile]) -> None:
@@ -110,14 +110,14 @@ class RemoteTrainer:
 
 
 class RemoteAnswers:
-    """What a trainer answers in the middle of one of its jobs: see `save_request.Trainer`.
+    """A trainer's answers in the middle of one of its jobs: see `save_request.Trainer`.
 
     Args:
         link: to the trainer.
         session, world: number of the session, and its ranks.
         job: number of the job.
-        request: of the save; None: it is none.
-        plan_of: gives the plan of a number, for a manifest of so many bytes.
+        request: of the save; None if the job is no save.
+        plan_of: returns the plan with a number, for a manifest of a given size.
     """
 
     def __init__(self, link: Link, session: int, world: World, job: int, request: SaveRequest | None,
@@ -178,11 +178,11 @@ class RemoteAnswers:
             try:
                 self._ask("cancel_deferred")
             except TrainerLost:
-                pass  # what it was copying ended with it
+                pass  # its copies ended with it
 
     def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
         self._tell("ended", (error, skipped, time.monotonic() if at is None else at))
 
 
 def _lost() -> SaveFailed:
-    return SaveFailed("its trainer ended before all was copied")
+    return SaveFailed("its trainer ended before everything was copied")

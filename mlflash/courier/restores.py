@@ -1,4 +1,4 @@
-"""What the courier does for a restore: it chooses a checkpoint, brings it, and makes its redundancy whole again."""
+"""The courier's part of a restore: it chooses a checkpoint, fetches it, and restores its redundancy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ..startup.context import Context
 
 @dataclasses.dataclass(frozen=True)
 class _Checked:
-    """A checkpoint of this rank that was found and verified, for a restore that comes at once.
+    """A checkpoint of this rank that was found and verified, for a restore that follows at once.
 
     Attributes:
-        home: it.
+        home: the checkpoint.
         asked: what was asked for.
-        generation: of the newest attempt when it was found: a save since may have written over it.
+        generation: of the newest attempt at that time. A later save may have overwritten the checkpoint.
     """
 
     home: RankCheckpoint
@@ -45,7 +45,7 @@ class _Checked:
 
 
 class FoundCheckpoints:
-    """What was found for restores, and the handlers of their messages.
+    """The checkpoints found for restores, and the handlers of the messages about them.
 
     Args:
         context: this rank's slots and communicators.
@@ -58,7 +58,7 @@ class FoundCheckpoints:
     def __init__(self, context: Context, drains: DrainQueue):
         self._context, self._drains, self._sources = context, drains, Sources(context, drains)
         self._checked: _Checked | None = None
-        self._found: RankCheckpoint | FoundElsewhere | None = None  # the newest; mapped until the next one
+        self._found: RankCheckpoint | FoundElsewhere | None = None  # the newest; stays mapped until the next one
         self.table: dict[type[Message], Callable[..., Any]] = {
             asked.Choose: self._choose,
             asked.Exchange: self._exchange,
@@ -84,9 +84,9 @@ class FoundCheckpoints:
         return self._told(found)
 
     def _take_checked(self, wanted: WantedStep) -> RankCheckpoint | None:
-        """Take what was verified just now; None where it is something else, or may have changed since. Collective."""
+        """Take what was just verified. None if something else is wanted, or if it may have changed. Collective."""
         checked, self._checked = self._checked, None
-        if checked is None:  # on all ranks
+        if checked is None:  # the same on all ranks
             return None
         home, context = checked.home, self._context
         same = checked.asked == wanted or wanted == WantedStep(home.header.step)
@@ -104,7 +104,7 @@ class FoundCheckpoints:
         return FoundInMemory(found.attempt, found.step, found.restores, None, homes, found.files, *told)
 
     def _mapped(self) -> dict[int, Segment]:
-        """What is mapped, of this rank's slots and of what was found, by inode."""
+        """The mapped segments, of this rank's slots and of what was found, by inode."""
         homes = [self._found] if isinstance(self._found, RankCheckpoint) else []
         homes += [*self._found.homes.values()] if isinstance(self._found, FoundElsewhere) else []
         slots = [slot for home in homes for slot in (home.slot, *home.shares)]
@@ -112,14 +112,14 @@ class FoundCheckpoints:
         return {**found, **self._context.pool.mapped()}
 
     def _unmap(self) -> None:
-        """Unmap what was found before, but for this rank's own slots."""
+        """Unmap what was found before, except this rank's own slots."""
         found, self._found = self._found, None
         if found is not None:
             homes = [found] if isinstance(found, RankCheckpoint) else [*found.homes.values()]
             self._context.pool.unmap_others(slot for home in homes for slot in (home.slot, *home.shares))
 
     def _exchange(self, message: asked.Exchange) -> bool:
-        """Serve parts of what this rank reads, and get those that it asks for. Collective over the world."""
+        """Send the parts that other ranks ask for, and get those that this rank asks for. Collective over the world."""
         context = self._context
         if context.world.agree([int(not message.asked)])[0]:
             return True
@@ -144,20 +144,20 @@ class FoundCheckpoints:
         for rank, file in message.homes.items():
             slot = open_file(file)
             if slot.header is None or (slot.header.attempt, slot.header.rank) != (message.attempt, rank):
-                raise CorruptSlot(f"{slot.name} does not hold any more what is read", rank=rank)
+                raise CorruptSlot(f"{slot.name} no longer holds the checkpoint that is being read", rank=rank)
             homes[rank] = open_rank_checkpoint(open_file, context.world.node_index, slot, message.files)
 
     def _hold_older(self, home: Slot) -> None:
-        """Keep saves from the step before, whether the restored one can be loaded or not.
+        """Protect the step before from saves, whether the restored one can be loaded or not.
 
-        Until its copies are made only that covers a lost node.
+        Until the copies of the restored step are made, only the step before survives the loss of a node.
         """
         self._context.pool.hold_older()
         self._context.unhealed = home
 
     def _restored(self, message: asked.Restored) -> None:
         context = self._context
-        context.gives_way = True  # what is newer, and could not be restored, has no claim to room any more
+        context.gives_way = True  # newer steps that could not be restored may now be deleted to make room
         context.examiner.forget()
         if message.own is not None:
             home = context.pool.own[message.own]
@@ -176,7 +176,7 @@ class FoundCheckpoints:
         recorder.holds(context.pool.nbytes)
 
     def _mark(self, message: asked.Mark) -> int:
-        """Write what somebody says of a step into all files that hold it. Collective over the world."""
+        """Write a verdict on a step into all files that hold it. Collective over the world."""
         context, verdict = self._context, Verdict.GOOD if message.is_good else Verdict.BAD
         world = context.world
         mine: set[Attempt] = set()
@@ -197,7 +197,7 @@ class FoundCheckpoints:
         world.on_all(write_folders)
         context.certification.mark(found, message.is_good)
         if message.is_good and context.certification.certified is not None:
-            context.examiner.forget()  # what is there now is what is usual
+            context.examiner.forget()  # from now on the present values are the normal ones
         return len(found) + int(world.broadcast(len(folders), 0))
 
     def _steps(self, message: asked.Steps) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the courier does for one Checkpointer: a handler for each message of its trainer."""
+"""The courier's side of one Checkpointer: a handler for each message of its trainer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Session:
     Args:
         config: of the job.
         world: the communicators.
-        jobs: runs the jobs one after the other, and lets drains go on behind.
-        told_drain: is told of each drain that begins.
-        trains_on: the cores of a trainer that is another process; None: it is this one.
+        jobs: runs the jobs one after the other, and advances drains in between.
+        told_drain: called with each drain that begins.
+        trains_on: the cores of the trainer, if it is another process; None: it is this one.
 
     Attributes:
-        context: what saving, draining and restoring work with; it is there from `Start` on.
+        context: what saving, draining and restoring work with; it exists from `Start` on.
     """
 
     context: Context
@@ -59,15 +59,15 @@ class Session:
         }
 
     def attach(self, trainer: TrainerEnd) -> None:
-        """Tell a trainer from now on what concerns it. Not collective."""
+        """Set the trainer that is told about changes from now on. Not collective."""
         self.context.trainer = self.context.pool.trainer = trainer
 
     def handle(self, message: Message, answers: Any = None) -> Any:
-        """Do what a message asks for. Collective as that is; for the thread that may call MPI.
+        """Do what a message asks for. Collective if the message is; on the thread that may call MPI.
 
         Args:
             message: what is asked.
-            answers: what the trainer can be asked meanwhile.
+            answers: the trainer, for questions in the meantime.
 
         Raises:
             MlflashError: on all ranks.
@@ -75,14 +75,14 @@ class Session:
         handler = self._handlers[type(message)]
         try:
             result = handler(message) if answers is None else handler(message, answers)
-        except MlflashError:  # agreed on by all ranks: nothing is on its way any more
+        except MlflashError:  # all ranks have agreed on it, so no operation is pending
             self._tell()
             raise
         self._tell()
         return result
 
     def answer(self, message: Message) -> Any:
-        """Answer what is asked at once. Not collective; any thread."""
+        """Answer a message that is not a job. Not collective; any thread."""
         match message:
             case asked.AskDrain():
                 self._drains.ask()
@@ -95,14 +95,14 @@ class Session:
             case asked.Survives():
                 return self._report.survives
             case _:
-                raise TypeError(f"nothing that is answered at once: {message}")
+                raise TypeError(f"this message is a job and cannot be answered at once: {message}")
         return None
 
     def close(self, abandon: bool) -> None:
-        """Let go of memory, when no job is done any more. Not collective.
+        """Release memory, after the last job. Not collective.
 
         Args:
-            abandon: the courier may still be inside of MPI, with the slots as its buffers.
+            abandon: whether the courier may still be inside MPI, with the slots as its buffers.
         """
         if hasattr(self, "context"):
             self._scrubber.close()
@@ -117,7 +117,7 @@ class Session:
 
     def _free(self) -> None:
         crash_points.reach("close.asked")
-        self._world.agree([])  # a barrier: nobody leaves whom others still wait for
+        self._world.agree([])  # a barrier: no rank leaves while others still wait for it
         self._jobs.when_idle = None
         self._scrubber.close()
         self._drains.free()
@@ -129,7 +129,7 @@ class Session:
         signer, problem = Signer(), start.problem
         try:
             signer = signer_of(self._config) if world.rank == 0 else signer
-        except ConfigError as error:  # the others are told, too
+        except ConfigError as error:  # the other ranks must know, too
             problem = problem or error
         self.context = context = make(
             self._config, world, problem, start.replicas, start.domains, start.start, self._trains_on
@@ -169,7 +169,7 @@ class Session:
         self.context.settle_shared(message.held, state)
 
     def _make_room(self, message: asked.MakeRoom) -> None:
-        """Make room for what a restore puts together."""
+        """Make room for the state that a restore puts together."""
         context = self.context
         context.gives_way = context.gives_way or message.gives_way
         slot, share = self._keep(message)
@@ -182,7 +182,7 @@ class Session:
         return self.context.pool.receive(message.slots, message)
 
     def _commit_restored(self, message: asked.CommitRestored, trainer: Trainer) -> None:
-        """Commit what was put together; then the old slots may go. Where it cannot be, they stay."""
+        """Commit the state that a restore put together; then the old slots may go. If that fails, they stay."""
         context = self.context
         context.examiner.forget()
         save = commit.Save(message.request, trainer, context, is_restored=True)

@@ -1,4 +1,4 @@
-"""The drain that a courier tells its trainer of (`wire_format.DrainWire`), as the trainer sees it."""
+"""A drain as the trainer sees it, from the reports of the courier process (`wire_format.DrainWire`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class ToldDrain:
     """The newest drain. Not collective.
 
     Args:
-        config: its deadline is that of whoever waits for a drain.
+        config: its deadline applies to everyone who waits for a drain.
 
     Attributes:
-        drains: is told of each drain that begins; it is to be set before any does.
+        drains: is told of each drain that begins. Set it before the first one.
     """
 
     drains: Drains
@@ -26,7 +26,7 @@ class ToldDrain:
         self._number, self._drain = 0, None  # type: tuple[int, Drain | None]
 
     def take(self, told: DrainWire) -> None:
-        """Note how far it is."""
+        """Process a report of its progress."""
         drain = self._drain
         if drain is None or told.number != self._number:
             drain = Drain(told.step, patience_s=self._config.timeout_s)
@@ -39,6 +39,6 @@ class ToldDrain:
             drain.seconds = told.seconds
 
     def lose(self) -> None:
-        """Let it fail, as its courier has ended."""
+        """Fail the drain, because its courier has ended."""
         if self._drain is not None and not self._drain.done:
             self._drain.end(DrainFailed("the courier of this rank has ended", step=self._drain.step))

@@ -1,4 +1,4 @@
-"""Plans of slots that a courier was told of, so that saves name them by a number (`wire_format.PlanWire`)."""
+"""Plans of slots that the courier already knows, so that saves refer to them by number (`wire_format.PlanWire`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .wire_format import PlanWire
 
 
 class ToldPlans:
-    """The plan that the courier was told of last. Not collective.
+    """The last plan that was sent to the courier. Not collective.
 
     Args:
-        number: gives a number that was not given before.
+        number: returns a new number.
     """
 
     def __init__(self, number: Callable[[], int]):
@@ -21,11 +21,11 @@ class ToldPlans:
         self._last: tuple[int, Plan] | None = None
 
     def forget(self) -> None:
-        """Note that the courier is another one, which knows of none."""
+        """Note that there is a new courier, which knows no plan."""
         self._last = None
 
     def number_of(self, plan: Plan | None) -> tuple[int, PlanWire | None]:
-        """The number of a plan, -1 for none; and what the courier is to be told first, where it does not know it."""
+        """The number of a plan (-1 for None), and the plan itself if the courier must be told of it first."""
         if plan is None:
             return -1, None
         if self._last is not None:
@@ -37,6 +37,6 @@ class ToldPlans:
         return told.number, told
 
     def tell(self, plan: Plan) -> PlanWire:
-        """What the courier is to be told of a plan, under a new number."""
+        """The message that tells the courier of a plan, with a new number."""
         self._last = self._number(), plan
         return PlanWire(self._last[0], dataclasses.replace(plan, manifest=b""))

@@ -1,8 +1,8 @@
-"""Which jobs belong together, so that they fail together where couriers are started anew in the middle of them.
+"""Groups jobs into units that fail together if couriers are started anew in the middle of them.
 
-All ranks do the same things in the same order, and number them alike: a unit is one of them, such as a restore, with
-all its jobs. Couriers that end take the jobs along that they were doing, and each rank may have come to another one. So
-no rank goes on in a unit that any rank was in: what it posted next would meet other jobs on the other ranks.
+A unit is one operation, such as a restore, with all its jobs. All ranks do the same operations in the same order and
+number them alike. When couriers end, the jobs that they were doing are lost, and each rank may have reached another
+job. So no rank continues a unit that any rank was in: its next job would meet other jobs on the other ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Units:
         self._inside: dict[int, int] = {}  # by thread
         self._failed = 0
         self.interrupted = 0
-        """The newest that this rank was in when its courier ended; 0: none."""
+        """The newest unit that this rank was in when its courier ended; 0: none."""
 
     @contextlib.contextmanager
     def unit(self, joins: bool = False) -> Iterator[None]:
-        """Make one unit of all jobs that this thread posts meanwhile.
+        """Put all jobs that this thread posts in the ``with`` block into one unit.
 
         Args:
-            joins: inside of another unit, they are that one's.
+            joins: whether jobs inside another unit belong to that unit.
         """
         me = threading.get_ident()
         before = self._inside.get(me)
@@ -44,17 +44,17 @@ class Units:
 
     @property
     def number(self) -> int:
-        """Of the unit that this thread is in; 0: it is in none."""
+        """The number of the unit that this thread is in; 0: none."""
         return self._inside.get(threading.get_ident(), 0)
 
     def interrupt(self) -> None:
-        """Note which units this rank is in, as its courier has ended."""
+        """Note which units this rank is in, because its courier has ended."""
         self.interrupted = max([self._failed, *list(self._inside.values())])
 
     def fail(self, newest: int) -> None:
-        """Let all units up to one fail: some rank was in it."""
+        """Fail all units up to a number, because some rank was in it."""
         self._failed = max(self._failed, newest)
 
     def has_failed(self, number: int) -> bool:
-        """Whether nothing of a unit may be done any more."""
+        """Whether a unit must not continue."""
         return 0 < number <= self._failed

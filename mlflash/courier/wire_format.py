@@ -1,8 +1,8 @@
-"""How a trainer and the process that is its courier talk: frames on a socket; docs/protocol.md has all of it.
+"""The messages between a trainer and its courier process: frames on a socket. docs/protocol.md describes all of them.
 
 A frame is its length in four bytes, big endian, and a MessagePack array: kind, session, number, name, body. The name
-says what the body is; whatever is not exactly of that type ends the connection. Nothing of it is a pickle of the other
-side's, and no class is made but those of the tables here. Source of the encoding: msgpack.org.
+determines the type of the body. A body that is not exactly of that type ends the connection. No message is a pickle,
+and a decoder creates only the classes of the tables below. Source of the encoding: msgpack.org.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _LENGTH_NBYTES = 4
 
 
 class BadMessage(ConnectionError):
-    """What was received is no message of this protocol."""
+    """The bytes received are no message of this protocol."""
 
 
 class Kind(enum.IntEnum):
     """Who sends a frame, and what it is.
 
-    From the trainer: OPEN and CLOSE a session; POST a job; ASK something that is answered beside the jobs; TELL
-    something; REPLY to a question. From the courier: LATE and DONE, of a job; ANSWER, to what was asked; QUESTION, in
-    the middle of a job; EVENT, which is not answered.
+    From the trainer: OPEN and CLOSE a session; POST a job; ASK a question outside of jobs; TELL something; REPLY to a
+    question. From the courier: LATE and DONE, about a job; ANSWER to an ASK; QUESTION in the middle of a job; EVENT,
+    which gets no answer.
     """
 
     OPEN = 1
@@ -63,10 +63,10 @@ class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A frame.
 
     Attributes:
-        kind: see there.
-        session: the Checkpointer that it is about.
-        number: of a job, or of what is asked: the answer has the same.
-        name: says what the body is.
+        kind: see `Kind`.
+        session: the Checkpointer that the frame is about.
+        number: of a job or a question; the answer has the same number.
+        name: determines the type of the body.
         body: encoded.
     """
 
@@ -77,19 +77,19 @@ class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     body: msgspec.Raw
 
 
-# What crosses in another shape than inside of a process
+# Messages whose form differs from that inside a process
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The body of OPEN: a Checkpointer is made.
+    """The body of OPEN: the trainer has made a Checkpointer.
 
     Attributes:
         version: of this protocol.
         config: of the job.
-        log_level: of what the courier logs, from which on the trainer wants to have it.
-        ranks: of the couriers, those that have this Checkpointer, in its order.
-        before: how many Checkpointers these ranks have had before.
+        log_level: lowest level of the courier's log lines that the trainer wants.
+        ranks: the couriers that have this Checkpointer, in its order.
+        before: number of Checkpointers that these ranks have had before.
     """
 
     version: int
@@ -101,7 +101,7 @@ class Opened:
 
 @dataclasses.dataclass(frozen=True)
 class SaveWire:
-    """A `SaveRequest`. ``plan`` is the number of one that was told before, or -1; its manifest lies in the slot."""
+    """A `SaveRequest`. ``plan`` is the number of a plan sent before, or -1. The manifest of the plan is in the slot."""
 
     step: int
     problem: MlflashError | None
@@ -122,7 +122,7 @@ class SaveWire:
 
 @dataclasses.dataclass(frozen=True)
 class PlanWire:
-    """A `Plan` without its manifest, and the number by which saves name it from now on."""
+    """A `Plan` without its manifest, and the number by which saves refer to it from now on."""
 
     number: int
     plan: Plan
@@ -130,7 +130,7 @@ class PlanWire:
 
 @dataclasses.dataclass(frozen=True)
 class PartWire:
-    """A `WantedPart`, and where in the file that came with the frame its bytes go."""
+    """A `WantedPart`, and where its bytes go in the file that came with the frame."""
 
     rank: int
     number: int
@@ -142,7 +142,7 @@ class PartWire:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeWire:
-    """An `Exchange` of at most so much as fits into the file that comes with the frame."""
+    """An `Exchange` that asks for no more than fits into the file that comes with the frame."""
 
     attempt: Attempt
     homes: Mapping[int, int]
@@ -152,7 +152,7 @@ class ExchangeWire:
 
 @dataclasses.dataclass(frozen=True)
 class FoundWire:
-    """What `Choose` gives: one of the two, or none."""
+    """The result of `Choose`: one of the two, or neither."""
 
     in_memory: FoundInMemory | None
     in_directory: Listed | None
@@ -160,7 +160,7 @@ class FoundWire:
 
 @dataclasses.dataclass(frozen=True)
 class DrainWire:
-    """How far a drain is; see `Drain`."""
+    """The progress of a drain; see `Drain`."""
 
     number: int
     step: int
@@ -177,12 +177,12 @@ class DrainWire:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job, or what was asked, has ended.
+    """How a job or a question has ended.
 
     Attributes:
         error: what it raised; then there is no result.
-        refused: whether it was not begun, as the courier does nothing any more.
-        result: encoded as its name says.
+        refused: whether it was not begun, because the courier has stopped working.
+        result: encoded; the name of the frame determines its type.
     """
 
     error: MlflashError | None
@@ -196,17 +196,17 @@ _DIRECT = (asked.Start, asked.GoBeyond, asked.Free, asked.Agree, asked.Gather, a
            asked.Scavenge, asked.Mark, asked.HealNewest, asked.AskDrain, asked.GiveUpDrain, asked.Report,
            asked.RunFacts, asked.Survives)  # fmt: skip
 
-# By name: the type of what is posted or asked.
+# By name: the type of a job or question.
 MESSAGES: dict[str, Any] = {one.__name__: one for one in _DIRECT} | {
     "Commit": SaveWire, "CommitRestored": SaveWire, "Exchange": ExchangeWire,
 }  # fmt: skip
-# By name: the type of what it gives, where that is not nothing.
+# By name: the type of its result, if it has one.
 RESULTS: dict[str, Any] = {
     "Start": Started, "Commit": int, "Agree": list[int], "Gather": list[bytes], "Broadcast": bytes, "Choose": FoundWire,
     "Exchange": bool, "Steps": list[int], "Scavenge": bool, "Mark": int, "HealNewest": int | None,
     "Report": dict[str, Any], "RunFacts": dict[str, Any], "Survives": str,
 }  # fmt: skip
-# By name: what the courier asks in the middle of a job, and what it gets.
+# By name: the types of a question of the courier in the middle of a job, and of its answer.
 QUESTIONS: dict[str, tuple[Any, Any]] = {
     "prepare": (tuple[list[tuple[SlotId, int]], list[SlotId]], list[SlotId]),
     "shareable": (tuple[()], list[ShareableLeaf]),
@@ -217,7 +217,7 @@ QUESTIONS: dict[str, tuple[Any, Any]] = {
     "is_changed": (tuple[()], MlflashError | None),
     "cancel_deferred": (tuple[()], None),
 }
-# By name: what the courier tells.
+# By name: the type of a notice from the courier.
 EVENTS: dict[str, Any] = {
     "update": list[SlotFile],
     "told_sharing": SharingNews,
@@ -229,7 +229,7 @@ EVENTS: dict[str, Any] = {
     "log": tuple[int, str],
     "broken": MlflashError,
 }
-# By name: what the trainer tells.
+# By name: the type of a notice from the trainer.
 TELLS: dict[str, Any] = {"step": None, "stalled": float, "plan": PlanWire}
 
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
@@ -238,7 +238,7 @@ _MOST = (1 << 63) - 1
 
 @dataclasses.dataclass(frozen=True)
 class ErrorWire:
-    """An error: the name of its class, of `mlflash.errors`, and its fields."""
+    """An error: the name of its class in `mlflash.errors`, and its fields."""
 
     name: str
     message: str
@@ -256,7 +256,7 @@ class ErrorWire:
 
 
 def _plain(value: object) -> Any:
-    """What an error holds, as something that can be sent: anything else as text, and text without lone surrogates."""
+    """A field of an error in a form that can be sent: other types become text, and text loses lone surrogates."""
     if value is None or type(value) in (bool, float) or (type(value) is int and abs(value) <= _MOST):
         return value
     return str(value).encode("utf-8", "replace").decode()
@@ -276,15 +276,15 @@ def _encoded(value: object) -> Any:
             tuple(map(_plain, value.nodes)), value.agreed, value.follows,
             tuple((int(step), _plain(why)) for step, why in reasons.items()),
         )  # fmt: skip
-    raise TypeError(f"{type(value)} is no part of a message")
+    raise TypeError(f"{type(value)} cannot be part of a message")
 
 
 def _decoded(kind: type, value: Any) -> Any:
     if kind is not MlflashError:
-        raise TypeError(f"{kind} is no part of a message")
+        raise TypeError(f"{kind} cannot be part of a message")
     told = msgspec.convert(value, ErrorWire)
     if told.name not in _ERRORS:
-        raise ValueError(f"no error of mlflash: {told.name[:80]!r}")
+        raise ValueError(f"an unknown error of mlflash: {told.name[:80]!r}")
     more = {"reasons": dict(told.reasons)} if told.reasons else {}
     error = _ERRORS[told.name](told.message, **more)
     for field in ("rank", "node", "step", "tensor", "expected", "found", "ranks", "nodes", "agreed", "follows"):
@@ -308,30 +308,30 @@ def decode(kind: Any, body: msgspec.Raw | bytes) -> Any:
     """Decode the body of a frame.
 
     Args:
-        kind: what it has to be: of the tables above.
+        kind: the type that it must have, from the tables above.
 
     Raises:
-        BadMessage: it is something else.
+        BadMessage: it has another type.
     """
     try:
         return msgspec.msgpack.decode(body, type=kind, dec_hook=_decoded)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise BadMessage(f"no {getattr(kind, '__name__', kind)}: {error}") from None
+        raise BadMessage(f"a body that is no {getattr(kind, '__name__', kind)}: {error}") from None
 
 
 def known(table: Mapping[str, Any], name: str) -> Any:
-    """What a table says of a name.
+    """The entry of a table for a name.
 
     Raises:
-        BadMessage: it is not in it.
+        BadMessage: the table has no such name.
     """
     if name not in table:
-        raise BadMessage(f"no message is called {name[:80]!r}")
+        raise BadMessage(f"an unknown message: {name[:80]!r}")
     return table[name]
 
 
 def pack(kind: Kind, session: int, number: int, name: str, body: bytes) -> bytes:
-    """Give the bytes of a frame.
+    """Encode a frame.
 
     Raises:
         MlflashError: it is too large.
@@ -345,16 +345,16 @@ def pack(kind: Kind, session: int, number: int, name: str, body: bytes) -> bytes
 
 
 class Stream:
-    """The frames in what arrives on one socket."""
+    """The frames in the bytes that arrive on one socket."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def add(self, received: bytes) -> Iterator[Frame]:
-        """Take in what has arrived; gives the frames that are whole, one after the other.
+        """Add the bytes that have arrived, and yield the frames that are complete.
 
         Raises:
-            BadMessage: the stream cannot be read on.
+            BadMessage: the rest of the stream cannot be read.
         """
         self._received += received
         while len(self._received) >= _LENGTH_NBYTES:
@@ -369,15 +369,15 @@ class Stream:
             try:
                 yield _frames.decode(raw)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                raise BadMessage(f"no frame: {error}") from None
+                raise BadMessage(f"bytes that are no frame: {error}") from None
 
 
 def result_of(frame: Frame) -> Any:
-    """What a job, or what was asked, has given.
+    """The result of a job or a question.
 
     Raises:
         MlflashError: what it has raised.
-        BadMessage: it is something else.
+        BadMessage: the frame is something else.
     """
     outcome: Outcome = decode(Outcome, frame.body)
     if outcome.error is not None:
@@ -389,7 +389,7 @@ def result_of(frame: Frame) -> Any:
 
 
 def save_wire(request: SaveRequest, plan: int, restores: int) -> SaveWire:
-    """Give a save as it is sent, with the number of its plan."""
+    """Encode a save for the courier, with the number of its plan."""
     nbytes = 0 if request.plan is None else request.plan.manifest_nbytes
     return SaveWire(
         request.step, request.problem, request.skip, request.slot, request.share, request.files, request.inode, plan,

@@ -61,7 +61,7 @@ def test_where_no_process_can_be_watched_it_is_a_thread_and_says_why(shm: Path, 
     script = SCRIPT.format(memory=str(shm), given="")
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE_S,
                           check=True, cwd="/")  # fmt: skip
-    assert "it is a thread (a process cannot be started for it; what was printed above says why)" in done.stdout
+    assert "it is a thread (a process cannot be started for it; the output above says why)" in done.stdout
     assert "no process can be watched here (pidfd_open: Operation not permitted)" in done.stderr
     assert "Traceback" not in done.stderr
     (tried,) = courier_trial.look("MPICH", env)

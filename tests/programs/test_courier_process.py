@@ -246,7 +246,7 @@ def test_no_rank_goes_on_in_what_another_rank_was_in_when_its_courier_was_killed
     result = job.wait()
     assert not result.returncode, result.log
     assert [record["rank"] for record in result.of("closed")] == [0, 1, 2] and not result.of("agreed"), result.log
-    assert all("started anew in the middle of this" in record["why"] for record in result.of("closed"))
+    assert all("started anew during this call" in record["why"] for record in result.of("closed"))
     assert [record["step"] for record in result.of("restored")] == [1] * 3
     assert all(record["same"] for record in result.of("restored"))
     assert len({record["step"] for record in result.of("end")}) == 1
