@@ -99,6 +99,15 @@ def run(
         os._exit(status)
 
 
+def ignore_signals_of_the_step() -> None:
+    """Ignore what a scheduler sends to all processes of a step: it is meant for the trainers. Not collective.
+
+    Zygotes and couriers end when their trainer does, and couriers commit what they were given first.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _leave(zygote_pid: int, kept: Collection[int]) -> None:
     os.setsid()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -106,6 +115,7 @@ def _leave(zygote_pid: int, kept: Collection[int]) -> None:
             signal.signal(number, signal.SIG_DFL)
         except OSError:  # one that the C library keeps for itself
             continue
+    ignore_signals_of_the_step()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a trainer that has gone is an OSError of a write, as in any Python
     # Nobody would see its end or remove what it leaves.
     end_with(zygote_pid)

@@ -368,8 +368,7 @@ def main(arguments: list[str]) -> NoReturn:
     """Be the zygote of a trainer. Not collective."""
     trainer_pid, _, passed = arguments[1].partition(":")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a trainer may have started it with some blocked
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # what a scheduler sends to a whole step is meant for the trainers
+    courier_process.ignore_signals_of_the_step()
     if passed:  # by a host that has started this
         trainer_pidfd = int(passed)
         os.set_inheritable(trainer_pidfd, False)

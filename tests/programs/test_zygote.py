@@ -95,6 +95,23 @@ def test_couriers_print_where_they_are_told_and_import_nothing_of_the_working_di
     zygote.stop(PATIENCE_S)
 
 
+def test_signals_that_a_scheduler_sends_to_a_whole_step_end_no_courier(tmp_path: Path, store: KeyValueStore) -> None:
+    source = (
+        "import os, signal\n"
+        "def run(courier):\n"
+        "    for name in ('INT', 'TERM', 'HUP', 'USR1', 'USR2'):\n"
+        "        os.kill(os.getpid(), signal.Signals['SIG' + name])\n"
+        "        os.kill(os.getppid(), signal.Signals['SIG' + name])\n"
+        "    print('commits')\n"
+    )
+    zygote = start(tmp_path, source)
+    end = zygote.wait(fork(zygote, store), PATIENCE_S)
+    assert (end.status, end.signal) == (0, None)
+    assert (tmp_path / "output").read_text() == "commits\n"
+    zygote.stop(PATIENCE_S)
+    assert zygote.process.returncode == 0
+
+
 def test_a_process_that_the_trainer_forked_has_no_zygote(tmp_path: Path, store: KeyValueStore) -> None:
     zygote = start(tmp_path, "run = print\n")
     fork(zygote, store)
