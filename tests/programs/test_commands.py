@@ -207,7 +207,7 @@ def test_every_kind_of_damage_is_found_in_memory(shm: Path) -> None:
         (damaged,) = document(shm, "verify", code=1)["memory"][0]["damaged"]
         assert damaged["file"] == path.name and word in damaged["damage"]
     path.write_bytes(good[: header.extents.table_start])
-    assert "bytes of" in document(shm, "verify", code=1)["memory"][0]["damaged"][0]["damage"]
+    assert "it has only" in document(shm, "verify", code=1)["memory"][0]["damaged"][0]["damage"]
     assert not document(shm, "status", code=1)["well"]
     path.write_bytes(good)
     document(shm, "verify")
