@@ -1,5 +1,5 @@
-"""What happens when a Checkpointer is made: the ranks connect, lock the job, and take over what earlier runs left.
+"""The creation of a Checkpointer: connect the ranks, lock the job, and take over what earlier runs left.
 
-In come the settings and the communicators; out comes the `context` that saving, draining and restoring work in: slots,
-protection, threads. It imports the rooms that these are from.
+The input is the settings and the communicators. The output is the `context` in which saving, draining and restoring
+work: slots, protection, threads. The room imports the rooms that these come from.
 """

@@ -1,8 +1,8 @@
-"""Which attempts are held in memory besides the newest, and when one of them is certified. Pure: alike on all ranks.
+"""Decides which attempts memory holds in addition to the newest, and when one is certified. Pure, alike on all ranks.
 
-A step is certified when its own values passed their checks, training went on from it for so many steps, and nothing
-that was saved meanwhile was suspect. One is tried at a time, so that memory has to hold it, the one that is certified,
-and the newest.
+A step is certified when its own values passed their checks, training went on from it for enough steps, and nothing
+saved in between was suspect. One step is on trial at a time. So memory must hold this one, the certified one, and the
+newest.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ..memory.slot_header import Attempt
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """An attempt, and its step."""
+    """An attempt and its step."""
 
     attempt: Attempt
     step: int
 
 
 class Certification:
-    """What is known of the attempts that memory holds.
+    """What is known about the attempts that memory holds.
 
     Args:
-        after: steps that training has to go on for; 0: nothing is certified.
-        keeps: whether a step that is suspect is given up rather than the one before it.
+        after: steps that training must continue for; 0: nothing is certified.
+        keeps: whether a suspect step is dropped instead of the step before it.
 
     Attributes:
-        certified: the newest that is; None: there is none.
-        held: the attempts that no save may write over.
+        certified: the newest certified attempt; None if there is none.
+        held: the attempts that no save may overwrite.
     """
 
     def __init__(self, after: int, keeps: bool):
@@ -41,22 +41,22 @@ class Certification:
         self.held: frozenset[Attempt] = frozenset()
 
     def certified_attempt(self) -> Attempt | None:
-        """The attempt of the newest that is certified; None: there is none."""
+        """The newest certified attempt; None if there is none."""
         return None if self.certified is None else self.certified.attempt
 
     @property
     def has_better(self) -> bool:
-        """Whether a step that is suspect is given up, as there is a good one."""
+        """Whether a suspect step is dropped, because there is a good one."""
         return self._keeps and self._good is not None
 
     def restored(self, saved: Saved, is_suspect: bool) -> None:
-        """Hear what was restored: training goes on from it."""
+        """Note the step that was restored. Training goes on from it."""
         self._good = None if is_suspect else saved
         self._newest, self._tried = saved, None
         self._hold()
 
     def committed(self, saved: Saved, is_suspect: bool) -> Saved | None:
-        """Hear what was committed; gives what may be certified now, when all of its values were looked at."""
+        """Note a commit. Return the attempt that may be certified now, if all its values pass a check."""
         if is_suspect:
             self._tried = None
             self._newest = self._good if self.has_better else saved
@@ -70,14 +70,14 @@ class Certification:
         return self._tried if due else None
 
     def tried(self, is_good: bool) -> None:
-        """Hear what all of the values of the one that was tried say."""
+        """Note whether all values of the attempt on trial are good."""
         if is_good:
             self.certified = self._tried
         self._tried = None
         self._hold()
 
     def mark(self, attempts: frozenset[Attempt], is_good: bool) -> None:
-        """Hear what somebody says of some attempts."""
+        """Note the user's verdict on some attempts."""
         if is_good:
             known = (self._newest, self._good, self._tried)
             self.certified = next((one for one in known if one and one.attempt in attempts), self.certified)

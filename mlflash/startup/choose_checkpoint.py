@@ -1,4 +1,4 @@
-"""What the nodes hold → which attempt to restore, and from where. Pure: every rank makes the same choice."""
+"""Chooses which attempt to restore and from where, by what the nodes hold. Pure: every rank makes the same choice."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..memory.wanted_step import NEWEST, WantedStep
 
 @dataclasses.dataclass(frozen=True)
 class ParityGroup:
-    """The parity files of a group that are there, for one attempt.
+    """The existing parity files of a group, for one attempt.
 
     Attributes:
         ranks: of the group, ascending.
         losses: how many of them may be lost.
-        files: of each rank in turn, where its parity is; None: gone.
+        files: for each of these ranks, the place of its parity; None: lost.
     """
 
     ranks: tuple[int, ...]
@@ -34,12 +34,12 @@ class Choice:
     """An attempt that can be restored.
 
     Attributes:
-        source: of each rank, where its slot is; None: it has to be rebuilt.
-        rebuilt: the group of each rank whose slot has to be rebuilt.
-        parity: all groups of which there are parity files.
-        shares: of shared state, by number of the set and of the share, where its files are: on several nodes.
+        source: for each rank, the place of its slot; None: the slot must be rebuilt.
+        rebuilt: the group of each rank whose slot must be rebuilt.
+        parity: all groups that have parity files.
+        shares: the places of the files of shared state, by number of the set and of the share. There may be several.
         restores: how many runs have restored the attempt so far.
-        verdict: what is known of its values.
+        verdict: what is known about its values.
     """
 
     attempt: Attempt
@@ -53,23 +53,23 @@ class Choice:
     verdict: Verdict = Verdict.UNKNOWN
 
     def group_of(self, rank: int) -> ParityGroup | None:
-        """The group that can repair a rank's slot; None where there is none."""
+        """The group that can repair a rank's slot; None if there is none."""
         known = self.rebuilt.get(rank)
         return known or next((group for group in self.parity if rank in group.ranks), None)
 
 
 def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST, skip_stuck: int = 0,
            skip_suspect: bool = False) -> Choice | None:  # fmt: skip
-    """Choose the newest attempt of which there is a slot for every rank, or parity that gives it back.
+    """Choose the newest attempt that has, for every rank, a slot or enough parity to rebuild it.
 
-    Whether it was committed is not asked: an attempt that is sealed everywhere rolls forward.
+    It need not have been committed: an attempt that is sealed on all ranks rolls forward.
 
     Args:
         found: all sealed files of all nodes.
-        node_of: node of each rank now; a slot on the rank's own node is preferred, then the lowest node.
-        wanted: what it has to be.
-        skip_stuck: pass over attempts that so many runs have restored, where there is an older one; 0: never.
-        skip_suspect: pass over attempts whose values are suspect, where there is an older one.
+        node_of: current node of each rank. A slot on the rank's own node is preferred, then one on the lowest node.
+        wanted: conditions for the attempt.
+        skip_stuck: skip attempts that this many runs have restored, if there is an older one; 0: never.
+        skip_suspect: skip attempts whose values are suspect, if there is an older one.
     """
     newest: Choice | None = None
     for attempt, its_step, world_size in found.attempts():
@@ -89,13 +89,13 @@ def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST
 
 
 def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, node_of: Sequence[int]) -> Choice | None:
-    """Where each rank's slot of an attempt is, or how it is rebuilt; None where one is nowhere."""
+    """Where each rank's slot of an attempt is, or how to rebuild it. None if one cannot be obtained."""
     slots: dict[int, Place] = {}
     parity: dict[tuple[int, int], dict[int, Place]] = collections.defaultdict(dict)
     rows = found.rows[np.lexsort([found.rows[name] for name in ("file", "node", "rank")])]
     shares: dict[tuple[int, int], list[Place]] = {}
     columns = [rows[name].tolist() for name in ("rank", "node", "file", "group", "shared_by", "kind", "number")]
-    is_share, is_parity, size = int(Kind.SHARE), int(Kind.PARITY), len(node_of)  # looked up once, not for each file
+    is_share, is_parity, size = int(Kind.SHARE), int(Kind.PARITY), len(node_of)  # looked up once, not once per file
     for rank, node, file, group, set_of, kind, number in zip(*columns, strict=True):
         if kind == is_share:
             shares.setdefault((set_of, number), []).append((node, file))
@@ -125,7 +125,7 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
 
 
 def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object]) -> bool:
-    """Whether there is a file of every share of all state that is shared."""
+    """Whether every share of all shared state has a file."""
     files = rows[rows["kind"] == Kind.SHARE]
     counts = dict(zip(files["shared_by"].tolist(), files["shares"].tolist(), strict=True))
     needed = set(rows["shared_by"].tolist()) - {-1}

@@ -1,4 +1,4 @@
-"""The parts of one rank's Checkpointer, made in order."""
+"""The state of one rank's Checkpointer on the courier's side, with what saving and restoring do with its slots."""
 
 from __future__ import annotations
 
@@ -39,44 +39,45 @@ _NAMED = 3  # hosts or domains named in a warning
 
 
 class TrainerEnd(TrainerSlots, Protocol):
-    """What the courier asks and tells its trainer in the middle of a job. None of it is collective."""
+    """Questions and notices from the courier to its trainer in the middle of a job. None of them is collective."""
 
     def told_sharing(self, sharing: SharingNews) -> None:
-        """Tell what ranks share from now on."""
+        """Tell which state ranks share from now on."""
 
     def told_unhealed(self, is_unhealed: bool) -> None:
-        """Tell whether the restored step has no full redundancy yet, so that slots are held back."""
+        """Tell whether the restored step lacks full redundancy, so that slots are held back."""
 
 
 @dataclasses.dataclass
 class Context:
-    """What save and restore work with.
+    """What saving and restoring work with.
 
     Attributes:
-        domains: where the nodes stand, as far as that is known.
-        recorder: told what the courier knows of this rank.
+        domains: the failure domains of the nodes, if they are known.
+        recorder: receives what the courier knows about this rank.
         copy_threads: threads for copies and checks.
         pace: how fast the courier sends while training goes on.
-        examiner: looks at the values of what is saved.
-        certification: says which attempts are held besides the newest.
-        replicas: compares tensors between ranks that hold the same ones, where the user said so.
+        examiner: checks the values that are saved.
+        certification: knows which attempts are held in addition to the newest.
+        replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
         run_id: random number of this run, the same on all ranks.
-        generation: number of the newest attempt known; the next one is larger.
-        rolled_forward: whether no rank saw the restored attempt committed: copies of it may never have been made.
-        unhealed: the restored slot while its redundancy could not be made whole; the same on all ranks.
-        restored_from: node whose memory held what this rank restored; "" before.
-        restores: how many runs have restored the attempt that this one restored, itself included.
-        restored_verdict: what is known of the values of that one.
-        counted: the attempt that this run was counted for.
-        left_at: the step of this rank at which the ranks were last found to save different ones; None: never.
-        floor: what is of a smaller generation is passed over: this run goes back to a fresh start.
-        left_step: the step that earlier runs have left in memory, as far as headers tell; None: there is none.
-        left_generation: of its attempt; 0: there is none.
-        unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
-        looked: whether a restore has said what there is: until then nothing that may be older and whole is given up.
-        damaged: whether the scrubber has found damage here that a mend may make good.
-        gives_way: whether the files that are left aside may be deleted where there is no room beside them.
-        trainer: is told what concerns it; None: there is none yet.
+        generation: number of the newest known attempt; the next one is larger.
+        rolled_forward: whether no rank saw the commit of the restored attempt. Its copies may never have been made.
+        unhealed: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
+        restored_from: node whose memory had the state that this rank restored; "" before a restore.
+        restores: how many runs have restored the attempt that this run restored, including this run.
+        restored_verdict: what is known about the values of that attempt.
+        counted: the attempt for which this run was counted.
+        left_at: this rank's step when the ranks last were found to save different steps; None: never.
+        floor: attempts with a smaller generation are skipped, because this run goes back to a fresh start.
+        left_step: the step that earlier runs have left in memory, according to headers; None if there is none.
+        left_generation: generation of its attempt; 0 if there is none.
+        unusable: whether memory has a committed step that cannot be restored, according to headers.
+        looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
+            only intact one.
+        damaged: whether the scrubber has found damage here that a mend may repair.
+        gives_way: whether files that are left aside may be deleted to make room.
+        trainer: receives notices; None while there is none.
     """
 
     config: Config
@@ -112,7 +113,7 @@ class Context:
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
-        """For each kind of failure domain, innermost first, the name of each node's."""
+        """For each kind of failure domain, innermost first, the domain of each node."""
         if self.domains is None:
             return {}
         nodes = [self.domains.names(name) for name in self.world.topology.node_names]
@@ -120,16 +121,16 @@ class Context:
 
     @property
     def sharers(self) -> ReplicatedTensors | None:
-        """Who stores together what several ranks hold alike; None: each rank stores all of its own."""
+        """The ranks that together store what they hold alike; None: each rank stores all of its state."""
         return None if self.replicas is None or self.replicas.sharing is None else self.replicas
 
     @property
     def shares(self) -> dict[int, Share]:
-        """For each rank that shares state, the set and the number of its share."""
+        """For each rank that shares state, its set and the number of its share."""
         return {} if self.replicas is None else self.replicas.shares
 
     def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
-        """Look which ranks hold the same shards of DTensors as this one, where nobody said so.
+        """Find the ranks that hold the same shards of DTensors as this one, if the user did not name them.
 
         Collective over the world.
 
@@ -147,7 +148,7 @@ class Context:
         named = self.world.gather((mine[0], len(mine), hash(mine)))
         alike = all(named[rank] == named[self.world.rank] for rank in mine)
         if not self.world.agree([int(alike)])[0]:
-            return  # as with meshes that not all ranks are in: each stores its own
+            return  # for example with meshes that do not have all ranks: each rank stores all of its state
         self.replicas = ReplicatedTensors(self.world, mine, placed=True)
         self.replicas.share(losses)
 
@@ -156,7 +157,7 @@ class Context:
 
         Args:
             held: see `find_replicas`.
-            state: is asked only where anything is shared.
+            state: only asked if anything is shared.
         """
         self.find_replicas(held)
         if (replicas := self.sharers) is not None:
@@ -164,7 +165,7 @@ class Context:
 
     @property
     def sharing(self) -> SharingNews:
-        """What the trainer has to know of what is shared."""
+        """What the trainer must know about shared state."""
         replicas = self.sharers
         return SharingNews() if replicas is None else SharingNews(replicas.sharing, replicas.agreed, replicas.version)
 
@@ -172,7 +173,7 @@ class Context:
         """Tell the trainer what has changed: its slots, what is shared, whether slots are held back. Not collective.
 
         Args:
-            only: the slots that may be given to it now; None: all.
+            only: the slots that it may get now; None: all.
         """
         if self.trainer is None:
             return
@@ -186,48 +187,48 @@ class Context:
         self._told = sharing, is_unhealed
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
-        """Make slots of at least so many bytes, and those of their redundancy. Collective over the world.
+        """Make slots of at least a given size, and those for their redundancy. Collective over the world.
 
         Args:
-            nbytes, share_nbytes: of this rank's own slots, and of those for its share of what several hold alike.
+            nbytes, share_nbytes: size of this rank's own slots, and of the slots for its share of shared state.
             is_first: whether nothing was saved or restored before.
 
         Raises:
-            MemoryTooSmall: on all ranks; they do not fit into a node's memory.
+            MemoryTooSmall: on all ranks; the slots do not fit into a node's memory.
         """
         pool = self.pool
         sizes = self.protection.inbox_nbytes(self.world.gather(nbytes))
         demand = [(slot, nbytes) for slot in pool.own]
         demand += [(slot, share_nbytes) for slot in pool.shares if share_nbytes]
         demand += [(slot, sizes[owner]) for owner, pair in pool.inbox.items() for slot in pair]
-        if is_first and not self.looked:  # the newest may be damaged, and an older one be needed
+        if is_first and not self.looked:  # the newest attempt may be damaged, and an older one may be needed
             demand = [(slot, size) for slot, size in demand if slot.header is None]
         self.make_room(demand, pairs=False)
 
     def take_stock(self) -> Inventory:
-        """List what all nodes hold, but for what a fresh start passes over. Collective over the world."""
+        """List what all nodes hold, without what a fresh start skips. Collective over the world."""
         return earlier_runs.take(self.world, self.memory).since(self.floor)
 
     def find_traces(self) -> list[Trace]:
-        """List the files that say of themselves that they hold something. Collective over the world."""
+        """List the files whose headers say that they hold something. Collective over the world."""
         return earlier_runs.traces(self.world, self.memory)
 
     def adopt(self, found: Inventory, choice: Choice | None) -> None:
-        """Take over this node's files, keeping those of the choice from being written. Collective over the world."""
+        """Take over this node's files, and protect those of the choice from saves. Collective over the world."""
         world = self.world
         names: list[str] = self.world.tell_node(self.memory.slot_names() if world.local_rank == 0 else None)
         kept = choice.attempt if choice is not None else None
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
         inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
-        if kept is not None:  # it can be used after all
+        if kept is not None:  # its files were left aside, but can be used after all
             self.pool.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
         names = [name for name in names if file_number(name) not in self.pool.aside]
         files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
                                   len(self.pool.own), self.config.slots)  # fmt: skip
         self.protection.close_windows()
         rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
-        # Shares may belong to no rank of today; nor do the slots of ranks of another world.
+        # Shares, and slots of ranks of another world, may belong to no rank of this run.
         foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)
         trusted, needed = set(rows["file"].tolist()), set(rows["file"][foreign].tolist())
         left_over = left_over if world.local_rank == 0 else []
@@ -241,15 +242,15 @@ class Context:
     def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room in this rank's slots. Collective over the world.
 
-        Slots that are busy are left alone: the trainer may be staging into one at this moment.
+        Busy slots are left alone, because the trainer may be staging into one right now.
 
         Args:
-            demand: slots and the bytes each must take.
-            waiting: busy slots that the trainer waits for, and does not touch.
-            pairs: also for the other inbox slot of each pair, which will be needed next.
+            demand: slots and the size that each must have.
+            waiting: busy slots that the trainer waits for and does not touch.
+            pairs: also enlarge the other inbox slot of each pair, which is needed next.
 
         Raises:
-            MemoryTooSmall: on all ranks; slots that hold a committed step are as they were.
+            MemoryTooSmall: on all ranks; slots that hold a committed step are unchanged.
         """
         wanted = {id(slot): (slot, nbytes) for slot, nbytes in demand}
         for pair in self.pool.inbox.values() if pairs else ():
@@ -268,38 +269,38 @@ class Context:
                         raise
                     make_room(self.world, self.memory, usable)
         finally:
-            self.tell_trainer(borrowed)  # no more than these: whoever makes room may need the others
+            self.tell_trainer(borrowed)  # only these, because the caller may need the others
             self.protection.open_windows(self.pool)
 
     def leave_alone(self) -> None:
-        """Leave every file that holds something as it is until a newer step is committed. Collective over the world."""
+        """Leave every file that holds something alone until a newer step is committed. Collective over the world."""
         self.unusable, self.gives_way = True, False
         here = self.world.node_index
         self.pool.aside = {file for node, file in (one.place for one in self.find_traces()) if node == here}
         self.adopt(of_headers([], here), None)
 
     def _give_way(self) -> bool:
-        """Delete what was passed over and left aside, where it may go; whether there was any. Collective."""
+        """Delete the files that were skipped and left aside, if that is allowed. Return whether any was. Collective."""
         if self.world.agree([int(not (self.gives_way and self.pool.aside))])[0]:
             return False
         if self.world.rank == 0:
-            log.warning("memory has no room for the slots of this run beside the checkpoints that are passed over: "
-                        "these are deleted now, and not after its first commit")  # fmt: skip
+            log.warning("memory has no room for the slots of this run and for the checkpoints that are passed over: "
+                        "these checkpoints are deleted now, and not after the first commit")  # fmt: skip
         self.pool.drop_aside()
-        self.world.agree([0])  # what each node has now is counted after that
+        self.world.agree([0])  # only then does each node count its free memory
         return True
 
     def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
-        """Make room where any rank needs it. Collective over the world: one allreduce, as a rule.
+        """Make room if any rank needs it. Collective over the world; usually a single allreduce.
 
         Raises:
-            MemoryTooSmall: as `make_room`.
+            MemoryTooSmall: like `make_room`.
         """
         if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
             self.make_room(demand, waiting, pairs)
 
     def number_attempt(self, generation: int) -> Attempt:
-        """Number an attempt as the ranks have agreed. Not collective."""
+        """Make an attempt with the generation that the ranks have agreed on. Not collective."""
         self.generation = generation
         return Attempt(self.run_id, generation)
 
@@ -313,5 +314,5 @@ class Context:
 
 
 def losses_of(asked: Scheme, world: World) -> int:
-    """How many nodes may be lost, as far as there are nodes for what was asked."""
+    """How many nodes may be lost, limited by the number of nodes of the job."""
     return min(asked.losses, len(world.topology.node_names) - 1)

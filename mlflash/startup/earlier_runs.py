@@ -1,4 +1,4 @@
-"""What the memory of all nodes holds, and what of it a run begins with: the same answer on all ranks."""
+"""What the memory of all nodes holds, and which part of it a run starts from. The result is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class EarlierRuns:
     """What earlier runs left in memory.
 
     Attributes:
-        found, choice: what may be restored, and what would be, as far as headers tell.
-        whole: the newest attempt that is there, whatever its values are.
-        certified: the newest that is certified.
-        newest: no generation is larger.
-        floor, unusable: see `Parts`.
-        aside: numbers of the files of this node that are left alone.
+        found, choice: what may be restored, and what would be restored, according to headers.
+        whole: the newest complete attempt, whatever its values are.
+        certified: the newest certified attempt.
+        newest: the largest generation.
+        floor, unusable: see `Context`.
+        aside: numbers of this node's files that must not be touched.
     """
 
     found: Inventory
@@ -41,7 +41,7 @@ class EarlierRuns:
 
 
 def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
-    """Look what earlier runs left, and what of it must be left alone. Collective over the world."""
+    """Find what earlier runs left, and what of it must not be touched. Collective over the world."""
     found = take(world, memory)
     newest = int(found.rows["generation"].max(initial=0))
     keeps, node_of = config.on_suspect == "keep", world.topology.node_of
@@ -59,7 +59,7 @@ def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
     if config.fresh and world.rank == 0:
         before = sorted({one.step for one in found_traces if one.step >= 0 and generations[one.place] < floor})
         if before:
-            log.warning("fresh start %r: steps %s in memory are passed over, and deleted once this run has committed",
+            log.warning("fresh start %r: steps %s in memory are passed over, and deleted after this run's first commit",
                         config.fresh, before)  # fmt: skip
         if choice is not None:
             log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
@@ -69,7 +69,7 @@ def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
 
 
 def traces(world: World, memory: NodeDirectory) -> list[Trace]:
-    """List the files of all nodes that say that they hold something. Collective over the world."""
+    """List the files of all nodes whose headers say that they hold something. Collective over the world."""
     mine = commit_records.encode(commit_records.trace(memory, world.node_index)) if world.local_rank == 0 else None
     return commit_records.join(world.gather_nodes(mine))
 

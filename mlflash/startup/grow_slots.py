@@ -1,4 +1,4 @@
-"""Room for the slots: larger files, or none at all where the node has no memory for them."""
+"""Makes room for slots: larger files, or an error before anything is allocated if the node lacks memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..state.layout import PAGE_NBYTES, round_up
 
 
 def needs_room(slot: Slot, nbytes: int) -> bool:
-    """Whether a slot must get a larger file before ``nbytes`` go into it."""
+    """Whether a slot needs a larger file for ``nbytes``."""
     return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent
 
 
 def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
-    """Give slots larger files; refuse before anything is allocated where the node has no room for them.
+    """Give slots larger files, or fail before anything is allocated if the node has no room for them.
 
     Collective over the world. A slot that holds a committed step is left as it is.
 
     Args:
-        demand: slots of this rank and the bytes each must take.
+        demand: slots of this rank, and the size that each must have.
 
     Raises:
         MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
@@ -53,14 +53,14 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
         try:
             for slot, nbytes in todo:
                 reach("room.begun")
-                old, slot.segment = slot.segment, None  # mapped until `grow` has seen whether the file is still its own
+                old, slot.segment = slot.segment, None  # mapped until `grow` has checked that the file is still its own
                 unmap(slot)  # a free slot holds nothing that is still needed
                 if old is None:
                     slot.segment = shared_memory_segment.create(memory, nbytes)
                 else:
                     slot.segment = shared_memory_segment.grow(memory, old, nbytes)
                 reach("room.created")
-        finally:  # also where another rank found no room: what was made here stays, and will be used
+        finally:  # even if another rank found no room: the new files stay and will be used
             shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
 
     world.on_all(look)

@@ -1,4 +1,4 @@
-"""All that one rank's courier works with, made in order and on all ranks."""
+"""Makes everything that one rank's courier works with, in order and on all ranks."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ _NAMED = 3  # hosts or domains named in a warning
 def make(config: Config, world: World, problem: MlflashError | None = None,
          replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
          trains_on: frozenset[int] | None = None) -> Context:  # fmt: skip
-    """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
+    """Connect the ranks, lock the job, find what earlier runs left, and take their files over.
 
     Collective over comm.
 
     Args:
         config: of the job.
         world: of this rank.
-        problem: why this rank cannot take part; it is raised on all.
-        replicas: the ranks that hold the same state as this one, and the patterns of names of what they hold alike.
+        problem: why this rank cannot take part; it is raised on all ranks.
+        replicas: the ranks that hold the same state as this one, and patterns for the names of that state.
         domains: see `find_domains`.
-        start: names this rank's trainer; see `heartbeat.RankFacts`.
-        trains_on: the cores of a trainer that is another process; None: it is this one.
+        start: name of this rank's trainer; see `heartbeat.RankFacts`.
+        trains_on: the cores of the trainer, if it is another process; None: it is this one.
 
     Raises:
-        ConfigError: on all ranks, where replicas or domains make no sense.
-        JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
+        ConfigError: on all ranks, if replicas or domains make no sense.
+        JobInUse, UnsafePath, WorldMismatch: on all ranks, if any rank finds it.
     """
     world.connect()
     held: list[NodeDirectory] = []
-    # One looks for all of a node: they must not end in two directories, whatever others do with their names meanwhile.
+    # One rank looks for all ranks of a node, so that they cannot end up in two directories if others rename some.
     top: str = world.tell_node(_claim(config) if world.local_rank == 0 else "")
 
     def hold() -> None:
@@ -125,9 +125,9 @@ def _assemble(
     context.gives_way, pool.aside = not left.unusable, left.aside
     context.adopt(left.found, left.choice)
     if config.certify_after and world.rank == 0:
-        log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2: with "
-                 "what is certified%s", config.certify_after, config.slots,
-                 " and what is on trial" if config.slots > 3 else "")  # fmt: skip
+        log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
+                 "keep the certified step%s", config.certify_after, config.slots,
+                 " and the one on trial" if config.slots > 3 else "")  # fmt: skip
     if world.rank == 0:
         part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
         _say_what_is_made(placement, world.topology.node_names, part)
@@ -140,7 +140,7 @@ def _assemble(
 
 
 def _claim(config: Config) -> str:
-    """Find this user's directory, or make it; "" where that cannot be: each rank then sees why."""
+    """Find or make this user's directory; "" if that fails: each rank then finds out why."""
     try:
         return user_directory.claim(config.memory, config.job)
     except (OSError, MlflashError):
@@ -159,12 +159,12 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
 
 
 def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:
-    """Warn where there are too few nodes for what was asked.
+    """Warn if there are too few nodes for the requested redundancy.
 
     Args:
-        placement: what is made of it.
+        placement: the actual redundancy.
         names: of the nodes.
-        part: whether there are ranks besides, which have no part in this.
+        part: whether the job has other ranks that do not take part in this.
     """
     asked, copied, nodes = placement.scheme, any(placement.partners), len(names)
     if asked.kind == "none":
@@ -178,12 +178,12 @@ def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = F
     elif nodes == 1:
         log.warning("redundancy %r needs a second node: with this one alone nothing is protected", str(asked))
     elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
-        log.warning("redundancy %r needs more nodes with as many ranks than there are here (%d): %s is made of it",
+        log.warning("redundancy %r needs more nodes with equally many ranks than there are here (%d): %s is made of it",
                     str(asked), nodes, made(placement))  # fmt: skip
 
 
 def _say_what_is_slow(world: World, memory: str) -> None:
-    """Warn where slots would be on a disk, or on a file system of the network. Collective over the world."""
+    """Warn if slots would be on a disk or on a network file system. Collective over the world."""
     kinds = world.gather_nodes(slow_kind(memory) if world.local_rank == 0 else "")
     slow = [f"{kind} on {name}" for kind, name in zip(kinds, world.topology.node_names, strict=True) if kind]
     if slow and world.rank == 0:
@@ -193,7 +193,7 @@ def _say_what_is_slow(world: World, memory: str) -> None:
 
 
 def find_domains(world: World, given: Any) -> Domains | None:
-    """Find out where the nodes stand: as given, else as Slurm tells each node, else as Slurm tells of all.
+    """Find the failure domains of the nodes: the given ones, else what Slurm tells each node, else Slurm's topology.
 
     Collective over the world.
 
@@ -201,11 +201,11 @@ def find_domains(world: World, given: Any) -> Domains | None:
         given: see `failure_domains.from_argument`.
 
     Raises:
-        ConfigError: on all ranks, where ``given`` makes no sense.
+        ConfigError: on all ranks, if ``given`` makes no sense.
     """
     error: MlflashError | None = None
     found: Domains | None = None
-    if world.rank == 0:  # one rank reads the file: the others must not see another version of it
+    if world.rank == 0:  # only one rank reads the file, so that all ranks have the same version of it
         try:
             found = from_argument(given)
         except MlflashError as problem:
@@ -220,6 +220,6 @@ def find_domains(world: World, given: Any) -> Domains | None:
     found = world.broadcast(found, 0)
     unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
     if unknown and given is not None and world.rank == 0:
-        log.warning("nothing is said of the failure domains of %s: each counts as one of its own",
+        log.warning("the failure domains of %s are not given: each of these nodes counts as a domain of its own",
                     ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else ""))  # fmt: skip
     return found

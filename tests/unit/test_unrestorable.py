@@ -240,7 +240,7 @@ def test_where_there_is_no_room_for_both_the_old_slots_go_at_once_and_it_is_said
     small()
     before = slots(shm)
     assert restored(make(fresh=True)) is None and not before.items() & slots(shm).items()
-    assert "memory has no room for the slots of this run beside" in caplog.text
+    assert "memory has no room for the slots of this run and for" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["format", "payload"])
@@ -354,4 +354,4 @@ def test_a_record_of_logging_is_one_line(make: Make, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "mlflash"):
         make(fresh=True)
     said = [record.getMessage() for record in caplog.records if "fresh start" in record.getMessage()]
-    assert said == ["fresh start '1': steps [3] in memory are passed over, and deleted once this run has committed"]
+    assert said == ["fresh start '1': steps [3] in memory are passed over, and deleted after this run's first commit"]
