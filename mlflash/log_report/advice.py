@@ -1,4 +1,4 @@
-"""How often to save, by what was measured: the intervals of Young and Daly, see `planning.interval`."""
+"""How often to save, from measured times: the intervals of Young and Daly, see `planning.interval`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .log_statistics import Spread
 from .recoveries import Recovery
 
 NODE_MTBF_S = 264 * 86400.0
-"""Between failures of one node, where none was measured: what Llama 3's training saw, see docs/plan.md."""
-_RESTART_S = 120.0  # where none was measured, as `mlflash plan` has it
-_LONG_S = 86_400.0  # of a log that says something of failures, however many there were
-_SHORT_S, _MANY = 3600.0, 5  # of one that does where it has so many of them
+"""Assumed time between failures of one node, from the training of Llama 3, see docs/plan.md."""
+_RESTART_S = 120.0  # assumed if none was measured; the default of `mlflash plan`
+_LONG_S = 86_400.0  # a log of this length allows an estimate of the failure rate, with any number of failures
+_SHORT_S, _MANY = 3600.0, 5  # a log of this length does if it has at least this many failures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Advice:
     """How often to save.
 
     Attributes:
-        costs: what saves and failures cost: measured, but for what is said to be assumed.
-        failures: how many failures the time between them comes from; 0: it is assumed.
-        node_mtbf_s: the time between failures of one node that was assumed; 0: it was measured.
-        is_given: whether that was given.
-        restart_measured: whether ``costs.restart_s`` is.
-        best_s, young_s: the interval that wastes least (Daly's), and Young's, from save to save; None: no save was
+        costs: what saves and failures cost. The values are measured unless they are marked as assumed.
+        failures: the number of failures behind the time between failures; 0: that time is assumed.
+        node_mtbf_s: the assumed time between failures of one node; 0: it was measured.
+        is_given: whether the user gave that time.
+        restart_measured: whether ``costs.restart_s`` was measured.
+        best_s, young_s: the interval from save to save that wastes least (Daly's), and Young's. None: no save was
             measured.
-        now_s: the interval that was found, the median; None: there were fewer than two saves.
-        step_s: the time of a step, the median; None as above.
-        best_waste, now_waste: the share of time that each of them costs in the long run.
+        now_s: the median interval in the log. None: there were fewer than two saves.
+        step_s: the median time of a step. None as above.
+        best_waste, now_waste: the share of time that each interval costs in the long run.
     """
 
     costs: Costs
@@ -57,13 +57,13 @@ class Advice:
 
 def advise(launches: Sequence[Launch], failures: Sequence[Failure], in_place: Sequence[Recovery], wall_s: float,
            stall: Spread, commit: Spread, node_mtbf_s: float | None) -> Advice:  # fmt: skip
-    """Put together what was measured, and say what interval it suggests.
+    """Suggest an interval from the measured times.
 
     Args:
-        launches, failures, in_place: what happened; a rank that was replaced in place is a failure here, too.
-        wall_s: from the first event to the last.
-        stall, commit: of a save, in seconds, on the slowest rank.
-        node_mtbf_s: mean time between failures of one node; None: measured, or `NODE_MTBF_S` where none was.
+        launches, failures, in_place: the history. A rank that was replaced in place counts as a failure here, too.
+        wall_s: seconds from the first event to the last.
+        stall, commit: times of a save on the slowest rank, in seconds.
+        node_mtbf_s: mean time between failures of one node. None: as measured, or `NODE_MTBF_S` without failures.
     """
     nodes = max(1, len(launches[-1].nodes))
     failed = len(failures) + len(in_place)
@@ -95,12 +95,12 @@ def advise(launches: Sequence[Launch], failures: Sequence[Failure], in_place: Se
 
 
 def says_much(wall_s: float, failed: int) -> bool:
-    """Whether so many failures in so much time say how often nodes fail. Not collective."""
+    """Say whether this number of failures in this time allows an estimate of the failure rate. Not collective."""
     return wall_s >= _LONG_S or (wall_s >= _SHORT_S and failed >= _MANY)
 
 
 def _pace(launches: Sequence[Launch]) -> tuple[float | None, float | None]:
-    """Give the time from save to save, and that of a step; medians, in seconds."""
+    """Return the median time from save to save and the median time of a step, in seconds."""
     intervals, steps = [], []
     for stretch in (stretch for launch in launches for stretch in launch.stretches):
         saves = list(stretch.saves.values())

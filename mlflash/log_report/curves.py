@@ -1,4 +1,4 @@
-"""Curves over time as SVG, stretched to the width they are given: a line for the median rank, a band for all."""
+"""Curves over time as SVG that fills any width: a line for the median rank, a band for all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .markup import Markup, percent, tag, titled
 from .timeline import Window
 
 _MOST_POINTS = 240
-_WIDTH, _HEIGHT = 1000.0, 160.0  # of the drawing; it is stretched in width
+_WIDTH, _HEIGHT = 1000.0, 160.0  # size of the drawing; its width is stretched
 _ROUND = ((1, 4), (1.5, 3), (2, 4), (3, 3), (4, 4), (5, 5), (6, 3), (8, 4), (10, 5))  # the end of a scale, its parts
-_SPREAD = 12.0  # the most over the median, from which on a scale is logarithmic
+_SPREAD = 12.0  # above this ratio of largest value to median, a scale is logarithmic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Scale:
     parts: int = 4
 
     def at(self, value: float) -> float:
-        """The height of a value."""
+        """Return the height of a value."""
         if self.logarithmic:
             return _within(math.log(max(value, self.least) / self.least) / math.log(self.most / self.least))
         return _within((value - self.least) / (self.most - self.least))
 
     def marks(self) -> list[float]:
-        """Values to be written beside it."""
+        """Return the values to write next to the scale."""
         if not self.logarithmic:
             return [self.least + (self.most - self.least) * part / self.parts for part in range(self.parts + 1)]
         first, last = round(math.log10(self.least)), round(math.log10(self.most))
@@ -47,11 +47,11 @@ def _within(share: float) -> float:
 
 
 def scale(points: Sequence[Point], unit: float = 1.0) -> Scale:
-    """Choose a scale: from 0, or logarithmic where a few values are far above the others.
+    """Choose a scale: from 0, or logarithmic if a few values are far above the others.
 
     Args:
-        points: what it has to hold.
-        unit: the numbers beside it are round multiples of this, as 1 GiB.
+        points: the values that it must show.
+        unit: the numbers next to it are round multiples of this unit, such as 1 GiB.
     """
     most = max(point.most for point in points)
     median = statistics.median(point.median for point in points)
@@ -62,7 +62,7 @@ def scale(points: Sequence[Point], unit: float = 1.0) -> Scale:
 
 
 def _linear(most: float, unit: float) -> Scale:
-    """A scale from 0 to a round number of a unit, in round parts."""
+    """Make a scale from 0 to a round number of units, in round parts."""
     value = most / unit
     power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
     factor, parts = next((one for one in _ROUND if one[0] * power >= value * 0.9999), _ROUND[-1])
@@ -70,7 +70,7 @@ def _linear(most: float, unit: float) -> Scale:
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[list[Point]]:
-    """Put neighbours together until there are no more than so many. Points of different launches stay apart."""
+    """Join neighboring points until there are at most ``most`` groups. Points of different launches stay apart."""
     if len(points) <= most:
         return [[point] for point in points]
     span = max(points[-1].time - points[0].time, 1e-9)
@@ -90,10 +90,10 @@ def curve(points: Sequence[Point], window: Window, failures: Sequence[float], na
     """Draw values over time.
 
     Args:
-        points: of one or more moments, ordered by time.
+        points: at least one point, ordered by time.
         window: the time from left to right.
-        failures: Unix seconds at which a line is drawn.
-        name: class of the drawing: its colour.
+        failures: Unix seconds at which to draw a line.
+        name: class of the drawing, which gives its color.
         title: what it shows.
         unit: see `scale`.
         show: writes a value.
@@ -110,20 +110,20 @@ def curve(points: Sequence[Point], window: Window, failures: Sequence[float], na
 
 
 def _stretched(*paths: Markup) -> Markup:
-    """Paths on a ground of `_WIDTH` x `_HEIGHT`, as wide as there is room."""
+    """Draw paths on an area of `_WIDTH` x `_HEIGHT` that fills the available width."""
     return tag("svg", *paths, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", preserveAspectRatio="none", width="100%",
                height=_HEIGHT)  # fmt: skip
 
 
 def _chart(name: str, title: str, chosen: Scale, content: Sequence[Markup], labels: Sequence[tuple[float, str]],
            show: Callable[[float], str]) -> Markup:  # fmt: skip
-    """Put a drawing on a grid, with values beside it and texts below.
+    """Put a drawing on a grid, with values next to it and texts below.
 
     Args:
         name, title: see `curve`.
         chosen: the scale from bottom to top.
-        content: what is drawn on the grid, in that order.
-        labels: shares of the width, and what stands there.
+        content: the elements to draw on the grid, in order.
+        labels: texts below the grid, each with its share of the width.
         show: writes a value.
     """
     levels = [(1 - chosen.at(value)) * _HEIGHT for value in chosen.marks()]
@@ -140,7 +140,7 @@ def _chart(name: str, title: str, chosen: Scale, content: Sequence[Markup], labe
 
 
 def _paths(groups: Sequence[Sequence[Point]], window: Window, chosen: Scale) -> Iterator[Markup]:
-    """A band and a line for each launch."""
+    """Yield a band and a line for each launch."""
     of: dict[int, list[tuple[float, float, float, float]]] = {}
     for group in groups:
         x = window.at(group[0].time + (group[-1].time - group[0].time) / 2) * _WIDTH
@@ -161,7 +161,7 @@ def _line(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _neighbours(groups: Sequence[Sequence[Point]]) -> Iterator[tuple[float, Sequence[Point], float]]:
-    """Each group with the middles between it and its neighbours."""
+    """Yield each group with the midpoints between it and its neighbors."""
     for number, group in enumerate(groups):
         before = groups[number - 1][-1].time if number else group[0].time
         after = groups[number + 1][0].time if number + 1 < len(groups) else group[-1].time
@@ -180,7 +180,7 @@ def _hover(began: float, group: Sequence[Point], ended: float, window: Window, s
 
 
 def waste_curve(advice: Advice, wastes: Callable[[float], float]) -> Markup:
-    """Draw the share of time that saves and failures cost, over the interval; with the best one and the present one."""
+    """Draw the share of time that saves and failures cost over the interval. Mark the best and the present interval."""
     assert advice.best_s
     marked = [("best", advice.best_s)] + ([("now", advice.now_s)] if advice.now_s else [])
     first = math.log(min(value for _, value in marked) / 10)

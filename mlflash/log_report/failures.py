@@ -1,4 +1,4 @@
-"""Failures: launches that did not end by themselves, and what the next ones got back."""
+"""Failures: launches that did not end by themselves, and what the next launches restored."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from .launches import Launch, Stretch
 from .read_logs import Event
 from .time_accounting import Lost
 
-_TOGETHER_S = 1.0  # ranks whose last signs are no further apart fell silent together
+_TOGETHER_S = 1.0  # ranks whose last events are within this time went silent together
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The end of a launch that was none.
+    """The end of a launch that did not end by itself.
 
     Attributes:
-        launch: which one, from 0 on.
-        time: the last sign of the launch, Unix seconds; what happened came after it.
-        state: "failed": an exception ended it; "killed": no word of some ranks or of all.
-        silent: ranks that did not say that they end.
-        first_silent: of these, the ones that were not heard of any more while others still were.
-        first_nodes: nodes of which all ranks are among `first_silent`.
-        gone, new: nodes that the next launch did not have any more, and those that it had instead.
-        emptied: nodes that it had again, all of whose ranks had to find their state elsewhere: their memory was lost.
-        newest: the newest step that was saved before, on any rank, or committed; None: there was none.
-        committed: the newest one that was committed, or restored; None: there was none.
-        restored: the step that training went on from; None: it began anew, or has not gone on.
-        went_on: whether there was training afterwards.
-        source: "memory", or the folder it was restored from; "" where nothing was.
-        places: where ranks found their state → how many of them.
-        steps_lost: newest - restored; what was trained after the newest save comes on top of it.
-        committed_lost: committed - restored: more was lost than the redundancy covers.
-        lost_s: training that was lost.
-        down_s: to the first sign of the next launch.
-        recovery_s: from there until all ranks had restored.
+        launch: number of the launch, from 0 on.
+        time: the last event of the launch, Unix seconds. The failure came after it.
+        state: "failed": an exception ended it; "killed": some ranks or all logged no end.
+        silent: ranks that logged no end.
+        first_silent: ranks among these that logged nothing while others still did.
+        first_nodes: nodes whose ranks are all in `first_silent`.
+        gone, new: nodes that the next launch no longer had, and nodes that it had instead.
+        emptied: nodes that it had again, but whose ranks found their state elsewhere, because their memory was lost.
+        newest: the newest step that any rank had saved, or that was committed. None: there was none.
+        committed: the newest step that was committed or restored. None: there was none.
+        restored: the step that training continued from. None: it began from the start, or did not continue.
+        went_on: whether training continued.
+        source: "memory", or the folder that was restored; "" if nothing was restored.
+        places: where ranks found their state → number of ranks.
+        steps_lost: newest - restored. Training after the newest save is lost in addition.
+        committed_lost: committed - restored. If this is not 0, more was lost than the redundancy covers.
+        lost_s: seconds of lost training.
+        down_s: seconds until the first event of the next launch.
+        recovery_s: seconds from there until all ranks had restored.
     """
 
     launch: int
@@ -62,7 +62,7 @@ class Failure:
 
 
 def failures(launches: Sequence[Launch], lost: Sequence[Lost]) -> list[Failure]:
-    """Find the failures. The last launch has failed only where some ranks say so: else it may be running."""
+    """Find the failures. The last launch counts only if some ranks logged their end; otherwise it may be running."""
     found = []
     for number, launch in enumerate(launches):
         if launch.state in ("ended", "open"):
@@ -96,7 +96,7 @@ def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Lost]) -> F
 
 
 def _lost(step: int | None, back: Stretch | None) -> int:
-    """How many steps there are from the one that training went on from to a newer one."""
+    """Return the number of steps from the one that training continued from to a newer one."""
     return 0 if step is None or back is None else max(0, step - (back.from_step or 0))
 
 
@@ -105,10 +105,10 @@ def _ranks_on(launch: Launch, node: str) -> set[int]:
 
 
 def _first_silent(launch: Launch) -> tuple[int, ...]:
-    """Ranks that went before the others; none where all went together.
+    """Return the ranks that went silent before the others; none if all went together.
 
-    All ranks save and commit together. So who misses the newest save or commit of the others, while there still were
-    signs of these, had gone.
+    All ranks save and commit together. So a rank that misses the newest save or commit of others, while they still
+    logged events, was gone.
     """
     if launch.ends:
         return tuple(launch.silent)
@@ -124,7 +124,7 @@ def _first_silent(launch: Launch) -> tuple[int, ...]:
 
 
 def _emptied(stretch: Stretch) -> list[str]:
-    """Nodes none of whose ranks found its state in the memory there."""
+    """Return the nodes on which no rank found its state in memory."""
     found: dict[str, bool] = {}
     for event in stretch.restores.values():
         here = event.text("source") == "memory" and event.text("from") in ("", event.node)
@@ -133,13 +133,13 @@ def _emptied(stretch: Stretch) -> list[str]:
 
 
 def _source(stretch: Stretch | None) -> str:
-    """Memory where all ranks found their state there; else the folder of those that did not."""
+    """Return "memory" if all ranks found their state there, else the folder of the others."""
     sources = [] if stretch is None else [event.text("source") for event in stretch.restores.values()]
     return next((source for source in sources if source != "memory"), "memory" if sources else "")
 
 
 def _places(stretch: Stretch | None) -> dict[str, int]:
-    """Where ranks found their state: their own node's memory, another's, parity, other ranks, a folder."""
+    """Count where ranks found their state: own node, memory of another node, parity, other ranks, or a folder."""
     found: Counter[str] = Counter()
     for event in () if stretch is None else stretch.restores.values():
         source, place = event.text("source"), event.text("from")

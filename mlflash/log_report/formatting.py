@@ -16,12 +16,12 @@ _TICKS_S = (
 
 
 def _utc(time: float) -> datetime.datetime:
-    # An event of the year 9999 must not be a reason to say nothing.
+    # An event of the year 9999 must not break the page.
     return datetime.datetime.fromtimestamp(min(max(time, 0.0), 253_402_300_799.0), datetime.timezone.utc)
 
 
 def clock(time: float, step_s: float = 1.0) -> str:
-    """The time of day in UTC, as exact as a scale with such a step needs it."""
+    """Write the time of day in UTC, with the precision that a scale with this step needs."""
     if step_s >= 86400:
         return _utc(time).strftime("%d %b")
     if step_s < 1:
@@ -30,17 +30,17 @@ def clock(time: float, step_s: float = 1.0) -> str:
 
 
 def day(time: float) -> str:
-    """The day in UTC: "28 May 2026"."""
+    """Write the day in UTC: "28 May 2026"."""
     return _utc(time).strftime("%d %b %Y").lstrip("0")
 
 
 def show_time(time: float) -> str:
-    """Day and time in UTC, to the second."""
+    """Write day and time in UTC, to the second."""
     return f"{day(time)}, {clock(time)}"
 
 
 def lasted(seconds: float) -> str:
-    """A time that is looked at as such: "1 h 2 min", "3 d 4 h", "42 s"."""
+    """Write a duration: "1 h 2 min", "3 d 4 h", "42 s"."""
     whole = round(seconds)
     if whole < 60:
         return show_seconds(seconds)
@@ -52,7 +52,7 @@ def lasted(seconds: float) -> str:
 
 
 def ticks(began: float, ended: float, most: int = 8) -> tuple[float, list[float]]:
-    """Give a step of time, and its multiples between two moments; not more than so many as a rule."""
+    """Return a step of time, and its multiples between two moments, as a rule at most ``most``."""
     span = max(ended - began, 1e-3)
     step = next((step for step in _TICKS_S if span / step <= most), _TICKS_S[-1])
     first = math.ceil(began / step)

@@ -1,6 +1,6 @@
-"""Lines of the journal of ``mlflash run`` → what they tell of training that goes on in the same processes.
+"""Read lines of the journal of ``mlflash run`` about training that continues in the same processes.
 
-They have neither run nor node: what `mlflash run` writes concerns all ranks, and has the time of its own clock.
+These lines have neither run nor node. They concern all ranks, and their times come from the clock of `mlflash run`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Recovered:
 
     Attributes:
         time: Unix seconds, when all ranks trained again.
-        seconds: from when the loss was known until then.
-        round: which began, from 2 on.
-        lost: ranks.
-        why: in words.
-        step: that all went back to.
-        times: what took how long, seconds, each on the slowest rank.
+        seconds: seconds from the known loss until then.
+        round: the round that began, from 2 on.
+        lost: the lost ranks.
+        why: the reason in words.
+        step: the step that all ranks went back to.
+        times: seconds of each phase, each on the slowest rank.
     """
 
     time: float
@@ -45,13 +45,20 @@ class Recovered:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Those of the times that can be part of it: a spare counts its wait from its own start, long before."""
+        """The times that can be part of the recovery. A spare counts its wait from its own start, long before."""
         return {name: took for name, took in self.times.items() if took <= self.seconds}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A rank was killed, as it was not ready in time: Unix seconds, the round, the rank, and what it was to do."""
+    """A rank was killed because it was not ready in time.
+
+    Attributes:
+        time: Unix seconds.
+        round: the round that it missed.
+        rank: the rank.
+        phase: what it should have done.
+    """
 
     time: float
     round: int
@@ -60,20 +67,20 @@ class Late:
 
 
 def is_of_journal(document: Mapping[str, Any]) -> bool:
-    """Whether a line is one of a journal, and not of a rank."""
+    """Say whether a line is from a journal and not from a rank."""
     kind = document.get("event")
     of_ranks = {"run", "node"} if kind == "late" else {"run", "node", "rank"}
     return isinstance(kind, str) and kind in _KINDS and not of_ranks & document.keys()
 
 
 def understand(document: Mapping[str, Any]) -> Recovered | Late | bool:
-    """Make of a line of a journal what it tells.
+    """Read a line of a journal.
 
     Args:
-        document: one for which `is_of_journal` is true.
+        document: a line for which `is_of_journal` is true.
 
     Returns:
-        True: it is a line of another kind. False: a field is missing, or makes no sense.
+        True: the line is of another kind. False: a field is missing or not valid.
     """
     if document["event"] == "recovered":
         return _recovered(document) or False

@@ -1,6 +1,6 @@
-"""Events → launches, and the stretches of training in them. A launch is one run of all processes of a job.
+"""Group events to launches, and to the stretches of training in them. A launch is one run of all processes of a job.
 
-All ranks save the same steps in the same order, so what the ranks tell of a step is put together here.
+All ranks save the same steps in the same order, so the events of all ranks about a step are joined here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Saved:
     """A step that was saved, by all ranks together.
 
     Attributes:
-        step: of the training.
-        began, ended: when the first rank called ``save``, when the last one got on with training.
-        stall_s: of the rank that was held up longest.
-        stalls: of each rank that told it, in seconds.
+        step: training step.
+        began, ended: when the first rank called ``save``, and when the last rank continued training.
+        stall_s: the longest stall of a rank.
+        stalls: the stall of each rank that logged it, in seconds.
     """
 
     step: int
@@ -33,7 +33,14 @@ class Saved:
 
 @dataclasses.dataclass
 class Committed:
-    """A step that was committed: when the last rank knew it, how long that took since ``save``, in generation so."""
+    """A step that was committed.
+
+    Attributes:
+        step: training step.
+        time: when the last rank knew of the commit, Unix seconds.
+        seconds: time since ``save``.
+        generation: number of the save.
+    """
 
     step: int
     time: float
@@ -43,15 +50,15 @@ class Committed:
 
 @dataclasses.dataclass
 class Stretch:
-    """Training from a start or a restore to the next restore, or the end of the launch.
+    """Training from a start or a restore to the next restore or the end of the launch.
 
     Attributes:
-        from_step: the step it went on from; None: nothing was restored.
+        from_step: the step that it continued from. None: nothing was restored.
         restores: rank → its restore of that step.
-        ready: when training could go on, on all ranks.
-        until: the last sign of it.
-        saves, commits: by step, in the order of the saves.
-        recovered: how it came that it began, where ranks were lost and the other processes stayed; else None.
+        ready: when training could continue on all ranks.
+        until: its last event.
+        saves, commits: saves and commits by step, in the order of the saves.
+        recovered: the recovery that it began with, if ranks were lost and the other processes stayed; else None.
     """
 
     ready: float
@@ -87,18 +94,18 @@ class Launch:
     """One launch of a job.
 
     Attributes:
-        run: its id.
-        events: all of it, ordered by time.
-        began, last: its first sign, and the last one of its training.
-        started: what the lowest rank said at its start; None: that is missing.
-        ranks: how many it had.
-        nodes: their names, in order.
-        places: rank → node, of the ranks that were heard of.
-        signs: rank → when its training was heard of for the last time.
-        ends: rank → "ended" or "failed", for the ranks that could say so.
-        stretches: of training; at least one.
+        run: its ID.
+        events: all its events, ordered by time.
+        began, last: its first event, and the last event of its training.
+        started: the start event of the lowest rank. None: it is missing.
+        ranks: number of ranks.
+        nodes: names of the nodes, in order.
+        places: rank → node, for ranks that logged events.
+        signs: rank → time of the last event of its training.
+        ends: rank → "ended" or "failed", for ranks that logged their end.
+        stretches: stretches of training, at least one.
         followed: whether there is a later launch.
-        nodes_before: nodes that it had before ranks were lost and replaced in place, in order; empty where none were.
+        nodes_before: nodes that it had before ranks were replaced in place, in order. Empty if none were.
     """
 
     run: str
@@ -117,7 +124,7 @@ class Launch:
 
     @property
     def silent(self) -> list[int]:
-        """Ranks that were heard of, and did not say that they end."""
+        """Ranks that logged events but no end."""
         return sorted(set(self.signs) - set(self.ends))
 
     @property
@@ -146,7 +153,7 @@ class Launch:
 
 
 def launches(events: Iterable[Event]) -> list[Launch]:
-    """Put events together to launches, ordered by their begin."""
+    """Group events to launches, ordered by their begin."""
     of: dict[str, list[Event]] = {}
     for event in events:
         of.setdefault(event.run, []).append(event)
@@ -157,7 +164,7 @@ def launches(events: Iterable[Event]) -> list[Launch]:
 
 
 def nodes_of(launches: Iterable[Launch]) -> dict[str, int]:
-    """Number the nodes of some launches, in the order in which they came."""
+    """Number the nodes of some launches, in the order of their first use."""
     those = dict.fromkeys(node for launch in launches for node in (*launch.nodes_before, *launch.nodes))
     return {node: at for at, node in enumerate(those)}
 
@@ -184,7 +191,7 @@ def _launch(run: str, events: list[Event]) -> Launch:
 
 
 def _stretches(events: list[Event], began: float, last: float) -> list[Stretch]:
-    """Divide a launch where its ranks restored. Each rank counts its own restores, so that clocks may differ."""
+    """Divide a launch at the restores of its ranks. Each rank counts its own restores, so clocks may differ."""
     found = [Stretch(began, last)]
     at: dict[int, int] = {}  # rank → its stretch
     saved: set[int] = set()  # ranks that saved in theirs

@@ -1,4 +1,4 @@
-"""Statistics of what was logged: stalls, bandwidth, commits, drains, memory, warnings."""
+"""Statistics of the events: stalls, bandwidth, commits, drains, memory, warnings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .read_logs import Event
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Some numbers in short.
+    """A summary of some numbers.
 
     Attributes:
-        count: how many there are; where there is none, the others are 0.
-        mean, median, p95, most: of them. The p95 is one of them: 95 % of all are not above it.
+        count: how many there are. If it is 0, the others are 0.
+        mean, median, p95, most: mean, median, 95th percentile and maximum. The percentile is one of the numbers.
     """
 
     count: int = 0
@@ -28,7 +28,7 @@ class Spread:
 
 
 def spread(numbers: Iterable[float]) -> Spread:
-    """Put numbers in short."""
+    """Summarize numbers."""
     those = sorted(numbers)
     if not those:
         return Spread()
@@ -49,7 +49,7 @@ class Point:
 
 
 def stalls(launches: Sequence[Launch]) -> list[Point]:
-    """How long each save held up training, in seconds."""
+    """Return how long each save stalled training, in seconds."""
     return [
         Point(save.ended, save.step, number, min(save.stalls), statistics.median(save.stalls), max(save.stalls))
         for number, launch in enumerate(launches)
@@ -58,7 +58,7 @@ def stalls(launches: Sequence[Launch]) -> list[Point]:
 
 
 def bandwidths(launches: Sequence[Launch]) -> list[Point]:
-    """How fast each step was protected, in bytes per second and rank."""
+    """Return how fast each step was protected, in bytes per second and rank."""
     points = []
     for number, launch in enumerate(launches):
         rates: dict[int, list[float]] = {}
@@ -74,7 +74,7 @@ def bandwidths(launches: Sequence[Launch]) -> list[Point]:
 
 
 def bandwidth(launches: Sequence[Launch]) -> float:
-    """All bytes that were protected over all the seconds that took: bytes per second and rank."""
+    """Divide all protected bytes by all the seconds that it took: bytes per second and rank."""
     done = [event for launch in launches for event in _protects(launch)]
     return sum(event.nbytes for event in done) / sum(event.seconds for event in done) if done else 0.0
 
@@ -84,7 +84,7 @@ def _protects(launch: Launch) -> Iterable[Event]:
 
 
 def newest_commit(launches: Sequence[Launch]) -> Committed | None:
-    """The checkpoint that was committed last, of the largest generation."""
+    """Return the checkpoint that was committed last, which has the largest generation."""
     commits = [commit for launch in launches for commit in launch.commits]
     return max(commits, key=lambda commit: (commit.generation, commit.time), default=None)
 
@@ -94,10 +94,10 @@ class Drains:
     """What was drained to the directory.
 
     Attributes:
-        count, failed: steps.
-        nbytes: that all ranks wrote.
-        seconds: of a drain, on average.
-        newest: the newest step; None: there is none.
+        count, failed: number of drained and failed steps.
+        nbytes: bytes that all ranks wrote.
+        seconds: average time of a drain.
+        newest: the newest drained step, or None.
         path: its folder.
     """
 
@@ -110,7 +110,7 @@ class Drains:
 
 
 def drains(launches: Sequence[Launch]) -> Drains:
-    """Put together what the ranks tell about drains; one that failed on any rank has failed."""
+    """Summarize the drains. A drain that failed on any rank has failed."""
     of: dict[tuple[int, int], list[Event]] = {}
     for number, launch in enumerate(launches):
         for event in launch.events:
@@ -127,7 +127,7 @@ def drains(launches: Sequence[Launch]) -> Drains:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What the ranks of a node took of its memory: most at any time, at last, and in which launch that last was."""
+    """The memory that the ranks of a node took: the most at any time, the last value, and the launch of that value."""
 
     node: str
     peak_nbytes: int
@@ -136,7 +136,7 @@ class Memory:
 
 
 def memory(launches: Sequence[Launch]) -> list[Memory]:
-    """Sum up the memory of each node, in the order in which the nodes came. A launch tells all anew."""
+    """Sum up the memory of each node, in the order of their first use. Each launch logs all its memory again."""
     found: dict[str, Memory] = {}
     for number, launch in enumerate(launches):
         held: dict[str, dict[int, int]] = {}
@@ -156,13 +156,13 @@ def memory(launches: Sequence[Launch]) -> list[Memory]:
 
 @dataclasses.dataclass
 class Remark:
-    """Something that was logged for a person, as often as it was.
+    """A warning or error in the log, with the number of times that it was logged.
 
     Attributes:
-        text, level: what was logged.
-        count: how many times.
-        first, last: when, Unix seconds.
-        ranks: that said so.
+        text, level: the message and its level.
+        count: how many times it was logged.
+        first, last: when it was logged, Unix seconds.
+        ranks: the ranks that logged it.
     """
 
     text: str
@@ -174,7 +174,7 @@ class Remark:
 
 
 def remarks(launches: Sequence[Launch]) -> list[Remark]:
-    """Warnings, saves that were not committed and drains that failed; the same text once, the latest first."""
+    """List warnings, saves that were not committed and drains that failed. Each text once, the latest first."""
     found: dict[tuple[str, str], Remark] = {}
     for event in (event for launch in launches for event in launch.events):
         level, text = _remark(event)
@@ -196,5 +196,5 @@ def _remark(event: Event) -> tuple[str, str]:
 
 
 def count_steps(launches: Sequence[Launch], kind: str) -> int:
-    """How many steps of the launches have such an event, on any rank."""
+    """Count the steps that have an event of this kind on any rank."""
     return len({(at, e.step) for at, launch in enumerate(launches) for e in launch.events if e.kind == kind})

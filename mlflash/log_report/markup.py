@@ -1,4 +1,4 @@
-"""HTML and SVG, with every text escaped: what stands in a log can be no markup."""
+"""HTML and SVG with every text escaped, so that text in a log never becomes markup."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _ALONE = frozenset(("meta", "link", "br"))  # elements that end with their first
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text that already is markup."""
 
     __slots__ = ()
 
 
 def escape(text: str) -> str:
-    """Make text that shows as it stands; characters that no page can have become question marks."""
+    """Escape text so that it shows as it is. Characters that a page cannot have become replacement characters."""
     if isinstance(text, Markup):
         return text
     clean = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -31,9 +31,9 @@ def tag(name: str, /, *children: str, **attributes: str | float | None) -> Marku
     """Make an element.
 
     Args:
-        name: of it.
+        name: name of the element.
         children: texts and markup.
-        attributes: ``class_`` stands for class, ``stroke_width`` for stroke-width; None: it has none such.
+        attributes: ``class_`` stands for class, ``stroke_width`` for stroke-width. None leaves an attribute out.
 
     Example:
         ``tag("p", "a < b", class_="note") == '<p class="note">a &lt; b</p>'``
@@ -47,12 +47,12 @@ def tag(name: str, /, *children: str, **attributes: str | float | None) -> Marku
 
 
 def titled(text: str) -> Markup:
-    """The title of a piece of a drawing: shown where one points at it, and read aloud."""
+    """Make the title of a part of a drawing. Browsers show it on hover, and screen readers read it."""
     return tag("title", text)
 
 
 def percent(share: float) -> str:
-    """A share as a length: ``percent(0.123456) == "12.346%"``."""
+    """Write a share as a length: ``percent(0.123456) == "12.346%"``."""
     return f"{100 * share:.3f}".rstrip("0").rstrip(".") + "%"
 
 

@@ -1,7 +1,7 @@
-"""Event logs → events. Whatever a file has in it, reading goes on: what is no event is counted, and told.
+"""Read the events of event logs. Reading never stops: lines that are not events are counted and reported.
 
-A process that is killed may leave half a line, and what the next one appends then stands on the same line. So where a
-line cannot be read, it is tried again from the last place that an event may begin at.
+A killed process may leave half a line, and the next process then appends to the same line. So if a line cannot be read,
+it is read again from the last place at which an event may begin.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 from . import journal
 from .fields import LONGEST_TEXT, MOST_RANKS, number, text, whole
 
-# What each kind cannot do without, besides the fields of every line.
+# The fields that each kind needs, in addition to those of every line.
 _NEEDED = {
     "start": (), "save": ("step", "seconds"), "skip": ("step",), "fail": ("step",), "protect": ("step", "seconds"),
     "commit": ("step", "seconds"), "restore": ("step", "seconds"), "heal": ("step",), "drain": ("step", "seconds"),
     "damage": ("step",), "mend": ("step", "seconds"), "memory": ("nbytes",), "warning": (), "end": (),
     "suspect": ("step",), "certified": ("step",), "unrestorable": (), "uncaught": (),
 }  # fmt: skip
-_PLAIN = frozenset(("save", "protect", "memory"))  # the most frequent ones: nothing else of them is kept
+_PLAIN = frozenset(("save", "protect", "memory"))  # the most frequent kinds: their other fields are dropped
 _COURIERS: Mapping[str, Any] = {"by": "courier"}
-_BEGINS = (b'{"event":', b'{"time": ')  # of a rank, and of `mlflash run`
-_UNKNOWN_KINDS = 20  # told by name
+_BEGINS = (b'{"event":', b'{"time": ')  # of a line of a rank, and of `mlflash run`
+_UNKNOWN_KINDS = 20  # that are named
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """What happened to a rank.
+    """An event on a rank.
 
     Attributes:
         kind: "save", "commit", ...
-        time: Unix seconds, when it ended, by the clock of its node.
-        run: one of the launches of a job.
-        rank, node: where.
-        seconds: how long it took; 0 where that is not told.
-        step: of the training; -1 where it is about none.
-        nbytes: how many bytes it is about; 0 where that is not told.
+        time: when it ended, Unix seconds, by the clock of its node.
+        run: ID of the launch.
+        rank, node: the rank and its node.
+        seconds: how long it took; 0 if unknown.
+        step: training step; -1 without a step.
+        nbytes: number of bytes; 0 if unknown.
         more: the other fields, as they were read.
     """
 
@@ -63,20 +63,20 @@ class Event:
 
     @property
     def is_sign(self) -> bool:
-        """Whether it is a sign of the training: a courier that is a process of its own may go on without it."""
+        """Whether it shows that training is alive. A courier that is its own process may continue without it."""
         return self.more.get("by") != "courier"
 
     def text(self, name: str) -> str:
-        """A field as text; "" where it is missing or null."""
+        """Return a field as text; "" if it is missing or null."""
         return text(self.more.get(name))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A field that is a list, as texts; empty where it is none."""
+        """Return a field that is a list as texts; empty if it is not a list."""
         found = self.more.get(name)
         return tuple(str(one)[:LONGEST_TEXT] for one in found) if isinstance(found, list) else ()
 
     def count(self, name: str) -> int:
-        """A field that is a whole number; 0 where it is none."""
+        """Return a field that is a whole number; 0 if it is not."""
         found = self.more.get(name)
         return found if type(found) is int and 0 <= found < 1 << 63 else 0
 
@@ -86,12 +86,12 @@ class File:
     """What was read from a file.
 
     Attributes:
-        path: of it.
-        lines, events: how many it has.
-        journal: lines that `mlflash run` has written.
-        torn: lines that stop in the middle, as those of killed processes do.
-        foreign: lines that are no event that this version knows.
-        first_foreign: number of the first of these; 0: there is none.
+        path: path of the file.
+        lines, events: number of lines and events.
+        journal: number of lines that `mlflash run` has written.
+        torn: number of lines that stop in the middle, as happens when a process is killed.
+        foreign: number of lines that are not events that this version knows.
+        first_foreign: number of the first such line; 0: there is none.
     """
 
     path: str
@@ -108,10 +108,10 @@ class Log:
     """All files together.
 
     Attributes:
-        files: in the order in which they were read.
-        events: ordered by time; those of one rank at the same time as they were written.
-        unknown: kinds of events that this version does not know → how many; only the first few kinds.
-        recovered, late: what a journal of `mlflash run` tells, ordered by time.
+        files: files in the order of reading.
+        events: events ordered by time. Events of one rank at the same time keep their order in the file.
+        unknown: kinds of events that this version does not know → number, for the first few kinds.
+        recovered, late: events in a journal of `mlflash run`, ordered by time.
     """
 
     files: list[File]
@@ -122,7 +122,7 @@ class Log:
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
-    """Give the files of all nodes, by the names of some, without any twice; see `event_log`. Not collective.
+    """Find the files of all nodes from the names of some, each once; see `event_log`. Not collective.
 
     Example:
         ``run.jsonl`` stands for run.jsonl, run.node1.jsonl, run.node2.jsonl and so on.
@@ -142,7 +142,7 @@ def read(paths: Iterable[Path]) -> Log:
     """Read event logs, and journals of `mlflash run` among them. Not collective.
 
     Raises:
-        OSError: a file cannot be read; what is in it raises nothing.
+        OSError: a file cannot be read. Its contents never raise an error.
     """
     log = Log([], [], {})
     for path in paths:
@@ -159,7 +159,7 @@ def read(paths: Iterable[Path]) -> Log:
 
 
 def _take(line: bytes, file: File, log: Log) -> None:
-    """Put the event of a line into the log, or count why there is none."""
+    """Add the event of a line to the log, or count why there is none."""
     document = _parse(line)
     if document is None:
         begin = max(line.rfind(one) for one in _BEGINS)
@@ -178,7 +178,7 @@ def _take(line: bytes, file: File, log: Log) -> None:
 
 
 def _has_event(document: dict[str, Any], file: File, log: Log) -> bool:
-    """Put what a line tells into the log; False: nothing that makes sense."""
+    """Add the event of a line to the log. Return False if it has no valid event."""
     if journal.is_of_journal(document):
         match journal.understand(document):
             case journal.Recovered() as recovered:
@@ -205,7 +205,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _understand(document: dict[str, Any]) -> Event | None:
-    """Make an event of a document; None where a field is missing or is not what it should be."""
+    """Make an event from a document. None if a field is missing or not valid."""
     kind, run, node = document.get("event"), document.get("run"), document.get("node")
     if not (isinstance(kind, str) and isinstance(run, str) and isinstance(node, str)):
         return None
@@ -217,7 +217,7 @@ def _understand(document: dict[str, Any]) -> Event | None:
     step, nbytes = whole(document.get("step", -1), 1 << 63, -1), whole(document.get("nbytes", 0), 1 << 63)
     if time is None or seconds is None or rank is None or step is None or nbytes is None or seconds > time:
         return None
-    seconds = round(seconds, 9)  # less than a nanosecond is no time, and nothing can be divided by it
+    seconds = round(seconds, 9)  # less than a nanosecond becomes 0, which nothing divides by
     intern = sys.intern
     more = document if kind not in _PLAIN else _COURIERS if document.get("by") == "courier" else {}
     return Event(intern(kind), time, intern(run[:80]), rank, intern(node[:200]), seconds, step, nbytes, more)

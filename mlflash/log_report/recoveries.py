@@ -1,7 +1,7 @@
-"""Recoveries in place: ranks were lost, the other processes stayed, and all trained on after a committed step.
+"""Recoveries in place: ranks were lost, the other processes stayed, and all ranks continued after a committed step.
 
-Each round of such a training is a run of its own in the logs of the ranks. What the journal of `mlflash run` tells
-says which runs go on from each other; these become one launch here, with a stretch of training for each.
+Each round of such training has its own run in the logs of the ranks. The journal of `mlflash run` says which runs
+continue each other. They become one launch here, with a stretch of training for each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .launches import Launch
 from .log_statistics import Remark
 from .time_accounting import Lost
 
-_APART_S = 1.0  # by which the clock of `mlflash run` may differ from those of the nodes
+_APART_S = 1.0  # how far the clock of `mlflash run` may differ from those of the nodes
 _SAY = {
     "leave": "to leave the step", "wait": "to wait for the others", "couriers": "to start couriers",
     "checkpointer": "to make a Checkpointer", "groups": "to make process groups", "restore": "to restore",
@@ -26,15 +26,15 @@ _SAY = {
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """Ranks were lost and replaced, in a launch that went on.
+    """Ranks were lost and replaced in a launch that continued.
 
     Attributes:
-        launch: which one, from 0 on.
-        began, ended: Unix seconds: when the loss was known, when all ranks trained again.
-        line: of the journal.
-        steps_lost: from the newest step that was saved before, on any rank, or committed, to the one restored.
-        committed_lost: from the newest one that was committed: more was lost than the redundancy covers.
-        lost_s: training that was lost.
+        launch: number of the launch, from 0 on.
+        began, ended: when the loss was known, and when all ranks trained again, Unix seconds.
+        line: the line of the journal.
+        steps_lost: steps from the restored one to the newest that any rank had saved, or that was committed.
+        committed_lost: steps to the newest committed one. If this is not 0, more was lost than the redundancy covers.
+        lost_s: seconds of lost training.
     """
 
     launch: int
@@ -47,14 +47,14 @@ class Recovery:
 
 
 def joined(launches: Sequence[Launch], recovered: Sequence[Recovered]) -> tuple[list[Launch], list[Recovered]]:
-    """Make one launch of those that go on from each other in the same processes.
+    """Join launches that continue each other in the same processes.
 
     Args:
-        launches: ordered by their begin.
-        recovered: what the journal tells, ordered by time.
+        launches: launches, ordered by their begin.
+        recovered: recoveries in the journal, ordered by time.
 
     Returns:
-        The launches, and what of the journal fits none of them.
+        The launches, and the recoveries in the journal that fit none of them.
     """
     line_of = _line_of(launches, recovered)
     found: list[Launch] = []
@@ -70,7 +70,7 @@ def joined(launches: Sequence[Launch], recovered: Sequence[Recovered]) -> tuple[
 
 
 def _line_of(launches: Sequence[Launch], recovered: Sequence[Recovered]) -> dict[int, Recovered]:
-    """Say for each launch that began while a loss was recovered from which line of the journal that is."""
+    """Return the line of the journal for each launch that began during a recovery."""
     found: dict[int, Recovered] = {}
     for number, launch in enumerate(launches[1:], 1):
         near = [(max(line.began - launch.began, launch.began - line.time, 0.0), at)
@@ -82,7 +82,7 @@ def _line_of(launches: Sequence[Launch], recovered: Sequence[Recovered]) -> dict
 
 
 def _continued(before: Launch, after: Launch, line: Recovered | None) -> Launch:
-    """Put a round to those before it; where it is in vain, without a line, no training is in it."""
+    """Append a round to those before it. A round without a line failed, and has no training."""
     stretches = list(before.stretches)
     if line is not None:
         last, first = stretches[-1], after.stretches[0]
@@ -102,7 +102,7 @@ def _continued(before: Launch, after: Launch, line: Recovered | None) -> Launch:
 
 
 def recoveries(launches: Sequence[Launch], lost: Sequence[Lost]) -> list[Recovery]:
-    """Find the recoveries in place, in the order of their times."""
+    """Find the recoveries in place, ordered by time."""
     found = []
     for number, launch in enumerate(launches):
         for before, after in itertools.pairwise(launch.stretches):
@@ -117,12 +117,12 @@ def recoveries(launches: Sequence[Launch], lost: Sequence[Lost]) -> list[Recover
 
 
 def took(times: Mapping[str, float]) -> str:
-    """Write down what took how long, in words."""
+    """Write the time of each phase in words."""
     return ", ".join(f"{show_seconds(seconds)} {_SAY.get(name, name)}" for name, seconds in times.items())
 
 
 def say(recovery: Recovery) -> str:
-    """Tell a recovery in a sentence."""
+    """Describe a recovery in a sentence or two."""
     line = recovery.line
     why = f" ({line.why})" if line.why else ""
     text = (f"{named(line.lost)} {'was' if len(line.lost) == 1 else 'were'} lost{why}. The other processes stayed, and "
@@ -131,7 +131,7 @@ def say(recovery: Recovery) -> str:
 
 
 def late_remarks(late: Sequence[Late]) -> list[Remark]:
-    """Say which ranks were killed, as they were not ready in time."""
+    """Report the ranks that were killed because they were not ready in time."""
     found = []
     for one in late:
         what = "leave its step" if one.phase == "leaving" else "train"

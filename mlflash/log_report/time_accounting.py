@@ -1,7 +1,7 @@
-"""Where the time of a job went: what was computed and kept, what was lost, and what was no training at all.
+"""Where the time of a job went: training that was kept, training that was lost, and time without training.
 
-A save counts as kept where a later restore went on from it or from a newer one. What was trained after it, until the
-last sign of that launch, is lost. All times are in seconds of wall clock.
+A save counts as kept if a later restore took it or a newer one. Training after it, until the last event of that launch,
+is lost. All times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .launches import Launch, Stretch
 
 @dataclasses.dataclass
 class Account:
-    """Where the time went, in seconds; all together are the wall time.
+    """Where the time went, in seconds. All together are the wall time.
 
     Attributes:
         kept_s: training whose results were kept.
-        stall_s: training was held up by a save, among that.
-        lost_s: training that was lost, and its saves.
-        starting_s: from the start of a launch until its ranks had restored; launches that never got so far.
-        recovering_s: from when a lost rank was known until all trained again, in the processes that stayed.
-        down_s: from the last sign of a launch to the first one of the next.
+        stall_s: stalls by saves during that training.
+        lost_s: training that was lost, with its saves.
+        starting_s: from the start of a launch until its ranks had restored, or until its end if they never did.
+        recovering_s: from the known loss of a rank until all ranks trained again, in the processes that stayed.
+        down_s: from the last event of a launch to the first event of the next.
     """
 
     kept_s: float = 0.0
@@ -45,20 +45,20 @@ class Account:
         return self.share(self.kept_s)
 
     def share(self, seconds: float) -> float:
-        """The share of the wall time that some seconds are, 0 where there is none."""
+        """Return some seconds as a share of the wall time; 0 without wall time."""
         return seconds / self.wall_s if self.wall_s > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """Training that was lost: until the next restore, from a step on."""
+    """Training that was lost: from the restored step to the end of its launch."""
 
     began: float
     ended: float
 
 
 def account(launches: Sequence[Launch]) -> tuple[Account, list[Lost]]:
-    """Say where the time of some launches went, which are ordered by their begin; and which training was lost."""
+    """Return where the time of some launches went, and which training was lost. Launches are ordered by their begin."""
     total, lost = Account(), []
     for before, after in itertools.pairwise(launches):
         total.down_s += max(0.0, after.began - before.last)
@@ -83,14 +83,14 @@ def account(launches: Sequence[Launch]) -> tuple[Account, list[Lost]]:
 
 
 def _goes_on(stretch: Stretch, launches: Sequence[Launch]) -> bool:
-    """Whether it is training: a first launch needs no restore for that, a later one has restored or saved."""
+    """Say whether a stretch is training. In a first launch it always is; in a later one it has restored or saved."""
     return stretch.trained or any(stretch is one for one in launches[0].stretches)
 
 
 def _kept(launches: Sequence[Launch]) -> dict[int, float]:
-    """Give for each stretch, by its id, until when its training was kept; Unix seconds."""
+    """Return until when the training of each stretch was kept, by the id of the stretch, in Unix seconds."""
     kept: dict[int, float] = {}
-    limit = math.inf  # no step above it is left of what came before
+    limit = math.inf  # later restores dropped all earlier steps above this one
     for stretch in [stretch for launch in reversed(launches) for stretch in reversed(launch.stretches)]:
         if not stretch.trained:
             kept[id(stretch)] = stretch.until if limit == math.inf else stretch.ready
@@ -101,5 +101,5 @@ def _kept(launches: Sequence[Launch]) -> dict[int, float]:
 
 
 def _saved_until(stretch: Stretch, limit: float) -> float:
-    """When the newest step that is not above a limit was saved."""
+    """Return when the newest step up to a limit was saved."""
     return max((save.ended for save in stretch.saves.values() if save.step <= limit), default=stretch.ready)

@@ -1,6 +1,6 @@
-"""The timeline: a row for each rank, from left to right what happened to it. All of it is SVG, and needs no script.
+"""The timeline: a row for each rank that shows its events from left to right. It is SVG and needs no script.
 
-Lengths from left to right are shares of the width, so that it fits any screen; heights are pixels.
+Horizontal lengths are shares of the width, so that it fits any screen. Heights are pixels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .timeline_rows import LANES, Life, Mark, Row, within
 
 _MOST_MARKS = 7000  # in one drawing; about a megabyte
 _AXIS, _GAP, _FOOT = 42, 9, 6  # pixels: above the rows, between nodes, below
-_THIN = 0.002  # share of the width that a mark has at least
-_DENSE = (0.02, 0.1, 0.3)  # shares of the time; a mark of several steps is the paler the less of it they fill
+_THIN = 0.002  # smallest width of a mark, as a share of the width
+_DENSE = (0.02, 0.1, 0.3)  # shares of the time; a mark of several steps is paler if they fill less of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A part of the time, Unix seconds, that is as wide as the drawing."""
+    """A part of the time that fills the width of the drawing, in Unix seconds."""
 
     began: float
     ended: float
@@ -35,17 +35,17 @@ class Window:
         return max(self.ended - self.began, 1e-3)
 
     def shows(self, began: float, ended: float) -> bool:
-        """Whether any of a time is in it."""
+        """Say whether it shows any part of a time."""
         return began <= self.ended and ended >= self.began
 
     def at(self, time: float) -> float:
-        """Where a moment is, as a share of the width."""
+        """Return the place of a moment, as a share of the width."""
         return min(1.0, max(0.0, (time - self.began) / self.span))
 
 
 @dataclasses.dataclass(frozen=True)
 class Heights:
-    """Pixels of a row: all of it, and (top, height) of what is in it."""
+    """Pixels of a row: its height, and (top, height) of its parts."""
 
     row: int
     alive: tuple[float, float]
@@ -66,9 +66,9 @@ def draw(story: JobHistory, rows: Sequence[Row], window: Window, name: str, titl
     """Draw a part of the time.
 
     Args:
-        story, rows: of the job.
-        window: which part.
-        name: of the drawing; another for each on a page.
+        story, rows: history and rows of the job.
+        window: the part of the time.
+        name: name of the drawing, unique on the page.
         title: what it shows.
     """
     rows = [row for row in rows if any(window.shows(life.began, life.ended) for life in row.lives)]
@@ -92,8 +92,8 @@ def draw(story: JobHistory, rows: Sequence[Row], window: Window, name: str, titl
 
 
 def _tops(rows: Sequence[Row], heights: Heights) -> tuple[list[int], int]:
-    """Where the rows begin, with a gap between nodes; and where the last one ends."""
-    tops, at, node = [], _AXIS, rows[0].node if rows else ""  # nobody may have been there in that time
+    """Return where the rows begin, with a gap between nodes, and where the last one ends."""
+    tops, at, node = [], _AXIS, rows[0].node if rows else ""  # there may be no rank in that time
     for row in rows:
         at += _GAP if row.node != node and row.ranks == 1 else 0
         node = row.node
@@ -113,7 +113,7 @@ def _labels(rows: Sequence[Row], tops: Sequence[int], heights: Heights) -> Itera
 
 
 def _hatches(name: str) -> Markup:
-    """Patterns for the time that was lost and the time when nothing ran."""
+    """Make patterns for lost training and for the time when nothing ran."""
 
     def hatch(what: str) -> Markup:
         line = tag("line", x1="0", y1="0", x2="0", y2="6", class_=f"{what}-line")
@@ -129,13 +129,13 @@ def _grid(share: float, bottom: int) -> Markup:
 
 
 def _axis_label(share: float, text: str) -> Markup:
-    # At the edges it would be cut off.
+    # A centered label would be cut off at the edges.
     anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
     return tag("text", text, x=percent(share), y=12, class_="tick", text_anchor=anchor)
 
 
 def _most_marks(rows: Sequence[Row]) -> int | None:
-    """How many marks of a kind a row may have; None where all of them are not too many."""
+    """Return how many marks of a kind a row may have. None: all of them."""
     counts = [len(marks) for row in rows for marks in row.marks.values()]
     return None if sum(counts) <= _MOST_MARKS else max(40, min(600, _MOST_MARKS // len(counts)))
 
@@ -151,13 +151,13 @@ def _row(row: Row, top: int, heights: Heights, window: Window, most: int | None)
             parts.append(_bar(mark, lane, top, getattr(heights, kind), window, _SAY[kind](mark)))
     above, height = heights.protect
     commits = within(_moments(row.marks.get("commit", ())), window.began, window.ended, most)
-    if all(mark.count == 1 for mark in commits):  # else they would be a wall, and the lane of protection shows enough
+    if all(mark.count == 1 for mark in commits):  # more would cover everything, and the lane of protection is enough
         parts += [_bar(mark, "commit", top, (above - 1.5, height + 3), window, _committed(mark)) for mark in commits]
     return tag("g", *parts, class_="row", data_row=row.what)
 
 
 def _moments(marks: Iterable[Mark]) -> Iterator[Mark]:
-    """Commits are moments: when the last rank knew it."""
+    """Turn commits into moments: the time when the last rank knew of the commit."""
     return (dataclasses.replace(mark, began=mark.ended) for mark in marks)
 
 
@@ -180,7 +180,7 @@ def _bar(mark: Mark, kind: str, top: int, at: tuple[float, float], window: Windo
 
 
 def _across(story: JobHistory, window: Window, bottom: int, name: str) -> Iterator[Markup]:
-    """What concerns all rows: training that was lost, time without any process, recoveries in place, failures."""
+    """Draw what concerns all rows: lost training, time without any process, recoveries in place, failures."""
 
     def band(began: float, ended: float, what: str, text: str) -> Markup | None:
         if ended <= window.began or began >= window.ended:

@@ -1,7 +1,7 @@
-"""Who stands in which row of the timeline, and what is marked there.
+"""The rows of the timeline and their marks.
 
-A row is a rank on a node; where there are many, it is a node, or several nodes together. What happens to the ranks of a
-row in the same step is one mark.
+A row is a rank on a node. If there are many ranks, a row is a node or several nodes. The same events of all ranks of a
+row in one step are one mark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .read_logs import Event
 
 MOST_ROWS = 64
 LANES = {"save": "stall", "protect": "protect", "drain": "drain"}
-"""What is drawn as a bar of its own: kinds of events → names on the page."""
+"""Kinds of events that are drawn as bars → names on the page."""
 
 
 @dataclasses.dataclass
@@ -27,9 +27,9 @@ class Mark:
     Attributes:
         began, ended: Unix seconds.
         first, last: steps.
-        count: how many steps.
-        seconds: how long all took together, each as long as on the slowest rank of the row.
-        nbytes: together.
+        count: number of steps.
+        seconds: sum of the times of these steps, each on the slowest rank of the row.
+        nbytes: sum of their bytes.
     """
 
     began: float
@@ -42,13 +42,13 @@ class Mark:
 
     @property
     def share(self) -> float:
-        """Share of its length in which it happened."""
+        """Share of its length that its events fill."""
         return min(1.0, self.seconds / (self.ended - self.began)) if self.ended > self.began else 1.0
 
 
 @dataclasses.dataclass
 class Life:
-    """A launch in a row: its number, from the first sign of a rank to the last, and how that was."""
+    """A launch in a row: its number, its first and last event, and how many ranks went silent or failed."""
 
     launch: int
     began: float
@@ -63,10 +63,10 @@ class Row:
 
     Attributes:
         name: "rank 3", "n1", "n1 +3" (and three more).
-        node: of its ranks; the first, where there are several.
-        ranks: how many.
-        what: all of it, in words.
-        lives: of it.
+        node: node of its ranks; the first one if there are several.
+        ranks: number of ranks.
+        what: description of the row.
+        lives: its launches.
         marks: kind of event → its marks, by their begin.
     """
 
@@ -79,7 +79,7 @@ class Row:
 
 
 def rows(launches: Sequence[Launch], most: int = MOST_ROWS) -> list[Row]:
-    """Make the rows: one for each rank on each node where it was, as long as these are no more than so many."""
+    """Make the rows: one for each rank on each of its nodes, or fewer if there would be more than ``most``."""
     row_of, found = _places(launches, most)
     for number, launch in enumerate(launches):
         lives: dict[int, Life] = {}
@@ -114,7 +114,7 @@ def _join(together: dict[tuple[int, str, int, int], Mark], key: tuple[int, str, 
 
 
 def _places(launches: Sequence[Launch], most: int) -> tuple[dict[tuple[str, int], int], list[Row]]:
-    """Say in which row each rank of each node is, and make the rows without anything in them."""
+    """Return the row of each rank on each node, and the empty rows."""
     order = nodes_of(launches)
     seen = {(event.node, event.rank) for launch in launches for event in launch.events}
     places = sorted(seen, key=lambda place: (order[place[0]], place[1]))

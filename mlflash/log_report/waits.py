@@ -1,4 +1,4 @@
-"""Commit events → the ranks that commits waited for, and in which phase of saving."""
+"""Find the ranks that commits waited for, and the phase of saving, from commit events."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Waited:
     """A rank that commits waited for, in one phase of saving.
 
     Attributes:
-        rank, node: which; "" where nothing was heard of that rank.
-        phase: of it, such as "copy".
-        commits: that waited, of all launches.
-        median_s, most_s: how long.
-        step: of the last one.
+        rank, node: the rank and its node; "" if that rank logged nothing.
+        phase: phase of saving, such as "copy".
+        commits: number of commits in all launches that waited for it.
+        median_s, most_s: median and longest wait.
+        step: step of the last such commit.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Waited:
 
 
 def waited_for(launches: Sequence[Launch]) -> list[Waited]:
-    """List the ranks that commits waited for, those first that made them wait longest in all."""
+    """List the ranks that commits waited for. The rank that delayed them most in total comes first."""
     found: dict[tuple[int, str, str], list[tuple[float, int]]] = {}
     for launch in launches:
         for event in launch.events:
