@@ -118,7 +118,7 @@ def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None
     if found.signature == "bad":
         same = document["signer"] == public
         found.wrong.append((SIGNATURE, "it is no signature of this provenance" if same else
-                            f"another key has signed this: {document['signer'] or 'nobody says which'}"))  # fmt: skip
+                            f"another key has signed this: {document['signer'] or 'unknown'}"))  # fmt: skip
 
 
 def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], mine: int, among: int

@@ -71,7 +71,7 @@ class Stretch:
 
     @property
     def trained(self) -> bool:
-        """Whether it is known that training went on."""
+        """Whether the events show that training continued."""
         return bool(self.saves) or self.from_step is not None
 
     @property
@@ -148,7 +148,7 @@ class Launch:
 
     @property
     def trained(self) -> bool:
-        """Whether it is known that training went on."""
+        """Whether the events show that training continued."""
         return any(stretch.trained for stretch in self.stretches)
 
 

@@ -136,7 +136,7 @@ def _places(launches: Sequence[Launch], most: int) -> tuple[dict[tuple[str, int]
 
 
 def _groups(nodes: Sequence[str], launches: Sequence[Launch], most: int) -> list[list[str]]:
-    """Put neighbouring nodes together, but for those that came or went: these are what one wants to see."""
+    """Group neighboring nodes, except nodes that were lost or added, because these matter most."""
     alone = [node for node in nodes if any(node not in launch.nodes for launch in launches)][: most // 4]
     each = 1 if len(nodes) <= most else math.ceil(len(nodes) / (most - 2 * len(alone)))
     groups: list[list[str]] = []
@@ -148,9 +148,9 @@ def _groups(nodes: Sequence[str], launches: Sequence[Launch], most: int) -> list
 
 
 def within(marks: Iterable[Mark], began: float, ended: float, most: int | None) -> list[Mark]:
-    """The marks between two moments; where there are more than so many, those that begin in the same cell are one.
+    """Return the marks between two moments. If there are more than ``most``, join those that begin in the same cell.
 
-    Cells are as long as each other, and stand side by side without a gap, as far as there are marks in them.
+    All cells have the same length and no gaps between them. Empty cells are left out.
     """
     inside = [mark for mark in marks if mark.ended >= began and mark.began <= ended]
     if most is None or len(inside) <= most:

@@ -96,8 +96,8 @@ class SchemeCosts:
         spare_nbytes: bytes that must stay free there when the memory is allocated.
         fits: whether a node has room for both. None: unknown.
         survives: the losses that it survives, in words.
-        any_nodes: the number of nodes of which any may be lost.
-        any_domain: kinds of failure domains of which any one may be lost.
+        any_nodes: largest k for which any k nodes may be lost.
+        any_domain: kinds of failure domains for which any one domain may be lost.
         chances: probability that a checkpoint is left in memory if 1, 2, ... random nodes are lost at once.
         too_close: domains that hold more nodes of a group than the group may lose.
         uncovered: share of the failures that go back to the file system. None: failure rates are unknown.
