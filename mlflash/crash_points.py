@@ -1,7 +1,7 @@
-"""Named points on the way of a save and a restore, where tests stop or kill a process.
+"""Named points in the course of a save and a restore, where tests stop or kill a process.
 
-Without a test nothing is armed and `reach` returns at once. tests/faults kills each rank and each node at each
-of them; docs/guarantees.md says what is then restored.
+Without a test nothing is armed, and `reach` returns at once. tests/faults kills each rank and each node at each of
+them. docs/guarantees.md lists what can then be restored.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ _action: Callable[[str], None] | None = None
 
 
 def reach(point: str) -> None:
-    """Note that this process came to a point."""
+    """Note that this process has reached a point."""
     if _action is not None:
         _action(point)
 
 
 def arm(action: Callable[[str], None] | None) -> None:
-    """Call ``action(point)`` at every point from now on, on whichever thread reaches it; None: never again."""
+    """Call ``action(point)`` at every point from now on, on the thread that reaches it; None: stop that."""
     global _action
     _action = action

@@ -13,7 +13,7 @@ class Rng:
     rank_private = True  # ranks that hold the same weights draw other numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Read the generators. Not collective. torch's are left out where torch is not loaded."""
+        """Read the generators. Not collective. Without a loaded torch, those of torch are left out."""
         import numpy as np
 
         version, words, gauss = random.getstate()
@@ -30,7 +30,7 @@ class Rng:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators. Not collective. What is not in the state stays as it is."""
+        """Set the generators. Not collective. Generators that are not in the state stay as they are."""
         import numpy as np
 
         python, numpy_state = state["python"], state["numpy"]
@@ -48,10 +48,10 @@ class Rng:
 
 
 def rng() -> Rng:
-    """Give the state of all global random generators of this rank, to be saved as part of the state.
+    """Return the state of all global random generators of this rank, to be saved as part of the state.
 
-    Not collective. Covers Python's ``random``, ``numpy.random``, torch's CPU generator and, where CUDA is in
-    use, those of all its devices.
+    Not collective. It covers Python's ``random``, ``numpy.random``, torch's CPU generator and, if CUDA is in
+    use, the generators of all its devices.
 
     Example:
         ``state = {"model": model, "optimizer": optimizer, "rng": mlflash.rng()}``

@@ -1,5 +1,5 @@
-"""MPI, and the one thread that calls it. mpi4py is imported nowhere else.
+"""MPI, and the one thread that calls it. No other room communicates by MPI.
 
-In come jobs; out come their results, or an error that all ranks agree on before their deadline. It imports `placement`
-for the topology.
+The input is jobs. The output is their results, or an error that all ranks agree on before their deadline. The room
+imports `placement` for the topology.
 """

@@ -1,4 +1,4 @@
-"""Collectives of what goes on beside the courier's jobs, step by step, on a communicator of its own.
+"""Collectives for work outside of the courier's jobs, step by step, on communicators of their own.
 
 A drain takes as long as the file system does, and ranks end its parts in any order, while saves go on. So it neither
 posts jobs nor waits in one: the courier advances it a little whenever it has nothing else to do (`Operation`).
@@ -25,7 +25,7 @@ _BEAT_S = 1.0
 
 
 class BackgroundCollectives:
-    """Communicators like the world's. Collective over the world, as is each of its methods, each run by all ranks."""
+    """Communicators like the world's. Collective over the world, and so is each method, which all ranks must run."""
 
     def __init__(self, world: World):
         self._world, self._mpi = world, world.mpi
@@ -41,22 +41,22 @@ class BackgroundCollectives:
         return nonblocking.gather(self._mpi, self._comm, value)
 
     def broadcast(self, value: Any, root: int = 0) -> Operation:
-        """Give every rank the (pickled) value of one."""
+        """Give every rank the (pickled) value of one rank."""
         return nonblocking.broadcast(self._comm, value, root)
 
     def raise_together(self, error: MlflashError | None) -> Operation:
-        """Raise on every rank what went wrong on any: that of the lowest rank that brought one."""
+        """If any rank has an error, raise on every rank that of the lowest rank that has one."""
         return nonblocking.raise_together(self._mpi, self._comm, error)
 
     def beat(self, progress: Callable[[], int], ended: Callable[[], bool], moved: Callable[[], None],
              silent: Callable[[Sequence[int]], None]) -> Operation:  # fmt: skip
-        """Tell every rank about once a second whether any rank got on, until all have ended.
+        """Tell every rank about once a second whether any rank has made progress, until all have ended.
 
         Args:
             progress: how far this rank is: a number that grows.
-            ended: whether this rank is through.
-            moved: called when some rank got on.
-            silent: called with the ranks that do not answer, where nothing was heard for a quarter of a deadline.
+            ended: whether this rank has ended.
+            moved: called when some rank has made progress.
+            silent: called with the ranks that do not answer, after a quarter of a deadline without an answer.
         """
         known, all_ended = -1, False
         while not all_ended:
@@ -91,9 +91,9 @@ class BackgroundCollectives:
         return [pickle.loads(zlib.decompress(out[a : a + n].tobytes())) for a, n in zip(starts, sizes, strict=True)]
 
     def in_turn(self, at_once: int, work: Callable[[], Operation]) -> Operation:
-        """Do something that raises nothing on at most so many ranks at a time; 0: on all.
+        """Do something that raises nothing, on at most ``at_once`` ranks at a time; 0: on all.
 
-        Each begins when the one so many before it is through.
+        Each rank begins when the rank ``at_once`` before it has ended.
         """
         rank, size = self._world.rank, self._world.size
         word = np.zeros(1, dtype=np.int64)
@@ -112,16 +112,16 @@ class BackgroundCollectives:
 
 
 def in_thread(work: Callable[[], Any], name: str) -> Operation:
-    """Do something on a thread of its own, which ends with the process; gives its result, or raises what it raised."""
+    """Do something on a thread of its own, which ends with the process. Return its result, or raise its error."""
     result: list[Any] = []
     errors: list[Exception] = []
 
     def run() -> None:
         try:
             result.append(work())
-        except Exception as error:  # handed over, and raised where it is waited for
+        except Exception as error:  # raised where the result is waited for
             errors.append(error)
-        except BaseException as error:  # such as PyTorch's CheckpointException: it must not end the thread that waits
+        except BaseException as error:  # such as PyTorch's CheckpointException: it must not end the waiting thread
             errors.append(RuntimeError(text_of(error)))
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -1,9 +1,9 @@
-"""How the courier waits: every wait ends, whatever MPI is doing.
+"""How the courier waits: every wait ends, whatever MPI does.
 
-Every wait is a loop: test, push MPI's progress, sleep a little. A deadline never cancels an MPI operation (that cannot
-be done); it tells `on_late` who was waited for, and the loop goes on, so that a slow peer can catch up. What MPI has
-only as a call that blocks is called when all ranks have come to it (`Waits.together`). Should one be stopped right
-there, another thread tells of the deadline (`Waits.tell_if_held`).
+Every wait is a loop: test, push MPI's progress, sleep a little. A deadline never cancels an MPI operation, because that
+is impossible. It tells `on_late` which ranks were waited for, and the loop goes on, so that a slow peer can catch up.
+If MPI has only a blocking call for something, the courier makes this call when all ranks have reached it
+(`Waits.together`). If a rank is stopped right there, another thread reports the deadline (`Waits.tell_if_held`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .nonblocking import Operation
 
 
 class Abandoned(BaseException):
-    """The Checkpointer was left by an exception: the courier drops what it is doing."""
+    """An exception left the Checkpointer: the courier drops what it is doing."""
 
 
 class Waits:
-    """The waits of one rank, and their deadline: that of the job it is in.
+    """The waits of one rank, with the deadline of its current job.
 
     Args:
         timeout_s: deadline of each job, seconds.
 
     Attributes:
-        deadline: of the job, by `time.monotonic`; infinite where there is none, and when it was told of.
-        on_late: is told when it has passed.
-        waiting_for: the ranks that are waited for; empty: not known.
-        inside: the call of MPI that this rank is in, in words.
-        job_number: how many jobs this rank has begun.
+        deadline: of the job, by `time.monotonic`; infinite if there is none, or after it was reported.
+        on_late: called when it has passed.
+        waiting_for: the ranks that are waited for; empty if unknown.
+        inside: name of the MPI call that this rank is in.
+        job_number: number of jobs that this rank has begun.
         waited_s: seconds that this rank has waited so far, for other ranks, its trainer or MPI.
-        abandoned: the courier is to drop what it is doing.
+        abandoned: set when the courier must drop what it is doing.
         poke: pushes MPI's progress.
-        go_on_behind: advances what goes on beside the jobs.
-        pings: how ranks are asked whether they are there; None while they cannot be.
+        go_on_behind: advances work outside of the jobs.
+        pings: asks ranks whether they are alive; None while that is not possible.
     """
 
     def __init__(self, timeout_s: float):
@@ -55,27 +55,27 @@ class Waits:
         self.poke: Callable[[], None] = lambda: None
         self.go_on_behind: Callable[[], None] = lambda: None
         self.pings: Pings | None = None
-        self._clock = threading.Lock()  # held by whoever tells of a deadline
+        self._clock = threading.Lock()  # held by the thread that reports a deadline
         self._naps = 0
         self._last_ping_look = 0.0
 
     # Deadlines
 
     def start_job(self, on_late: Callable[[DeadlineExceeded], None]) -> None:
-        """Begin a job: the deadline runs from here."""
+        """Begin a job. Its deadline starts now."""
         self.job_number += 1
         self.on_late = on_late
         self.deadline = time.monotonic() + self.timeout_s
 
     def end_job(self) -> None:
-        """End a job: from here on nobody is told that it is late."""
+        """End a job. From now on nobody is told that it is late."""
         with self._clock:
             self.deadline = float("inf")
 
     def tell_if_held(self, grace_s: float) -> None:
-        """Tell of a deadline that passed so long ago while the courier did not come to `pause`; for another thread.
+        """Report a deadline that passed ``grace_s`` ago while the courier did not reach `pause`. For another thread.
 
-        It is inside of a call of MPI, or works for longer than anybody waits.
+        The courier is then inside an MPI call, or its work takes longer than the deadline.
         """
         with self._clock:
             if time.monotonic() > self.deadline + grace_s:
@@ -83,28 +83,28 @@ class Waits:
                 self.on_late(self._held())
 
     def _take_deadline(self) -> bool:
-        """Whether it is on the caller to tell of the deadline."""
+        """Whether the caller must report the deadline."""
         with self._clock:
             passed = time.monotonic() > self.deadline
             self.deadline = float("inf") if passed else self.deadline
         return passed
 
     def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
-        """Say that some ranks were waited for too long."""
+        """Make the error that some ranks were waited for too long."""
         raise NotImplementedError
 
     def _held(self) -> DeadlineExceeded:
-        """Say that the courier does not come back."""
+        """Make the error that the courier does not return."""
         raise NotImplementedError
 
     # Waiting
 
     def pause(self) -> None:
-        """Pass a moment inside a wait: push progress, of what is beside too, answer pings, watch the deadline, sleep.
+        """Spend a moment in a wait: push all progress, answer pings, check the deadline, sleep.
 
         Raises:
-            Abandoned: the Checkpointer was left by an exception.
-            RankFailed: another rank takes part in this job no more.
+            Abandoned: an exception left the Checkpointer.
+            RankFailed: another rank no longer takes part in this job.
         """
         if self.abandoned.is_set():
             raise Abandoned
@@ -133,13 +133,13 @@ class Waits:
                 self.pause()
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        """Wait until something local is so."""
+        """Wait until a local condition is true."""
         self._naps = 0
         while not done():
             self.pause()
 
     def drive(self, operations: Iterable[Operation]) -> list[Any]:
-        """Run step-by-step operations side by side until all are through; returns their results in order."""
+        """Run step-by-step operations side by side until all have ended; return their results in order."""
         running = nonblocking.side_by_side(operations)
         self._naps = 0
         while True:
@@ -157,20 +157,20 @@ class Waits:
 
     @contextlib.contextmanager
     def together(self, call: str, comm: Any) -> Iterator[None]:
-        """Enter a call of MPI that blocks, when all ranks have come to it; for a ``with`` block. Collective over comm.
+        """Enter a blocking MPI call when all ranks have reached it; for a ``with`` block. Collective over comm.
 
         Args:
             call: its name.
-            comm: the communicator of those that it waits for.
+            comm: the communicator of the ranks that it waits for.
         """
         self.meet(comm)
         with self.within(call):
             yield
 
     def meet(self, comm: Any) -> None:
-        """Wait until all ranks are here and each knows it of the others. Collective over comm.
+        """Wait until all ranks are here and each rank knows it. Collective over comm.
 
-        A rank that gives up at the first barrier never comes to the second: nobody goes on from here without it.
+        If a rank gives up at the first barrier, it never reaches the second, so no rank goes on without it.
         """
         self.finish(comm.Ibarrier())
         self.finish(comm.Ibarrier())
@@ -187,25 +187,25 @@ class Waits:
     # Who is missing: asked only when a deadline has passed
 
     def answer_pings(self) -> None:
-        """Answer those who ask whether we are alive, with the number of the job we are in."""
+        """Answer ranks that ask whether this one is alive, with the number of its current job."""
         if self.pings is not None:
             self.pings.answer()
 
     def tell_failed(self, text: str) -> None:
-        """Tell the other ranks that this one takes part in nothing any more, and why. Not collective."""
+        """Tell the other ranks that this one has stopped working, and why. Not collective."""
         if self.pings is not None:
             self.pings.tell_failed(text)
 
     def silent(self) -> Operation:
-        """Ask all ranks; the result is those that do not answer."""
+        """Ask all ranks; the result is the ranks that do not answer."""
         return [] if self.pings is None else (yield from self.pings.ask(self._others()))
 
     def _others(self) -> Sequence[int]:
-        """The ranks to ask where it is not known who is waited for."""
+        """The ranks to ask if it is unknown which rank is waited for."""
         raise NotImplementedError
 
     def _who_is_missing(self) -> Sequence[int]:
-        """Ask the ranks waited for; those that do not answer, or have not come as far as we, are missing."""
+        """Ask the ranks waited for. Missing are those that do not answer or have not reached this rank's job."""
         if self.pings is None:
             return ()
         asking = self.pings.ask(self.waiting_for or self._others(), self.job_number)

@@ -1,4 +1,4 @@
-"""What the processes of a command see → rank 0, which tells it."""
+"""Gathers on rank 0 what the processes of a command see. Rank 0 prints it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .world import World
 
 
 def gather(world: World, value: Any) -> list[Any]:
-    """Give rank 0 what the first process of each node brings; all others get nothing. Collective over the world."""
+    """Give rank 0 the value of the first process of each node; other ranks get []. Collective over the world."""
     if world.local_rank != 0:
         return []
     told = world.gather(value, world.leaders)
@@ -16,6 +16,6 @@ def gather(world: World, value: Any) -> list[Any]:
 
 
 def gather_from_all(world: World, value: Any) -> list[Any]:
-    """Give rank 0 what each process brings; all others get nothing. Collective over the world."""
+    """Give rank 0 the value of each process; other ranks get []. Collective over the world."""
     told = world.gather(value)
     return told if world.rank == 0 else []

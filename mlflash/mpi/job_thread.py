@@ -1,8 +1,7 @@
 """The one background thread that makes all MPI calls, in order.
 
-Exactly one thread and one queue, so that the collectives of all ranks match. The main thread posts jobs and
-waits for them with a deadline. Where MPI cannot be called from a thread, a job runs inside the call that posts
-it.
+There is exactly one thread and one queue, so that the collectives of all ranks match. The main thread posts jobs and
+waits for them with a deadline. If MPI cannot be called from a thread, a job runs inside the call that posts it.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from .world import World
 log = logging.getLogger("mlflash")
 
 _IDLE_S = 0.05  # how often an idle courier looks for pings
-_ASIDE_S = 0.001, 0.02  # the same while something beside its jobs gets on; and while it waits
-_GRACE_S = 10.0  # how long after a deadline its error may take to arrive
-_LOOK_S = 0.2  # how often deadlines are looked at
+_ASIDE_S = 0.001, 0.02  # the same while work outside of jobs progresses, and while it waits
+_GRACE_S = 10.0  # for an error to arrive after its deadline
+_LOOK_S = 0.2  # how often deadlines are checked
 FORKED = (
-    "this process was forked from the one that made this Checkpointer, and nothing of it works here: save and restore "
-    "in the parent"
+    "this process was forked from the one that made this Checkpointer, which does not work here: save and restore in "
+    "the parent"
 )
 
 
 class Job:
-    """Something the courier does; the main thread waits for its end or its being late.
+    """A job of the courier. The main thread waits until it ends or is late.
 
     Args:
         work: what to do.
-        on_late: told when the deadline has passed.
-        on_refused: told when the courier will not do it, after an earlier error.
-        on_end: told when it has ended, or was refused, with this.
+        on_late: called when the deadline has passed.
+        on_refused: called if the courier does not do it because of an earlier error.
+        on_end: called with this job when it has ended or was refused.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Job:
         self._on_late, self._on_end = on_late, on_end
 
     def end(self) -> None:
-        """Wake who waits for it."""
+        """Wake the threads that wait for it."""
         self.woken.set()
         if self._on_end is not None:
             self._on_end(self)
@@ -73,7 +72,7 @@ class Job:
 
 
 class Posted(Protocol):
-    """A job, wherever it is done."""
+    """A job, no matter where it is done."""
 
     woken: threading.Event
     result: Any
@@ -82,14 +81,14 @@ class Posted(Protocol):
 
 
 class Doing(Protocol):
-    """Who does jobs, and may be late with the one that it does, or do no more."""
+    """A courier: it does jobs, and may be late with its current job or have stopped working."""
 
     late: DeadlineExceeded | None
     broken: BaseException | None
 
 
 def wait_for(job: Posted, courier: Doing, timeout_s: float) -> Any:
-    """Wait for a job that was posted, and give its result.
+    """Wait for a posted job and return its result.
 
     Raises:
         DeadlineExceeded: naming the ranks waited for.
@@ -98,7 +97,7 @@ def wait_for(job: Posted, courier: Doing, timeout_s: float) -> Any:
     end = time.monotonic() + timeout_s + _GRACE_S
     while not job.woken.wait(_LOOK_S):
         if time.monotonic() > end and (courier.late is not None or courier.broken is not None):
-            break  # else an earlier job has the floor, and its own deadline runs
+            break  # otherwise an earlier job is running, with its own deadline
     if job.error is not None:
         raise job.error
     if job.late is not None:
@@ -112,13 +111,13 @@ class JobThread:
     """Runs jobs one after the other.
 
     Args:
-        world: the communicators; from here on only the courier uses them.
-        threaded: whether there is a thread, or jobs run inside `post`.
+        world: the communicators. From now on only the courier uses them.
+        threaded: whether there is a thread; otherwise jobs run inside `post`.
         nice: niceness of the thread.
 
     Attributes:
-        when_idle: done now and then while nothing else is to be done, where there is a thread. It calls no MPI, and
-            returns soon after what it is given says that a job waits.
+        when_idle: called now and then while there is nothing else to do, if there is a thread. It makes no MPI calls,
+            and returns soon after its argument, a function, has returned True because a job waits.
     """
 
     def __init__(self, world: World, threaded: bool, nice: int = 0):
@@ -128,7 +127,7 @@ class JobThread:
         self._world = world
         self._aside: Operation | None = None
         self._nap = _ASIDE_S[0]
-        world.go_on_behind = self._advance  # a job may wait for a rank that waits for what goes on here
+        world.go_on_behind = self._advance  # the rank that a job waits for may itself wait for this work
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()  # the thread has ended
@@ -143,8 +142,8 @@ class JobThread:
     def post(self) -> Callable[[Job], None]:
         """Queue a job. Not collective, but every rank must post the same jobs in the same order.
 
-        A job that is posted twice is done once. Where there is a thread, this gives a function that is written in C:
-        no exception of a signal handler can come in the middle of it.
+        A job that is posted twice is done once. If there is a thread, this returns a function written in C, so that no
+        exception of a signal handler can interrupt it.
         """
         return self._do_here if self._thread is None else self._queue.put
 
@@ -165,15 +164,15 @@ class JobThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a job does not end, or no more are done."""
+        """Whether a job has passed its deadline, or the courier has stopped working."""
         return self.late is not None or self.broken is not None
 
     def begin_background(self, moves: Operation) -> None:
-        """Let something go on beside the jobs, a little at a time; for a job. Collective as that is."""
+        """Begin work outside of the jobs, done a little at a time. To be called in a job; collective if it is."""
         self._aside, self._nap = moves, _ASIDE_S[0]
 
     def go_on_behind(self) -> None:
-        """Advance what goes on beside the jobs, where there is no thread that does. Not collective."""
+        """Advance work outside of the jobs, if no thread does. Not collective."""
         if self._thread is None:
             self._advance()
 
@@ -192,7 +191,7 @@ class JobThread:
                 self._fail(error)
 
     def stop(self, abandon: bool) -> None:
-        """End the thread: after the jobs posted so far, or at once, in the middle of whatever it does."""
+        """End the thread, after the posted jobs or, with ``abandon``, at once."""
         if abandon:
             self._world.abandoned.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -200,15 +199,15 @@ class JobThread:
             self._thread.join(2.0 if abandon else self._world.timeout_s + _GRACE_S)
 
     def leave(self) -> None:
-        """Do nothing in a process that was forked: the thread is the parent's, and so are MPI's connections.
+        """Do nothing in a forked process: the thread and MPI's connections belong to the parent.
 
-        Not collective. What waits there for the parent's jobs is told so.
+        Not collective. What waits in this process for the parent's jobs gets an error.
         """
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
         self._aside = None
 
     def _run(self, nice: int) -> None:
-        here = threading.get_native_id()  # on Linux niceness is of a thread
+        here = threading.get_native_id()  # on Linux each thread has its own niceness
         if nice > os.getpriority(os.PRIO_PROCESS, here):
             os.setpriority(os.PRIO_PROCESS, here, nice)
         try:
@@ -218,7 +217,7 @@ class JobThread:
             self._over.set()
 
     def _serve(self) -> bool:
-        """Do the next job, or what there is to do meanwhile; whether there may be another."""
+        """Do the next job, or other work while there is none. Return whether to go on."""
         try:
             job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)
         except queue.Empty:
@@ -232,15 +231,15 @@ class JobThread:
             return False
         self._do(job)
         self._advance()
-        return True  # while the courier waits for the next one, it must not keep a state alive
+        return True  # and `job` goes out of scope, because an idle courier must not keep a state alive
 
     def _watch(self) -> None:
-        """Tell of deadlines where the thread cannot, as it is inside of MPI: whoever waits is no part of that."""
+        """Report deadlines when the courier thread cannot, because it is inside MPI. Waiting threads need no MPI."""
         while not self._over.wait(_LOOK_S):
             self._world.tell_if_held(_GRACE_S)
 
     def _look_around(self) -> None:
-        """Answer who asks, while there is nothing to do."""
+        """Answer pings while there is nothing to do."""
         if self.broken is None:
             try:
                 self._world.answer_pings()
@@ -265,7 +264,7 @@ class JobThread:
             self.late = error
             job.is_late(error)
             if self._thread is None:
-                raise error  # nobody can go on waiting: the job ends here, and with it this Checkpointer
+                raise error  # no other thread can go on with the job: it ends here, and this Checkpointer with it
 
         if self.broken is not None or self._world.abandoned.is_set():
             refused = Closed("mlflash stopped after an earlier error", found=self.broken)
@@ -279,14 +278,14 @@ class JobThread:
             job.result = job.work()
         except Abandoned:
             job.error = Closed("the Checkpointer was left by an exception")
-        except MlflashError as error:  # agreed on by all ranks: the queue goes on
+        except MlflashError as error:  # all ranks have agreed on it: the queue goes on
             job.error = error
             if self._thread is None and self.late is not None:
                 self.broken = error
-        except RankFailed as error:  # it said so, and takes part in nothing any more
+        except RankFailed as error:  # that rank has reported it, and has stopped working
             job.error = self.broken = Closed(str(error), ranks=[error.rank])
             log.error("mlflash stops saving on rank %d: %s", self._world.rank, error)
-        except BaseException as error:  # the courier's edge: stored here, raised where somebody waits
+        except BaseException as error:  # the edge of the courier: the error is raised where somebody waits
             job.error = error
             self._fail(error)
             if self._thread is None and not isinstance(error, Exception):
@@ -297,7 +296,7 @@ class JobThread:
             job.end()
 
     def _fail(self, error: BaseException) -> None:
-        """Do nothing any more, and tell the other ranks, which need not wait: nobody knows where this one stopped."""
+        """Stop working, and tell the other ranks, so that they do not wait: it is unknown where this rank stopped."""
         self._world.end_if_mpi_failed(error)
         self.broken = error
         log.error("mlflash stops saving on rank %d: the courier failed", self._world.rank, exc_info=error)

@@ -1,4 +1,4 @@
-"""Who is missing: ranks ask each other, when a deadline has passed, how far they are."""
+"""Finds out who is missing: when a deadline has passed, ranks ask each other how far they are."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from .nonblocking import Operation
 
 _PING, _PONG, _FAILED = 1, 2, 3
-_TOLD = 1000  # characters of why a rank failed
+_TOLD = 1000  # characters of the reason why a rank failed
 _WAIT_S = 2.0
 ASK_ALL = 256  # in larger worlds only rank 0 asks, and only the first rank of each node
 
 
 class RankFailed(Exception):
-    """Another rank has failed in the middle of a job, and takes part in no other one."""
+    """Another rank has failed in the middle of a job and has stopped working."""
 
     def __init__(self, rank: int, job: int, text: str):
         super().__init__(text)
@@ -31,10 +31,10 @@ class Pings:
     Args:
         mpi: the module mpi4py.MPI.
         comm: the communicator.
-        progress: how far this rank is: the number of the job it is in.
+        progress: returns how far this rank is: the number of its current job.
 
     Attributes:
-        failed: a rank that takes part in nothing any more; None: there is none.
+        failed: a rank that has stopped working; None if there is none.
     """
 
     def __init__(self, mpi: Any, comm: Any, progress: Callable[[], int]):
@@ -42,12 +42,12 @@ class Pings:
         self._asked = 0  # how often this rank asked
         self._told: dict[
             int, tuple[int, int]
-        ] = {}  # of each rank the last answer: to which question, and how far it is
-        self._kept: deque[Any] = deque()  # buffers of messages that nobody waits for
+        ] = {}  # the last answer of each rank: to which question, and how far the rank is
+        self._kept: deque[Any] = deque()  # buffers of messages that are being sent
         self.failed: RankFailed | None = None
 
     def answer(self) -> None:
-        """Answer those who ask, and hear what the others answer."""
+        """Answer questions of other ranks, and read their answers."""
         status, numbers = self._mpi.Status(), np.empty(2, dtype=np.int64)
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, _PING, status):
             self._comm.Recv(numbers[:1], status.Get_source(), _PING)
@@ -62,14 +62,14 @@ class Pings:
             self.failed = RankFailed(status.Get_source(), int(number), text.decode(errors="replace"))
 
     def tell_failed(self, text: str) -> None:
-        """Tell all other ranks that this one takes part in nothing any more, and why: they need not wait for it."""
+        """Tell all other ranks that this one has stopped working, and why, so that they need not wait for it."""
         told = np.frombuffer(f"{self._progress()} {text[:_TOLD]}".encode(), dtype=np.uint8)
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
                 self._send(told, rank, _FAILED)
 
     def ask(self, ranks: Sequence[int], least: int = 0) -> Operation:
-        """Ask ranks; the result is those that do not answer, or have not come so far, ascending."""
+        """Ask ranks. The result is the ranks that do not answer or have not reached job ``least``, ascending."""
         self._asked += 1
         mine = self._asked
         for rank in ranks:

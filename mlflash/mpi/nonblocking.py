@@ -1,8 +1,8 @@
-"""Step-by-step operations, and MPI collectives as such.
+"""Step-by-step operations, and MPI collectives in this form.
 
-A job of the courier drives them to their end (`World.drive`); what goes on beside the jobs is advanced a little
-whenever the courier has nothing else to do (see `background`). Every collective takes ``mpi``, the module
-mpi4py.MPI, and ``comm``, over which it is collective; None without MPI.
+A job of the courier runs them to their end (`World.drive`). Work outside of jobs is advanced a little whenever the
+courier has nothing else to do (see `background_collectives`). Every collective takes ``mpi``, the module mpi4py.MPI,
+and ``comm``, over which it is collective; comm is None without MPI.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import MlflashError
 
 Operation = Generator[bool, None, Any]
-"""A step-by-step operation: yields True when it moved, False when it waits; returns its result."""
+"""A step-by-step operation. It yields True if it has progressed and False if it waits, and returns its result."""
 
 
 def done(request: Any) -> Operation:
@@ -26,7 +26,7 @@ def done(request: Any) -> Operation:
 
 
 def side_by_side(operations: Iterable[Operation]) -> Operation:
-    """Run operations together, as one; its result is the list of theirs."""
+    """Run operations together as one operation. Its result is the list of their results."""
     running = dict(enumerate(operations))
     results: list[Any] = [None] * len(running)
     while running:
@@ -66,7 +66,7 @@ def gather(mpi: Any, comm: Any, value: Any) -> Operation:
 
 
 def broadcast(comm: Any, value: Any, root: int) -> Operation:
-    """Give every rank the (pickled) value of one."""
+    """Give every rank the (pickled) value of one rank."""
     if comm is None:
         return value
     mine = np.frombuffer(pickle.dumps(value) if comm.rank == root else b"", dtype=np.uint8)
@@ -78,9 +78,9 @@ def broadcast(comm: Any, value: Any, root: int) -> Operation:
 
 
 def raise_together(mpi: Any, comm: Any, error: MlflashError | None, values: Sequence[int] = ()) -> Operation:
-    """Raise on every rank what went wrong on any: a cause before its consequences, and that of the lowest rank.
+    """If any rank has an error, raise it on all: a cause before its consequences, then that of the lowest rank.
 
-    Where nothing did, the result is the minimum over all ranks of each of the numbers.
+    If no rank has an error, the result is the minimum of each number over all ranks.
     """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     mine = [rank if error is not None and not error.follows else size, rank if error is not None else size]

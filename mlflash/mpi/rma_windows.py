@@ -1,7 +1,7 @@
-"""RMA windows over slots, and over buffers.
+"""RMA windows over slots and buffers.
 
-A window exposes memory of each rank of a communicator (or nothing) to Put. It stays under `Lock_all` from
-its creation to its end, so that transfers only Put and Flush.
+A window exposes memory of each rank of a communicator to Put; some ranks may expose nothing. It stays under `Lock_all`
+from its creation to its end, so that transfers only need Put and Flush.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from .world import NO_TAG, World
 
-_CELLS = 64  # as many as MPICH has of them: more cannot wait
+_CELLS = 64  # the number of cells of MPICH: no more can wait
 
 
 class OpenMemory:
-    """Memory of each rank of a communicator, open to Put.
+    """Memory of each rank of a communicator, exposed to Put.
 
     Collective over ``comm``.
 
@@ -34,17 +34,17 @@ class OpenMemory:
     def put(self, raw: np.ndarray, target: int, at: int) -> Any:
         """Start a Put of bytes to ``at`` of the target's memory; returns the request. Not collective.
 
-        The request ends when ``raw`` may be reused; the bytes are there for sure only after :meth:`flush`.
+        The request ends when ``raw`` may be reused. Only after :meth:`flush` the bytes are certain to have arrived.
         """
         return self._window.Rput([raw, self._mpi.BYTE], target, [at, raw.nbytes, self._mpi.BYTE])
 
     def flush(self, target: int) -> None:
-        """Complete all Puts to a target: only call it once the target has acknowledged, as it blocks."""
+        """Complete all Puts to a target. It blocks, so only call it when the target has acknowledged."""
         with self._world.within("Win_flush"):
             self._window.Flush(target)
 
     def flush_all(self) -> None:
-        """Complete all Puts: as :meth:`flush`."""
+        """Complete all Puts, like :meth:`flush`."""
         with self._world.within("Win_flush_all"):
             self._window.Flush_all()
 
@@ -53,7 +53,7 @@ class OpenMemory:
         self._window.Sync()
 
     def free(self) -> None:
-        """Free the window; the slot stays. Collective over the communicator."""
+        """Free the window, but not the slot. Collective over the communicator."""
         with self._world.together("Win_free", self._comm):
             self._window.Unlock_all()
             self._window.Free()
@@ -64,10 +64,10 @@ class Poke:
 
     Not collective.
 
-    On one host MPICH moves a Put into memory that it did not allocate through cells of 8 KiB, and one call into MPI
-    moves one cell at each end. One call a nap would be some MB/s; under a main thread that holds the interpreter, each
-    nap takes 5 ms more, and nothing seems to arrive. So a pause makes many calls: these look for a message that nobody
-    sends.
+    If MPICH has not allocated the target memory and both ranks are on one host, it moves a Put through cells of 8 KiB.
+    One call into MPI moves one cell at each end. With one call per pause this would be a few MB/s. If the main thread
+    holds the interpreter, each pause takes 5 ms more, and almost nothing arrives. So each pause makes many calls, which
+    probe for a message that nobody sends.
     """
 
     def __init__(self, world: World):

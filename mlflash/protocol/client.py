@@ -1,4 +1,4 @@
-"""How a trainer reaches its courier."""
+"""The interface through which a trainer reaches its courier."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Posted(Protocol):
 
 
 class Pace(Protocol):
-    """What the courier is told of training, so that it slows it down as little as it may."""
+    """What the courier is told about training, so that it slows training down as little as possible."""
 
     def step(self) -> None:
-        """Note that training comes to a step's end."""
+        """Note that a training step ends."""
 
     def stalled(self, seconds: float) -> None:
         """Note that training waited in `save`."""
@@ -29,10 +29,10 @@ class Client(Protocol):
     """The courier, as its trainer sees it.
 
     Attributes:
-        late: of the job that is past its deadline and not done; None: there is none.
-        broken: why nothing is done any more; None: it is.
-        pace: told of the steps of training.
-        is_a: what it is, and why, or where: "thread (...)", "process (...)".
+        late: the error of the job that has passed its deadline and still runs; None if there is none.
+        broken: why the courier has stopped working; None while it works.
+        pace: receives the steps of training.
+        is_a: thread or process, and why or where: "thread (...)", "process (...)".
     """
 
     @property
@@ -53,60 +53,60 @@ class Client(Protocol):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a job does not end, or no more are done."""
+        """Whether a job has passed its deadline, or the courier has stopped working."""
 
     @property
     def post(self) -> Callable[[Any], None]:
-        """Let a job that `job` gave be done; twice posted, it is done once. It is collective as its message is.
+        """Post a job made by `job`. A job that is posted twice is done once. Collective if its message is.
 
-        Where the courier is a thread or a process, this gives a function that is written in C: no exception of a signal
-        handler can come in the middle of it.
+        If the courier is a thread or a process, this returns a function written in C, so that no exception of a signal
+        handler can interrupt it.
         """
 
     def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
             on_refused: Callable[[MlflashError], None] | None = None) -> Posted:  # fmt: skip
-        """Make what `post` takes. Not collective.
+        """Make a job for `post`. Not collective.
 
         Args:
             message: what is asked.
-            answers: what the courier may ask meanwhile, where the message says so.
-            on_late: told when the deadline has passed.
-            on_refused: told when the courier will not do it, after an earlier error.
+            answers: what the courier may ask in the meantime, if the message says so.
+            on_late: called when the deadline has passed.
+            on_refused: called if the courier does not do the job because of an earlier error.
         """
 
     def wait_sent(self, job: Any) -> None:
-        """Wait until the courier has a job that was posted: it is done whatever becomes of this process.
+        """Wait until the courier has a posted job. From then on the job does not depend on this process.
 
-        Not collective. It does not wait until it is done.
+        Not collective. It does not wait until the job is done.
         """
 
     def unit(self) -> AbstractContextManager[None]:
-        """Make one unit of all that this thread calls for meanwhile: no rank does half of it.
+        """Put all calls of this thread in the ``with`` block into one unit: no rank does half of it.
 
-        Collective, in that all ranks do the same units in the same order. Where couriers are started anew in the
-        middle of it on any rank, what is called for raises Closed on all.
+        Collective: all ranks do the same units in the same order. If couriers are started anew on any rank during a
+        unit, its calls raise Closed on all ranks.
         """
 
     def call(self, message: Message, answers: Any = None) -> Any:
-        """Post a message and wait for what it gives; collective as the message is.
+        """Post a message and wait for its result. Collective if the message is.
 
         Raises:
             DeadlineExceeded: naming the ranks waited for.
-            Closed: the courier does nothing any more.
+            Closed: the courier has stopped working.
             MlflashError: on all ranks, as the message says.
         """
 
     def ask(self, message: Message) -> Any:
-        """Ask at once, beside the jobs. Not collective."""
+        """Ask a question that is not a job and is answered at once. Not collective."""
 
     def go_on_behind(self) -> None:
-        """Advance what goes on beside the jobs, where nothing else does. Not collective."""
+        """Advance drains and the like, if no thread does. Not collective."""
 
     def stop(self, abandon: bool) -> None:
-        """End it: after the jobs posted so far, or at once, in the middle of whatever it does. Not collective."""
+        """End the courier, after the posted jobs or, with ``abandon``, at once. Not collective."""
 
     def leave(self) -> None:
-        """Do nothing in a process that was forked: the courier is the parent's. Not collective."""
+        """Do nothing in a forked process: the courier belongs to the parent. Not collective."""
 
 
 class _HasUnits(Protocol):
@@ -119,7 +119,7 @@ _Gives = TypeVar("_Gives")
 
 
 def one_unit(method: Callable[Concatenate[_Me, _Takes], _Gives]) -> Callable[Concatenate[_Me, _Takes], _Gives]:
-    """Make all that a method calls for one unit, see `Client.unit`; its object says by `_unit` of which client."""
+    """Make all calls of a method one unit, see `Client.unit`. The method `_unit` of its object makes the unit."""
 
     @functools.wraps(method)
     def whole(self: _Me, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:

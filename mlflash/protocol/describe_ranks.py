@@ -1,11 +1,11 @@
-"""What each rank of a checkpoint holds → what all of them hold, the same on all that ask.
+"""Combines what each rank of a checkpoint holds into a description of all of them, the same on all ranks.
 
-    keys         each says which structure each rank has that it describes                            1 gather
-    structures   who describes the lowest rank of a structure tells all what it is                    1 gather
-    alike        what ranks hold whole, or have as plain leaves, is compared by checksums             1 allreduce
-    rows         of each rank its numbers, and the plain leaves that the lowest one has otherwise     1 gather
+    keys         each rank tells which structure each rank that it describes has                      1 gather
+    structures   for each structure, the rank that describes its lowest rank tells what it is         1 gather
+    alike        tensors that ranks hold whole, and plain leaves, are compared by checksums           1 allreduce
+    rows         for each rank its numbers, and the plain leaves that differ from the lowest rank's   1 gather
 
-So a structure travels once, whoever has it, and nobody sends or keeps a checksum for each tensor of each rank.
+So each structure travels once, and no rank sends or keeps a checksum for each tensor of each rank.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .ranks import Collectives
 _MOST = int(np.iinfo(np.int64).max)
 
 Steps = Generator[tuple[str, Any], Any, "Gathered"]
-"""What is to be agreed on, each ``("gather", value)`` or ``("agree", numbers)``; it is sent the answers."""
+"""The agreements needed, each ``("gather", value)`` or ``("agree", numbers)``; the generator is sent the answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A rank, by who has its slot or file.
+    """A rank of a checkpoint, described by a rank that has its slot or file.
 
     Attributes:
         structure, row: see `rank_structure`.
         plain: its plain leaves, by number.
-        checks: of what it holds whole, by number, 64 bits made of the bytes.
-        more: what else all are to know of it.
+        checks: 64-bit checksums of the tensors that it holds whole, by number.
+        more: other data for all ranks.
     """
 
     structure: RankStructure
@@ -60,10 +60,10 @@ class Gathered:
 
     Attributes:
         groups: the ranks of each structure.
-        checks: of what ranks hold whole, the smallest and the largest checksum, by name.
-        plain_differ: paths of plain leaves of which not all have the same.
-        more: of each rank what was to be known of it.
-        plain: of each rank the plain leaves that the first one of its group has otherwise, packed.
+        checks: for each tensor that ranks hold whole, the smallest and the largest checksum, by name.
+        plain_differ: paths of plain leaves that are not the same on all ranks.
+        more: the other data of each rank.
+        plain: for each rank the plain leaves that differ from the first rank of its group, packed.
     """
 
     groups: list[Group]
@@ -83,12 +83,12 @@ class Gathered:
 
     @property
     def differ(self) -> frozenset[str]:
-        """The names of what ranks hold whole, but not alike."""
+        """The names of tensors that ranks hold whole, but with different values."""
         return frozenset(name for name, (low, high) in self.checks.items() if low != high)
 
     def old_ranks(self, compared: bool, told: Mapping[int, Mapping[str, bytes]], near: Collection[int] | None = None
                   ) -> OldRanks:  # fmt: skip
-        """Look at them as `OldRanks`; see there."""
+        """Make `OldRanks` of them; see there."""
         differ = self.differ if compared else None
         return OldRanks(self.groups, differ, self.plain_differ, self.plain_of, told, near)
 
@@ -98,7 +98,7 @@ def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
 
     Args:
         world: the ranks of this run.
-        mine: the ranks of the checkpoint that this one describes; each is described by one.
+        mine: the ranks of the checkpoint that this rank describes. Each is described by one rank.
     """
     steps, answer = gathering(mine), None
     while True:
@@ -139,7 +139,7 @@ def gathering(mine: Mapping[int, Described]) -> Steps:
 
 
 def _otherwise(plain: Sequence[Any], base: Sequence[Any]) -> bytes:
-    """What one rank has otherwise than another."""
+    """The values of one rank that differ from those of another, packed."""
     found = {
         number: mine for number, (mine, its) in enumerate(zip(plain, base, strict=True)) if repr(mine) != repr(its)
     }
@@ -151,7 +151,7 @@ _Extremes = dict[str, tuple[int, int]]
 
 def _compared(structures: Sequence[RankStructure], mine: Mapping[int, Described]
               ) -> Generator[tuple[str, Any], Any, tuple[_Extremes, _Extremes]]:  # fmt: skip
-    """The smallest and the largest checksum of each name and of each path: two where not all have it alike."""
+    """The smallest and the largest checksum of each name and of each path. They differ if the ranks do."""
     names = list(dict.fromkeys(name for its in structures for name in its.names))
     paths = list(dict.fromkeys(path for its in structures for path in its.paths))
     of_name, of_path = (

@@ -1,4 +1,4 @@
-"""The versions of what a trainer has loaded; nothing is imported for it."""
+"""The versions of the packages that a trainer has loaded; this imports none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAMES = ("numpy", "torch", "transformers", "megatron.core", "nemo", "lightning"
 
 
 def loaded_versions() -> dict[str, str]:
-    """Give them by name; "cuda" is the one that torch was built for. Not collective."""
+    """The versions by name; "cuda" is the version that torch was built for. Not collective."""
     found = {"mlflash": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
     for name in _NAMES:
         version = getattr(sys.modules.get(name), "__version__", None)

@@ -1,8 +1,9 @@
-"""What a trainer asks its courier for, as plain data. `courier/session.py` has one handler for each.
+"""The messages of a trainer to its courier, as plain data. `courier/session.py` has a handler for each.
 
-Jobs are done one after the other, in the order in which they are posted, and every rank posts the same ones in the same
-order: each is collective over the world, but for those that say otherwise. What is asked at once is answered beside
-the jobs, also while one of them waits for other ranks; it is not collective.
+Most messages are jobs. The courier does them one after the other, in the order in which they are posted. Every rank
+posts the same jobs in the same order, so a job is collective over the world unless its docstring says otherwise. The
+messages of the last section are not jobs and not collective: the courier answers them at once, even while a job waits
+for other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .wanted_parts import WantedPart
 
 
 class Message:
-    """Something that is asked of the courier."""
+    """A request to the courier."""
 
 
 # Start and end
@@ -31,17 +32,17 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Start(Message):
-    """Connect the ranks, lock the job, look what earlier runs left, and take its files over; gives `Started`.
+    """Connect the ranks, lock the job, find what earlier runs left, and take their files over. Returns `Started`.
 
     Attributes:
-        problem: why this rank cannot take part; it is raised on all.
-        replicas: the ranks that hold the same state as this one, ascending, and the patterns of names of what they hold
-            alike; None: nobody has said so.
-        domains: where the nodes stand; see `failure_domains.from_argument`.
-        start: names this trainer; see `heartbeat.RankFacts`.
-        left_at: the newest step whose save has ended on this rank, where an earlier courier has died; None: there was
-            none, or no save has ended.
-        interrupted: the newest unit that this rank was in when that died, see `courier.units`; 0: none.
+        problem: why this rank cannot take part; it is raised on all ranks.
+        replicas: the ranks that hold the same state as this one, ascending, and patterns for the names of that state;
+            None: the user has not said so.
+        domains: the failure domains; see `failure_domains.from_argument`.
+        start: name of this trainer; see `heartbeat.RankFacts`.
+        left_at: if an earlier courier has died: the newest step whose save had ended on this rank; None: no courier has
+            died, or no save has ended.
+        interrupted: the newest unit that this rank was in when that courier died, see `courier.units`; 0: none.
     """
 
     problem: MlflashError | None
@@ -54,20 +55,20 @@ class Start(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What a trainer knows from the start.
+    """What a trainer learns at the start.
 
     Attributes:
         rank, topology: of this run.
-        emulated_node: number of the node that this rank plays; None: a real one.
+        emulated_node: number of the node that this rank emulates; None: nodes are real.
         top: this user's directory in the node's memory.
-        slots: how many own slots there are of each kind.
-        copy_threads: how many threads copy.
-        unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
+        slots: number of own slots of each kind.
+        copy_threads: number of threads that copy.
+        unusable: whether memory has a committed step that cannot be restored, according to headers.
         files: of the own slots.
-        sharing: see there.
-        run: names this run in events.
-        left_step, left_generation: of the newest attempt that memory has whole, as far as headers tell; None, 0: none.
-        interrupted: the newest of all ranks'.
+        sharing: see `SharingNews`.
+        run: name of this run in events.
+        left_step, left_generation: of the newest complete attempt in memory, according to headers; None and 0: none.
+        interrupted: the newest interrupted unit of all ranks.
     """
 
     rank: int
@@ -87,12 +88,12 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class GoBeyond(Message):
-    """Number on from what is in the directory."""
+    """Continue the numbering of attempts after those in the directory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Free(Message):
-    """Free windows, communicators and threads, as soon as all ranks want that: who hears that it is done may leave."""
+    """Free windows, communicators and threads as soon as all ranks ask for it. After the answer a rank may leave."""
 
 
 # Agreement
@@ -114,7 +115,7 @@ class Gather(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Broadcast(Message):
-    """Give every rank the bytes of one."""
+    """Give every rank the bytes of one rank."""
 
     content: bytes
     root: int
@@ -122,7 +123,7 @@ class Broadcast(Message):
 
 @dataclasses.dataclass(frozen=True)
 class RaiseTogether(Message):
-    """Raise on every rank what went wrong on any."""
+    """If any rank has an error, raise it on all ranks."""
 
     error: MlflashError | None
 
@@ -132,7 +133,7 @@ class RaiseTogether(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Commit(Message):
-    """Bring a save to its end, and give the generation of its attempt; with answers of `save_request.Trainer`."""
+    """Complete a save, and return the generation of its attempt; the trainer answers as `save_request.Trainer`."""
 
     request: SaveRequest
 
@@ -148,14 +149,14 @@ class Reserve(Message):
 
 @dataclasses.dataclass(frozen=True)
 class FindReplicas(Message):
-    """Look which ranks hold the same; see `Context.find_replicas`."""
+    """Find the ranks that hold the same state; see `Context.find_replicas`."""
 
     held: Mapping[tuple[int, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class SettleShared(Message):
-    """Agree on what is shared of a state that is not saved yet; with answers of `shareable_leaves.Shareable`."""
+    """Agree on what is shared of a state not yet saved; the trainer answers as `shareable_leaves.Shareable`."""
 
     held: Mapping[tuple[int, ...], int]
 
@@ -165,18 +166,18 @@ class SettleShared(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Choose(Message):
-    """Choose between memory and directory, and bring what memory has to where it can be read.
+    """Choose between memory and directory, and fetch a checkpoint in memory to where it can be read.
 
-    Gives `FoundInMemory`, the `checkpoint_directory.Listed` of a directory, or None.
+    Returns `FoundInMemory`, the `checkpoint_directory.Listed` of a directory, or None.
 
     Attributes:
-        wanted: what it has to be.
-        others: also what other ranks have saved.
-        source: another directory, and memory is not looked at; None: the job's own.
-        bad: folders of the directory that are passed over, and why.
-        checked: verify every byte of what is in memory.
-        again: take what was chosen with ``remember`` just now, if it is what is asked for, and unchanged.
-        remember: for the next one.
+        wanted: conditions for the checkpoint.
+        others: whether checkpoints of another number of ranks count, too.
+        source: another directory, to be used instead of memory; None: memory and the job's own directory.
+        bad: folders of the directory to skip, and why.
+        checked: whether to verify every byte of what is in memory.
+        again: whether to take the checkpoint just chosen with ``remember``, if it fits and is unchanged.
+        remember: whether to remember the checkpoint for the next `Choose`.
     """
 
     wanted: WantedStep
@@ -190,15 +191,15 @@ class Choose(Message):
 
 @dataclasses.dataclass(frozen=True)
 class FoundInMemory:
-    """A checkpoint in the memory of the nodes, verified as far as it was asked.
+    """A checkpoint in the memory of the nodes, verified as requested.
 
     Attributes:
-        attempt, step, world_size: of it.
-        restores: how many runs have restored it, this one included.
-        own: number of the own slot that holds it, where its ranks are those of today; else None.
-        homes: by old rank, the numbers of the files that this rank reads for all, where they are not.
+        attempt, step: of the checkpoint.
+        restores: how many runs have restored it, including this one.
+        own: number of the own slot that holds it, if the same ranks saved it; None otherwise.
+        homes: otherwise, by old rank, the numbers of the files that this rank reads for all ranks.
         files: where shares are.
-        rolled_forward: whether no rank has seen it committed.
+        rolled_forward: whether no rank has seen its commit.
         restored_from: the node that it came from, or how it was made.
     """
 
@@ -214,13 +215,13 @@ class FoundInMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange(Message):
-    """Bring parts of a checkpoint in memory from other ranks; gives whether all arrived whole.
+    """Fetch parts of a checkpoint in memory from other ranks. Returns whether all arrived intact.
 
     Attributes:
-        attempt: of it.
+        attempt: of the checkpoint.
         homes: by old rank, the numbers of the files that this rank reads for others.
         files: where shares are.
-        asked: by rank, what that one is asked for.
+        asked: by rank, the parts wanted from it.
     """
 
     attempt: Attempt
@@ -231,10 +232,10 @@ class Exchange(Message):
 
 @dataclasses.dataclass(frozen=True)
 class HoldOlder(Message):
-    """Keep what own slots hold besides the restored step from being written, until that one is healed.
+    """Protect the own slots with other steps than the restored one from saves until the restored one is healed.
 
     Attributes:
-        own: number of the slot that holds it.
+        own: number of the slot that holds the restored step.
     """
 
     own: int
@@ -242,7 +243,7 @@ class HoldOlder(Message):
 
 @dataclasses.dataclass(frozen=True)
 class HealFirst(Message):
-    """Make the redundancy of a step whole before it is read; ``own`` as in `HoldOlder`."""
+    """Restore the redundancy of a step before it is read; ``own`` as in `HoldOlder`."""
 
     own: int
 
@@ -260,7 +261,7 @@ class Restored(Message):
 
 @dataclasses.dataclass(frozen=True)
 class HealRestored(Message):
-    """Make the redundancy of the restored step whole; ``own`` as in `HoldOlder`."""
+    """Restore the redundancy of the restored step; ``own`` as in `HoldOlder`."""
 
     own: int
 
@@ -271,8 +272,8 @@ class MakeRoom(Message):
 
     Attributes:
         slots: the slots, and the inodes of the files that the trainer has for them.
-        nbytes: that the first one has to take.
-        gives_way: files that are left aside may be deleted for it.
+        nbytes: size that the first slot must have.
+        gives_way: whether files that are left aside may be deleted for it.
     """
 
     slots: Sequence[tuple[SlotId, int]]
@@ -282,11 +283,11 @@ class MakeRoom(Message):
 
 @dataclasses.dataclass(frozen=True)
 class CommitRestored(Message):
-    """Commit what a restore has put together, as a save of its own; with answers of `save_request.Trainer`.
+    """Commit the state that a restore has put together, like a save; the trainer answers as `save_request.Trainer`.
 
     Attributes:
-        request: where it is.
-        restores: how many runs have restored it, this one included.
+        request: where the state is.
+        restores: how many runs have restored it, including this one.
     """
 
     request: SaveRequest
@@ -295,7 +296,7 @@ class CommitRestored(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Steps(Message):
-    """List the steps that can be restored, as headers tell; with ``alike`` those that as many ranks have saved."""
+    """List the steps that can be restored, according to headers; with ``alike`` only those of as many ranks as now."""
 
     alike: bool
 
@@ -305,23 +306,23 @@ class Steps(Message):
 
 @dataclasses.dataclass(frozen=True)
 class BeginDrain(Message):
-    """Begin to drain the newest checkpoint; with ``if_due`` only where draining is on, and it was not yet."""
+    """Begin to drain the newest checkpoint; with ``if_due`` only if draining is on and it is not drained yet."""
 
     if_due: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Scavenge(Message):
-    """Begin to drain the newest checkpoint that memory can give, with no training; gives whether there is any."""
+    """Begin to drain the newest checkpoint in memory, without training. Returns whether there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark(Message):
-    """Write what somebody says of a step wherever it is; gives in how many places of memory and directory.
+    """Write a verdict on a step into all its files. Returns the number of places in memory and directory.
 
     Attributes:
-        step: which.
-        is_good: what is said.
+        step: the step.
+        is_good: the verdict.
     """
 
     step: int
@@ -330,32 +331,32 @@ class Mark(Message):
 
 @dataclasses.dataclass(frozen=True)
 class HealNewest(Message):
-    """Make the redundancy of the newest checkpoint whole, with no training; gives its step, or None."""
+    """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
 
 
-# At once
+# Answered at once
 
 
 @dataclasses.dataclass(frozen=True)
 class AskDrain(Message):
-    """Let the checkpoint that is committed next be drained."""
+    """Drain the checkpoint that is committed next."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GiveUpDrain(Message):
-    """Let a drain that is on its way end soon, and what it wrote be deleted."""
+    """End a drain that is under way soon, and delete what it has written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report(Message):
-    """Give counters and the like; see `rank_report.report_of`."""
+    """Return counters and more; see `rank_report.report_of`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts(Message):
-    """Give what does not change while this run goes on."""
+    """Return facts that do not change during this run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Survives(Message):
-    """Say what may die without a committed step being lost."""
+    """Return what may fail without the loss of a committed step."""

@@ -1,6 +1,6 @@
-"""The ranks of a run as a trainer sees them: which one it is, where the others are, and what they agree on.
+"""The ranks of a run as a trainer sees them: its own rank, where the others are, and how they agree.
 
-All that is collective here goes through the courier.
+All collective calls here go through the courier.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Collectives(Protocol):
-    """What ranks agree on; `Ranks` has it for trainers, `World` where MPI may be called.
+    """Agreement between ranks. `Ranks` implements it for trainers, `World` where MPI may be called.
 
     Attributes:
-        rank, size: of this one, and of all.
+        rank, size: the own rank, and the number of ranks.
     """
 
     rank: int
@@ -36,13 +36,13 @@ class Collectives(Protocol):
         """Give every rank the value of every rank. Collective over the world."""
 
     def broadcast(self, value: Any, root: int) -> Any:
-        """Give every rank the value of one. Collective over the world."""
+        """Give every rank the value of one rank. Collective over the world."""
 
     def raise_together(self, error: MlflashError | None) -> None:
-        """Raise on every rank what went wrong on any. Collective over the world."""
+        """If any rank has an error, raise it on all ranks. Collective over the world."""
 
     def renew_deadline(self) -> None:
-        """Begin to wait anew: all ranks get on. Not collective."""
+        """Start the deadline anew, because all ranks make progress. Not collective."""
 
 
 class Ranks:
@@ -50,7 +50,7 @@ class Ranks:
 
     Args:
         courier: takes messages to the courier.
-        rank, topology: of this rank, and where all are.
+        rank, topology: the own rank, and the nodes of all ranks.
         torch_group: the process group of torch.distributed that has these ranks; None: its default group.
     """
 
@@ -68,7 +68,7 @@ class Ranks:
         return self.topology.name_of(self.rank)
 
     def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Which of these ranks some ranks of torch.distributed are, ascending. Not collective."""
+        """Convert ranks of torch.distributed to these ranks, ascending. Not collective."""
         return from_torch(ranks, self.torch_group)
 
     def agree(self, values: Sequence[int]) -> list[int]:
@@ -81,38 +81,38 @@ class Ranks:
         return [pickle.loads(content) for content in self._courier.call(Gather(pickle.dumps(value)))]
 
     def broadcast(self, value: Any, root: int) -> Any:
-        """Give every rank the (pickled) value of one. Collective over the world."""
+        """Give every rank the (pickled) value of one rank. Collective over the world."""
         content = pickle.dumps(value) if self.rank == root else b""
         return pickle.loads(self._courier.call(Broadcast(content, root)))
 
     def raise_together(self, error: MlflashError | None) -> None:
-        """Raise on every rank what went wrong on any. Collective over the world.
+        """If any rank has an error, raise it on all ranks. Collective over the world.
 
         Raises:
-            MlflashError: that of the lowest rank that brought one.
+            MlflashError: the error of the lowest rank that has one.
         """
         self._courier.call(RaiseTogether(error))
 
     def unit(self) -> AbstractContextManager[None]:
-        """Make one unit of what is called for meanwhile, see `client.Client`."""
+        """Put all calls in the ``with`` block into one unit, see `client.Client`."""
         return self._courier.unit()
 
     def renew_deadline(self) -> None:
-        """Nothing is to be done: each call has a deadline of its own."""
+        """Do nothing: each call has its own deadline."""
 
     def together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None = None) -> T:
-        """Do something on this rank, where this is called; what goes wrong on any rank is raised on all.
+        """Do something on this rank. If it fails on any rank, raise the error on all.
 
         Collective over the world.
 
         Args:
             work: may raise anything.
-            foreign: makes the error that other ranks are told, where it is none of ours, of its text.
-            step: what it is about.
+            foreign: for exceptions of other classes: makes the error for other ranks from the text of the exception.
+            step: the training step it is about.
 
         Raises:
-            MlflashError: on all ranks, what went wrong on the lowest one. What is no `Exception`, such as an
-                interruption, is raised as it is where it came.
+            MlflashError: on all ranks, the error of the lowest rank that has one. What is no `Exception`, such as an
+                interruption, is raised unchanged on its own rank.
         """
         results: list[T] = []
         error: MlflashError | None = None
@@ -130,7 +130,7 @@ class Ranks:
             error.step = error.step if step is None else step
         try:
             self.raise_together(error)
-        except DeadlineExceeded as late:  # the others are still at it, or waited for this rank in the middle of it
+        except DeadlineExceeded as late:  # the other ranks still work, or they waited for this one in the middle of it
             raise late from error
         finally:
             if left is not None:
@@ -138,16 +138,16 @@ class Ranks:
         return results[0]
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """As `together`, where what may go wrong is of the operating system, as a rule. Collective over the world."""
+        """Like `together`, for work that fails by errors of the operating system. Collective over the world."""
         return self.together(work, lambda why: MlflashError(f"this rank could not go on: {why}"))
 
 
 def from_torch(ranks: Iterable[int], torch_group: Any) -> tuple[int, ...]:
-    """Which ranks of a group some ranks of torch.distributed are, ascending. Not collective.
+    """Convert ranks of torch.distributed to ranks of a group, ascending. Not collective.
 
     Args:
         ranks: of torch.distributed.
-        torch_group: of it; None: its default group.
+        torch_group: the group; None: the default group.
     """
     if torch_group is None:
         return tuple(sorted(ranks))

@@ -1,4 +1,4 @@
-"""Ranks as PyTorch and as users name them → ranks of this run."""
+"""Converts ranks as PyTorch and users name them to ranks of this run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .ranks import from_torch
 def replicas_of(
     replicated: Any, rank: int, size: int, mpi_group: Any, torch_group: Any
 ) -> tuple[list[int], list[str]] | None:
-    """The ranks that hold the same state as this one, ascending, and the patterns of names of what they hold alike.
+    """The ranks that hold the same state as this one, ascending, and patterns for the names of that state.
 
     Not collective; nothing is sent over a given group.
 
     Args:
-        replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all; or a
-            mapping from patterns of names to one of these; None: nobody has said so.
-        rank, size, mpi_group: of this run; its ranks, where MPI is in this process.
+        replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all ranks;
+            or a mapping from patterns of names to one of these; None: the user has not said so.
+        rank, size, mpi_group: of this run; the group has its ranks, if this process uses MPI.
         torch_group: see `ranks.from_torch`.
 
     Raises:
@@ -33,7 +33,7 @@ def replicas_of(
         return _members_of(replicated, rank, size, mpi_group, torch_group), ["*"]
     sets = [_members_of(group, rank, size, mpi_group, torch_group) for group in replicated.values()]
     if not sets or any(members != sets[0] for members in sets) or not all(isinstance(p, str) for p in replicated):
-        raise ConfigError("replicated= names the entries by patterns, and for all of them the same ranks",
+        raise ConfigError("a dict for replicated= maps patterns of names to ranks, and these must be the same for all",
                           expected="{'model.*': ranks, ...}", found=repr(replicated))  # fmt: skip
     return sets[0], list(replicated)
 
@@ -67,12 +67,12 @@ def _members_of(replicated: Any, rank: int, size: int, mpi_group: Any, torch_gro
 
 
 def some_ranks(torch_group: Any, rank: int, size: int) -> tuple[int, ...] | None:
-    """The ranks of the job that a process group has, in its order; None: all, or there is none.
+    """The ranks of the job that a process group has, in its order; None: all ranks, or no group was given.
 
     Not collective; nothing is sent over the group.
 
     Args:
-        torch_group: of torch.distributed, whose ranks are those of the job; None: there is none.
+        torch_group: of torch.distributed, whose ranks are those of the job; None: none was given.
         rank, size: of this process in the job.
 
     Raises:
@@ -84,7 +84,7 @@ def some_ranks(torch_group: Any, rank: int, size: int) -> tuple[int, ...] | None
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(torch_group, torch.distributed.ProcessGroup):
         raise ConfigError(
-            "process_group= is a group of torch.distributed that this process is in",
+            "process_group= must be a group of torch.distributed that has this process",
             expected="what torch.distributed.new_group gives its ranks", found=repr(torch_group),
         )  # fmt: skip
     ranks = tuple(torch.distributed.get_process_group_ranks(torch_group))
@@ -92,15 +92,15 @@ def some_ranks(torch_group: Any, rank: int, size: int) -> tuple[int, ...] | None
         return None
     if (torch_rank := torch.distributed.get_rank()) != rank:
         raise WorldMismatch(
-            "torch.distributed and the launcher number the ranks differently, so that the ranks of the process group "
-            "are not known: let mlflash.adapters.distributed.init_process_group initialise torch.distributed",
+            "torch.distributed and the launcher number the ranks differently, so mlflash cannot find the ranks of the "
+            "process group: initialize torch.distributed by mlflash.adapters.distributed.init_process_group",
             expected=f"torch.distributed rank {rank} of {size}", found=f"torch.distributed rank {torch_rank}",
         )  # fmt: skip
     return ranks
 
 
 def check_torch_rank(rank: int, size: int, torch_group: Any) -> None:
-    """Refuse a torch.distributed rank that is not the rank of this run. Not collective.
+    """Raise an error if the rank in torch.distributed is not the rank of this run. Not collective.
 
     Args:
         rank, size: of this run.
@@ -116,14 +116,14 @@ def check_torch_rank(rank: int, size: int, torch_group: Any) -> None:
     torch_size = torch.distributed.get_world_size(torch_group)
     if size == 1 < torch_size and "TORCHELASTIC_RUN_ID" in os.environ:
         raise WorldMismatch(
-            "torchrun started this process, and its ranks are no MPI ranks: start with mpiexec -n RANKS or srun "
+            "torchrun started this process, and its ranks are not MPI ranks: start with mpiexec -n RANKS or srun "
             "instead, and let mlflash.adapters.distributed.init_process_group set up torch.distributed",
             expected="ranks of mpiexec or srun",
             found=f"rank {torch_rank} of {torch_size} of torchrun, and no MPI launcher",
         )
     if (torch_rank, torch_size) != (rank, size):
         raise WorldMismatch(
-            "torch.distributed and MPI number the ranks differently: initialise torch.distributed with the MPI "
+            "torch.distributed and MPI number the ranks differently: initialize torch.distributed with the MPI "
             "rank and size (mlflash.adapters.distributed.init_process_group does so), give Checkpointer a comm ordered "
             "like it (comm.Split(0, torch_rank)), or the process group that has the ranks of comm (process_group=)",
             expected=f"torch.distributed rank {rank} of {size}, as in MPI",

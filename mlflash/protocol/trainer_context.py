@@ -1,4 +1,4 @@
-"""What saving and restoring work with in the trainer, and what the courier tells it."""
+"""What saving and restoring work with in the trainer, and how the courier updates it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class TrainerContext:
         courier: takes messages to the courier.
         ranks: of this run.
         memory: this node's directory.
-        slots: this rank's own.
+        slots: this rank's own slots.
         copy_threads: threads for copies and checks.
-        recorder: told what the trainer knows of this rank.
+        recorder: receives what the trainer knows about this rank.
         provenance: of what is saved, see `Manifest`.
         sharing: what ranks share.
-        is_unhealed: whether the restored step has no full redundancy yet.
+        is_unhealed: whether the restored step does not have full redundancy yet.
     """
 
     config: Config
@@ -46,7 +46,7 @@ class TrainerContext:
     is_unhealed: bool = False
 
     def is_shared(self, leaf: Leaf) -> bool:
-        """Whether all ranks that share hold a leaf alike, as far as they have agreed on it."""
+        """Whether the ranks have agreed that all that share hold this leaf alike."""
         return key_of(leaf.entry) in self.sharing.agreed
 
     def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:

@@ -1,4 +1,4 @@
-"""A part of a tensor of an old rank, and where it is wanted."""
+"""A part of a tensor of an old rank, and where its bytes go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..state.leaves import Entry
 
 
 class WantedPart(NamedTuple):
-    """A part of an old shard that is wanted.
+    """A wanted part of an old shard.
 
     Attributes:
         rank, number: the old rank, and the entry in its manifest.

@@ -45,7 +45,7 @@ def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refuse
     for record in ended_late(result, "before a call that blocks", [0, 1]):
         assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"], record["text"]
     for record in ended_late(result, "inside of it", [0, 1]):
-        assert "still inside of Win_create, which ends when all ranks have come to it" in record["text"]
+        assert "still inside of Win_create, which returns when all ranks have called it" in record["text"]
     for event in ("drain", "drain with a timeout"):
         for record in ended_late(result, event, [0, 1]):
             said = f"no rank made progress for {3 * STOP_S:g} s; rank 2 on node2 does not answer"

@@ -318,7 +318,7 @@ def test_only_what_the_patterns_name_is_shared(options: dict[str, Any], caplog: 
         step, found = ckpt.load()
         assert step == 2 and all(np.array_equal(found[name], state_of(2)[name]) for name in ("cache", "other"))
         assert np.array_equal(found["model"]["w"], state_of(2)["model"]["w"])
-    with pytest.raises(errors.ConfigError, match="for all of them the same ranks"):
+    with pytest.raises(errors.ConfigError, match="these must be the same for all"):
         Checkpointer(**options, replicated={"a": True, "b": [RANK]})
 
 

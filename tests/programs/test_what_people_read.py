@@ -192,4 +192,4 @@ def test_where_one_rank_never_saves_it_is_named_and_that_all_ranks_have_to(shm: 
     program.write_text(ALONE)
     command, environment = mpiexec(2, [sys.executable, str(program), str(shm)], {"OMP_NUM_THREADS": "1"})
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
-    assert "for rank 1 on node1" in done.stdout and "All ranks have to make each call that is collective" in done.stdout
+    assert "for rank 1 on node1" in done.stdout and "All ranks must make each collective call" in done.stdout
