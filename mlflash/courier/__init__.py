@@ -1,6 +1,6 @@
 """The courier: it makes all MPI calls of a rank and does what its trainer asks for.
 
-The input is the messages of `protocol`, the output their results. `session` has a handler for each message, `restores`
+In come the messages of `protocol`; out come their results. `session` has a handler for each message, `restores`
 has those for restoring, and `rank_report` collects what a rank reports about itself. `connect` starts the courier,
 either as a thread of the trainer's process (`in_thread`) or as a process of its own; `choice` decides which.
 
@@ -8,5 +8,5 @@ If it is a process, the trainer has an `in_process` object for each Checkpointer
 (`linked`). Each job is a `remote_job`; `exchange_rounds` receives what other ranks send, `told_plans` and `told_drain`
 keep what one side has told the other, and `units` groups jobs that fail together. The process itself runs
 `process_main`, with a `hosted_session` for each Checkpointer and a `remote_trainer` to ask the trainer. Both sides talk
-in `wire_format`. The room imports all rooms that save, restore and drain.
+in `wire_format`. This room imports all rooms that save, restore and drain.
 """

@@ -1,7 +1,7 @@
 """What ``mlflash run`` does: it starts the ranks of a job, and after a failure again, with spares for dead nodes.
 
-The input is a list of hosts or a Slurm allocation, and the command of a rank. The output is the exit code of the
-training. The room imports `telemetry` to read what ranks report, and it starts no MPI in its own process.
+In come hosts or a Slurm allocation, and the command of a rank; out comes the exit code of the training. This room
+imports `telemetry` to read what ranks report, and it starts no MPI in its own process.
 
 Ranks are started by srun (`on_slurm`), by mpiexec (`on_hosts`) or by ssh alone (`on_ssh`). With ssh, `ranks_by_ssh`
 talks to a `host_agent` on each host, and `line_stream` passes on their output in whole lines. Under Slurm a separate

@@ -76,8 +76,8 @@ def find_world(env: Mapping[str, str]) -> Any:
             raise WorldMismatch(
                 f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would use "
                 "each other's checkpoints: install an MPI that needs no launcher (pip install 'mlflash[mpich]'; Open "
-                "MPI does need one), or start with mpiexec -n RANKS or srun, of the MPI that mpi4py loads. If each process "
-                "should save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
+                "MPI does need one), or start with mpiexec -n RANKS or srun, of the MPI that mpi4py loads. If each "
+                "process should save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
                 expected=f"{size} ranks ({name})",
                 found="1 rank",
             )
