@@ -152,7 +152,7 @@ def test_without_an_mpiexec_ssh_starts_the_ranks_and_a_spare_takes_the_place_of_
     nodes.crash("host2", power_cut)
     run.go_on()
     assert run.wait() == 0, run.log()
-    assert "there is no mpiexec: ssh starts the ranks" in run.log()
+    assert "there is no mpiexec, so ssh starts the ranks" in run.log()
     assert [end["digest"] for end in run.ends()] == expected_without_mpi
     assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
     assert all(end["start"] >= 14 for end in run.ends()) and run.events("end")[1]["source"] == "memory"

@@ -309,6 +309,6 @@ def test_ssh_is_taken_where_there_is_no_mpiexec_and_that_is_said(
     words = ["-N", "1", "--job", "j", *(["--launcher", "ssh"] if kind == "told" else []), "--rsh", "/bin/rsh"]
     told = CliRunner().invoke(run_command.run, [*words, "--", "true"])
     assert "that will do" in told.output and isinstance(taken[0], OnSsh) == (kind != "found")
-    assert ("there is no mpiexec: rsh starts the ranks" in told.output) == (kind == "missing")
+    assert ("there is no mpiexec, so rsh starts the ranks" in told.output) == (kind == "missing")
     told = CliRunner().invoke(run_command.run, [*words, "--srun-args", "-x", "--", "true"])
     assert (told.exit_code == 2 and "--srun-args are for srun or mpiexec" in told.output) == (kind != "found")
