@@ -1,13 +1,14 @@
-"""Passes what MPI asks for after a barrier on from node to node, as a tree.
+"""Passes the addresses that MPI asks for after a barrier from node to node, as a tree.
 
-MPI asks on each node for the address of every node. One store that gives them out sends as many bytes as the square of
-the nodes: it would take minutes for ten thousand. Where there are `LEAST_NODES` or more, it gives them to the first
-nodes only. Each node has a small store of its own for `FAN_OUT` others, and has made known where it is below
-``EPOCH/relay/NODE``; node n asks node (n - 1) // FAN_OUT. The store of a node has ``BARRIER/put/KEY`` and, once all of
-them are there, ``BARRIER/all``, which those who ask wait for. A node whose MPI has not asked does so when another one
-waits. Where the node above cannot be reached, the store of all is asked: slower, and right.
+MPI asks on each node for the address of every node. A single store that answers all sends a number of bytes that grows
+with the square of the number of nodes. For ten thousand nodes this takes minutes. With `LEAST_NODES` or more, the
+store answers the first nodes only. Each node has a small store of its own for `FAN_OUT` others, and publishes its
+address below ``EPOCH/relay/NODE``; node n asks node (n - 1) // FAN_OUT. The store of a node has ``BARRIER/put/KEY``
+and, once all of them are there, ``BARRIER/all``, for which its clients wait. If the MPI of a node has not asked yet,
+the node asks as soon as another one waits. If the node above cannot be reached, the store of all is asked, which is
+slower.
 
-What a node has for a barrier is forgotten at the next one: who enters that has all answers.
+A node forgets what it has for a barrier at the next one: a process that enters that one has all its answers.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from .process_mapping import numbered
 from .store_client import StoreClient, Then
 
 FAN_OUT = 16
-LEAST_NODES = 64  # with fewer, the store of all has done it in less time than a level of the tree takes
+LEAST_NODES = 64  # with fewer nodes, the store of all is faster than one level of the tree
 
 Watch = tuple[int, int, Callable[[], None]]
-"""A descriptor, what of select.poll to wait for, and what to do then."""
+"""A descriptor, the events of select.poll to wait for, and what to call then."""
 
 
 class AddressRelay:
-    """One rank's part in it. Close it; it may be closed twice.
+    """One rank's part in the tree. Close it; it may be closed twice.
 
     Not collective. The first rank of each node takes part; any other asks the store of all.
 
     Args:
         epoch: the name of the world.
-        rank: in it.
+        rank: in that world.
         nodes: the node of each rank, any numbers `(ranks)`.
         store: of all ranks.
     """
 
     def __init__(self, epoch: str, rank: int, nodes: Sequence[int], store: StoreClient):
         self._epoch, self._store = epoch, store
-        self._barrier = 0  # the last one that all have passed
+        self._barrier = 0  # the last one that all ranks have passed
         self._known: dict[str, str] | None = None
         self._waiting: list[Then] = []
-        self._above = ""  # the key of where the node above is
-        self._asked: StoreClient | None = None  # the node above
-        self._own: KeyValueStore | None = None  # what nodes below ask
+        self._above = ""  # the key of the address of the node above
+        self._asked: StoreClient | None = None  # to the node above
+        self._own: KeyValueStore | None = None  # for the nodes below
         numbers = numbered(nodes)
         node, count = numbers[rank], max(numbers) + 1
         if count < LEAST_NODES or numbers.index(node) != rank:
@@ -60,25 +61,25 @@ class AddressRelay:
         return f"{self._epoch}/relay/{node}"
 
     def _open(self, node: int) -> None:
-        """Listen, at the address from which this host speaks to the store of all."""
+        """Listen at the address from which this host reaches the store of all."""
         for host in speaking_to(self._store.address[0]):
             try:
                 self._own = KeyValueStore(host, token=self._store.token)
-            except OSError:  # those below ask the store of all
+            except OSError:  # the nodes below ask the store of all
                 return
             self._store.send(lambda *_: None, "put", self._place_of(node), f"{host} {self._own.address[1]}")
 
     def watches(self) -> Iterator[Watch]:
-        """What is to be waited for. Not collective."""
+        """What to wait for. Not collective."""
         if self._asked is not None:
             yield self._asked.fileno(), self._asked.events, self._asked.step
         if self._own is not None:
             yield self._own.fileno(), select.POLLIN, self._serve
 
     def learn(self, then: Then) -> None:
-        """Ask for all that was put before the last barrier, and have it given to ``then``. Not collective.
+        """Ask for everything that was put before the last barrier, and call ``then`` with it. Not collective.
 
-        It is given a dictionary of keys and values; more may be in it than was put before that barrier.
+        It gets a dictionary of keys and values. This may also contain what was put later.
         """
         if self._known is not None:
             then(self._known, None)
@@ -92,7 +93,7 @@ class AddressRelay:
             self._ask_all()
 
     def pass_barrier(self, number: int) -> None:
-        """Note that all have passed a barrier: what was known before is of no use any more. Not collective."""
+        """Note that all ranks have passed a barrier, and forget what was known before it. Not collective."""
         self._barrier, self._known = number, None
         if self._own is not None:
             self._own.delete(f"{number - 1}/")
@@ -149,6 +150,6 @@ class AddressRelay:
 
     def _pass_on(self, own: KeyValueStore, known: dict[str, str]) -> None:
         told = {f"{self._barrier}/put/{key}": known[key] for key in sorted(known)} | {f"{self._barrier}/all": ""}
-        if not all(own.put(key, value) for key, value in told.items()):  # it is full: those below ask the store of all
+        if not all(own.put(key, value) for key, value in told.items()):  # full: the nodes below ask the store of all
             own.close()
             self._own = None

@@ -1,8 +1,8 @@
-"""Which cores a courier runs on: those that no trainer of its host runs on, where there are any.
+"""Chooses the cores of a courier: cores on which no trainer of its host runs, if there are any.
 
-Cores are numbered as the kernel does: one that runs two threads at a time has two numbers, its siblings. What a trainer
-may run on is the mask of its main thread, and what it could ask for is what its cgroup lets it have; both are known of
-all ranks of a host. Where nothing is free, as all trainers are bound to all that there is or none is bound at all, a
+Cores have the numbers of the kernel: a core that runs two threads at a time has two numbers, called siblings. The mask
+of a trainer's main thread says where the trainer runs, and its cgroup says which cores it could ask for. Both are known
+for all ranks of a host. If no core is free, because the trainers are bound to all cores or are not bound at all, a
 courier keeps its trainer's mask.
 """
 
@@ -18,33 +18,33 @@ from pathlib import Path
 
 AUTO, INHERIT = "auto", "inherit"
 _NODES, _CPUS = Path("/sys/devices/system/node"), Path("/sys/devices/system/cpu")
-_MOST = 1 << 13  # a larger number than any kernel gives to a core
+_MOST = 1 << 13  # larger than the number of any core
 _LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 Cores = frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """What a rank may run on.
+    """The cores of a rank.
 
     Attributes:
         trains_on: the cores of its trainer.
-        may_have: those that it could ask for.
+        may_have: the cores that it could ask for.
     """
 
     trains_on: Cores
     may_have: Cores
 
     def to_text(self) -> str:
-        """As a text, for other ranks."""
+        """As text, for other ranks."""
         return f"{to_list(self.trains_on)} {to_list(self.may_have)}"
 
     @classmethod
     def from_text(cls, text: str) -> Seat:
-        """Read it.
+        """Read the text.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it has another form.
         """
         trains_on, may_have = text.split(" ")
         return cls(from_list(trains_on), from_list(may_have))
@@ -52,11 +52,11 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True)
 class Domains:
-    """How the cores of this host lie together.
+    """How the cores of this host are grouped.
 
     Attributes:
-        numa: gives the cores that are as near to memory as some core.
-        siblings: gives the numbers that are the same core as some number, with that.
+        numa: returns the cores that share a NUMA node with a core.
+        siblings: returns all numbers of the same core, including the given one.
     """
 
     numa: Callable[[int], Cores]
@@ -64,24 +64,24 @@ class Domains:
 
 
 def from_list(text: str) -> Cores:
-    """Read a list as the kernel writes it: "0-3,8".
+    """Read a list of cores as the kernel writes it: "0-3,8".
 
     Raises:
-        ValueError: it is none.
+        ValueError: it has another form.
     """
     if not _LIST.fullmatch(text.strip()):
-        raise ValueError(f"{text[:80]!r} is no list of cores, such as 0-3,8")
+        raise ValueError(f"{text[:80]!r} is not a list of cores, such as 0-3,8")
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     if not found or max(found) >= _MOST:
-        raise ValueError(f"{text[:80]!r} is no list of cores, such as 0-3,8")
+        raise ValueError(f"{text[:80]!r} is not a list of cores, such as 0-3,8")
     return frozenset(found)
 
 
 def to_list(cores: Iterable[int]) -> str:
-    """Write it: {0, 1, 2, 8} → "0-2,8"."""
+    """Write a list of cores: {0, 1, 2, 8} → "0-2,8"."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:
@@ -92,20 +92,20 @@ def to_list(cores: Iterable[int]) -> str:
 
 
 def own_seat(environment: Mapping[str, str]) -> Seat:
-    """Look what this process may run on. Not collective."""
-    trains_on = frozenset(os.sched_getaffinity(os.getpid()))  # its main thread: others may be bound by themselves
+    """Find the cores of this process. Not collective."""
+    trains_on = frozenset(os.sched_getaffinity(os.getpid()))  # of its main thread; other threads may be bound elsewhere
     may_have = _could_have()
     told = environment.get("SLURM_CPUS_ON_NODE", "")
-    if told.isdigit() and int(told) < len(may_have):  # Slurm does not confine its jobs: the others may be other jobs'
+    if told.isdigit() and int(told) < len(may_have):  # Slurm does not confine jobs: other cores may be other jobs'
         may_have = trains_on
     return Seat(trains_on, may_have | trains_on)
 
 
 def _could_have() -> Cores:
-    """The cores that the cgroup of this process leaves it, whatever its mask is."""
+    """The cores that the cgroup of this process allows, whatever its mask is."""
     found: list[Cores] = []
 
-    def ask() -> None:  # on a thread that ends here, as the kernel has to be asked by taking them
+    def ask() -> None:  # on a thread of its own, because the only way to find out is to take them
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(_MOST))
         found.append(frozenset(os.sched_getaffinity(0)))
@@ -117,16 +117,16 @@ def _could_have() -> Cores:
 
 
 def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None = None) -> Cores | None:
-    """Choose the cores of a courier; all ranks of a host come to different ones, or share. Not collective.
+    """Choose the cores of a courier. All ranks of a host get different ones, or share. Not collective.
 
     Args:
         asked: "auto", "inherit", or a list such as "0-3,8", which the couriers of a host share.
         seats: of all ranks of the host, in the order of ranks.
-        mine: which of them it is.
-        domains: of this host; looked up if None.
+        mine: index of this rank in ``seats``.
+        domains: of this host; None: look them up.
 
     Returns:
-        Cores; None: those of its trainer, as they are.
+        Cores; None: those of its trainer, unchanged.
     """
     if asked == INHERIT:
         return None
@@ -140,10 +140,10 @@ def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None
 
 
 def choose_among(asked: str, told: Mapping[str, str], rank: str) -> Cores | None:
-    """Choose as `choose` does, among what ranks of a host have told of their seats, by rank. Not collective.
+    """Choose like `choose`, among the seats that ranks of a host have published, by rank. Not collective.
 
     Raises:
-        ValueError: something was told that is no seat, or nothing of this rank.
+        ValueError: a text is no seat, or this rank has published none.
     """
     ranks = sorted(told, key=int)
     return choose(asked, [Seat.from_text(told[one]) for one in ranks], ranks.index(rank))
@@ -155,17 +155,17 @@ def _free(asked: str, seat: Seat, seats: Sequence[Seat], domains: Domains) -> Co
     taken: Cores = frozenset().union(*(one.trains_on for one in seats))
     free = seat.may_have - taken
     whole = frozenset(core for core in free if not domains.siblings(core) & taken)
-    return whole or free  # half of a core whose other half trains is better than what trains itself
+    return whole or free  # half of a core whose other half trains is better than a core that trains itself
 
 
 def _near(cores: Cores, seat: Seat, domains: Domains) -> Cores:
-    """Of some cores those that are as near to the trainer's memory as the trainer is; all where there are none."""
+    """Those of some cores that are as near to the trainer's memory as the trainer; all of them if none are."""
     own: Cores = frozenset().union(*(domains.numa(core) for core in seat.trains_on))
     return cores & own or cores
 
 
 def _part(cores: Cores, number: int, parts: int, domains: Domains) -> Cores:
-    """Give one of so many equal parts, siblings together; all of it where there are not enough for a core each."""
+    """One of ``parts`` equal parts, siblings together. All cores if there are too few for one core per part."""
     whole = sorted({tuple(sorted(domains.siblings(core) & cores)) or (core,) for core in cores})
     if len(whole) < parts:
         return cores
@@ -175,7 +175,7 @@ def _part(cores: Cores, number: int, parts: int, domains: Domains) -> Cores:
 
 
 def here() -> Domains:
-    """How the cores of this host lie, as far as the kernel says. Not collective."""
+    """How the cores of this host are grouped, according to the kernel. Not collective."""
     nodes = [cores for path in sorted(_NODES.glob("node[0-9]*/cpulist")) if (cores := _read(path))]
     numa = {core: cores for cores in nodes for core in cores}
     siblings: dict[int, Cores] = {}
@@ -191,5 +191,5 @@ def here() -> Domains:
 def _read(path: Path) -> Cores:
     try:
         return from_list(path.read_text())
-    except (OSError, ValueError):  # a node that has memory only, or a kernel that does not say
+    except (OSError, ValueError):  # a node that has only memory, or a kernel that does not tell
         return frozenset()

@@ -1,8 +1,8 @@
-"""What a forked courier does before and after it is itself: from the zygote's fork to its end.
+"""What a forked courier does before and after its entry point, from the zygote's fork to its end.
 
-It keeps three descriptors of the zygote's: the socket to its trainer, the one that MPI starts over, if it may start
-MPI, and a pipe to the zygote; and a pidfd of its trainer, since a socket is not closed by the death of a trainer that
-has forked others.
+It keeps three descriptors of the zygote: the socket to its trainer, the socket over which MPI starts (if it may start
+MPI), and a pipe to the zygote. It also keeps a pidfd of its trainer, because the death of a trainer that has forked
+others does not close the socket.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass
 class Courier:
-    """What a courier is given: it is the only argument of its entry point.
+    """The only argument of a courier's entry point.
 
     Attributes:
         epoch: the name of this world of MPI.
-        rank: in it.
-        nodes: the node of each rank `(ranks)`.
-        trainer: a socket, whose other end is the trainer's.
+        rank: in that world.
+        nodes: the node of each rank, any numbers `(ranks)`.
+        trainer: a socket to the trainer.
         trainer_pidfd: readable when the trainer has ended.
         reports_fd: a pipe to the zygote.
-        has_mpi: whether it may initialise MPI; the only rank of a world may not, and needs none.
+        has_mpi: whether it may initialize MPI. The only rank of a world may not, and does not need it.
         trains_on: the cores that its trainer had when the zygote was started.
-        cores: that this process is to run on; empty: those.
+        cores: the cores for this process; empty: those of the trainer.
     """
 
     epoch: str
@@ -52,7 +52,7 @@ class Courier:
     cores: frozenset[int] = frozenset()
 
     def tell_mpi_is_up(self) -> None:
-        """Tell the zygote that MPI is initialised, and what it has to remove should this process be killed.
+        """Tell the zygote that MPI is initialized, and what to remove if this process is killed.
 
         Not collective. Call it right after MPI_Init.
         """
@@ -66,10 +66,10 @@ def run(
     zygote_pid: int,
     reads: bool,
 ) -> NoReturn:
-    """Be a courier, in a process that was just forked, and end. Not collective.
+    """Be a courier in a process that was just forked, and end. Not collective.
 
     The process ends with status 0 when the entry point returns, with that of a SystemExit, and with 1 after any other
-    exception, which is printed. Nothing of the zygote's runs at its end.
+    exception, which is printed. No cleanup of the zygote runs in it.
     """
     status = 1
     try:
@@ -78,10 +78,10 @@ def run(
         if pmi is not None:
             os.environ.update(cross_memory.settings(reads, os.environ))
             os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
-        if courier.cores:  # before any thread: each takes what that has that starts it
+        if courier.cores:  # before any thread starts, because threads inherit the cores
             try:
                 os.sched_setaffinity(0, courier.cores)
-            except OSError as problem:  # the cgroup may have changed: it runs on those of its trainer
+            except OSError as problem:  # the cgroup may have changed: the courier runs on the cores of its trainer
                 log.debug("the courier of rank %d cannot run on the cores %s: %s", courier.rank,
                           sorted(courier.cores), problem.strerror)  # fmt: skip
         entry(courier)
@@ -94,7 +94,7 @@ def run(
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # nobody reads it any more
+            except (OSError, ValueError):  # nobody reads the stream any more
                 pass
         os._exit(status)
 
@@ -113,16 +113,16 @@ def _leave(zygote_pid: int, kept: Collection[int]) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         try:
             signal.signal(number, signal.SIG_DFL)
-        except OSError:  # one that the C library keeps for itself
+        except OSError:  # a signal that the C library keeps for itself
             continue
     ignore_signals_of_the_step()
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a trainer that has gone is an OSError of a write, as in any Python
-    # Nobody would see its end or remove what it leaves.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in any Python, writing to an ended trainer raises OSError
+    # If the zygote ends, nobody would notice the end of this process or remove what it leaves.
     end_with(zygote_pid)
-    # Closed below their sockets: those stay referenced by the zygote's frames, which never return here.
+    # Close the descriptors, not the socket objects: the zygote's frames, which never return here, still refer to those.
     for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
         if fd not in kept:
             try:
                 os.close(fd)
-            except OSError:  # that of the directory
+            except OSError:  # the descriptor of the directory itself
                 pass

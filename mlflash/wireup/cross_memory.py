@@ -1,8 +1,9 @@
-"""Whether MPI may have processes of a node read each other's memory (process_vm_readv), which it takes for granted.
+"""Whether processes of a node can read each other's memory (process_vm_readv). MPI takes for granted that they can.
 
-Two ranks in containers that share a host name and `/dev/shm` are on one node to MPI. Where each has process numbers of
-its own, MPI reads by a number that there means another process, or none: the call fails, or gives other bytes. In two
-user namespaces, and under some profiles of seccomp, it is refused. There MPI is told to copy through shared memory.
+For MPI, two ranks in containers that share a host name and `/dev/shm` are on one node. If each container has its own
+process numbers, the number that MPI reads by belongs to another process or to none: the call fails or returns other
+bytes. In two user namespaces, and under some profiles of seccomp, the call is refused. In these cases MPI must copy
+through shared memory.
 
 Source: process_vm_readv(2), pid_namespaces(7); MPICH, src/mpid/ch4/shm/ipc/cma; UCX, src/uct/sm/mm/posix.
 """
@@ -23,9 +24,9 @@ class _Range(ctypes.Structure):
 
 
 def reach() -> str:
-    """Name the namespaces whose processes this one can read and be read by; "" where it may read none. Not collective.
+    """Names of the namespaces whose processes can read each other; "" if this process may not read. Not collective.
 
-    Whether it may is asked of the kernel, by reading this process.
+    It asks the kernel by reading this process itself.
     """
     source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
     ranges = [_Range(ctypes.addressof(buffer), 1) for buffer in (target, source)]
@@ -37,11 +38,11 @@ def reach() -> str:
 
 
 def is_whole(nodes: Sequence[int], reaches: Sequence[str]) -> bool:
-    """Whether on each node all ranks can read each other. Not collective.
+    """Whether on each node all ranks can read each other's memory. Not collective.
 
     Args:
         nodes: of each rank `(ranks)`.
-        reaches: what `reach` gives on each rank `(ranks)`.
+        reaches: the result of `reach` on each rank `(ranks)`.
     """
     found: dict[int, list[str]] = {}
     for node, its in zip(nodes, reaches, strict=True):
@@ -50,10 +51,10 @@ def is_whole(nodes: Sequence[int], reaches: Sequence[str]) -> bool:
 
 
 def settings(reads: bool, environment: Mapping[str, str]) -> dict[str, str]:
-    """What MPI is to be told, where the user has not told it. Not collective.
+    """The variables that MPI needs, without those that the user has set. Not collective.
 
     Args:
-        reads: whether on each node all ranks can read each other.
+        reads: whether on each node all ranks can read each other's memory.
         environment: of the courier.
     """
     return {} if reads else {name: value for name, value in _OFF.items() if name not in environment}

@@ -1,7 +1,7 @@
-"""A rank that has left its job for good, and how the other ranks hear of it.
+"""A rank that has left its job permanently, and how the other ranks learn about it.
 
-Everything that the ranks agree on of epoch N of their couriers lies in the store below ``launch/N/`` (`launch`). Who
-waits for the end of an epoch, or for the next one, is told there that a rank will never come.
+Everything that the ranks agree on for epoch N of their couriers is in the store below ``launch/N/`` (`launch`). A rank
+that waits for the end of an epoch or for the next one is told there that another rank will never come.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 
 from .store_client import StoreClient
 
-_TOLD_S = 10.0  # for the store to take it, on a host that may be busy: who is not told waits for ever
+_TOLD_S = 10.0  # for the store of a busy host to take it: a rank that is not told waits forever
 
 
 class RankDeparted(ConnectionError):
-    """A rank has left the job, so that there is no next epoch of its couriers."""
+    """A rank has left the job, so there is no next epoch of its couriers."""
 
     def __init__(self, departure: Departure):
         super().__init__(str(departure))
@@ -25,12 +25,12 @@ class RankDeparted(ConnectionError):
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """That a rank has left, and why.
+    """A rank that has left, and why.
 
     Attributes:
-        rank: that left.
-        why: as a clause, to be read after a colon.
-        ends_job: whether the other ranks are to end, too, as MPI_Abort would end them.
+        rank: that has left.
+        why: a clause to follow a colon.
+        ends_job: whether the other ranks must end, too, as after MPI_Abort.
     """
 
     rank: int
@@ -41,19 +41,19 @@ class Departure:
         return f"rank {self.rank} has left the job: {self.why}"
 
     def puts(self, number: int) -> list[tuple[str, str]]:
-        """What says so to all that wait for epoch ``number`` to end, or for the next one: keys and values."""
+        """Keys and values that tell all ranks that wait for the end of epoch ``number`` or for the next epoch."""
         told = json.dumps({"departed": dataclasses.asdict(self)})
         following = below(number + 1)
         return [(following + "all", told), (f"{following}node/{self.rank}", ""), (below(number) + "ended", told)]
 
 
 def below(number: int) -> str:
-    """Where in the store an epoch has its keys."""
+    """The prefix of the keys of an epoch."""
     return f"launch/{number}/"
 
 
 def needed_until_up(number: int) -> tuple[str, str]:
-    """What of an epoch nobody needs any more when MPI is initialised everywhere: how such keys begin."""
+    """Prefixes of the keys of an epoch that are no longer needed when MPI is initialized everywhere."""
     return below(number) + "node/", below(number) + "cores/"
 
 
@@ -63,18 +63,18 @@ def number_of(epoch: str) -> int:
 
 
 def check_departure(told: str) -> None:
-    """Raise RankDeparted where a value of the store tells of a departure."""
+    """Raise RankDeparted if a value of the store reports a departure."""
     value = json.loads(told)
     if isinstance(value, dict) and "departed" in value:
         raise RankDeparted(Departure(**value["departed"]))
 
 
 class Farewell:
-    """Tells all ranks of a departure, without waiting. Not collective.
+    """Tells all ranks about a departure, without waiting. Not collective.
 
     Args:
         store: a connection of its own.
-        departure: to be told.
+        departure: to be reported.
         number: of the newest epoch.
     """
 
@@ -90,5 +90,5 @@ class Farewell:
 
     @property
     def left_s(self) -> float:
-        """How long it may still take, seconds; 0 where all is told, or cannot be."""
+        """How long it may still take, in seconds; 0 if everything is told, or cannot be."""
         return max(0.0, self._end - time.monotonic()) if self._untold else 0.0

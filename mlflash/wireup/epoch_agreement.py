@@ -1,10 +1,10 @@
-"""What ranks agree on for each epoch of their couriers, in the store that all of them reach.
+"""How ranks agree on each epoch of their couriers, in the store that all of them reach.
 
-Epoch N has ``launch/N/node/RANK``, the node of a rank that wants this epoch, what can read its memory there
-(`cross_memory`), and what it has seen freed; and ``launch/N/all``: as soon as all ranks want it, rank 0 puts there
-which it is, ``[name, nodes, reads, freed]``; and ``launch/N/ended``, put by a rank whose courier has ended. Below
-``launch/N/cores/HOST/`` stands what each rank of a host may run on, for `courier_cores`. When MPI is initialised on all
-ranks, only the two in the middle stay.
+Epoch N has three kinds of keys. ``launch/N/node/RANK`` is written by a rank that wants this epoch: its node, what can
+read its memory there (`cross_memory`), and what it has seen freed. ``launch/N/all`` is written by rank 0 as soon as all
+ranks want the epoch: ``[name, nodes, reads, freed]``. ``launch/N/ended`` is written by a rank whose courier has ended.
+In addition, the keys below ``launch/N/cores/HOST/`` have the cores of each rank of a host, for `courier_cores`. When
+MPI is initialized on all ranks, only ``all`` and ``ended`` stay.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .pmi_server import new_epoch_name
 from .process_mapping import Block, blocks, name_of_host, nodes_of
 from .store_client import StoreClient, StoreLost, connect, left_s
 
-_FOREVER_S = 1e6  # as long as poll can wait, nearly
-_ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
+_FOREVER_S = 1e6  # nearly as long as poll can wait
+_ASK_S = 5.0  # for one more answer after a deadline, to find the reason
 
 
 class Epoch(NamedTuple):
     """One world of MPI.
 
     Attributes:
-        name: of it.
+        name: of the world.
         nodes: of each rank.
         reads: whether ranks of a node can read each other's memory.
-        freed: what ranks had seen freed when it began: it needs no courier any more.
+        freed: what ranks had seen freed when it began. It needs no courier any more.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Epoch(NamedTuple):
 class EpochAgreement:
     """How one rank agrees with the others. Close it; it may be closed twice.
 
-    One thread uses it; `put` and `share` are for others, too.
+    One thread uses it, but any thread may call `put` and `share`.
 
     Args:
         rank: of this process.
-        size: how many ranks there are.
-        node: names what this rank shares memory on.
-        seat: what it may run on, as text of `courier_cores.Seat`; "" where the others need not know.
+        size: number of ranks.
+        node: name of the node with which this rank shares memory.
+        seat: its cores, as text of `courier_cores.Seat`; "" if the other ranks need not know.
         address: of the store.
         token: of the store.
         end: when it must be connected, by time.monotonic.
@@ -59,7 +59,7 @@ class EpochAgreement:
 
     Attributes:
         address, token: of the store.
-        store: the connection that `agree` may make anew.
+        store: the connection. `agree` may replace it.
     """
 
     def __init__(self, rank: int, size: int, node: str, seat: str, address: tuple[str, int], token: str, end: float,
@@ -74,7 +74,7 @@ class EpochAgreement:
         self.store.close()
 
     def put(self, puts: Sequence[tuple[str, str]], timeout_s: float) -> None:
-        """Set the values of keys, over a connection of its own. Not collective; any thread.
+        """Set the values of keys, over a separate connection. Not collective; any thread.
 
         Raises:
             StoreLost, DeadlineExceeded: the store did not take them.
@@ -84,7 +84,7 @@ class EpochAgreement:
                 store.put(key, value, timeout_s)
 
     def share(self, text: str | None, timeout_s: float) -> str:
-        """Give rank 0's text to all ranks. Collective; one thread does so, beside that of `agree`.
+        """Give rank 0's text to all ranks. Collective; one thread may do this in parallel to `agree`.
 
         Raises:
             StoreLost, DeadlineExceeded: rank 0 has ended, or did not come.
@@ -96,20 +96,20 @@ class EpochAgreement:
             return store.get(key, timeout_s)
 
     def _another(self) -> contextlib.closing[StoreClient]:
-        """A connection for a thread that does not own `store`."""
+        """A connection for another thread than that of `store`."""
         return contextlib.closing(StoreClient(self.address, self.token))
 
     def agree(self, number: int, end: float, timeout_s: float, freed: Sequence[str] = ()) -> Epoch:
-        """Say that this rank wants an epoch, and wait until all have said so. Collective.
+        """Ask for an epoch, and wait until all ranks have asked for it. Collective.
 
         Args:
             number: of the epoch, the same on all ranks.
-            end: until when it waits, by time.monotonic.
-            timeout_s: how long that was when the caller began, seconds, for the error.
+            end: until when to wait, by time.monotonic.
+            timeout_s: how long that was when the caller began, in seconds, for the error.
             freed: what this rank has seen freed.
 
         Raises:
-            DeadlineExceeded: ranks have not come; ``ranks`` are those.
+            DeadlineExceeded: some ranks, those in ``ranks``, have not come.
             RankDeparted: a rank has left the job.
         """
         prefix = below(number)
@@ -132,7 +132,7 @@ class EpochAgreement:
             late = f"{len(missing)} of {self._size} have not come" if missing else "all have come, but too late"
             raise DeadlineExceeded(
                 f"waited {timeout_s:g} s for all ranks to start epoch {number} of their couriers: "
-                + ("the host of rank 0, by which they meet, does not answer" if missing is None else late),
+                + ("the host of rank 0, at which they meet, does not answer" if missing is None else late),
                 rank=self._rank,
                 ranks=[0] if missing is None else missing,
             ) from exceeded
@@ -142,19 +142,19 @@ class EpochAgreement:
         return Epoch(name, tuple(nodes), reads, frozenset(known))
 
     def _gather(self, number: int, end: float) -> None:
-        """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
+        """Wait for all ranks, and publish the epoch. Called on rank 0."""
         prefix, before = below(number), below(number - 1)
-        self.store.get(f"{prefix}node/{self._size - 1}", left_s(end))  # most have come by then
+        self.store.get(f"{prefix}node/{self._size - 1}", left_s(end))  # by then most have come
         there = self.store.below(f"{prefix}node/", left_s(end))
         told = [there.get(str(rank)) or self.store.get(f"{prefix}node/{rank}", left_s(end))
                 for rank in range(self._size)]  # fmt: skip
-        if "" in told:  # one has left the job, and has said so to all
+        if "" in told:  # a rank has left the job, and has told all
             return
         known: list[tuple[str, str, list[str]]] = [json.loads(one) for one in told]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _, _ in known))}
         nodes = [numbers[name] for name, _, _ in known]
         freed = sorted({one for _, _, those in known for one in those})
-        # All have come here, so none needs what stands of the last epoch.
+        # All ranks have come here, so none needs the keys of the last epoch.
         if (last := self.store.look(f"{before}all", left_s(end))) is not None:
             self.store.delete(f"{json.loads(last)[0]}/", left_s(end))
             self.store.delete(before, left_s(end))
@@ -162,7 +162,7 @@ class EpochAgreement:
         self.store.put(f"{prefix}all", json.dumps([new_epoch_name(number), blocks(nodes), reads, freed]), left_s(end))
 
     def seats(self, number: int, end: float) -> dict[str, str]:
-        """What each rank of this host may run on: by rank, as text. Not collective, but after `agree`.
+        """The cores of each rank of this host: by rank, as text. Not collective, but after `agree`.
 
         Raises:
             DeadlineExceeded, StoreLost: the store does not answer.
@@ -170,7 +170,7 @@ class EpochAgreement:
         return self.store.below(f"{below(number)}cores/{name_of_host()}/", left_s(end))
 
     def missing(self, prefix: str) -> list[int] | None:
-        """Which ranks have put nothing below this; None where nobody can be asked. Not collective."""
+        """The ranks that have put nothing below a prefix; None if the store does not answer. Not collective."""
         try:
             there = self.store.below(prefix, _ASK_S)
         except (OSError, DeadlineExceeded):
@@ -182,7 +182,7 @@ class EpochAgreement:
 
         Raises:
             RankDeparted: a rank has left the job.
-            StoreLost: nobody can announce anything any more.
+            StoreLost: the store is lost, so nobody can announce anything.
         """
         while True:
             try:

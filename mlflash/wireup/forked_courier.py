@@ -1,4 +1,4 @@
-"""A courier as its zygote sees it: what the zygote holds of it until its end."""
+"""A courier as its zygote sees it, until the courier's end."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .store_client import StoreClient
 
 @dataclasses.dataclass
 class ForkedCourier:
-    """A courier that has not ended, or was not reaped. Not collective.
+    """A courier that still runs, or was not reaped yet. Not collective.
 
     Attributes:
         pid: its process number.
         pidfd: readable when it has ended.
         epoch: the name of its world.
-        rank: in it.
-        mpi: the server of PMI that it starts MPI over, and that server's connection; None for one without MPI.
-        up_s: how long it may take to initialise MPI after its trainer's end, seconds.
+        rank: in that world.
+        mpi: the server of PMI over which it starts MPI, and that server's connection; None without MPI.
+        up_s: how long it may take to initialize MPI after its trainer's end, in seconds.
         reports_fd: a pipe from it.
-        reports: what came from there.
+        reports: what came over the pipe.
         segments: shared memory that it may leave behind.
         reports_more: whether the pipe is open.
-        is_up: whether its MPI is initialised.
-        why: what it was killed for.
+        is_up: whether its MPI is initialized.
+        why: why the zygote killed it.
     """
 
     pid: int
@@ -47,22 +47,22 @@ class ForkedCourier:
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on, as far as its server of PMI knows. Not collective."""
+        """Why it cannot go on, according to its server of PMI. Not collective."""
         return self.mpi[0].error if self.mpi is not None else None
 
     def watches(self) -> Iterator[Watch]:
-        """What is to be waited for while it starts MPI, and what to do then. Not collective."""
+        """What to wait for while it starts MPI, and what to call then. Not collective."""
         if self.mpi is not None:
             pmi, store = self.mpi
             yield from pmi.watches()
             yield store.fileno(), store.events, store.step
 
     def note_segments(self) -> None:
-        """Look which shared memory of MPI it maps, while it lives. Not collective."""
+        """Find out which shared memory of MPI it maps, while it lives. Not collective."""
         self.segments |= mpich_segments.mapped_by(self.pid)
 
     def close(self) -> None:
-        """Close what the zygote has of it. Not collective."""
+        """Close what the zygote has open for it. Not collective."""
         for one in self.mpi or ():
             one.close()
         os.close(self.pidfd)

@@ -1,6 +1,6 @@
 """Messages on a stream: the length in four bytes, big endian, then JSON.
 
-Whoever receives says how large a message may be. Nothing is kept for a longer one: its first four bytes end the
+The receiver says how large a message may be. Of a longer message nothing is kept: its first four bytes end the
 connection.
 """
 
@@ -16,26 +16,26 @@ _LENGTH_NBYTES = 4
 
 
 class BadFrame(ValueError):
-    """What was received is no message: too long, or no JSON."""
+    """The bytes received are no message: too long, or no JSON."""
 
 
 def pack(message: object) -> bytes:
-    """Give the bytes that a message is sent as. Not collective."""
+    """The bytes as which a message is sent. Not collective."""
     return packed_text(text_of(message))
 
 
 def text_of(message: object) -> bytes:
-    """Give a message as JSON. Not collective."""
+    """A message as JSON. Not collective."""
     return json.dumps(message, separators=(",", ":")).encode("ascii")
 
 
 def packed_text(text: bytes) -> bytes:
-    """Give the bytes that a message is sent as which is JSON already. Not collective."""
+    """The bytes as which a message is sent that is already JSON. Not collective."""
     return len(text).to_bytes(_LENGTH_NBYTES, "big") + text
 
 
 def send_ready(sock: socket.socket, unsent: bytearray) -> None:
-    """Send what a socket takes without waiting, and drop it from what is unsent. Not collective.
+    """Send as much as a socket takes without waiting, and remove it from ``unsent``. Not collective.
 
     Raises:
         OSError: the connection is lost.
@@ -48,10 +48,10 @@ def send_ready(sock: socket.socket, unsent: bytearray) -> None:
 
 
 class Outbox:
-    """Messages on their way into a socket that nobody waits for. Not collective.
+    """Messages on their way into a socket that does not block. Not collective.
 
     Args:
-        sock: it does not block.
+        sock: the socket.
 
     Attributes:
         unsent: what it has not taken yet.
@@ -61,7 +61,7 @@ class Outbox:
         self._sock, self.unsent = sock, bytearray()
 
     def send(self, message: object) -> None:
-        """Send a message, or keep what the socket does not take; that the connection is lost is seen by who reads."""
+        """Send a message. Keep what the socket does not take. If the connection is lost, the reader notices."""
         self.unsent += pack(message)
         self.send_rest()
 
@@ -89,10 +89,10 @@ class Frames:
         self._received += received
 
     def messages(self) -> Iterator[Any]:
-        """Take the messages that are there whole, one after the other. Not collective.
+        """Yield the messages that are complete, one after the other. Not collective.
 
         Raises:
-            BadFrame: the stream cannot be read on.
+            BadFrame: the rest of the stream cannot be read.
         """
         while len(self._received) >= _LENGTH_NBYTES:
             nbytes = int.from_bytes(self._received[:_LENGTH_NBYTES], "big")
@@ -106,5 +106,5 @@ class Frames:
             try:
                 message = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise BadFrame(f"no JSON: {text[:80]!r}") from error
+                raise BadFrame(f"bytes that are no JSON: {text[:80]!r}") from error
             yield message

@@ -1,8 +1,8 @@
-"""Which network interfaces couriers use, as MLFLASH_INTERFACE says, or else what NCCL or gloo were told.
+"""Chooses the network interfaces of couriers, from MLFLASH_INTERFACE or else from the variables of NCCL or gloo.
 
-Values are those of NCCL_SOCKET_IFNAME: names or beginnings of names, separated by commas (``eth,ib``); after ``=``
-whole names; after ``^`` those that are not to be used (``^docker,veth``; ``^=docker0``). GLOO_SOCKET_IFNAME has whole
-names.
+The form is that of NCCL_SOCKET_IFNAME: names or beginnings of names, separated by commas (``eth,ib``); ``=`` before
+whole names; ``^`` before names to exclude (``^docker,veth``; ``^=docker0``). GLOO_SOCKET_IFNAME has whole names.
+
 
 Source: NVIDIA's documentation of NCCL's environment variables; libfabric's fi_tcp(7); UCX's ucx_info -f.
 """
@@ -25,14 +25,14 @@ _OF_FABRICS = ("/sys/class/infiniband", "/sys/class/cxi")  # EFA and Omni-Path a
 
 
 def chosen(environment: Mapping[str, str], names: Sequence[str] | None = None) -> list[str] | None:
-    """The interfaces of this host that are to be used; None where nobody has said any. Not collective.
+    """The interfaces of this host to use; None if no variable names any. Not collective.
 
     Args:
         environment: of the job.
-        names: of the interfaces of this host; they are looked up if None.
+        names: of the interfaces of this host; None: look them up.
 
     Raises:
-        WorldMismatch: MLFLASH_INTERFACE is given, and this host has none of these.
+        WorldMismatch: MLFLASH_INTERFACE is given, and this host has none of these interfaces.
     """
     names = [name for _, name in socket.if_nameindex()] if names is None else names
     for variable in (OWN, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -58,7 +58,7 @@ def _matching(said: str, names: Sequence[str]) -> list[str]:
 
 
 def addresses(name: str) -> list[str]:
-    """The addresses of an interface, in figures: of IPv4 first, none that are of the link only. Not collective."""
+    """The numeric addresses of an interface, IPv4 first, without link-local ones. Not collective."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -72,14 +72,14 @@ def addresses(name: str) -> list[str]:
 
 
 def for_mpi(environment: Mapping[str, str], fabrics: Sequence[str] = _OF_FABRICS) -> dict[str, str]:
-    """What MPI's libraries are to be told of the network, where the user has not told them. Not collective.
+    """The network variables that MPI's libraries need, without those that the user has set. Not collective.
 
-    Where the host has a fabric with RDMA, only libfabric's own TCP is: UCX would leave the fabric alone otherwise.
-    Where it has none, libfabric is to use TCP: what it chooses by itself there does not come up between hosts.
+    On a host with an RDMA fabric they only concern libfabric's TCP, because UCX would otherwise not use the fabric. On
+    a host without one they tell libfabric to use TCP, because its own choice does not work between hosts.
 
     Args:
         environment: of the job.
-        fabrics: directories of Linux that have something in them where there is a fabric.
+        fabrics: directories of Linux that are not empty if there is a fabric.
 
     Raises:
         WorldMismatch: see `chosen`.

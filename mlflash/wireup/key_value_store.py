@@ -1,24 +1,24 @@
 """A small key-value store over TCP, through which processes find each other. This is the server.
 
-It is one object without a thread, driven by whoever owns it: `step` does what there is to do, and `fileno` is readable
-whenever there is something, so that it fits into any event loop.
+It is one object without a thread, driven by its owner: `step` does what there is to do, and `fileno` is readable
+whenever there is something. So it fits into any event loop.
 
-Messages are those of `frames`. The first of a connection is the token, a string of 32 hexadecimal digits; after
-anything else the connection is closed, and nothing is said. From then on a message is a list, ``[number, operation,
-...]`` with a number that the client chooses, and so is its answer, ``[number, result]``, or ``[number, null, text]``
-where it was refused. Answers come in any order:
+Messages are those of `frames`. The first one of a connection is the token, a string of 32 hexadecimal digits. After
+anything else the store closes the connection without an answer. Each later message is a list, ``[number, operation,
+...]``, with a number that the client chooses. Its answer is ``[number, result]``, or ``[number, null, text]`` if it was
+refused. Answers come in any order:
 
 | message                    | result                                                               |
 |----------------------------|----------------------------------------------------------------------|
-| ``[n, "put", key, value]`` | true; a value that was there is replaced                             |
+| ``[n, "put", key, value]`` | true; an existing value is replaced                                  |
 | ``[n, "get", key]``        | the value, as soon as there is one                                   |
 | ``[n, "look", key]``       | the value, or null                                                   |
-| ``[n, "below", prefix,     | ``[page, last]``: an object with the rest of each key that begins    |
-|  after]``                  | with it, in order and behind ``after`` (or null), and its value; and |
-|                            | the last of them where the page is full, which the next one goes     |
-|                            | behind, else null                                                    |
-| ``[n, "add", key, number]``| the sum; a key that is not there counts as 0, its value is the text  |
-| ``[n, "delete", prefix]``  | how many keys began with it; those who wait for them wait on         |
+| ``[n, "below", prefix,     | ``[page, last]``. The page is an object with the keys that begin     |
+|  after]``                  | with the prefix, without it, in order, after ``after`` (or null),    |
+|                            | and their values. If the page is full, ``last`` is its last key, and |
+|                            | the next page begins after it; otherwise null                        |
+| ``[n, "add", key, number]``| the sum, whose text is the new value; a missing key counts as 0      |
+| ``[n, "delete", prefix]``  | how many keys began with it; clients that wait for them go on waiting|
 | ``[n, "cancel", m]``       | whether message m still waited; it will not be answered              |
 | ``[n, "ping"]``            | true                                                                 |
 
@@ -43,12 +43,12 @@ from .store_limits import Limits
 
 _LARGEST_NUMBER = 2**53
 _TOKEN_NBYTES = 16
-_PREFIXES = 8  # whose pages are kept
+_PREFIXES = 8  # prefixes whose pages are kept
 _NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _Refused(Exception):
-    """A message that is well formed, but asks for what cannot be had."""
+    """A message that is well formed, but cannot be fulfilled."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,15 +65,15 @@ class _Connection:
 class KeyValueStore:
     """A key-value store that listens. Close it; it may be closed twice.
 
-    Not collective. A process that was forked from this one holds the port open, but does not serve it. Each connection
-    takes a descriptor: where RLIMIT_NOFILE allows fewer than there are ranks, the last ones are not heard until others
-    close theirs, and MPI_Init waits for all.
+    Not collective. A process forked from this one holds the port open, but does not serve it. Each connection takes a
+    descriptor. If RLIMIT_NOFILE allows fewer than there are ranks, the last ranks must wait until others disconnect,
+    and MPI_Init waits for all.
 
     Args:
-        host: the one address it listens on, IPv4 or IPv6.
+        host: the one address to listen on, IPv4 or IPv6.
         port: 0 for any.
-        token: 32 hexadecimal digits, which all clients know; made if None.
-        limits: what it holds at most.
+        token: 32 hexadecimal digits, which all clients know; None: make one.
+        limits: how much it holds at most.
 
     Raises:
         OSError: the address is not of this machine, or the port is taken.
@@ -87,7 +87,7 @@ class KeyValueStore:
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._listener.bind(address)
-            self._listener.listen(1 << 14)  # all ranks come at once; the kernel allows what somaxconn says
+            self._listener.listen(1 << 14)  # all ranks come at once; somaxconn of the kernel is the limit
             self._listener.setblocking(False)
         except OSError:
             self._listener.close()
@@ -96,11 +96,11 @@ class KeyValueStore:
         self._values: dict[str, str] = {}
         self._keys: list[str] = []  # in order
         self._nbytes = 0
-        self._waiting: dict[str, dict[tuple[_Connection, int], None]] = {}  # in the order in which they came
+        self._waiting: dict[str, dict[tuple[_Connection, int], None]] = {}  # in order of arrival
         self._connections: dict[_Connection, None] = {}
-        self._strangers: dict[_Connection, None] = {}  # the oldest first
+        self._strangers: dict[_Connection, None] = {}  # oldest first
         self._answered: dict[_Connection, None] = {}  # in this step
-        # Answers, as they are sent, until a key below changes: all ranks ask for the same.
+        # Answers in the form in which they are sent, until a key in them changes: all ranks ask for the same ones.
         self._pages: dict[str, dict[str | None, bytes]] = {}
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -115,14 +115,14 @@ class KeyValueStore:
 
     @property
     def connections(self) -> int:
-        """How many connections there are. Not collective."""
+        """Number of connections. Not collective."""
         return len(self._connections)
 
     def step(self, timeout_s: float | None = 0.0) -> None:
-        """Answer what has come. Not collective.
+        """Answer the messages that have come. Not collective.
 
         Args:
-            timeout_s: how long to wait for something, seconds; None: for ever.
+            timeout_s: how long to wait for something, in seconds; None: forever.
         """
         for ready, events in self._selector.select(timeout_s):
             if ready.data is None:
@@ -163,7 +163,7 @@ class KeyValueStore:
         return key in self._waiting
 
     def close(self) -> None:
-        """Close all connections; who waits is told so. Not collective."""
+        """Close all connections; waiting clients notice it. Not collective."""
         if self._is_open:
             self._is_open = False
             for connection in list(self._connections):
@@ -193,7 +193,7 @@ class KeyValueStore:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A node that has lost its power says nothing any more: its connection ends after a minute.
+        # A node that has lost power sends nothing any more: its connection ends after a minute.
         for option, seconds in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -213,7 +213,7 @@ class KeyValueStore:
         self._strangers.pop(connection, None)
         self._selector.unregister(connection.sock)
         try:
-            connection.sock.shutdown(socket.SHUT_RDWR)  # closing says nothing where a forked process has it open, too
+            connection.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough if a forked process has it open, too
         except OSError:
             pass
         connection.sock.close()
@@ -312,7 +312,7 @@ class KeyValueStore:
                 return self._forget(connection, other)
             case ["ping"]:
                 return True
-        raise BadFrame(f"no operation of the store: {str(operation)[:80]}")
+        raise BadFrame(f"an unknown operation of the store: {str(operation)[:80]}")
 
     def _put(self, key: str, value: str) -> None:
         self._check(key)
@@ -352,12 +352,12 @@ class KeyValueStore:
         return end - begin
 
     def _below(self, prefix: str) -> tuple[int, int]:
-        """Where among the keys those are that begin with a prefix."""
+        """The range of the sorted keys that begin with a prefix."""
         begin = bisect.bisect_left(self._keys, prefix)
         return begin, bisect.bisect_left(self._keys, True, begin, key=lambda key: not key.startswith(prefix))
 
     def _page(self, prefix: str, after: str | None) -> bytes:
-        """A page, as it is sent: it is made once, and given to all that ask for it."""
+        """A page in the form in which it is sent. It is made once, for all that ask for it."""
         if prefix not in self._pages and len(self._pages) >= _PREFIXES:
             del self._pages[next(iter(self._pages))]
         pages = self._pages.setdefault(prefix, {})

@@ -1,12 +1,11 @@
 """What a trainer starts to have couriers: a zygote, a store that all ranks reach, and one courier after the other.
 
-Each trainer makes one `Couriers`, for as long as it lives. The zygote of rank 0 serves the key-value store; the ranks
-learn where it is once (`rendezvous`), and agree on everything else through it (`epoch_agreement`). A rank that leaves
-the job tells the others so (`departures`), or its zygote does. A job of one rank has no store and no MPI, only a
-courier.
+Each trainer makes one `Couriers`, for its whole life. The zygote of rank 0 serves the key-value store. The ranks learn
+its address once (`rendezvous`), and agree on everything else through it (`epoch_agreement`). If a rank leaves the job,
+it or its zygote tells the others (`departures`). A job of one rank has no store and no MPI, only a courier.
 
-A zygote that was killed, which ends its courier, is replaced by the next epoch; that of rank 0 then serves an empty
-store at the same address with the same token, to which the others connect anew.
+If a zygote is killed, its courier ends, and the next epoch replaces both. The new zygote of rank 0 serves an empty
+store at the same address with the same token, and the other ranks connect again.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """How ranks meet that know otherwise who they are.
+    """How ranks meet that already know who they are.
 
     Attributes:
-        share: gives rank 0's text to all ranks, within so many seconds.
-        check: raises where the ranks are others by now, and nobody is to be waited for any more.
-        timeout_s: how long all of it may take, seconds.
+        share: gives rank 0's text to all ranks, within a number of seconds.
+        check: raises if the ranks have changed, so that waiting is useless.
+        timeout_s: how long everything may take, in seconds.
     """
 
     share: Callable[[str | None, float], str]
@@ -56,36 +55,36 @@ class Meeting:
 
 
 class Couriers:
-    """The couriers of this trainer, of which one runs at a time. Close it; it may be closed twice.
+    """The couriers of this trainer; one runs at a time. Close it; it may be closed twice.
 
-    Collective over all ranks of the job. One thread uses it, and no process that was forked from this one. Where one
-    rank raises, others wait for it until their deadline.
+    Collective over all ranks of the job. One thread uses it, and no process that was forked from this one. If one rank
+    raises, others wait for it until their deadline.
 
     Args:
         entry_point: ``module:function`` that each courier runs, importable without the trainer's script.
-        environment: of this process, with what its launcher said.
-        timeout_s: how long all of it may take, seconds.
-        node: the number of this rank's node, where nodes are emulated; None: the node is the host.
-        directory: of this user alone, where ranks of one host may meet; None: they meet by MASTER_ADDR.
-        host: the address of rank 0's host at which the others reach it; found out if None.
-        output: where couriers print to, open until `close`; where this process does if None.
-        zygote: of this process, with that entry point; it is started here if None.
-        cores: of couriers: "auto", "inherit", or such as "0-3,8".
-        meeting: how the ranks meet; in the way that there is (`rendezvous`) if None.
+        environment: of this process, with the variables of its launcher.
+        timeout_s: how long everything may take, in seconds.
+        node: the number of this rank's node, if nodes are emulated; None: the node is the host.
+        directory: a private directory of this user, where ranks of one host may meet; None: they meet by MASTER_ADDR.
+        host: the address of rank 0's host at which the other ranks reach it; None: find it out.
+        output: where couriers print to, open until `close`; None: where this process prints to.
+        zygote: of this process, with that entry point; None: start it here.
+        cores: of couriers: "auto", "inherit", or a list such as "0-3,8".
+        meeting: how the ranks meet; None: as `rendezvous` finds possible.
 
     Attributes:
         rank: of this process.
-        size: how many ranks there are.
-        met: how they found each other, in words.
-        courier: the newest, which was forked and is on its way to MPI.
-        freed: what ranks had seen freed when it was.
+        size: number of ranks.
+        met: how the ranks found each other, in words.
+        courier: the newest courier. It was forked and is starting MPI.
+        freed: what ranks had seen freed when it was forked.
 
     Raises:
-        DeadlineExceeded: ranks have not come; ``ranks`` are those.
+        DeadlineExceeded: some ranks, those in ``ranks``, have not come.
         WorldMismatch: the ranks cannot find each other, or contradict each other.
         UnsafePath: the directory is somebody else's, or open to others.
-        ZygoteLost: the zygote could not start; what it printed says why.
-        ZygoteRefused: it could not fork, or serve the store.
+        ZygoteLost: the zygote could not start; its output says why.
+        ZygoteRefused: the zygote could not fork, or could not serve the store.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Couriers:
             text = f"{address},{port},{token}"
         told = meeting.share(text, left_s(end)).split(",")
         if len(told) != 3 or not told[1].isdecimal():
-            raise WorldMismatch("rank 0 has said no address of a key-value store", found=str(told)[:80])
+            raise WorldMismatch("rank 0 sent no address of a key-value store", found=str(told)[:80])
         store = told[0], int(told[1])
 
         def check() -> None:
@@ -151,22 +150,22 @@ class Couriers:
         self._agreement = EpochAgreement(self.rank, self.size, self._node, self._seat, store, told[2], end, check)
 
     def next_epoch(self, timeout_s: float, freed: Sequence[str] = ()) -> RunningCourier:
-        """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.
+        """Have a courier forked, in a world of MPI with those of all other ranks, after the end of the last one.
 
-        Collective. What still runs is killed first; its socket and pidfd are closed. It returns when the courier is
-        forked; `wait_up` waits for its MPI. After DeadlineExceeded it may be called again.
+        Collective. A courier that still runs is killed first, and its socket and pidfd are closed. The call returns
+        when the courier is forked; `wait_up` waits for its MPI. After DeadlineExceeded it may be called again.
 
         Args:
-            timeout_s: how long it may take, seconds. The courier is killed if this process ends, and its MPI is not
-                up as long thereafter.
+            timeout_s: how long it may take, in seconds. If this process ends, and MPI of the courier is not up this
+                long afterwards, the courier is killed.
             freed: what this rank has seen freed, for all ranks to know.
 
         Raises:
-            DeadlineExceeded: ranks have not called it; ``ranks`` are those.
+            DeadlineExceeded: some ranks, those in ``ranks``, have not called it.
             CourierEnded: the courier has ended at once.
             RankDeparted: a rank has left the job.
             ZygoteLost: the zygote of this rank cannot start.
-            ZygoteRefused: it could not fork, or serve the store again.
+            ZygoteRefused: the zygote could not fork, or could not serve the store again.
         """
         end = time.monotonic() + timeout_s
         try:
@@ -195,7 +194,7 @@ class Couriers:
         return self._running
 
     def announce_end(self, timeout_s: float) -> None:
-        """Tell all ranks that this epoch is over, as its courier of this rank has ended. Not collective; any thread.
+        """Tell all ranks that this epoch is over, because this rank's courier has ended. Not collective; any thread.
 
         Raises:
             StoreLost, DeadlineExceeded: they could not be told.
@@ -206,12 +205,12 @@ class Couriers:
             self._agreement.put([(below(self._number) + "ended", str(self.rank))], timeout_s)
 
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
-        """Tell all ranks that this one leaves the job, for good. Not collective; any thread.
+        """Tell all ranks that this one leaves the job permanently. Not collective; any thread.
 
         Args:
-            why: such as the exception, as text.
-            timeout_s: how long each message may take, seconds.
-            ends_job: whether they are to end as well.
+            why: such as the text of the exception.
+            timeout_s: how long each message may take, in seconds.
+            ends_job: whether the other ranks must end, too.
 
         Raises:
             StoreLost, DeadlineExceeded: they could not be told.
@@ -222,11 +221,11 @@ class Couriers:
 
     @property
     def host(self) -> str:
-        """Where all ranks reach the host of rank 0, in figures. Not collective."""
+        """The numeric address at which all ranks reach the host of rank 0. Not collective."""
         return self._agreement.address[0] if self._agreement is not None else own_address(True, {})
 
     def share(self, text: str | None, timeout_s: float) -> str:
-        """Give rank 0's text to all ranks. Collective; one thread does so, beside that of the epochs.
+        """Give rank 0's text to all ranks. Collective; one thread may do this in parallel to that of the epochs.
 
         Raises:
             StoreLost, DeadlineExceeded: rank 0 has ended, or did not come.
@@ -240,7 +239,7 @@ class Couriers:
 
         Raises:
             RankDeparted: a rank has left the job.
-            StoreLost: nobody can announce anything any more.
+            StoreLost: the store is lost, so nobody can announce anything.
         """
         if self._agreement is None:
             self._ended.wait()
@@ -249,10 +248,10 @@ class Couriers:
             self._agreement.wait_for_end(self._number)
 
     def wait_up(self, timeout_s: float) -> None:
-        """Wait until the newest courier has initialised MPI. Not collective, but MPI_Init is.
+        """Wait until the newest courier has initialized MPI. Not collective, but MPI_Init is.
 
         Raises:
-            DeadlineExceeded: it has not; ``ranks`` are those whose couriers were not forked.
+            DeadlineExceeded: it takes too long; ``ranks`` are those whose couriers were not forked.
             CourierEnded: it has ended.
             ZygoteLost: the zygote of this rank has ended.
         """
@@ -270,7 +269,7 @@ class Couriers:
             raise ended(self.zygote.ended[courier.pid])
 
     def give_up(self) -> None:
-        """End what waits for other ranks, or for the zygote, which is killed; `close` is to follow. Any thread."""
+        """End all waits for other ranks, and kill the zygote. `close` must follow. Any thread."""
         self._is_given_up = True
         self.zygote.process.kill()
 
@@ -279,14 +278,14 @@ class Couriers:
             raise CourierEnded("these couriers were given up")
 
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
-        """End the courier if there is one, and the zygote. Not collective.
+        """End the courier, if there is one, and the zygote. Not collective.
 
         On rank 0 this ends the store: no rank can start an epoch any more.
 
         Args:
-            timeout_s: how long they may take to end well, seconds; they are killed then.
-            kill: whether the courier is killed at once; if not, it is only told that there is nothing more to come, and
-                all ranks hear in the end that this one has left the job.
+            timeout_s: how long they may take to end by themselves, in seconds; then they are killed.
+            kill: whether the courier is killed at once. If not, it is only told that nothing more comes, and in the end
+                all ranks hear that this one has left the job.
         """
         if self._running is not None and not kill:
             with contextlib.suppress(OSError):
@@ -326,7 +325,7 @@ class Couriers:
         self.zygote.ask(0, left_s(end))
 
     def _choose_cores(self, end: float) -> frozenset[int] | None:
-        """Choose where the next courier runs; what is not known or makes no sense leaves it where its trainer does."""
+        """Choose the cores of the next courier. If they are unknown or invalid, it runs where its trainer does."""
         if self._cores == courier_cores.INHERIT:
             return None
         try:
@@ -338,7 +337,7 @@ class Couriers:
             return None
 
     def _open(self, pid: int, timeout_s: float) -> int:
-        """Open a pidfd of a courier. Its number is its own as long as its zygote, which waits for it, has not."""
+        """Open a pidfd of a courier. Its number is not reused before its zygote, which has not yet, reaps it."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:

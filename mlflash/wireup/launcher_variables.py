@@ -1,7 +1,7 @@
-"""Which rank of how many a process is, from what its launcher left in its environment.
+"""Finds the rank of a process and the number of ranks, from the variables of its launcher.
 
-Where launchers stand in each other, the inner one is asked: torchrun in a task of srun numbers its own workers, and
-mpiexec in a batch script of Slurm its own ranks.
+If launchers are nested, the inner one counts: torchrun in a task of srun numbers its own workers, and mpiexec in a
+batch script of Slurm numbers its own ranks.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from ..errors import WorldMismatch
 
 KEPT = "MLFLASH_KEPT"
-"""Set where this process goes on when others are lost: who decides which process has which rank."""
+"""Set if this process goes on when others are lost: how to reach the service that decides which one has which rank."""
 PRESUMED = "MLFLASH_PRESUMED"
-"""The rank that a process presumes which waits for one."""
+"""The rank that a waiting process expects to get."""
 SEED = "mlflash-seed"
-"""The name of a process that waits for its child alone, which is the one that trains: `in_place.forked_spare`."""
+"""The name of a process that only waits for its child, which trains: `in_place.forked_spare`."""
 _GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _PREFIXES = ("PMI", "HYD", "OMPI", "PRTE", "SLURM_PMI", "MPI_LOCAL")  # PMI is PMIX, too, and HYD is HYDI
-# What else is said of one rank, or one step, alone.
+# Other variables that concern one rank or one step.
 _OF_A_STEP = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "TORCHELASTIC_")
 _OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "CROSS_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
                         "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"})  # fmt: skip
 
-# What says how many ranks are on this host, or how many hosts there are, and what it says where that is one.
+# By launcher: the variable with the number of ranks on this host or of hosts, and its value for a single host.
 _ON_ONE_HOST = {
     "hydra": ("MPI_LOCALNRANKS", ""),
     "prterun": ("OMPI_COMM_WORLD_LOCAL_SIZE", ""),
@@ -39,13 +39,13 @@ _NAMES_OF_LAUNCH = {
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A rank as its launcher names it.
+    """A rank as its launcher describes it.
 
     Attributes:
         rank: of this process.
-        size: how many ranks there are.
-        local_rank: its number on its node; None where the launcher does not say.
-        launcher: hydra, prterun, srun, torchrun, or none; torch.distributed where the program said it itself.
+        size: number of ranks.
+        local_rank: its number on its node; None if the launcher does not tell.
+        launcher: hydra, prterun, srun, torchrun, or none; torch.distributed if the program itself has set it up.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str]) -> Launched:
-    """Say which rank this process is. Not collective.
+    """Find out which rank this process is. Not collective.
 
     Example: under ``mpiexec -n 4`` of MPICH the second process has PMI_RANK=1 and PMI_SIZE=4, and is
     ``Launched(1, 4, 1, "hydra")``; a process that nobody launched is ``Launched(0, 1, 0, "none")``.
@@ -64,7 +64,7 @@ def launched(environment: Mapping[str, str]) -> Launched:
         WorldMismatch: two launchers contradict each other, or one makes no sense.
     """
     torch = _read(environment, "torchrun", "RANK", ["WORLD_SIZE"], "LOCAL_RANK")
-    # Both set what only they set; whoever wrote RANK into the environment of all ranks alike did not.
+    # Only torchrun sets both. A user who sets RANK for all ranks alike does not.
     if torch is not None and ("TORCHELASTIC_RUN_ID" in environment or "CROSS_RANK" in environment):
         return torch
     hydra = _read(environment, "hydra", "PMI_RANK", ["PMI_SIZE"], "MPI_LOCALRANKID")
@@ -72,17 +72,17 @@ def launched(environment: Mapping[str, str]) -> Launched:
         environment, "prterun", "OMPI_COMM_WORLD_RANK", ["OMPI_COMM_WORLD_SIZE"], "OMPI_COMM_WORLD_LOCAL_RANK"
     )
     srun = None
-    # A batch script has a SLURM_PROCID, too, and is no task of a step.
+    # A batch script has a SLURM_PROCID, too, but is no task of a step.
     if "SLURM_STEP_NUM_TASKS" in environment or "SLURM_STEP_ID" in environment:
         srun = _read(environment, "srun", "SLURM_PROCID", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], "SLURM_LOCALID")
     if prterun is not None or "HYDI_CONTROL_FD" in environment:
-        srun = None  # it started the daemons of that launcher, one a node
+        srun = None  # it only started the daemons of that launcher, one per node
     found = [one for one in (srun, prterun, hydra, torch) if one is not None]
     for other in found[1:]:
         _compare(found[0], other)
     if not found and "PMI_PORT" in environment and "PMI_ID" in environment:
         raise WorldMismatch(
-            "hydra has not said which rank of how many this process is: start mpiexec without -pmi-port",
+            "hydra did not tell this process its rank and the number of ranks: start mpiexec without -pmi-port",
             expected="PMI_RANK and PMI_SIZE",
             found=f"PMI_PORT={environment['PMI_PORT'][:80]}",
         )
@@ -90,7 +90,7 @@ def launched(environment: Mapping[str, str]) -> Launched:
 
 
 def is_on_one_host(environment: Mapping[str, str], me: Launched) -> bool:
-    """Whether the launcher says that all ranks are on this host; False where it does not say. Not collective."""
+    """Whether the launcher says that all ranks are on this host; False if it does not tell. Not collective."""
     if me.size == 1:
         return True
     name, expected = _ON_ONE_HOST.get(me.launcher, ("", ""))
@@ -98,12 +98,12 @@ def is_on_one_host(environment: Mapping[str, str], me: Launched) -> bool:
 
 
 def name_of_launch(environment: Mapping[str, str], me: Launched) -> str | None:
-    """Give what no other launch on this host has, and all ranks of this one have. Not collective.
+    """A name that all ranks of this launch have, and no other launch on this host. Not collective.
 
     Example: the first step of Slurm's job 7 is ``srun 7 0 ``, and ``srun 7 0 1`` after a requeue.
 
     Returns:
-        None where the launcher gives no such name.
+        The name; None if the launcher gives none.
     """
     needed, *more = _NAMES_OF_LAUNCH.get(me.launcher, ("",))
     if needed not in environment:
@@ -112,18 +112,18 @@ def name_of_launch(environment: Mapping[str, str], me: Launched) -> str | None:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the environment of a process that no launcher knows of and that sees no GPU. Not collective.
+    """The environment for a process that no launcher knows and that sees no GPU. Not collective.
 
-    How MPI is to work (``MPIR_CVAR_*``, ``UCX_*``, ``FI_*``) stays.
+    Settings of MPI (``MPIR_CVAR_*``, ``UCX_*``, ``FI_*``) stay.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(_PREFIXES)}
     return {**kept, **dict.fromkeys(_GPUS, ""), "OPENBLAS_NUM_THREADS": "1"}
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the environment without what any launcher says of a rank: for ranks that are started anew. Not collective.
+    """The environment without the variables of a rank, for ranks that are started anew. Not collective.
 
-    What Slurm says of the whole job stays.
+    Slurm's variables of the whole job stay.
     """
     return {
         name: value for name, value in environment.items()
@@ -134,9 +134,9 @@ def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
 def as_torchrun(
     environment: Mapping[str, str], rank: int, size: int, local_rank: int, address: str, port: int
 ) -> dict[str, str]:
-    """Give the environment of a rank that meets the others as torchrun's do, whatever has started it. Not collective.
+    """The environment of a rank that meets the others like under torchrun, however it was started. Not collective.
 
-    For a program whose MPI has the launcher's way already. The port is one that is free on the host of rank 0.
+    For a program whose MPI already uses the launcher's way. The port must be free on the host of rank 0.
     """
     meets = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "MASTER_ADDR": address, "MASTER_PORT": port}
     return without_launcher(environment) | {name: str(value) for name, value in meets.items()}
@@ -151,7 +151,7 @@ def _read(
     rank, size = _number(environment, rank_name), _number(environment, size_name)
     if rank >= size:
         raise WorldMismatch(
-            f"{launcher} gives this process a rank that its world does not have: its environment is not its own",
+            f"{launcher} gives this process a rank that its world does not have: it has another process's environment",
             expected=f"{rank_name} below {size_name}={size}",
             found=f"{rank_name}={rank}",
         )
@@ -162,14 +162,14 @@ def _read(
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name].strip()
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise WorldMismatch(f"{name} is set to what is no rank and no number of ranks", found=f"{name}={text[:80]!r}")
+        raise WorldMismatch(f"{name} is neither a rank nor a number of ranks", found=f"{name}={text[:80]!r}")
     return int(text)
 
 
 def _compare(one: Launched, other: Launched) -> None:
     if (one.rank, one.size) != (other.rank, other.size):
         raise WorldMismatch(
-            f"the variables of {one.launcher} and of {other.launcher} say different things of this process: unset "
+            f"the variables of {one.launcher} and of {other.launcher} contradict each other about this process: unset "
             "those that do not belong to it",
             expected=f"rank {one.rank} of {one.size} ({one.launcher})",
             found=f"rank {other.rank} of {other.size} ({other.launcher})",

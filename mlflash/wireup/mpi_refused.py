@@ -1,8 +1,8 @@
-"""MPI that a program starts when its launcher's PMI was used up (`pmi_client`) is refused, with what to do.
+"""Refuses MPI in a program whose launcher's PMI was used up (`pmi_client`), with an error that says what to do.
 
-MPI_Init would find the launcher's end closed, and end the process. So an import of `mpi4py.MPI` that initialises MPI is
-an ImportError, as where there is no MPI. For its types it is imported as ever (``mpi4py.rc.initialize = False``); what
-initialises MPI raises then. Other ways to MPI_Init, as of a library in C, are not seen.
+MPI_Init would find that the launcher has closed its end, and end the process. So an import of `mpi4py.MPI` that
+initializes MPI raises an ImportError, as if there were no MPI. With ``mpi4py.rc.initialize = False`` the import works
+for the types, and initializing MPI raises the error. Other ways to MPI_Init, such as a library in C, are not detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MpiRefused(MpiUnavailable, ImportError):
 
 
 def refuse_mpi() -> None:
-    """Refuse MPI in this process, and those that it forks, from now on, unless it is up. Not collective."""
+    """Refuse MPI in this process and those that it forks, from now on, unless MPI is up. Not collective."""
     if not is_refused():
         sys.meta_path.insert(0, _Finder())
     if (module := sys.modules.get(_NAME)) is not None:
@@ -43,10 +43,10 @@ def _guard(module: Any) -> None:
 
 def _refuse(*_: object) -> NoReturn:
     raise MpiRefused(
-        "MPI cannot be started in this process any more: to find the other ranks without it, mlflash has used what the "
-        "launcher gives each process to start it with. A program that uses MPI itself lets its couriers be threads: "
-        "courier='thread', or MLFLASH_COURIER=thread. One that needs no more than the types of mpi4py sets "
-        "mpi4py.rc.initialize = False before it imports mpi4py.MPI"
+        "MPI cannot be started in this process any more: mlflash has used the launcher's PMI connection, which MPI "
+        "needs to start, to find the other ranks. If the program uses MPI itself, set courier='thread' or "
+        "MLFLASH_COURIER=thread. If it only needs the types of mpi4py, set mpi4py.rc.initialize = False before it "
+        "imports mpi4py.MPI"
     )
 
 

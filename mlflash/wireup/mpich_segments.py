@@ -1,7 +1,7 @@
 """The shared memory that MPICH makes in /dev/shm, and leaves there when its processes are killed.
 
-A process is asked, through /proc, which it maps, while it lives. One that was killed before anybody asked may have made
-those whose names follow from the epoch's; only an MPICH that makes them in another way leaves them then.
+While a process lives, /proc tells which segments it maps. If it was killed before anybody asked, the segments are
+removed whose names follow from the name of the epoch. Segments stay only if an MPICH names them in another way.
 
 Source: MPICH, src/mpid/ch4/shm/posix/posix_init.c and src/util/mpir_pmi.c.
 """
@@ -19,18 +19,18 @@ _NAME = re.compile(r" /dev/shm/(mpich_(?:shm|vci)_[0-9a-f]{1,16}_[0-9]{1,9})$", 
 
 
 def is_segment(name: object) -> bool:
-    """Whether this is the name of such a segment, and of nothing else. Not collective."""
+    """Whether this is the name of such a segment. Not collective."""
     return isinstance(name, str) and _NAME.fullmatch(f" {SHARED_MEMORY}/{name}") is not None
 
 
 def mapped_by(pid: int | str) -> set[str]:
-    """Name the segments that a process maps. Not collective.
+    """The names of the segments that a process maps. Not collective.
 
     Args:
         pid: of the process, or "self".
 
     Returns:
-        none where the process has ended, or belongs to somebody else.
+        Names; none if the process has ended or belongs to somebody else.
     """
     try:
         return set(_NAME.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
@@ -39,10 +39,10 @@ def mapped_by(pid: int | str) -> set[str]:
 
 
 def named_after(epoch: str, node: int) -> set[str]:
-    """Name the segments that MPICH 5 makes for an epoch on a node. Not collective.
+    """The names of the segments that MPICH 5 makes for an epoch on a node. Not collective.
 
     Args:
-        epoch: its name, which nobody else ever used.
+        epoch: its name, which must never have been used before.
         node: its number, as in `process_mapping`.
     """
     hashes = (_fnv(epoch.encode()), _fnv(f"{epoch}-1".encode()))  # MPICH 5.0 and 5.1
@@ -53,10 +53,10 @@ def remove_unmapped(names: Collection[str]) -> set[str]:
     """Remove those of these segments that no process maps any more. Not collective.
 
     Args:
-        names: of segments that couriers of ours mapped.
+        names: of segments that our couriers mapped.
 
     Returns:
-        those that are still mapped.
+        Names of the segments that are still mapped.
     """
     ours = {name for name in names if _is_ours(name)}
     if not ours:

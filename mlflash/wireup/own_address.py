@@ -9,23 +9,23 @@ from collections.abc import Iterator, Mapping
 from .interfaces import addresses, chosen
 
 _LOOPBACK = "127.0.0.1"
-_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # addresses of documentation: nothing is sent there
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # addresses for documentation; nothing is sent there
 
 
 def own_address(one_host: bool, environment: Mapping[str, str]) -> str:
-    """Choose, in figures, where this host is reached by all ranks. Not collective.
+    """Choose the numeric address at which all ranks reach this host. Not collective.
 
-    It is loopback where all ranks are on this host. Else it is the first of these that is an address of this host and
-    no loopback: that of the interfaces that are to be used (`interfaces`); what MASTER_ADDR means, which mostly is the
-    host of rank 0; the address from which this host speaks to that one; what the own host name means; the address from
-    which it speaks to the rest of the world. Loopback is left where it has none.
+    If all ranks are on this host, it is loopback. Otherwise it is the first of these that is an address of this host
+    and not loopback: that of the interfaces to use (`interfaces`); the address of MASTER_ADDR, which usually is the
+    host of rank 0; the address from which this host reaches MASTER_ADDR; the address of its own host name; the address
+    from which it reaches the rest of the world. If there is none, it is loopback.
 
     Args:
         one_host: whether all ranks are known to be on this host.
         environment: of the job.
 
     Raises:
-        WorldMismatch: MLFLASH_INTERFACE names none of this host's.
+        WorldMismatch: MLFLASH_INTERFACE names no interface of this host.
     """
     if one_host:
         return _LOOPBACK
@@ -53,11 +53,11 @@ def _meanings(host: str) -> list[str]:
 
 
 def speaking_to(host: str) -> list[str]:
-    """Find the address from which this host speaks to another one; none: it cannot. Nothing is sent. Not collective."""
+    """The address from which this host reaches another one; [] if it cannot. Nothing is sent. Not collective."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:
-            sock.connect(address)  # of UDP: only the route is looked up
+            sock.connect(address)  # with UDP this only looks up the route
             return [str(sock.getsockname()[0])]
     except OSError:
         return []

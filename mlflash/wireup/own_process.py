@@ -1,4 +1,4 @@
-"""What Linux does for a process that asks for it: to be killed when its parent ends, and a name of its own."""
+"""Services of Linux for a process: to be killed when its parent ends, and to have a name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-# Loaded before any fork. None is the program itself, whose C library is there already.
+# Loaded before any fork. None is the program itself, which contains the C library.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, which it may have done already.
+    """Have this process killed when its parent ends, or now if it has already ended.
 
     Args:
-        parent: process id of it, taken before this process was forked.
+        parent: its process id, taken before this process was forked.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -23,5 +23,5 @@ def end_with(parent: int) -> None:
 
 
 def set_name(name: str) -> None:
-    """Have ``ps``, ``top`` and ``/proc/PID/comm`` show a name, of at most 15 characters."""
+    """Set the name that ``ps``, ``top`` and ``/proc/PID/comm`` show, at most 15 characters."""
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

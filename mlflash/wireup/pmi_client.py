@@ -1,9 +1,9 @@
-"""Share one text by the launcher's own PMI-1, without MPI: hydra of MPICH and of Intel MPI, ``srun --mpi=pmi2``.
+"""Shares one text by the launcher's own PMI-1, without MPI: hydra of MPICH and of Intel MPI, ``srun --mpi=pmi2``.
 
-A process is one rank of PMI for its launcher, from ``cmd=init`` until ``cmd=finalize``; one that ends in between has
-its whole job killed. So both are done here, one right after the other, and the launcher watches the process as it
-watches any that never used PMI. It lets nobody begin again: hydra has closed its end. A program that is going to
-initialise MPI by the same PMI must do so before, and PMI is left to it then.
+From ``cmd=init`` until ``cmd=finalize`` a process is a rank of PMI for its launcher. If it ends in between, the
+launcher kills the whole job. So both commands are sent here, one right after the other. Afterwards the launcher treats the
+process like one that never used PMI. No process can begin again, because hydra closes its end. If a program initializes
+MPI by the same PMI, it must do so before, and then mlflash does not use PMI.
 
 Source: MPICH, src/pmi/src/pmi_wire.c; src/pm/hydra/proxy/pmip_pmi.c (``fn_finalize``).
 """
@@ -26,11 +26,11 @@ _KEY = "mlflash-rendezvous"
 
 
 def has_pmi(environment: Mapping[str, str], me: Launched) -> bool:
-    """Whether this process has a PMI of its launcher that nobody has used yet. Not collective.
+    """Whether this process has an unused PMI of its launcher. Not collective.
 
     Args:
         environment: of this process.
-        me: its rank, which has to be that of PMI.
+        me: its rank, which must be that of PMI.
     """
     if (environment.get("PMI_RANK"), environment.get("PMI_SIZE")) != (str(me.rank), str(me.size)) or uses_mpi():
         return False
@@ -38,7 +38,7 @@ def has_pmi(environment: Mapping[str, str], me: Launched) -> bool:
         fd = int(environment["PMI_FD"])
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
-    except (KeyError, ValueError, OSError):  # whatever stands between launcher and program has closed it
+    except (KeyError, ValueError, OSError):  # something between launcher and program has closed it
         return False
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -52,11 +52,11 @@ def share(environment: Mapping[str, str], me: Launched, text: str | None, timeou
         environment: of this process.
         me: its rank.
         text: on rank 0, without spaces; None on others.
-        timeout_s: how long it may take, seconds.
+        timeout_s: how long it may take, in seconds.
 
     Raises:
         DeadlineExceeded: a rank has not come.
-        WorldMismatch: the launcher does not answer as PMI-1 does.
+        WorldMismatch: the launcher does not answer like PMI-1.
     """
     try:
         with _Pmi(environment, time.monotonic() + timeout_s) as pmi:
@@ -71,7 +71,7 @@ def share(environment: Mapping[str, str], me: Launched, text: str | None, timeou
             return shared
     except TimeoutError:
         raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for all ranks to meet by the PMI of {me.launcher}: one has not come that far",
+            f"waited {timeout_s:g} s for all ranks to meet by the PMI of {me.launcher}: a rank has not come",
             rank=me.rank,
         ) from None
     except (OSError, ValueError, KeyError) as error:
@@ -110,7 +110,7 @@ class _Pmi:
         return words
 
     def _wait(self) -> None:
-        poll = select.poll()  # no timeout of the socket: a descriptor shares it with its copies
+        poll = select.poll()  # instead of a timeout of the socket, which all copies of its descriptor would share
         poll.register(self._sock, select.POLLIN)
         left = self._end - time.monotonic()
         if left <= 0 or not poll.poll(left * 1000):
@@ -118,6 +118,6 @@ class _Pmi:
 
 
 def uses_mpi() -> bool:
-    """Whether this program has initialised MPI itself: the launcher's connection is MPI's then. Not collective."""
+    """Whether this program has initialized MPI itself; then the launcher's connection is MPI's. Not collective."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())

@@ -1,7 +1,7 @@
 """Answers what an MPI process asks while it starts: the server of PMI-1, for one process on one socket.
 
-It has no thread and never waits: `receive` takes what has come, and what has to wait for other ranks is answered when
-the key-value store does. A process asks one thing at a time, in a line of words ``key=value``:
+It has no thread and never waits: `receive` processes what has come. Questions that depend on other ranks are answered
+when the key-value store answers. A process asks one question at a time, as a line of words ``key=value``:
 
 | MPI asks                          | the answer                                                                      |
 |-----------------------------------|---------------------------------------------------------------------------------|
@@ -14,14 +14,14 @@ the key-value store does. A process asks one thing at a time, in a line of words
 | ``cmd=get kvsname= key=``         | ``cmd=get_result rc=0 msg=success value=VALUE``; ``rc=-1 msg=key_not_found``    |
 | ``cmd=barrier_in``                | ``cmd=barrier_out rc=0``, when all ranks have come                              |
 | ``cmd=finalize``                  | ``cmd=finalize_ack rc=0``; MPI_Finalize hangs without it                        |
-| ``cmd=abort exitcode=``           | none: whoever forked the process ends it (MPI_Abort of MPICH 5 returns)         |
+| ``cmd=abort exitcode=``           | none: the parent of the process ends it (MPI_Abort of MPICH 5 returns)          |
 
 In the store all keys of an epoch are below its name: ``EPOCH/started/RANK``, ``EPOCH/put/KEY``, ``EPOCH/barrier/N`` and
-``EPOCH/barrier/N/all``, and ``EPOCH/up``, how many have initialised MPI; the last one that does deletes the first two,
-which nobody needs any more. Between many nodes, what was put is passed on by `address_relay`. MPI names its shared
-memory after the epoch, so a name must never have been used before: MPI_Init hangs otherwise.
+``EPOCH/barrier/N/all``, and ``EPOCH/up``, the number of ranks that have initialized MPI. The last of them deletes
+``started`` and ``put``, which are no longer needed. Between many nodes, `address_relay` passes on what was put. MPI
+names its shared memory after the epoch. So a name must never have been used before, or MPI_Init hangs.
 
-Source: MPICH, src/pmi/src/pmi_wire.c; what MPICH 5.0.2 really sends.
+Source: MPICH, src/pmi/src/pmi_wire.c; what MPICH 5.0.2 actually sends.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from .store_client import StoreClient, Then
 _NAME_LENGTH, _KEY_LENGTH, _VALUE_LENGTH = 256, 64, 1024
 _LINE_LENGTH = 4096
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
-_WORD = re.compile(r"([A-Za-z0-9_-]+)(?:=((?:[^\s\\]|\\[^\n])*))?")  # a backslash keeps a space in its word
+_WORD = re.compile(r"([A-Za-z0-9_-]+)(?:=((?:[^\s\\]|\\[^\n])*))?")  # after a backslash, a space is part of a word
 ABORTS = "MPI_Abort"
-"""Begins why a courier is killed whose MPI gives up."""
+"""Beginning of the reason why a courier is killed whose MPI aborts."""
 
 
 class PmiError(ValueError):
-    """An MPI process has sent what is not PMI-1, or too much of it."""
+    """An MPI process has sent something that is not PMI-1, or too much of it."""
 
 
 def new_epoch_name(number: int) -> str:
-    """Make the name of an epoch, which nobody has used before. Not collective: one rank makes it for all."""
+    """Make a new, unique name of an epoch. Not collective: one rank makes it for all."""
     return f"epoch-{number}-{secrets.token_hex(8)}"
 
 
 def is_epoch_name(name: str) -> bool:
-    """Whether an epoch may be called so. Not collective."""
+    """Whether this can be the name of an epoch. Not collective."""
     return _NAME.fullmatch(name) is not None
 
 
 def parse(line: bytes) -> dict[str, str]:
-    """Split a line into its words; values stay as they were written, with their backslashes. Not collective.
+    """Split a line into its words. Values stay as they were written, with their backslashes. Not collective.
 
     Raises:
         PmiError: it does not follow the protocol.
@@ -68,7 +68,7 @@ def parse(line: bytes) -> dict[str, str]:
     try:
         text = line.decode("ascii")
     except UnicodeDecodeError:
-        raise PmiError(f"no text: {line[:80]!r}") from None
+        raise PmiError(f"bytes that are no text: {line[:80]!r}") from None
     words: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -77,11 +77,11 @@ def parse(line: bytes) -> dict[str, str]:
             continue
         word = _WORD.match(text, at)
         if word is None or (word.end() < len(text) and text[word.end()] != " "):
-            raise PmiError(f"no words key=value: {line[:80]!r}")
+            raise PmiError(f"words that are not key=value: {line[:80]!r}")
         words[word[1]] = word[2] or ""
         at = word.end()
     if not text.startswith("cmd="):
-        raise PmiError(f"no command: {line[:80]!r}")
+        raise PmiError(f"a line without a command: {line[:80]!r}")
     return words
 
 
@@ -91,18 +91,18 @@ class PmiServer:
     Not collective.
 
     Args:
-        sock: one end of a socketpair; the process has the other. It is closed with this.
-        epoch: a name that nobody has used before, the same on all ranks.
+        sock: one end of a socketpair; the process has the other. `close` closes it.
+        epoch: a unique name, the same on all ranks.
         rank: of the process.
         nodes: the node of each rank, any numbers `(ranks)`.
-        store: is asked, and driven by the owner of both.
+        store: a client of the store. The owner of this object drives both.
     """
 
     def __init__(self, sock: socket.socket, epoch: str, rank: int, nodes: Sequence[int], store: StoreClient):
         self.error: str | None = None
-        """Why this process cannot go on; whoever forked it ends it."""
+        """Why this process cannot go on; its parent then ends it."""
         self.abort_code: int | None = None
-        """What it called MPI_Abort with."""
+        """The exit code of its call of MPI_Abort."""
         self.is_finalized = False
         self._sock, self._store = sock, store
         self._epoch, self._size = epoch, len(nodes)
@@ -110,7 +110,7 @@ class PmiServer:
         self._received = bytearray()
         self._is_busy = False  # with a command that the store has not answered
         self._barriers = 0
-        # What all ranks have put, asked for at once after each barrier: MPI asks for each of them, on each rank.
+        # What all ranks have put, fetched at once after each barrier, because MPI asks for all of it on each rank.
         self._known: dict[str, str] | None = None
         self._is_open = True
         self._relay = AddressRelay(epoch, rank, nodes, store)
@@ -119,27 +119,27 @@ class PmiServer:
         self._ask(self._started, "add", f"started/{rank}", 1)
 
     def fileno(self) -> int:
-        """The descriptor of the process; -1 where there is nothing to wait for any more. Not collective."""
+        """The descriptor of the process; -1 if there is nothing to wait for any more. Not collective."""
         return self._sock.fileno()
 
     def watches(self) -> Iterator[Watch]:
-        """All that is to be waited for, but the store's connection. Not collective."""
+        """Everything to wait for, except the store's connection. Not collective."""
         yield self.fileno(), select.POLLIN, self.receive
         yield from self._relay.watches()
 
     def close(self) -> None:
-        """Close the socket; the process sees an error where it still needs it. Not collective."""
+        """Close the socket. If the process still needs it, it gets an error. Not collective."""
         self._is_open = False
         self._relay.close()
         self._sock.close()
 
     def receive(self) -> None:
-        """Answer what has come, without waiting; what goes wrong is in `error`. Not collective."""
+        """Answer what has come, without waiting; `error` has what went wrong. Not collective."""
         try:
             received = self._sock.recv(_LINE_LENGTH)
         except BlockingIOError:
             return
-        except OSError:  # it ended without reading an answer
+        except OSError:  # the process has ended without reading an answer
             received = b""
         if not received:  # the process has ended, or has no need of PMI any more
             self.close()
@@ -203,9 +203,9 @@ class PmiServer:
 
     def _get(self, key: str) -> None:
         if key == "PMI_process_mapping":
-            # MPI asks the ranks for the names of their hosts where there is none.
+            # If there is no mapping, MPI asks the ranks for the names of their hosts.
             self._found(self._mapping if len(self._mapping) < _VALUE_LENGTH else None)
-        elif key.startswith("PMI_"):  # what only a launcher may know of; nobody puts it
+        elif key.startswith("PMI_"):  # known to launchers only; no rank puts it
             self._found(None)
         elif self._known is None:
             self._learn(key)
@@ -247,10 +247,10 @@ class PmiServer:
         self._ask(passed, "get", f"{name}/all")
 
     def initialized(self, *others: str) -> None:
-        """Note that MPI is initialised; the last process deletes what all needed until then. Not collective.
+        """Note that MPI is initialized. The last process deletes what is no longer needed. Not collective.
 
         Args:
-            others: what else is to be deleted then: how its keys begin.
+            others: prefixes of other keys to delete then.
         """
 
         def counted(number: object) -> None:
@@ -272,7 +272,7 @@ class PmiServer:
         self._store.send(self._then(then), operation, f"{self._epoch}/{key}", *values)
 
     def _then(self, then: Callable[[object], None]) -> Then:
-        """What is done with an answer, as long as there is somebody to tell."""
+        """A function that handles an answer if the process is still there."""
 
         def answered(result: object, error: OSError | None) -> None:
             if not self._is_open:
@@ -292,7 +292,7 @@ class PmiServer:
                 self._fail("it does not take its answers")
         except BlockingIOError:
             self._fail("it does not take its answers")
-        except OSError:  # it has ended, which whoever forked it sees
+        except OSError:  # the process has ended, which its parent notices
             self.close()
 
     def _fail(self, why: str) -> None:

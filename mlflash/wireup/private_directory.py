@@ -1,4 +1,4 @@
-"""A directory in which processes of one user meet, and nobody else."""
+"""A directory in which only processes of one user meet."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..errors import UnsafePath
 
 @contextlib.contextmanager
 def opened(directory: Path) -> Iterator[str]:
-    """Open a directory of this user alone, made if it is not there. Not collective.
+    """Open a private directory of this user; make it if it does not exist. Not collective.
 
-    Gives a path to it that stays that of the one that was looked at, and is short enough for a socket in it.
+    Yields a path that always means the directory that was checked, and that is short enough for a socket in it.
 
     Raises:
         UnsafePath: it is somebody else's, or open to others.
@@ -30,7 +30,7 @@ def opened(directory: Path) -> Iterator[str]:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise UnsafePath(
-                f"{directory} has to belong to this user, and nobody else may enter it",
+                f"{directory} must belong to this user, and nobody else may enter it",
                 expected=f"user {os.geteuid()}, mode 700",
                 found=f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}",
             )

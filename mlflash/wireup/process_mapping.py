@@ -1,9 +1,9 @@
 """Which node each rank is on, as a PMI server tells MPI: ``(vector,(node,nodes,ranks per node),...)``.
 
-A block ``(2,3,4)`` says that the next four ranks are on node 2, then four on node 3 and four on node 4. Where the
-blocks end before the ranks do, they begin again, which MPICH does only if the first one begins at node 0; so nodes are
-numbered here as they first appear. Example: the nodes 7 7 9 9 9 are ``(vector,(0,1,2),(1,1,3))``, and 7 9 7 9 are
-``(vector,(0,2,1))``.
+A block ``(2,3,4)`` means that the next four ranks are on node 2, then four on node 3 and four on node 4. If there are
+more ranks than the blocks describe, the blocks are repeated. MPICH does this only if the first block begins at node 0,
+so nodes are numbered here in the order in which they first appear. Example: the nodes 7 7 9 9 9 are
+``(vector,(0,1,2),(1,1,3))``, and 7 9 7 9 are ``(vector,(0,2,1))``.
 
 Source: MPICH, src/mpl/src/mpl_rankmap.c.
 """
@@ -16,11 +16,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-_LONGEST = 128  # blocks that are looked at as what begins again; more do not fit into a value of PMI
+_LONGEST = 128  # longest repeated sequence of blocks that is tried; more do not fit into a value of PMI
 
 
 class Block(NamedTuple):
-    """Nodes that follow each other, with as many ranks each."""
+    """Consecutive nodes with the same number of ranks each."""
 
     node: int
     nodes: int
@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 def numbered(nodes: Sequence[int]) -> list[int]:
-    """Number nodes as they first appear, from 0. Not collective.
+    """Number nodes from 0 in the order in which they first appear. Not collective.
 
     Args:
         nodes: of each rank, any numbers `(ranks)`.
@@ -38,7 +38,7 @@ def numbered(nodes: Sequence[int]) -> list[int]:
 
 
 def blocks(nodes: Sequence[int]) -> tuple[Block, ...]:
-    """Describe which node each rank is on by as few blocks as one look finds. Not collective.
+    """Describe which node each rank is on, by as few blocks as a single pass finds. Not collective.
 
     Args:
         nodes: of each rank, any numbers `(ranks)`.
@@ -59,21 +59,21 @@ def blocks(nodes: Sequence[int]) -> tuple[Block, ...]:
 
 
 def nodes_of(described: Sequence[Block], size: int) -> list[int]:
-    """Say which node each rank is on, as MPI reads these blocks. Not collective."""
+    """The node of each rank, as MPI reads these blocks. Not collective."""
     once = [block.node + i for block in described for i in range(block.nodes) for _ in range(block.ranks)]
     return (once * (size // max(1, len(once)) + 1))[:size]
 
 
 def mapping(nodes: Sequence[int]) -> str:
-    """Write down which node each rank is on, as the value of PMI_process_mapping. Not collective."""
+    """The node of each rank, as the value of PMI_process_mapping. Not collective."""
     return f"(vector,{','.join('({},{},{})'.format(*block) for block in blocks(nodes))})"
 
 
 def name_of_host() -> str:
-    """Name a host since it was booted. Not collective."""
+    """A name of this host since its last boot. Not collective."""
     return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def name_of_node(number: int | None) -> str:
-    """Name what ranks share memory on: the host, or an emulated node of it. Not collective."""
+    """A name of what ranks share memory on: the host, or an emulated node of it. Not collective."""
     return name_of_host() + ("" if number is None else f" {number}")

@@ -1,17 +1,17 @@
-"""How the ranks of a job find each other without MPI: rank 0 has a short text, and all get it.
+"""How the ranks of a job find each other without MPI: rank 0 has a short text, and all ranks get it.
 
-It goes by the first of these that this job has:
+They use the first of these ways that the job has:
 
-1. torch.distributed, where the program has initialised it: its store, whichever that is (`torch_store`);
+1. torch.distributed, if the program has initialized it: its store, of whatever kind (`torch_store`);
 2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``. MPI can be started by
-   it no more, and is refused then (`mpi_refused`);
-3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of 16 ports that follow from MASTER_PORT (on that
-   itself torch listens, or torchrun, and on those after it other jobs of the host do), and gives the text to whoever
-   names this launch (`text_server`). As with torch's store, whoever reaches that port in that moment can have it;
-4. a socket in a private directory, where all ranks are on one host and the launcher has a name for the launch: prterun
+   it no more then (`mpi_refused`);
+3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of 16 ports that follow from MASTER_PORT (torch or
+   torchrun listens on MASTER_PORT itself, and other jobs of the host on the ports after it), and gives the text to
+   every rank that knows the launch (`text_server`);
+4. a socket in a private directory, if all ranks are on one host and the launcher has a name for the launch: prterun
    and srun.
 
-All ranks go the same way, as they have the same launcher and run the same program.
+All ranks choose the same way, because they have the same launcher and run the same program.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .private_directory import opened
 _PREFIX = "mlflash"
 _PORTS = 16
 _BELOW = 7000
-"""The ports are so far below MASTER_PORT (29500 as a rule): jobs of a host count that up, from there into what ports of
-connections are taken from."""
-_LAST_RESERVED = 1023  # ports that only root may have
+"""How far the ports are below MASTER_PORT, which usually is 29500. Jobs of a host count upward from there, toward the
+ports that the kernel gives to connections."""
+_LAST_RESERVED = 1023  # only root may use ports up to this one
 _HELP = (
-    "set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port, on all ranks alike, or call "
+    "set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port, the same on all ranks, or call "
     "torch.distributed.init_process_group before"
 )
 
 
 def who_am_i(environment: Mapping[str, str]) -> Launched:
-    """Say which rank of how many this process is: what its launcher says, or else torch.distributed. Not collective.
+    """The rank of this process and the number of ranks, from its launcher or torch.distributed. Not collective.
 
     Raises:
         WorldMismatch: the two contradict each other, or the launcher's variables do.
@@ -58,7 +58,7 @@ def who_am_i(environment: Mapping[str, str]) -> Launched:
         return Launched(rank, size, None, "torch.distributed")
     if (rank, size) != (me.rank, me.size):
         raise WorldMismatch(
-            f"torch.distributed and {me.launcher} say different things of this process",
+            f"torch.distributed and {me.launcher} contradict each other about this process",
             expected=f"rank {me.rank} of {me.size} ({me.launcher})",
             found=f"rank {rank} of {size} (torch.distributed)",
         )
@@ -66,7 +66,7 @@ def who_am_i(environment: Mapping[str, str]) -> Launched:
 
 
 def way(environment: Mapping[str, str], me: Launched) -> str:
-    """How ranks find each other without MPI, in words; "" where they cannot. The same on all ranks; not collective.
+    """How ranks find each other without MPI, in words; "" if they cannot. The same on all ranks; not collective.
 
     Args:
         environment: of this process.
@@ -88,18 +88,18 @@ def way(environment: Mapping[str, str], me: Launched) -> str:
 def rendezvous(
     environment: Mapping[str, str], me: Launched, text: str | None, directory: Path | None, timeout_s: float
 ) -> str:
-    """Give rank 0's text to all ranks, by the `way` that there is. Collective over the ranks that were launched.
+    """Give rank 0's text to all ranks, by the `way` of this job. Collective over the ranks that were launched.
 
     Args:
         environment: of this process.
         me: its rank.
-        text: on rank 0, of letters, figures and ``.,:-``; None on others.
-        directory: of this user alone, made if it is not there; on one host only. None: that way is not gone.
-        timeout_s: how long it may take, seconds.
+        text: on rank 0, of letters, digits and ``.,:-``; None on others.
+        directory: a private directory of this user, made if needed; for ranks on one host. None: not this way.
+        timeout_s: how long it may take, in seconds.
 
     Raises:
-        DeadlineExceeded: ranks have not come.
-        WorldMismatch: they cannot find each other, and what to set that they can.
+        DeadlineExceeded: some ranks have not come.
+        WorldMismatch: they cannot find each other; the message says what to set.
         UnsafePath: the directory is somebody else's, or open to others.
     """
     torch = _torch_distributed()
@@ -119,7 +119,7 @@ def rendezvous(
     raise WorldMismatch(
         f"{me.size} ranks of {me.launcher} have no way to find each other without MPI: {advice}",
         rank=me.rank,
-        found=f"no {' and no '.join(missing)}, and torch.distributed is not initialised",
+        found=f"no {' and no '.join(missing)}, and torch.distributed is not initialized",
     )
 
 
@@ -127,7 +127,7 @@ def rendezvous(
 
 
 def _torch_distributed() -> Any:
-    """The module, where this program has imported and initialised it."""
+    """The module torch.distributed, if this program has imported and initialized it."""
     torch = sys.modules.get("torch.distributed")
     is_there = torch is not None and hasattr(torch, "is_initialized") and torch.is_initialized()
     return torch if is_there else None
@@ -146,7 +146,7 @@ def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, ti
     if text is None:
         addresses = [functools.partial(socket.create_connection, (host, number)) for number in ports]
         return text_server.ask(addresses, where, launch, me.rank, timeout_s)
-    # Only one host hears it where all are on it. Otherwise what MASTER_ADDR means here may not be where others come.
+    # If all ranks are on this host, only this host listens. Otherwise MASTER_ADDR may mean something else here.
     hosts = [host, ""] if is_on_one_host(environment, me) else [""]
     attempts = [functools.partial(_listen_at, one, number) for one in hosts for number in ports]
     listener = text_server.listen(attempts, where)
@@ -155,7 +155,7 @@ def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, ti
 
 
 def ports_of(port: int) -> range:
-    """The ports at one of which rank 0 of this MASTER_PORT listens. Not collective."""
+    """The ports of which rank 0 listens on one, for this MASTER_PORT. Not collective."""
     first = port - _BELOW if port - _BELOW > _LAST_RESERVED else port + 1
     first = min(first, 65536 - _PORTS)
     return range(first, first + _PORTS)
@@ -177,7 +177,7 @@ def _by_directory(directory: Path, name: str, me: Launched, text: str | None, ti
     launch = _digest(name, str(me.size))
     where = f"at a socket in {directory}"
     with opened(directory) as folder:
-        path = f"{folder}/{launch}"  # which is short enough for a socket, wherever the directory is
+        path = f"{folder}/{launch}"  # short enough for a socket, wherever the directory is
         if text is None:
             return text_server.ask([functools.partial(_connect, path)], where, launch, me.rank, timeout_s)
         listener = text_server.listen([functools.partial(_listen_in, path)], where)
@@ -194,7 +194,7 @@ def _listen_in(path: str) -> socket.socket:
     try:
         listener.bind(new)
         listener.listen(1024)
-        os.rename(new, path)  # over what a rank 0 that was killed has left
+        os.rename(new, path)  # replaces what a killed rank 0 has left
     except OSError:
         listener.close()
         raise
@@ -213,5 +213,5 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def _digest(*words: str) -> str:
-    """What is this launch's own, and no secret."""
+    """A text that only this launch has; it is no secret."""
     return hashlib.sha256("\0".join([_PREFIX, str(os.geteuid()), *words]).encode()).hexdigest()[:32]

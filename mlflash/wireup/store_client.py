@@ -1,7 +1,7 @@
-"""A client of the key-value store: calls that wait with a deadline, or requests that an event loop drives.
+"""A client of the key-value store, with calls that wait up to a deadline and requests that an event loop drives.
 
-`send` never waits, and `step` calls what was given to it when the answer is there, or the connection is lost; `put`,
-`get` and the others do both, and wait.
+`send` never waits. `step` calls the given function when the answer has arrived or the connection is lost. `put`, `get`
+and the like do both and wait.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from ..errors import DeadlineExceeded
 from .frames import BadFrame, Frames, pack, send_ready
 
 Then = Callable[[Any, OSError | None], None]
-"""What is called with the answer, or with what went wrong."""
+"""A function that gets the answer, or the error."""
 
 _LARGEST_NBYTES = 1 << 23
 
 
 class StoreLost(ConnectionError):
-    """The key-value store cannot be reached, or not any more."""
+    """The key-value store cannot be reached, or no longer."""
 
 
 class StoreRefused(OSError):
-    """The key-value store has not done what it was asked for."""
+    """The key-value store has not done what it was asked to do."""
 
 
 class StoreClient:
     """A connection to the store. Close it; it may be closed twice.
 
-    Not collective. It is not waited for: the first answer says that the connection stands. One thread uses it.
+    Not collective. The constructor does not wait for the connection: the first answer shows that it works. One thread
+    uses it.
 
     Args:
-        address: host and port; a host in figures where nothing may wait.
+        address: host and port. If nothing may wait, the host must be numeric.
         token: that of the store.
     """
 
@@ -63,16 +64,16 @@ class StoreClient:
 
     @property
     def events(self) -> int:
-        """What of select.poll to wait for; 0 where there is no connection any more. Not collective."""
+        """The events of select.poll to wait for; 0 if there is no connection any more. Not collective."""
         if self.lost is not None:
             return 0
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def send(self, then: Then, *operation: Any) -> int:
-        """Ask something of the store, and have the answer given to ``then``, in `step`. Not collective.
+        """Send a request to the store; `step` calls ``then`` with the answer. Not collective.
 
         Returns:
-            the number of the message.
+            The number of the message.
         """
         self._number += 1
         if self.lost is not None:
@@ -85,9 +86,9 @@ class StoreClient:
         return self._number
 
     def send_below(self, then: Then, prefix: str) -> None:
-        """Ask for all keys that begin with a prefix, a page at a time, and have them given to ``then``, in `step`.
+        """Ask for all keys that begin with a prefix, a page at a time; `step` calls ``then`` with all of them.
 
-        Not collective. It is given a dictionary of the keys, without the prefix, and their values.
+        Not collective. ``then`` gets a dictionary of the keys, without the prefix, and their values.
         """
         found = dict[str, str]()
 
@@ -105,7 +106,7 @@ class StoreClient:
         self.send(paged, "below", prefix, None)
 
     def step(self) -> None:
-        """Send and receive what can be, without waiting. Not collective."""
+        """Send and receive as much as possible without waiting. Not collective."""
         if self.lost is not None:
             return
         if not self._is_connected:
@@ -115,7 +116,7 @@ class StoreClient:
             self._receive()
 
     def close(self) -> None:
-        """Close the connection; what was asked is not answered any more. Not collective."""
+        """Close the connection. Open requests get no answer. Not collective."""
         self._then.clear()
         self._lose("it was closed")
 
@@ -125,29 +126,29 @@ class StoreClient:
         """Set the value of a key. Not collective.
 
         Raises:
-            DeadlineExceeded: the store has not answered; it may be done all the same.
+            DeadlineExceeded: the store has not answered. It may still set the value.
             StoreLost: there is no connection.
             StoreRefused: the store is full.
         """
         self._ask(timeout_s, "put", key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Wait for a key to be there, and give its value. Not collective.
+        """Wait until a key exists, and return its value. Not collective.
 
         Raises:
-            DeadlineExceeded: it did not come.
+            DeadlineExceeded: it did not exist in time.
             StoreLost: there is no connection.
         """
         value: str = self._ask(timeout_s, "get", key)
         return value
 
     def look(self, key: str, timeout_s: float) -> str | None:
-        """Give the value that a key has now; None where it is not there. Not collective."""
+        """The present value of a key; None if it does not exist. Not collective."""
         value: str | None = self._ask(timeout_s, "look", key)
         return value
 
     def below(self, prefix: str, timeout_s: float) -> dict[str, str]:
-        """Give all keys that begin with a prefix, without it, and their values. Not collective."""
+        """All keys that begin with a prefix, without it, and their values. Not collective."""
         end, after, found = time.monotonic() + timeout_s, None, dict[str, str]()
         while True:
             page, after = self._ask(left_s(end), "below", prefix, after)
@@ -156,21 +157,21 @@ class StoreClient:
                 return found
 
     def add(self, key: str, number: int, timeout_s: float) -> int:
-        """Add to the number that a key has, 0 where it is not there, and give the sum. Not collective."""
+        """Add to the number that a key has, 0 if it does not exist, and return the sum. Not collective."""
         total: int = self._ask(timeout_s, "add", key, number)
         return total
 
     def delete(self, prefix: str, timeout_s: float) -> int:
-        """Delete all keys that begin with a prefix, and say how many. Not collective."""
+        """Delete all keys that begin with a prefix, and return how many. Not collective."""
         count: int = self._ask(timeout_s, "delete", prefix)
         return count
 
     def ping(self, timeout_s: float) -> None:
-        """See whether the store answers. Not collective."""
+        """Check that the store answers. Not collective."""
         self._ask(timeout_s, "ping")
 
     def barrier(self, name: str, size: int, timeout_s: float) -> None:
-        """Wait for as many clients as there are. Collective over the clients that call it with this name, once each."""
+        """Wait for ``size`` clients. Collective over the clients, which call it with this name, once each."""
         if self.add(f"{name}/arrived", 1, timeout_s) == size:
             self.put(f"{name}/all", "1", timeout_s)
         self.get(f"{name}/all", timeout_s)
@@ -244,7 +245,7 @@ class StoreClient:
             case [int(number), result, str(text)]:
                 error = StoreRefused(text)
             case _:
-                raise BadFrame(f"no answer of a key-value store: {str(message)[:80]}")
+                raise BadFrame(f"a message that is no answer of a key-value store: {str(message)[:80]}")
         then = self._then.pop(number, None)  # None: nobody waits for it any more
         if then is not None:
             then(result, error)
@@ -266,14 +267,14 @@ class StoreClient:
 
 
 def connect(address: tuple[str, int], token: str, end: float, check: Callable[[], None]) -> StoreClient:
-    """Connect to a store, which may just be on its way back. Not collective.
+    """Connect to a store, which may be just restarting. Not collective.
 
     Args:
-        end: until when it is tried, by time.monotonic.
-        check: is called before each try; what it raises ends them.
+        end: until when to try, by time.monotonic.
+        check: called before each attempt; what it raises ends the attempts.
 
     Raises:
-        StoreLost, DeadlineExceeded: it is not there, or does not answer.
+        StoreLost, DeadlineExceeded: the store is not there, or does not answer.
     """
     pause_s = 0.005
     while True:
@@ -294,5 +295,5 @@ def connect(address: tuple[str, int], token: str, end: float, check: Callable[[]
 
 
 def left_s(end: float) -> float:
-    """Give how many seconds are left of a deadline, by time.monotonic. Not collective."""
+    """Seconds left of a deadline, by time.monotonic. Not collective."""
     return max(0.0, end - time.monotonic())

@@ -1,4 +1,4 @@
-"""What a key-value store holds at most, and takes from those who connect to it."""
+"""How much a key-value store holds at most, and accepts from those who connect to it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one store holds at most, so that nobody who can reach its port can hurt it.
+    """How much one store holds at most, so that nobody who can reach its port can harm it.
 
     Attributes:
-        strangers: connections that have not sent the token; the oldest is closed for the next.
-        stranger_s: how long such a connection may take, seconds.
-        message_nbytes: of a message, after the token; 16,384 ranks in any order on 2,048 nodes are described by 207 kB.
+        strangers: number of connections that have not sent the token; the oldest is closed for the next.
+        stranger_s: how long a connection may take to send the token, in seconds.
+        message_nbytes: size of a message after the token. The nodes of 16,384 ranks, in any order on 2,048 nodes, take
+            207 kB.
         key_length: characters of a key.
-        keys: how many.
+        keys: number of keys.
         nbytes: characters of all keys and values.
-        waits: messages of one connection that wait.
-        unsent_nbytes: answers of one connection that it has not taken.
-        page_nbytes: characters of keys and values of a page of what is below a prefix, but for the last of them.
+        waits: number of messages of one connection that wait.
+        unsent_nbytes: size of the answers that one connection has not read.
+        page_nbytes: characters of the keys and values of a page, not counting its last key.
     """
 
     strangers: int = 64

@@ -1,9 +1,10 @@
-"""One text that rank 0 gives to the other ranks of its launch, over a socket that both know where to find.
+"""A text that rank 0 gives to the other ranks of its launch, over a socket at a place that all know.
 
-Rank 0 listens on the first of a few addresses that it can have, and the others try them in the same order until one
-answers as rank 0 does. Messages are those of `frames`: who connects sends ``["mlflash rendezvous", launch, rank]``,
-rank 0 answers ``["mlflash rendezvous", launch, text]``, and who has it says ``"got"``. ``launch`` tells launches apart
-that came to the same address; it is no secret. Whatever else listens there, or connects, is not spoken to any further.
+Rank 0 listens on the first of a few addresses that is free. The other ranks try them in the same order until one
+answers as rank 0 does. Messages are those of `frames`: a rank that connects sends ``["mlflash rendezvous", launch,
+rank]``, rank 0 answers ``["mlflash rendezvous", launch, text]``, and the rank confirms with ``"got"``. ``launch``
+distinguishes launches that use the same address; it is no secret. With other programs that listen there or connect,
+nothing more is exchanged.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ..errors import DeadlineExceeded, WorldMismatch
 from .frames import BadFrame, Frames, pack
 
 Connect = Callable[[float], socket.socket]
-"""Connects to one address, within so many seconds, or raises OSError."""
+"""Connects to one address within a number of seconds, or raises OSError."""
 
 _GREETING = "mlflash rendezvous"
 _LARGEST_NBYTES = 4096
-_ANSWER_S = 2.0  # that a connection may take to say what it wants, and an answer to come
-_STRANGERS = 64  # connections that have not said what they want; the oldest is closed for the next
+_ANSWER_S = 2.0  # for a new connection to send its request, and for an answer to arrive
+_STRANGERS = 64  # connections that have not sent their request; the oldest is closed for the next
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 
 
@@ -31,14 +32,14 @@ def serve(listener: socket.socket, launch: str, size: int, text: str, timeout_s:
     """Give a text to all other ranks, once each, and return when all have it. Collective, with `ask` on the others.
 
     Args:
-        listener: a socket that listens; it is closed.
-        launch: what is this launch's own.
-        size: how many ranks there are.
-        text: what they get.
-        timeout_s: how long it may take, seconds.
+        listener: a socket that listens; it is closed at the end.
+        launch: a text that only this launch has.
+        size: number of ranks.
+        text: the text to give.
+        timeout_s: how long it may take, in seconds.
 
     Raises:
-        DeadlineExceeded: ranks have not come, and which.
+        DeadlineExceeded: some ranks have not come; it names them.
     """
     served = _Served(listener, launch, size, text)
     end = time.monotonic() + timeout_s
@@ -83,7 +84,7 @@ class _Served:
                 self._receive(connection)
             except (OSError, BadFrame):
                 self._drop(connection)
-        strangers = [one for one in self._connections if one.rank is None]  # the oldest first
+        strangers = [one for one in self._connections if one.rank is None]  # oldest first
         late = time.monotonic() - _ANSWER_S
         for place, connection in enumerate(strangers):
             if connection.since < late or place < len(strangers) - _STRANGERS:
@@ -98,7 +99,7 @@ class _Served:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # it has already gone
             return
         sock.setblocking(False)
         connection = _Connection(sock)
@@ -123,7 +124,7 @@ class _Served:
                 case "got" if connection.rank is not None:
                     self.got.add(connection.rank)
                 case _:
-                    raise BadFrame("no rank of this launch")
+                    raise BadFrame("a request of no rank of this launch")
 
 
 def ask(addresses: Sequence[Connect], where: str, launch: str, rank: int, timeout_s: float) -> str:
@@ -131,10 +132,10 @@ def ask(addresses: Sequence[Connect], where: str, launch: str, rank: int, timeou
 
     Args:
         addresses: where rank 0 may listen, in the order in which it tries them.
-        where: what these are, in words.
-        launch: what is this launch's own.
+        where: these addresses, in words.
+        launch: a text that only this launch has.
         rank: of this process.
-        timeout_s: how long it may take, seconds.
+        timeout_s: how long it may take, in seconds.
 
     Raises:
         DeadlineExceeded: rank 0 has not answered.
@@ -146,7 +147,7 @@ def ask(addresses: Sequence[Connect], where: str, launch: str, rank: int, timeou
             left = end - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(
-                    f"waited {timeout_s:g} s for rank 0 to say where its key-value store is, {where}; at last: {why}",
+                    f"waited {timeout_s:g} s for rank 0 to say where its key-value store is, {where}; last: {why}",
                     rank=rank,
                     ranks=[0],
                 )
@@ -187,10 +188,10 @@ def _text(message: Any, launch: str) -> str:
 
 
 def listen(attempts: Sequence[Callable[[], socket.socket]], where: str) -> socket.socket:
-    """Listen on the first address that can be had. Not collective.
+    """Listen on the first address that is free. Not collective.
 
     Raises:
-        WorldMismatch: none can.
+        WorldMismatch: none is free.
     """
     why = ""
     for attempt in attempts:

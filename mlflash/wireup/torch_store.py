@@ -1,8 +1,8 @@
-"""One text that rank 0 gives to the other ranks of its launch through a store of torch.distributed.
+"""A text that rank 0 gives to the other ranks of its launch through a store of torch.distributed.
 
-A store may outlive a launch, as torchrun's does that starts its workers again, and hold what ranks wrote into it that
-are dead now. So every rank asks by a word that it has just made up, is answered under that word, and thanks by the word
-that rank 0 has made up:
+A store may survive a launch, as that of torchrun does when it starts its workers again, and then contain what dead
+ranks wrote. So every rank asks with a random word that it has just made, gets its answer under that word, and confirms
+with the word that rank 0 has made:
 
 | key below ``mlflash/`` | written by | holds                                 |
 |------------------------|------------|---------------------------------------|
@@ -10,7 +10,7 @@ that rank 0 has made up:
 | ``answer/WORD``        | rank 0     | the word of rank 0, a space, the text |
 | ``got/WORD``           | that rank  | the word of rank 0                    |
 
-Rank 0 looks at what a rank asks until it has got its answer, deletes all three, and returns when all have.
+Rank 0 reads what a rank asks until that rank has confirmed, deletes all three keys, and returns when all ranks have.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def share(torch: Any, store: Any, rank: int, size: int, text: str | None, timeou
         torch: the module torch.distributed.
         store: one that all ranks reach.
         rank: of this process.
-        size: how many ranks there are.
+        size: number of ranks.
         text: on rank 0; None on others.
-        timeout_s: how long it may take, seconds.
+        timeout_s: how long it may take, in seconds.
 
     Raises:
-        DeadlineExceeded: ranks have not come, or the store is lost.
+        DeadlineExceeded: some ranks have not come, or the store is lost.
     """
     own = torch.PrefixStore(_PREFIX, store)
     try:
         if text is None:
             return _ask(own, rank, timeout_s)
         missing = _answer(own, size, text, timeout_s)
-    except RuntimeError as error:  # so is torch's error of a store that is late, and of one that is lost
+    except RuntimeError as error:  # torch's errors of a store that is late or lost are RuntimeErrors, too
         raise DeadlineExceeded(
             f"waited {timeout_s:g} s for rank 0 to put into the store of torch.distributed where its key-value store "
             f"is: {str(error).splitlines()[0]}",
@@ -73,9 +73,9 @@ def _ask(store: Any, rank: int, timeout_s: float) -> str:
 
 
 def _answer(store: Any, size: int, text: str, timeout_s: float) -> list[int]:
-    """Answer all other ranks; gives those that have not come."""
+    """Answer all other ranks; return those that have not come."""
     end, pause_s, mine = time.monotonic() + timeout_s, _PAUSE_S, secrets.token_hex(8)
-    words: dict[int, str] = dict.fromkeys(range(1, size), "")  # what each rank was answered last that has not got it
+    words: dict[int, str] = dict.fromkeys(range(1, size), "")  # for ranks without confirmation: the word answered last
     while words:
         before = len(words)
         for rank, word in list(words.items()):
@@ -93,7 +93,7 @@ def _answer(store: Any, size: int, text: str, timeout_s: float) -> list[int]:
 
 
 def _read(store: Any, key: str) -> str:
-    """What a key holds; "" where it is not there."""
+    """The value of a key; "" if it does not exist."""
     return bytes(store.get(key)).decode("ascii") if store.check([key]) else ""
 
 

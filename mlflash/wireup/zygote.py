@@ -1,15 +1,15 @@
-"""The zygote: a process beside each trainer that has imported numpy and MPI, and forks couriers in milliseconds.
+"""The zygote: a process next to each trainer that has imported numpy and MPI, and forks couriers in milliseconds.
 
-``python -m mlflash.wireup.zygote FD TRAINER_PID MPI MODULE:FUNCTION...`` is started by `zygote_client`, with a socket
-to the trainer; MPI is ``mpi`` or ``no-mpi``. A `zygote_host` that starts it gives ``TRAINER_PID:PIDFD``.
+`zygote_client` starts ``python -m mlflash.wireup.zygote FD TRAINER_PID MPI MODULE:FUNCTION...``, with a socket to the
+trainer; MPI is ``mpi`` or ``no-mpi``. If a `zygote_host` starts it, the second argument is ``TRAINER_PID:PIDFD``.
 
-It has one thread, never initialises MPI, and never imports torch. The functions named are all that it will ever run in
-a courier. It ends when it is told to, or when its trainer has ended, but not before the last courier has; it then
-tells all ranks that this one has left the job (`departures`), unless ``tells`` of its order to end is false. A
-trainer's end is learnt by a pidfd: its forked children may hold the socket.
+It has one thread, never initializes MPI, and never imports torch. In couriers it only runs the given functions. It ends
+when it is told to or when its trainer has ended, but not before the last courier. Then it tells all ranks that this one
+has left the job (`departures`), unless ``tells`` of the order to end is false. It notices a trainer's end by a pidfd,
+because forked children of the trainer may hold the socket open.
 
-Messages are those of `frames`. The trainer asks, and gets one answer to each, in order: with ``"error": text``, or
-with what is said here.
+Messages are those of `frames`. The trainer sends orders and gets one answer to each, in order: ``"error": text``, or
+the answer in this table.
 
 | ``{"do": ...}`` | more fields                                      | the answer                              |
 |-----------------|--------------------------------------------------|-----------------------------------------|
@@ -22,16 +22,18 @@ with what is said here.
 | ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
 | ``"end"``       | ``tells``                                        | nothing; no courier is forked after it  |
 
-``serve`` has it serve the key-value store of that many ranks, at one of this machine's addresses, until it ends; with
+After ``serve`` it serves the key-value store of ``ranks`` ranks, at an address of this machine, until it ends. With
 port 0 and token null it chooses both.
-``nodes`` is a list of the node of each rank, ``store`` host (in figures) and port, ``entry`` one of the functions that
-were named. A courier whose trainer has ended, and that has not initialised MPI ``up_s`` seconds later, is killed: it
-may wait for ranks that never come. It runs on ``cores`` where it may, and where its zygote does if that is null. If
-``reads`` is false its MPI does not read the memory of others (`cross_memory`). Where ``store`` is null the courier has
-no MPI, and its world is one rank. Unasked, it says ``{"event": "up", "pid": ...}`` when a courier's MPI is initialised,
-and of each courier's end
-``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}``: an exit status or the number of a signal,
-the other is null; ``why`` is what the zygote killed it for, or null.
+
+``nodes`` is a list of the node of each rank, ``store`` is host (numeric) and port, and ``entry`` is one of the given
+functions. If a trainer has ended, and its courier has not initialized MPI ``up_s`` seconds later, the courier is
+killed, because it may wait for ranks that never come. It runs on ``cores`` if possible; null means the cores of its
+zygote. If ``reads`` is false, its MPI does not read the memory of other processes (`cross_memory`). If ``store`` is
+null, the courier has no MPI, and its world is one rank.
+
+Two messages are no answers: ``{"event": "up", "pid": ...}`` when a courier's MPI is initialized, and
+``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}`` at a courier's end. Either the exit status or
+the number of the signal is null; ``why`` is why the zygote killed it, or null.
 """
 
 from __future__ import annotations
@@ -63,13 +65,13 @@ from .store_limits import Limits
 from .zygote_imports import Entry, import_all, vendor
 
 _LARGEST_NBYTES = 1 << 23
-# Each rank has two connections to the store, its trainer's and its courier's, and one more while it shares a text; the
-# rest is for strangers and for forks.
+# Each rank has two connections to the store, from its trainer and its courier, and a third while it shares a text. The
+# rest is for unknown connections and for forks.
 _DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 3, 192
 
 
 class _Refused(Exception):
-    """A command that cannot be done."""
+    """A command that cannot be carried out."""
 
 
 class Zygote:
@@ -80,8 +82,8 @@ class Zygote:
     Args:
         sock: to the trainer.
         trainer_pidfd: of the trainer.
-        entries: what may be run in a courier, by name.
-        has_mpi: whether couriers may initialise MPI.
+        entries: the functions that a courier may run, by name.
+        has_mpi: whether couriers may initialize MPI.
     """
 
     def __init__(self, sock: socket.socket, trainer_pidfd: int, entries: dict[str, Entry], has_mpi: bool = True):
@@ -101,7 +103,7 @@ class Zygote:
         sock.setblocking(False)
 
     def run(self) -> None:
-        """Do what the trainer asks for, until it has ended and all couriers have. Not collective."""
+        """Do what the trainer asks, until it and all couriers have ended. Not collective."""
         while self._children or not (self._is_ending or self._trainer_ended is not None) or self._takes_leave():
             for act in self._ready():
                 act()
@@ -121,7 +123,7 @@ class Zygote:
             self._store.close()
 
     def _takes_leave(self) -> bool:
-        """Tell all ranks that this one has left, where nobody else has; whether that still goes on."""
+        """Tell all ranks that this one has left, if nobody else has. Return whether this is still under way."""
         if not self._tells or self._newest is None or self._newest["store"] is None:
             return False
         if self._farewell is None:
@@ -131,7 +133,7 @@ class Zygote:
         return self._farewell.left_s > 0
 
     def _orphans(self) -> list[tuple[ForkedCourier, float]]:
-        """Couriers that may wait in MPI_Init for ranks that never come, and how long each still may, seconds."""
+        """Couriers that may wait in MPI_Init for ranks that never come, with the seconds that each has left."""
         if self._trainer_ended is None:
             return []
         waited_s = time.monotonic() - self._trainer_ended
@@ -139,7 +141,7 @@ class Zygote:
                 if child.mpi is not None and not child.is_up and child.why is None]  # fmt: skip
 
     def _ready(self) -> list[Callable[[], None]]:
-        """Wait, and give what there is to do."""
+        """Wait, and return what to do."""
         watched: dict[int, Callable[[], None]] = {}
         poll = select.poll()  # a new one each time: couriers inherit none of it
 
@@ -153,7 +155,7 @@ class Zygote:
             events = (select.POLLIN if self._hears else 0) | (select.POLLOUT if self._unsent else 0)
             watch(self._sock.fileno(), events, self._talk)
         for child in self._children.values():
-            # Its end comes first: what it has reported is read then, too.
+            # The end of a courier comes first: then what it has reported is read, too.
             watch(child.pidfd, select.POLLIN, functools.partial(self._reap, child))
             watch(child.reports_fd, select.POLLIN if child.reports_more else 0, functools.partial(self._hear, child))
             for fd, events, act in child.watches():
@@ -200,7 +202,7 @@ class Zygote:
     def _flush(self) -> None:
         try:
             send_ready(self._sock, self._unsent)
-        except OSError:  # it has gone
+        except OSError:  # the trainer has gone
             self._unsent.clear()
 
     def _obey(self, message: Any) -> dict[str, Any]:
@@ -235,7 +237,7 @@ class Zygote:
     def _serve(self, host: str, port: int, token: str | None, ranks: int) -> dict[str, Any]:
         if self._store is None:
             _allow_descriptors(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS)
-            # All ranks come at once, and those that were forked first send their token last.
+            # All ranks connect at once, and those that were forked first send their token last.
             strangers = Limits.strangers + _DESCRIPTORS_PER_RANK * ranks
             self._store = KeyValueStore(host, port, token, Limits(strangers=strangers))
         host, port = self._store.address
@@ -292,7 +294,7 @@ class Zygote:
                     store = StoreClient((order["store"][0], order["store"][1]), order["token"])
                     kept.callback(store.close)
                     mpi = (PmiServer(ours, epoch, rank, nodes, store), store)
-                gc.freeze()  # what is collected in the courier would close descriptors that have its numbers
+                gc.freeze()  # if the courier collected these objects, it would close its own descriptors
                 pid = os.fork()
                 if pid == 0:
                     courier = Courier(epoch, rank, nodes, trainer, self._trainer_pidfd, reporting_fd, mpi is not None,
@@ -321,7 +323,7 @@ class Zygote:
             pass
 
     def _hear(self, child: ForkedCourier) -> None:
-        """Take what a courier says of itself: once, that MPI is up."""
+        """Process a courier's only report: that MPI is up."""
         if child.pid not in self._children:
             return
         try:
@@ -353,7 +355,7 @@ class Zygote:
 
 
 def _allow_descriptors(count: int) -> None:
-    """Have this process open so many descriptors at a time, if it may."""
+    """Allow this process a number of open descriptors, if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise _Refused(
@@ -367,7 +369,7 @@ def _allow_descriptors(count: int) -> None:
 def main(arguments: list[str]) -> NoReturn:
     """Be the zygote of a trainer. Not collective."""
     trainer_pid, _, passed = arguments[1].partition(":")
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a trainer may have started it with some blocked
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the trainer may have blocked some signals
     courier_process.ignore_signals_of_the_step()
     if passed:  # by a host that has started this
         trainer_pidfd = int(passed)

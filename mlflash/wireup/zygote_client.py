@@ -1,4 +1,4 @@
-"""A trainer's side of its zygote: starting it, having couriers forked, waiting for their ends."""
+"""A trainer's side of its zygote: start it, have couriers forked, wait for their ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ZygoteLost(ConnectionError):
 
 
 class ZygoteRefused(OSError):
-    """The zygote does not do what it was asked for."""
+    """The zygote refuses to do what it was asked to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,12 @@ class CourierEnd:
     """How a courier ended.
 
     Attributes:
-        pid: that it had.
+        pid: its process number.
         epoch: the name of its world.
-        rank: in it.
-        status: that it exited with; None after a signal.
-        signal: that killed it; None after an exit.
-        why: what the zygote killed it for; None where it did not.
+        rank: in that world.
+        status: its exit status; None after a signal.
+        signal: the signal that killed it; None after an exit.
+        why: why the zygote killed it; None if it did not.
     """
 
     pid: int
@@ -59,15 +59,15 @@ class CourierEnd:
 class ZygoteClient:
     """The zygote of this process. Stop it; it may be stopped twice.
 
-    Not collective. It returns before the zygote has imported everything: the first courier waits for that. One thread
-    uses it, and no process that was forked from this one. Where a host of this job is on this node (`zygote_host`), the
-    zygote is started by that, and prints to where that does.
+    Not collective. The constructor returns before the zygote has imported everything; the first courier waits for that.
+    One thread uses it, and no process that was forked from this one. If there is a host of this job on this node
+    (`zygote_host`), the host starts the zygote, and the zygote prints to where the host prints to.
 
     Args:
-        entry_points: ``module:function`` of all that a courier may ever run, importable without the trainer's script.
-        environment: of the zygote, without what is of a launcher; that of this process if None.
-        output: where couriers print to; where this process does if None.
-        mpi: whether couriers may initialise MPI; without, no MPI has to be installed.
+        entry_points: ``module:function`` of everything that a courier may run, importable without the trainer's script.
+        environment: of the zygote, without the variables of a launcher; None: that of this process.
+        output: where couriers print to; None: where this process prints to.
+        mpi: whether couriers may initialize MPI. Without it no MPI needs to be installed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ZygoteClient:
         self._running: set[int] = set()
         self._segments: dict[int, set[str]] = {}  # that the couriers make
         self.left: set[str] = set()
-        """Shared memory of its couriers that others mapped still when it was stopped (`mpich_segments`)."""
+        """Shared memory of its couriers that others still mapped when it was stopped (`mpich_segments`)."""
         self.ended: dict[int, CourierEnd] = {}
         """Couriers that have ended, as far as `step` has seen."""
         with contextlib.ExitStack() as failed, its:
@@ -103,7 +103,7 @@ class ZygoteClient:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # no signal that a terminal or a launcher sends to the trainer's group
+                start_new_session=True,  # so that signals of a terminal or launcher to the trainer's group miss it
             )
             failed.pop_all()
         self._sock.setblocking(False)
@@ -118,27 +118,27 @@ class ZygoteClient:
         return frozenset(self._running)
 
     def is_up(self, pid: int) -> bool:
-        """Whether a courier has initialised MPI, as far as `step` has seen. Not collective."""
+        """Whether a courier has initialized MPI, as far as `step` has seen. Not collective."""
         return pid in self._up
 
     def serve(
         self, host: str, ranks: int, timeout_s: float, port: int = 0, token: str | None = None
     ) -> tuple[tuple[str, int], str]:
-        """Have the zygote serve the key-value store of a job until it ends, and give its address and token.
+        """Have the zygote serve the key-value store of a job until it ends; return its address and token.
 
-        Not collective: one rank of a job does it. A second time gives the same.
+        Not collective: one rank of a job does it. A second call returns the same.
 
         Args:
             host: an address of this machine that all ranks reach.
-            ranks: how many there are.
-            timeout_s: how long to wait, seconds; the first time, for the zygote's imports, too.
+            ranks: number of ranks.
+            timeout_s: how long to wait, in seconds; the first call also waits for the zygote's imports.
             port: that of a store whose zygote has ended; 0 for any.
-            token: that of such a store; None for a new one.
+            token: that of the former store; None for a new one.
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
             ZygoteLost: it has ended.
-            ZygoteRefused: the address cannot be served, or not so many ranks.
+            ZygoteRefused: it cannot serve the address, or this number of ranks.
         """
         order = {"do": "serve", "host": host, "ranks": ranks, "port": port, "token": token}
         answer = self._ask(order, timeout_s)
@@ -158,28 +158,28 @@ class ZygoteClient:
         cores: Collection[int] | None = None,
         reads: bool = True,
     ) -> int:
-        """Have a courier forked, and give its process number.
+        """Have a courier forked, and return its process number.
 
         Not collective, but its MPI_Init is, over all ranks of the epoch.
 
         Args:
-            entry_point: what it runs, one of those given before.
-            epoch: a name that was never used before.
+            entry_point: the function that it runs, one of those given before.
+            epoch: a unique name.
             rank: of the courier.
             nodes: the node of each rank `(ranks)`.
-            store: host, in figures, and port of the key-value store; None for a courier that is alone, without MPI.
+            store: numeric host and port of the key-value store; None for a courier that is alone, without MPI.
             token: that of the store.
-            descriptor: a socket, of which the courier gets a copy; close yours.
-            timeout_s: how long to wait, seconds; the first time, for the zygote's imports, too.
-            up_s: how long the courier may take to initialise MPI after the end of this process, seconds; as long as
-                ``timeout_s`` if None.
-            cores: that it is to run on, where it can; None: those of the zygote.
+            descriptor: a socket; the courier gets a copy, so close yours.
+            timeout_s: how long to wait, in seconds; the first call also waits for the zygote's imports.
+            up_s: how long the courier may take to initialize MPI after the end of this process, in seconds; None:
+                ``timeout_s``.
+            cores: the cores on which it runs if possible; None: those of the zygote.
             reads: whether on each node all ranks can read each other's memory (`cross_memory`).
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
             ZygoteLost: it has ended.
-            ZygoteRefused: it has forked nobody, and says why.
+            ZygoteRefused: it has not forked a courier; the message says why.
         """
         order = {"do": "fork", "entry": entry_point, "epoch": epoch, "rank": rank, "nodes": list(nodes),
                  "store": None if store is None else list(store), "token": token,
@@ -191,11 +191,11 @@ class ZygoteClient:
         return pid
 
     def vendor(self, timeout_s: float) -> str:
-        """Ask whose MPI couriers would load, as mpi4py names it; "" without MPI. Not collective.
+        """The MPI implementation that couriers would load, as mpi4py names it; "" without MPI. Not collective.
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
-            ZygoteLost: it has ended, as there is no MPI that can be loaded.
+            ZygoteLost: it has ended, because no MPI can be loaded.
         """
         vendor: str = self._ask({"do": "vendor"}, timeout_s)["vendor"]
         return vendor
@@ -205,31 +205,31 @@ class ZygoteClient:
         return self._ask({"do": "ask", "pid": pid}, timeout_s)
 
     def kill(self, pid: int, timeout_s: float) -> None:
-        """Have a courier killed, by SIGKILL; `wait` for its end. Not collective."""
+        """Have a courier killed by SIGKILL; then `wait` for its end. Not collective."""
         self._ask({"do": "kill", "pid": pid}, timeout_s)
 
     def wait(self, pid: int, timeout_s: float) -> CourierEnd:
         """Wait for the end of a courier. Not collective.
 
         Raises:
-            DeadlineExceeded: it goes on.
+            DeadlineExceeded: it still runs.
             ZygoteLost: the zygote has ended.
         """
         self._until(lambda: pid in self.ended, f"courier {pid} to end", timeout_s)
         return self.ended[pid]
 
     def wait_up(self, pid: int, timeout_s: float) -> bool:
-        """Wait for a courier to have initialised MPI, or ended, and say whether it has initialised it. Not collective.
+        """Wait until a courier has initialized MPI or ended; return whether it has initialized MPI. Not collective.
 
         Raises:
             DeadlineExceeded: it has done neither.
             ZygoteLost: the zygote has ended.
         """
-        self._until(lambda: pid in self._up or pid in self.ended, f"courier {pid} to initialise MPI", timeout_s)
+        self._until(lambda: pid in self._up or pid in self.ended, f"courier {pid} to initialize MPI", timeout_s)
         return pid in self._up
 
     def step(self, timeout_s: float = 0.0) -> None:
-        """Take what the zygote says. Not collective.
+        """Process what the zygote has sent. Not collective.
 
         Raises:
             ZygoteLost: it has ended.
@@ -256,12 +256,12 @@ class ZygoteClient:
             raise ZygoteLost(f"the zygote sent {error}") from error
 
     def stop(self, timeout_s: float, kill: bool = True, tell: bool = False) -> None:
-        """Kill the couriers that are left, or let them end, and end the zygote, whatever its state. Not collective.
+        """Kill the remaining couriers, or let them end, and end the zygote, whatever its state. Not collective.
 
         Args:
-            timeout_s: how long it may take to end well, seconds; it is killed then, and its couriers with it.
+            timeout_s: how long it may take to end by itself, in seconds; then it and its couriers are killed.
             kill: whether couriers are killed at once.
-            tell: whether all ranks are to hear that this one has left the job.
+            tell: whether to tell all ranks that this one has left the job.
         """
         if os.getpid() != self._owner:
             return
@@ -277,7 +277,7 @@ class ZygoteClient:
         except (DeadlineExceeded, ZygoteLost, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
-        # A zygote that was killed did not.
+        # A zygote that was killed did not do this.
         self.left = mpich_segments.remove_unmapped(set().union(*self._segments.values()))
         self._sock.close()
 
@@ -289,7 +289,7 @@ class ZygoteClient:
         self._send(pack(message), descriptors, end, timeout_s)
         self._unanswered += 1
         self._until(lambda: len(self._answers) == self._unanswered, "its zygote to answer", timeout_s, end)
-        answer = self._answers[-1]  # those before it came too late for who had asked
+        answer = self._answers[-1]  # earlier answers came too late for their callers
         self._answers.clear()
         self._unanswered = 0
         if "error" in answer:
@@ -348,7 +348,7 @@ class ZygoteClient:
             status: object = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
             status = "nothing yet"
-        return ZygoteLost(f"the zygote of this trainer has ended, with {status}; what it printed says why")
+        return ZygoteLost(f"the zygote of this trainer has ended, with {status}; its output says why")
 
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:
@@ -356,7 +356,7 @@ class ZygoteClient:
 
 
 def _paths(environment: dict[str, str]) -> dict[str, str]:
-    """Have Python find mlflash where this process does, and nothing in the working directory."""
+    """Let Python find mlflash where this process finds it, and nothing in the working directory."""
     root = str(Path(__file__).resolve().parents[2])
     first = str(Path(sys.path[0] or ".").resolve()) if sys.path else ""
     if root in (first, os.getcwd()):  # a checkout, which is not installed

@@ -1,9 +1,9 @@
-"""Zygotes that outlive what kills their trainers: a process elsewhere in the job starts them (``mlflash courier``).
+"""Zygotes that survive when their trainers are killed: another process of the job starts them (``mlflash courier``).
 
-What a scheduler kills, it kills with all that it has started: as a rule a whole step of a job. A zygote that the
-trainer starts dies there, and a commit that is on its way with it. So a trainer asks first whether a host of its job
-is there on its node; the host starts the zygote, which is connected to the trainer as its own would be. They find
-each other by a socket in this user's directory in memory, named after the job: that of Slurm, and ``MLFLASH_JOB``.
+A scheduler usually kills a whole step of a job: a process with everything that it has started. A zygote that the
+trainer has started dies with it, and so does a commit that is under way. So a trainer first looks for a host of its job
+on its node. The host starts the zygote, which is connected to the trainer as usual. Trainer and host find each other by
+a socket in this user's directory in memory. Its name contains the job: that of Slurm, and ``MLFLASH_JOB``.
 
 Messages are `frames`: the trainer sends ``arguments``, ``environment`` and ``cwd``, with its end of the zygote's
 socket and its own pidfd; the answer is the zygote's ``pid``, with its pidfd.
@@ -31,42 +31,42 @@ from .frames import BadFrame, Frames, pack
 from .private_directory import opened
 
 READY = "couriers of this job start here now"
-"""What `mlflash courier` prints when trainers are served."""
-_MEMORY = "/dev/shm"  # as MLFLASH_MEMORY has it by default
-_LARGEST_NBYTES = 1 << 22  # of a request: an environment
+"""What `mlflash courier` prints when it is ready for trainers."""
+_MEMORY = "/dev/shm"  # the default of MLFLASH_MEMORY
+_LARGEST_NBYTES = 1 << 22  # of a request, which contains an environment
 _ANSWER_S = 10.0
 _BACKLOG = 1024
 SOCK, TRAINER = "{sock}", "{trainer}"
-"""Of a program's arguments: the number of the zygote's socket; those of the trainer and of its pidfd."""
+"""Placeholders in the arguments of a program: the number of the zygote's socket; the trainer and its pidfd."""
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 def place(environment: Mapping[str, str]) -> Path:
-    """The directory where trainers of this environment look for a host. Not collective."""
+    """The directory where trainers with this environment look for a host. Not collective."""
     return Path(environment.get("MLFLASH_MEMORY") or _MEMORY, f"mlflash-{os.geteuid()}")
 
 
 def names(environment: Mapping[str, str]) -> list[str]:
-    """The names of the sockets at which a host of this job listens; [] where it is not known which job that is."""
+    """The names of the sockets of a host of this job; [] if it is unknown which job that is."""
     known = ((word, environment.get(word, "")) for word in ("SLURM_JOB_ID", "MLFLASH_JOB"))
     return [f"couriers-{hashlib.sha256(f'{word} {value}'.encode()).hexdigest()[:16]}" for word, value in known if value]
 
 
 class HostedProcess:
-    """A zygote that a host has started: as much of `subprocess.Popen` as a trainer uses. Not collective."""
+    """A zygote that a host has started, with the methods of `subprocess.Popen` that a trainer uses. Not collective."""
 
     def __init__(self, pid: int, pidfd: int):
         self.pid, self._pidfd = pid, pidfd
 
     def poll(self) -> int | None:
-        """None while it runs, and else 0: only the host knows its status."""
+        """None while it runs, 0 afterwards: only the host knows its status."""
         return 0 if self._has_ended(0) else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end.
 
         Raises:
-            subprocess.TimeoutExpired: it goes on.
+            subprocess.TimeoutExpired: it still runs.
         """
         if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired("a zygote", timeout or 0.0)
@@ -88,16 +88,16 @@ class HostedProcess:
 
 def start(environment: Mapping[str, str], arguments: Sequence[str], its: Mapping[str, str], descriptor: int
           ) -> HostedProcess | None:  # fmt: skip
-    """Have a host of this job start a zygote; None where there is none. Not collective.
+    """Have a host of this job start a zygote; None if there is no host. Not collective.
 
     Args:
-        environment: of this process: by it the host is found.
-        arguments: a program and its arguments, with `SOCK` and `TRAINER` among them.
+        environment: of this process, to find the host.
+        arguments: a program and its arguments, including `SOCK` and `TRAINER`.
         its: environment of the zygote.
         descriptor: the zygote's end of a socket.
 
     Raises:
-        DeadlineExceeded: there is one, and it does not answer.
+        DeadlineExceeded: there is a host, but it does not answer.
     """
     directory = place(environment)
     if not directory.is_dir():
@@ -129,7 +129,7 @@ def _ask(sock: socket.socket, its: Mapping[str, str], arguments: Sequence[str], 
                 return HostedProcess(answer["pid"], descriptors.pop())
             if not data:
                 return None  # it ends: this process starts one itself
-    except (BrokenPipeError, ConnectionResetError):  # it ends
+    except (BrokenPipeError, ConnectionResetError):  # the host is ending
         return None
     except TimeoutError:
         raise DeadlineExceeded(f"waited {_ANSWER_S:g} s for `mlflash courier` to start couriers") from None
@@ -146,7 +146,7 @@ class ZygoteHost:
         environment: of the job.
 
     Raises:
-        JobInUse: there is one.
+        JobInUse: this node already has a host of this job.
         UnsafePath: the directory is somebody else's, or open to others.
         ValueError: the environment does not say which job it is.
     """
@@ -154,7 +154,7 @@ class ZygoteHost:
     def __init__(self, environment: Mapping[str, str]):
         self._names = names(environment)
         if not self._names:
-            raise ValueError("this process does not know its job: set MLFLASH_JOB, or start it in a job of Slurm")
+            raise ValueError("this process does not know its job: set MLFLASH_JOB, or start it in a Slurm job")
         self._closed = contextlib.ExitStack()
         self._folder = self._closed.enter_context(opened(place(environment)))
         self._selector = self._closed.enter_context(selectors.DefaultSelector())
@@ -177,10 +177,10 @@ class ZygoteHost:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
                 other.connect(path)
-            raise JobInUse("there is a `mlflash courier` of this job on this node", found=name)
+            raise JobInUse("a `mlflash courier` of this job already runs on this node", found=name)
         sock = self._closed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of one that was killed
+            os.unlink(path)  # of a host that was killed
         sock.bind(path)
         self._closed.callback(os.unlink, path)
         sock.listen(_BACKLOG)
@@ -188,9 +188,9 @@ class ZygoteHost:
         self._selector.register(sock, selectors.EVENT_READ, self._accept)
 
     def run(self) -> None:
-        """Start zygotes until SIGTERM or SIGINT, and then wait for the end of those that there are.
+        """Start zygotes until SIGTERM or SIGINT, then wait for the end of the running ones.
 
-        To be called by the main thread.
+        Must be called on the main thread.
         """
         woken, wakes = socket.socketpair()
         with woken, wakes:
@@ -216,7 +216,7 @@ class ZygoteHost:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:  # it has gone, or there are no descriptors
+        except OSError:  # the client has gone, or there are no descriptors left
             return
         with sock, contextlib.suppress(OSError, BadFrame, KeyError, TypeError, ValueError):
             sock.settimeout(_ANSWER_S)
@@ -245,7 +245,7 @@ class ZygoteHost:
 
 @contextlib.contextmanager
 def _received(sock: socket.socket) -> Iterator[tuple[dict[str, Any], tuple[int, int]]]:
-    """One request and its two descriptors, which are closed afterwards."""
+    """One request with its two descriptors, which are closed afterwards."""
     frames, descriptors = Frames(_LARGEST_NBYTES), list[int]()
     end = time.monotonic() + _ANSWER_S
     try:
@@ -258,7 +258,7 @@ def _received(sock: socket.socket) -> Iterator[tuple[dict[str, Any], tuple[int, 
                 yield request, (its, trainer)
                 return
             if not data:
-                raise BadFrame("it has said nothing whole")
+                raise BadFrame("the connection ended before a whole message")
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What a zygote imports before it forks anybody: what is imported after a fork costs time in each epoch."""
+"""What a zygote imports before it forks: an import after a fork would cost time in each epoch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Entry = Callable[[Courier], object]
 
 
 def import_all(entries: list[str], with_mpi: bool) -> dict[str, Entry]:
-    """Import all that couriers will need, and give what they run, by name. Not collective.
+    """Import everything that couriers will need; return their entry points by name. Not collective.
 
     Raises:
-        RuntimeError: that has initialised MPI, or imported torch.
+        RuntimeError: an import has initialized MPI or imported torch.
     """
     import numpy  # noqa: F401
 
@@ -33,11 +33,11 @@ def import_all(entries: list[str], with_mpi: bool) -> dict[str, Entry]:
         module, _, function = entry.partition(":")
         found[entry] = getattr(importlib.import_module(module), function)
     if initialised() or "torch" in sys.modules:
-        raise RuntimeError(f"importing {', '.join(entries)} has initialised MPI or imported torch")
+        raise RuntimeError(f"importing {', '.join(entries)} has initialized MPI or imported torch")
     return found
 
 
 def vendor() -> str:
-    """Whose MPI was loaded, as mpi4py names it. Not collective; MPI need not be initialised."""
+    """The MPI implementation that was loaded, as mpi4py names it. Not collective; MPI need not be initialized."""
     name: str = sys.modules["mpi4py.MPI"].get_vendor()[0]
     return name

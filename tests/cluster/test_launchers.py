@@ -208,7 +208,7 @@ def test_who_has_lost_the_host_of_rank_0_is_told_by_the_deadline_and_held_up_no_
         lines = ranks[host].communicate(timeout=PATIENCE_S)[0].splitlines()
         said = [json.loads(line) for line in lines if line.startswith("{")]
         assert ranks[host].returncode == 0 and len(said) == 4 and all("failed" in record for record in said), said
-        assert "the host of rank 0, by which they meet, does not answer" in said[0]["why"]
+        assert "the host of rank 0, at which they meet, does not answer" in said[0]["why"]
         assert all(record["seconds"] < 8 for record in said[1:]), "later saves wait for nobody"
     ranks["host1"].communicate(timeout=PATIENCE_S)
 

@@ -112,7 +112,7 @@ def test_a_host_that_is_told_to_end_waits_for_its_couriers_and_a_killed_one_is_r
     first = job.host()
     again = subprocess.run([BIN / "mlflash", "courier", "--job", "j", "--memory", str(job.root)], capture_output=True,
                            text=True, timeout=PATIENCE_S, check=False)  # fmt: skip
-    assert again.returncode == 1 and "there is a `mlflash courier` of this job" in again.stderr
+    assert again.returncode == 1 and "a `mlflash courier` of this job already runs" in again.stderr
     first.kill()
     first.wait(PATIENCE_S)
     job.start()  # each has a zygote of its own: there is nobody at the socket

@@ -197,7 +197,7 @@ def test_a_courier_that_waits_in_init_ends_after_its_trainer(job: Job) -> None:
     job.start([sys.executable], {**names, "RANK": "1"}, do="alone_in_init", up_s=0.5, entry="wireup_courier:before_mpi")
     until(lambda: (job.folder / "0").exists() and (job.folder / "1").exists(), "both have waited")
     (said,) = job.said(0)
-    assert "to initialise MPI" in said["error"] and all(lives(pid) for pid in said["pids"])
+    assert "to initialize MPI" in said["error"] and all(lives(pid) for pid in said["pids"])
     zero.kill()
     until(lambda: not [pid for pid in said["pids"] if lives(pid)], "courier and zygote are gone")
     assert not [name for name in named_after(said["epoch"], 0) if (SHM / name).exists()]

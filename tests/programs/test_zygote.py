@@ -65,15 +65,15 @@ def test_it_refuses_to_fork_while_it_has_a_second_thread(tmp_path: Path, store: 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import torch\nrun = print\n", "has initialised MPI or imported torch"),
-        (INITIALISES + "run = print\n", "has initialised MPI or imported torch"),
+        ("import torch\nrun = print\n", "has initialized MPI or imported torch"),
+        (INITIALISES + "run = print\n", "has initialized MPI or imported torch"),
         ("run = missing\n", "name 'missing' is not defined"),
     ],
 )
 def test_it_ends_where_it_could_not_fork_couriers(tmp_path: Path, store: KeyValueStore, source: str, said: str) -> None:
     (tmp_path / "torch.py").touch()  # imported in no time
     zygote = start(tmp_path, source)
-    with pytest.raises(ZygoteLost, match="has ended, with 1; what it printed says why"):
+    with pytest.raises(ZygoteLost, match="has ended, with 1; its output says why"):
         fork(zygote, store)
     zygote.stop(PATIENCE_S)
     assert said in (tmp_path / "output").read_text()

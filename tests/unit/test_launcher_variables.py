@@ -52,11 +52,11 @@ def test_a_rank_is_what_its_launcher_says(environment: dict[str, str], found: La
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
-        ({**HYDRA, "RANK": "1", "WORLD_SIZE": "8"}, "of hydra and of torchrun say different things"),
-        ({**PRTERUN, "RANK": "0", "WORLD_SIZE": "3"}, "of prterun and of torchrun say different things"),
+        ({**HYDRA, "RANK": "1", "WORLD_SIZE": "8"}, "of hydra and of torchrun contradict each other"),
+        ({**PRTERUN, "RANK": "0", "WORLD_SIZE": "3"}, "of prterun and of torchrun contradict each other"),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "4"}, "rank 3 of 4 \\(srun\\)\n.*rank 0 of 4 \\(torchrun\\)"),
-        ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "4"}, "of srun and of hydra say different things"),
-        ({**PRTERUN, **HYDRA}, "of prterun and of hydra say different things"),
+        ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "4"}, "of srun and of hydra contradict each other"),
+        ({**PRTERUN, **HYDRA}, "of prterun and of hydra contradict each other"),
         ({"PMI_RANK": "4", "PMI_SIZE": "4"}, "PMI_RANK below PMI_SIZE=4"),
         ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),

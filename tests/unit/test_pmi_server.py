@@ -195,11 +195,11 @@ def test_a_barrier_waits_for_all_ranks_and_holds_up_nobody_else(make: Make) -> N
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("", "no command"),
-        ("GET / HTTP/1.1", "no words key=value"),
-        ("kvsname=e1 cmd=get", "no command"),
+        ("", "a line without a command"),
+        ("GET / HTTP/1.1", "words that are not key=value"),
+        ("kvsname=e1 cmd=get", "a line without a command"),
         ("cmd=launch_missiles", "an unknown command: launch_missiles"),
-        ("mcmd=spawn", "no command"),
+        ("mcmd=spawn", "a line without a command"),
         ("cmd=put kvsname=other key=a value=b", "put in 'other', which is not 'e1'"),
         ("cmd=put kvsname=e1 value=b", "a key of 0 characters"),
         (f"cmd=put kvsname=e1 key={'k' * 64} value=b", "a key of 64 characters"),

@@ -166,7 +166,7 @@ def test_who_does_not_come_is_named(ranks: Ranks, port: int) -> None:
     assert caught.value.ranks == (1, 2) and listener.fileno() == -1
     me, environment = Launched(1, 3, None, "torchrun"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ports = f"at ports {ports_of(port)[0]} to {ports_of(port)[-1]} of 127.0.0.1"
-    with pytest.raises(DeadlineExceeded, match=f"where its key-value store is, {ports}; at last: ") as caught:
+    with pytest.raises(DeadlineExceeded, match=f"where its key-value store is, {ports}; last: ") as caught:
         rendezvous(environment, me, None, None, timeout_s=0.1)
     assert caught.value.ranks == (0,)
 
