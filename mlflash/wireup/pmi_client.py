@@ -2,8 +2,8 @@
 
 From ``cmd=init`` until ``cmd=finalize`` a process is a rank of PMI for its launcher. If it ends in between, the
 launcher kills the whole job. So both commands are sent here, one right after the other. Afterwards the launcher treats
-the process like one that never used PMI. No process can begin again, because hydra closes its end. If a program initializes
-MPI by the same PMI, it must do so before, and then mlflash does not use PMI.
+the process like one that never used PMI. No process can begin again, because hydra closes its end. If a program
+initializes MPI by the same PMI, it must do so before, and then mlflash does not use PMI.
 
 Source: MPICH, src/pmi/src/pmi_wire.c; src/pm/hydra/proxy/pmip_pmi.c (``fn_finalize``).
 """
