@@ -138,4 +138,4 @@ def test_where_none_can_be_loaded_that_is_raised_with_each_reason_or_said_where_
             ckpt.adapting.newest_alike()
         assert sorted(caught.value.reasons) == [3, 5]
         assert ckpt.adapting.newest_alike("step 2 on disk") is None
-        assert ("going on from step 2 on disk instead" in caplog.text) == (RANK == 0)
+        assert ("continuing from step 2 on disk, because no checkpoint" in caplog.text) == (RANK == 0)
