@@ -1,11 +1,13 @@
-"""Run every benchmark that has a folder, one after the other, and write benchmarks/RESULTS.md.
+"""Runs every benchmark that has a folder, one after the other, and writes benchmarks/RESULTS.md.
 
     python benchmarks/run_all.py [--only NAME ...] [--quick] [--out FILE]
 
-Each question is a program of its own (benchmarks/NAME/run.py) with a time limit of its own; its README.md gets
-the tables, and its folder plot.svg.
-Its numbers are kept in benchmarks/results, which is not under version control: with --only the others' are taken from
-there where they are of the same commit, so that a long run can be made in pieces (--only alone runs nothing).
+Each question is a program of its own (benchmarks/NAME/run.py) with its own time limit. Its README.md gets the tables,
+and its folder gets plot.svg.
+
+The numbers are kept in benchmarks/results, which is not under version control. With --only, the numbers of the other
+questions are taken from there if they are of the same commit, so a long run can be done in parts. --only without names
+runs nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ LESS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="these questions; default: all")
-    parser.add_argument("--quick", action="store_true", help="see whether all works; does not write RESULTS.md")
-    parser.add_argument("--out", type=Path, help="instead of benchmarks/RESULTS.md")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="only these questions; default: all")
+    parser.add_argument("--quick", action="store_true", help="check that all works; do not write RESULTS.md")
+    parser.add_argument("--out", type=Path, help="file to write instead of benchmarks/RESULTS.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the question that runs is ended too
     known = questions()
@@ -49,7 +51,7 @@ def main() -> int:
         parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     out = args.out or (None if args.quick else HOME / "RESULTS.md")
     if args.quick and out is not None and out.resolve() == HOME / "RESULTS.md":
-        parser.error("a quick run must not be kept as RESULTS.md")
+        parser.error("a quick run must not be kept as RESULTS.md: use --out")
     chosen = known if args.only is None else args.only
     before, start, status = os.getloadavg()[0], time.monotonic(), 0
     results: dict[str, Result] = {}

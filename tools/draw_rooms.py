@@ -1,4 +1,4 @@
-"""The rooms of mlflash as they really import from each other: read from the source, and drawn as a picture.
+"""Draws a picture of the rooms of mlflash and their actual imports from each other, read from the source.
 
 python tools/draw_rooms.py         draws docs/pictures/rooms.svg
 python tools/draw_rooms.py PATH    draws the source tree below PATH, and prints the picture

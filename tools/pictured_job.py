@@ -1,4 +1,4 @@
-"""The job of the pictures: a rank that computes, saves and drains, as `pictures.py` starts it.
+"""The job that the pictures show: a rank that computes, saves and drains. `pictures.py` starts it.
 
 Usage: python -m mpi4py pictured_job.py STEPS FOLDER
 """

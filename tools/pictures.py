@@ -1,4 +1,4 @@
-"""Make the pictures of docs/ from what they show: a job that loses a node, its report, and mlflash top while it runs.
+"""Makes the pictures of docs/ from a real job that loses a node: its report, and mlflash top while it runs.
 
 Usage: python tools/pictures.py [NAME...]; pictures: report, phone, top. Default: all.
 

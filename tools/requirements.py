@@ -1,4 +1,4 @@
-"""Print what setup.cfg says that mlflash itself ("core") or extras of it need, for pip.
+"""Prints the requirements of mlflash itself ("core") or of its extras from setup.cfg, for pip.
 
 Usage: requirements.py core|EXTRA...
 """

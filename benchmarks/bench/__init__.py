@@ -1,1 +1,1 @@
-"""What the benchmarks share: how ranks are started and timed, and how tables, plots and files are made of it."""
+"""What the benchmarks share: they start and time ranks, and make tables, plots and files of the results."""

@@ -1,6 +1,6 @@
-"""What to reach: the table of the design, in this one place. Every aim is "at most so many times a yardstick".
+"""The aims of the design, all in this table. Each aim is "at most N times a yardstick".
 
-What is written as "at least so fast" is a time that is at most part of another's.
+An aim of the form "at least N times as fast" is written as the time that is at most a part of another time.
 """
 
 from __future__ import annotations

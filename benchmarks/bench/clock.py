@@ -1,7 +1,7 @@
-"""The clock of all ranks: what runs at once on all of them takes as long as on the slowest.
+"""The clock of all ranks: an action that runs on all ranks at once takes as long as on the slowest rank.
 
-A repetition runs its actions one after the other, the yardsticks among them. Ratios are made within a repetition and
-their median is taken, so that a load that comes and goes hits both sides alike.
+A repetition runs its actions one after the other, including the yardsticks. Ratios are made within a repetition, and
+their median is taken, so that a temporary load affects both sides alike.
 """
 
 from __future__ import annotations

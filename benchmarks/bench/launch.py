@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark on this machine, and stop them."""
+"""Starts the ranks of a benchmark on this machine, and stops them."""
 
 from __future__ import annotations
 

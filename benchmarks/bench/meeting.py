@@ -1,4 +1,4 @@
-"""Ranks that MPI has started, and whose couriers are processes: as under torchrun they meet by a port."""
+"""Lets ranks that MPI has started, and whose couriers are processes, meet by a port, as under torchrun."""
 
 from __future__ import annotations
 

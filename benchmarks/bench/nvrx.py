@@ -1,4 +1,4 @@
-"""What NVRx's local checkpoints want of those who use them, and how they work where there is no GPU."""
+"""Sets up NVRx's local checkpoints as its users must, and makes them work without a GPU."""
 
 from __future__ import annotations
 

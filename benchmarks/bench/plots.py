@@ -1,4 +1,4 @@
-"""Rows → a plot: bars of median ratios, whiskers from quartile to quartile, aims as lines."""
+"""Draws rows as a plot: bars of median ratios, whiskers from quartile to quartile, aims as lines."""
 
 from __future__ import annotations
 

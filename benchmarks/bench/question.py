@@ -1,4 +1,4 @@
-"""What every run.py does: read arguments, start ranks, and print, draw and keep what these found."""
+"""What every run.py does: it reads arguments, starts ranks, and prints, draws and keeps their results."""
 
 from __future__ import annotations
 
@@ -42,10 +42,14 @@ def parser_of(doc: str | None, timeout_s: float | None, repetitions: int | None)
     """Make a parser with the arguments that all questions take; None: those that this one has no use for."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if repetitions is not None:
-        parser.add_argument("--repetitions", type=int, default=repetitions, help="how often; the median counts")
+        parser.add_argument(
+            "--repetitions", type=int, default=repetitions, help="number of repetitions; the median counts"
+        )
     if timeout_s is not None:
-        parser.add_argument("--timeout-s", type=float, default=timeout_s, help="ranks are killed after so many seconds")
-    parser.add_argument("--quick", action="store_true", help="small and few: see whether it works, in under 30 s")
+        parser.add_argument(
+            "--timeout-s", type=float, default=timeout_s, help="seconds after which the ranks are killed"
+        )
+    parser.add_argument("--quick", action="store_true", help="small and few, to check that it works, in under 30 s")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--plot", type=Path, help="draw the ratios to this file (needs matplotlib)")
     parser.add_argument("--readme", action="store_true", help="write table and plot into the folder of the question")
@@ -62,7 +66,7 @@ class Begun(NamedTuple):
 def begin(args: argparse.Namespace) -> Begun:
     """Take note of both, before anything is timed."""
     if args.readme and args.quick:
-        sys.exit("a quick run is not worth being written down: --readme without --quick")
+        sys.exit("do not write a quick run to README.md: use --readme without --quick")
     return Begun(time.monotonic(), os.getloadavg()[0])
 
 

@@ -1,4 +1,4 @@
-"""Results of all questions → RESULTS.md."""
+"""Writes the results of all questions to RESULTS.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of results: JSON to keep, the table of a README, and what is said of the machine."""
+"""Writes results to files: JSON to keep, the table of a README, and a description of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one form that all numbers have: a row is what was timed, over yardsticks of the same repetition, and its aim."""
+"""The common form of all numbers: a row has a time, its yardsticks from the same repetition, and its aim."""
 
 from __future__ import annotations
 

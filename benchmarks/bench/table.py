@@ -1,4 +1,4 @@
-"""Rows → tables: for a terminal, and in Markdown."""
+"""Formats rows as tables, for a terminal and in Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two nodes made of namespaces, each with a network of its own, and a rank on each; only root may make them."""
+"""Two nodes made of namespaces, each with its own network, and a rank on each. Only root can make them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["HOSTS", "NETWORKS", "Nodes", "launch_on", "why_not_here"]
 def why_not_here() -> str:
     """Say why this machine cannot make such nodes; "": it can."""
     if os.geteuid() != 0:
-        return "nodes are made of namespaces, and only root may: run it as root, on Linux"
+        return "only root can make nodes of namespaces: run it as root, on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     return f"it needs {', '.join(missing)} (packages hostname, iproute2, mount, util-linux)" if missing else ""
 

@@ -1,6 +1,6 @@
-"""Why an aim is not reached, or not measured: by the name of the aim, and what of it. Written by hand, from profiles.
+"""Why an aim is missed or not measured, by the name of the aim and the part of it. Written by hand, from profiles.
 
-A row of RESULTS.md that is not reached and has no sentence here says that nobody knows yet.
+If a row of RESULTS.md misses its aim and has no sentence here, RESULTS.md says that the reason is not known yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two things that saves and restores are measured by: a memcpy into warm memory, and a raw MPI Put."""
+"""The two yardsticks of saves and restores: a memcpy into warm memory, and a raw MPI Put."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does: save and load a state through DCP, into memory and into files, beside a memcpy."""
+"""What each rank does: it saves and loads a state through DCP, into memory and files, and does a memcpy to compare."""
 
 from __future__ import annotations
 

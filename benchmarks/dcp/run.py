@@ -2,8 +2,8 @@
 
     python benchmarks/dcp/run.py [--ranks 2] [--mib 4] [--small 1000] [--repetitions 3] [--quick] [--json FILE] ...
 
-Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do. What is loaded is
-compared bit by bit with what was saved.
+It starts itself under mpiexec, each rank on an emulated node of its own; ranks.py is what the ranks do. What is loaded
+is compared bit by bit with what was saved.
 
     stall   until dcp.async_save returns and training goes on
     total   until its future has a result: the checkpoint is committed
@@ -25,10 +25,10 @@ from bench.rows import Row  # noqa: E402
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=3)
-    parser.add_argument("--ranks", type=int, default=2, help="2 or more")
-    parser.add_argument("--large", type=int, default=64, help="how many large tensors")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks, 2 or more")
+    parser.add_argument("--large", type=int, default=64, help="number of large tensors")
     parser.add_argument("--mib", type=int, default=4, help="MiB of each large tensor on each rank")
-    parser.add_argument("--small", type=int, default=1000, help="how many small tensors")
+    parser.add_argument("--small", type=int, default=1000, help="number of small tensors")
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks must be 2 or more")

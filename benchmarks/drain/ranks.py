@@ -1,4 +1,4 @@
-"""What each rank does: bring the same bytes to the same disk by dd, by PyTorch's writer and by a drain."""
+"""What each rank does: it writes the same bytes to the same disk by dd, by PyTorch's writer and by a drain."""
 
 from __future__ import annotations
 

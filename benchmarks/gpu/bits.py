@@ -1,4 +1,4 @@
-"""What could change bits that were saved: memory that is given to others at once, and steps in a CUDA graph."""
+"""What could change saved bits: memory that is given to others at once, and steps in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that copies and computes by itself: a CUDA GPU; or the CPU, to see whether the benchmark works."""
+"""A device that copies and computes by itself: a CUDA GPU, or the CPU to check that the benchmark works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in training on a device, and what of it is compared bit for bit."""
+"""A model in training on a device, and its tensors that are compared bit for bit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What saves and restores of a state on one CUDA GPU cost, beside what its own copies take.
+"""What saves and restores of a state on one CUDA GPU cost, compared with copies of the device itself.
 
     python benchmarks/gpu/run.py [--mib 2048] [--repetitions 9] [--on cpu] [--quick] [--json FILE] [--plot FILE]
 
-Starts itself under mpiexec on one rank (ranks.py): times (speed.py), and bits that could be torn (bits.py). Without
-CUDA it says so and ends well; --on cpu runs all that needs none, small, to see whether the benchmark works.
+It starts itself under mpiexec on one rank (ranks.py). It measures times (speed.py), and checks whether saved bits can
+change (bits.py). Without CUDA it says so and ends with 0. With --on cpu it runs everything that needs no CUDA, small,
+to check that the benchmark works.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def main() -> int:
             keep(args.json, {**machine(), "status": "needs CUDA"}, [])
         return 0
     if args.on == "cpu" and args.readme:
-        parser.error("a dry run is not worth being written down")
+        parser.error("a dry run measures nothing: do not use --readme with it")
     if args.quick or args.on == "cpu":
         args.mib, args.repetitions = min(args.mib, 64), 3
     return run(args, [Part(1, HERE / "ranks.py", [args.on, args.mib << 20, args.repetitions])], yardstick=D2H)

@@ -1,4 +1,4 @@
-"""Stall of eager and lazy saves, a step beside them, and a restore, each beside the device's own copies."""
+"""Stall of eager and lazy saves, a step during them, and a restore, each compared with copies of the device itself."""
 
 from __future__ import annotations
 

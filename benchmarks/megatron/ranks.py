@@ -1,4 +1,4 @@
-"""What each rank does: save and load tensor-aware state dicts, by mlflash and by NVRx, beside a memcpy."""
+"""What each rank does: it saves and loads tensor-aware state dicts, by mlflash and NVRx, and does a memcpy."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What local checkpoints of Megatron cost training: LocalCheckpoints beside NVRx's manager, both with copies.
+"""What local checkpoints of Megatron cost training: LocalCheckpoints compared with NVRx's manager, both with copies.
 
     python benchmarks/megatron/run.py [--ranks 2] [--mib 256] [--repetitions 5] [--quick] [--json FILE] ...
 
-Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do. NVRx's manager
+It starts itself under mpiexec, each rank on an emulated node of its own; ranks.py is what the ranks do. NVRx's manager
 writes to /dev/shm and replicates to the other rank (clique of 2). Its wheel is for one version of Python only, but its
-checkpointing is not: what `pip download --no-deps nvidia-resiliency-ext` gave, unpacked and on PYTHONPATH, will do.
-Without it that part is left out. What is loaded is compared bit by bit with what was saved.
+checkpointing is not. So it is enough to unpack what `pip download --no-deps nvidia-resiliency-ext` gives, and to add it
+to PYTHONPATH. Without NVRx its part is left out. What is loaded is compared bit by bit with what was saved.
 
     stall       until save, and the queue that its request goes to, return and training goes on
     total       until the request is finalized
@@ -25,9 +25,11 @@ from bench.question import Part, parser_of, run  # noqa: E402
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
-    parser.add_argument("--ranks", type=int, default=2, help="an even number")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks, even")
     parser.add_argument("--mib", type=int, default=256, help="MiB of each rank")
-    parser.add_argument("--tensors", type=int, nargs="+", default=[64, 1024], help="how many tensors that is")
+    parser.add_argument(
+        "--tensors", type=int, nargs="+", default=[64, 1024], help="numbers of tensors of this size in total"
+    )
     args = parser.parse_args()
     if args.ranks < 2 or args.ranks % 2:
         parser.error("--ranks must be an even number")

@@ -1,4 +1,4 @@
-"""What each rank does: DeepSpeed trains some layers, and saves one way or another after its first step."""
+"""What each rank does: DeepSpeed trains some layers, and after the first step saves in each of the ways compared."""
 
 from __future__ import annotations
 

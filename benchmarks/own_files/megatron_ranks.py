@@ -1,7 +1,7 @@
-"""What each rank does: Megatron's pretrain trains a GPT, and saves one way or another after its first step.
+"""What each rank does: Megatron's pretrain trains a GPT, and after the first step saves in each of the ways compared.
 
-What it takes for granted of CUDA is pretended as in the tests, whose training it is. Megatron starts processes that
-import this file, and must not start MPI.
+CUDA is pretended as in the tests, whose training this is. Megatron starts processes that import this file, and these
+must not start MPI.
 """
 
 from __future__ import annotations

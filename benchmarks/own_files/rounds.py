@@ -1,4 +1,4 @@
-"""How ways to save a training are timed, one after the other, beside a memcpy of what one of them has written."""
+"""Times several ways to save a training, one after the other, and a memcpy of the bytes that one has written."""
 
 from __future__ import annotations
 

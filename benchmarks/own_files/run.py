@@ -1,10 +1,10 @@
-"""What frameworks' own checkpoints keep training waiting for: written by themselves, with in_background=, by peers.
+"""How long frameworks' own checkpoints stop training: written as usual, with in_background=, and by other libraries.
 
     python benchmarks/own_files/run.py [--disk DIR] [--ranks 2] [--mib 200] [--repetitions 7] [--quick] ...
 
-Each framework that can be imported here, or in the environment of its tests (.venv-lightning and others, where they are
-made), trains a model for a step and then saves again and again (*_ranks.py). --quick asks the first that can be
-imported here, as other environments may be in the making. Where there is none it says so and ends well.
+Each framework that can be imported here, or in the environment of its tests (such as .venv-lightning, if it exists),
+trains a model for a step and then saves again and again (*_ranks.py). --quick runs only the first framework that can be
+imported here, because other environments may be incomplete. If there is none, it says so and ends with 0.
 
     stall    until the save returns, and training goes on
     on disk  until all files have their names and the disk has them
@@ -43,10 +43,10 @@ def python_with(module: str, environment: str) -> str:
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=280, repetitions=7)
-    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on it")
-    parser.add_argument("--ranks", type=int, default=2, help="of each training")
-    parser.add_argument("--mib", type=int, default=200, help="of a checkpoint, about")
-    parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="these frameworks")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of each training")
+    parser.add_argument("--mib", type=int, default=200, help="approximate MiB of a checkpoint")
+    parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="only these frameworks")
     args = parser.parse_args()
     found = {name: python_with(*FRAMEWORKS[name]) for name in args.only}
     if args.quick:

@@ -1,4 +1,4 @@
-"""What each rank does: Hugging Face's Trainer trains a GPT-2, and saves one way or another after its first step."""
+"""What each rank does: Hugging Face's Trainer trains a GPT-2, and then saves in each of the ways compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does: make parity and rebuild slots, beside a memcpy, an XOR and a raw exchange."""
+"""What each rank does: it makes parity and rebuilds slots, and does a memcpy, an XOR and a raw exchange to compare."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How fast parity is made and lost slots are rebuilt, beside a memcpy, a plain XOR loop and a raw exchange.
+"""How fast parity is made and lost slots are rebuilt, compared with a memcpy, a plain XOR loop and a raw exchange.
 
     python benchmarks/parity/run.py [--ranks 4] [--mib 64] [--repetitions 9] [--transport p2p] [--quick] ...
 
-Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do. The time of a
-scheme has the checksums of every block at both ends in it, those of the raw exchange and the XOR loop have none.
+It starts itself under mpiexec, each rank on an emulated node of its own; ranks.py is what the ranks do. The time of a
+scheme includes the checksums of every block at both ends. The raw exchange and the XOR loop make none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.question import Part, parser_of, run  # noqa: E402
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=180, repetitions=9)
-    parser.add_argument("--ranks", type=int, default=4, help="4 or more")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks, 4 or more")
     parser.add_argument("--mib", type=int, default=64, help="MiB per rank")
     parser.add_argument("--transport", choices=("p2p", "rma"), default="p2p")
     args = parser.parse_args()

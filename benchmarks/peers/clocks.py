@@ -1,4 +1,4 @@
-"""CPU seconds of this process and of all that it has started."""
+"""CPU seconds of this process and of all processes that it has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.async_save by a process, with a stager in shared memory that keeps it."""
+"""torch.distributed.checkpoint.async_save by a process, with a stager that keeps its shared memory."""
 
 from __future__ import annotations
 

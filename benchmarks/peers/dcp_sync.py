@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint.save: what its three modules have in common, and the one that keeps training waiting.
+"""torch.distributed.checkpoint.save, which stops training, and what this module shares with the two asynchronous ones.
 
-The state is what FSDP2 has: DTensors, of which each rank holds a shard. Plans are cached, as PyTorch's own measurements
-of asynchronous checkpoints do it; files are not synced, since memory has no disk behind it.
+The state is like that of FSDP2: DTensors, and each rank holds a shard of each. Plans are cached, as in PyTorch's own
+measurements of asynchronous checkpoints. Files are not synced, because memory has no disk behind it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """DLRover's flash checkpoint in memory: DdpCheckpointer with a shard per rank, saved with StorageType.MEMORY.
 
-dlrover-run starts the saver of a node before training; here it is started by the function that the checkpointer would
-call by itself, and given a second: its queue takes requests before it can answer (SharedQueue.__init__ of 0.6.1 makes
-the socket, then the queue), loses the one that comes in between, and the rank would wait for a minute and fail. Each
-rank is a node, so each has its own name for segments; sockets go into the memory of the run, for nothing removes
-those in /tmp.
+dlrover-run starts the saver of a node before training. Here the saver is started by the function that the checkpointer
+would call by itself, and gets a second to start. Otherwise its queue may accept a request before it can answer
+(SharedQueue.__init__ of 0.6.1 makes the socket, then the queue) and lose it, and the rank would wait for a minute and
+fail. Each rank is a node, so each has its own name for segments. Sockets are put into the memory of the run, because
+nothing removes those in /tmp.
 """
 
 from __future__ import annotations

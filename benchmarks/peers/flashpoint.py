@@ -1,9 +1,9 @@
 """ML Flashpoint by its core and its PyTorch adapter, in the order in which its Megatron adapter calls them.
 
-Plan, stage and begin while training waits; write in a thread (their process would copy once more, on its way there);
-then replicate, write metadata and finalize. They drop the futures of the replicas and call the checkpoint complete;
-here it is whole once those have been acknowledged. Buffers come from the pool that their NeMo adapter makes, and plans
-are cached as there.
+It plans, stages and begins while training waits, and writes in a thread (their process would copy once more, on its way
+there). Then it replicates, writes metadata and finalizes. Their code drops the futures of the replicas and calls the
+checkpoint complete; here it counts as whole when the replicas have been acknowledged. Buffers come from the pool of
+their NeMo adapter, and plans are cached as there.
 
 Both nodes write the same paths, so each needs its own tmpfs there: a mount that only this rank sees.
 """

@@ -1,4 +1,4 @@
-"""What every library looks like to the ranks: save, wait until it is whole, load."""
+"""The interface of every library for the ranks: save, wait until the checkpoint is whole, load."""
 
 from __future__ import annotations
 

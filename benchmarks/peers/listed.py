@@ -1,4 +1,4 @@
-"""Which libraries there are, how each is installed, and what its checkpoint is worth: to be said beside a time."""
+"""The libraries, how each is installed, and what its checkpoint guarantees, which the tables show next to its times."""
 
 from __future__ import annotations
 

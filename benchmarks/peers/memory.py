@@ -1,7 +1,7 @@
-"""How much memory a tree of processes holds: what is private to them, and what lies in /dev/shm.
+"""How much memory a tree of processes holds: what is private to them, and what is in /dev/shm.
 
-Run as a program it looks again and again until its input ends, and then prints the most that it saw: a process of its
-own sees also what happens while the ranks hold the GIL.
+As a program it measures again and again until its input ends, and then prints the maximum. A separate process also sees
+what happens while the ranks hold the GIL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NVRx's local checkpoints with replication: cliques of two ranks on two nodes, saved asynchronously.
 
-Its documentation says that the queue must not be persistent with local checkpoints. It sends replicas by way of "cuda";
-where there is no GPU, that is taken to be the CPU.
+According to its documentation the queue must not be persistent with local checkpoints. It sends replicas through
+"cuda"; without a GPU the CPU takes its place.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Start of each of the two ranks: rounds.py holds what they do.
+"""Starts each of the two ranks; rounds.py is what they do.
 
-Some libraries start processes that import this file again: they must not import MPI, which such a process cannot have.
+Some libraries start processes that import this file again. These must not import MPI, because they cannot have it.
 """
 
 if __name__ == "__main__":

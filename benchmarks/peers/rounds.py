@@ -1,6 +1,7 @@
-"""What each of the two ranks does: one library beside memcpy and beside mlflash, with one state.
+"""What each of the two ranks does: it runs one library, memcpy and mlflash, with one state.
 
-A round does all one after the other, both ranks at once; the slowest rank counts. Ratios are made within a round.
+A round runs all of them one after the other, on both ranks at once; the slowest rank counts. Ratios are made within a
+round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the launches said → rows: a table for each state, a line for each library, a column for each time."""
+"""Turns the output of the launches into rows: a table per state, a line per library, a column per time."""
 
 from __future__ import annotations
 

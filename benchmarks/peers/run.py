@@ -1,9 +1,10 @@
-"""Other checkpoint libraries beside mlflash: how long training waits, until when it is whole, and what it takes.
+"""Compares other checkpoint libraries with mlflash: how long training waits, when the checkpoint is whole, its cost.
 
     python benchmarks/peers/run.py [--peers NAME ...] [--shapes NAME ...] [--mib 256] [--repetitions 5] [--quick] ...
 
-Each library and each state is a launch of its own on two ranks, emulated nodes, with memcpy and mlflash in the same
-rounds; all of them write into /dev/shm. Those that are not installed are named, with what pip wants, and left out.
+Each library and each state is a launch of its own on two ranks, on emulated nodes, with memcpy and mlflash in the same
+rounds. All write to /dev/shm. Libraries that are not installed are named, with the command that installs them, and left
+out.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="of the state")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="shapes of the state")
     parser.add_argument("--mib", type=in_eights, default=256, help="MiB per rank, a multiple of 8")
-    parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="show what --json wrote, measure nothing")
-    parser.add_argument("--list", action="store_true", help="say what is installed, and how to install the rest")
+    parser.add_argument(
+        "--again", type=Path, nargs="+", metavar="FILE", help="show files that --json wrote, measure nothing"
+    )
+    parser.add_argument("--list", action="store_true", help="list what is installed, and how to install the rest")
     args = parser.parse_args()
     if args.quick:
         args.mib, args.repetitions, args.shapes = 16, 2, ["8 MiB tensors"]

@@ -1,4 +1,4 @@
-"""torch.save to /dev/shm, each rank for itself; torch.load with mmap, as its documentation advises for large files."""
+"""torch.save to /dev/shm, each rank by itself; torch.load with mmap, as its documentation advises for large files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchsnapshot's async_take, as its documentation advises where training is kept waiting; restored in place."""
+"""torchsnapshot's async_take, as its documentation advises if saving stops training; restored in place."""
 
 from __future__ import annotations
 

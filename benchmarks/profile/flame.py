@@ -1,4 +1,4 @@
-"""Stacks → a flame graph of each thread: callers below, as wide as the seconds they took."""
+"""Draws stacks as a flame graph of each thread: callers are below, and the width is the time they took."""
 
 from __future__ import annotations
 

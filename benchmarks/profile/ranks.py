@@ -1,4 +1,4 @@
-"""What each of the two ranks does: the same again and again, while rank 0 is looked at from outside."""
+"""What each of the two ranks does: it repeats one action while a profiler samples rank 0 from outside."""
 
 from __future__ import annotations
 

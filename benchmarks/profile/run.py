@@ -2,8 +2,8 @@
 
     python benchmarks/profile/run.py [--mib 256] [--tensors 32] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own (ranks.py). Rank 0 lets
-py-spy (pip install py-spy) look at it, from outside, a thousand times a second; without it nothing is measured.
+It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own (ranks.py). Rank 0 has
+py-spy (pip install py-spy) sample it from outside, a thousand times a second. Without py-spy nothing is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=100, repetitions=60)
     parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank")
-    parser.add_argument("--tensors", type=int, default=32, help="how many they are; 3000 shows what each costs")
+    parser.add_argument("--tensors", type=int, default=32, help="number of tensors; 3000 shows what each costs")
     args = parser.parse_args()
     if not Path(sys.executable).with_name("py-spy").exists():
         print("profile: py-spy is not installed: pip install py-spy", file=sys.stderr)

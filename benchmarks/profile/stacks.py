@@ -1,4 +1,4 @@
-"""Stacks as py-spy counts them → seconds by function."""
+"""Converts the stacks that py-spy counts to seconds by function."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a replayed step costs, in ordinary steps: `torchrun --nproc-per-node 2 benchmarks/replay/cost.py`.
 
-Steps in random order, one of three replayed, with all that belongs to a step (forward, backward, optimizer). It prints
-the median of the ratios within each three, and the interval that holds it with 95 %. The control is the ratio of the
-two ordinary steps.
+Steps run in groups of three, in random order, and one of the three is replayed. A step is complete: forward, backward,
+optimizer. The program prints the median of the ratios within each group, with its 95 % interval. The control is the
+ratio of the two ordinary steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each of the two ranks does: make a new Checkpointer, as a relaunch does, and restore, beside a memcpy."""
+"""What each of the two ranks does: it makes a new Checkpointer like a relaunch, restores, and does a memcpy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How long a relaunched job takes to have its state back: on the same node, with a node wiped, and in which parts.
+"""How long a relaunched job takes to restore its state, on the same node and after a node was wiped, by part.
 
     python benchmarks/restore/run.py [--mib 256] [--repetitions 6] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own; ranks.py holds what they do.
+It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own; ranks.py is what the
+ranks do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What each rank of a training does whose saves copy while the next step computes: save(step, state, until=optimizer).
+"""What each rank does in a training whose saves copy during the next step: save(step, state, until=optimizer).
 
-A step is forward, backward and Adam's step of an MLP; it is made so long that the copy fits into it four times. What
-training waits for is `save` itself and, in `optimizer.step()`, what is not copied yet.
+A step is forward, backward and Adam's step of an MLP, long enough for the copy to fit into it four times. Training
+waits for `save` itself and, in `optimizer.step()`, for what is not copied yet.
 """
 
 from __future__ import annotations

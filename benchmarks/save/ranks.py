@@ -1,4 +1,4 @@
-"""What each of the two ranks does: every kind of save, timed beside a memcpy and a raw MPI Put."""
+"""What each of the two ranks does: it times every kind of save, a memcpy and a raw MPI Put."""
 
 from __future__ import annotations
 

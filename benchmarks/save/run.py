@@ -1,9 +1,9 @@
-"""How long a save keeps training waiting, how long until it is committed, and what it costs in CPU seconds.
+"""How long a save stops training, how long it takes until it is committed, and what it costs in CPU seconds.
 
     python benchmarks/save/run.py [--mib 256] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own (ranks.py), and once more on
-one rank, so that a core is left to the copies that are made while training goes on (lazy.py).
+It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own (ranks.py). It does so
+again on one rank, so that a core is left for the copies that are made during training (lazy.py).
 """
 
 from __future__ import annotations

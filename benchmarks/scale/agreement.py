@@ -1,4 +1,4 @@
-"""What ranks agree on and send: counted call by call, while Checkpointers start, commit, are relaunched and restore."""
+"""Counts, call by call, what ranks agree on and send while Checkpointers start, commit, are relaunched and restore."""
 
 from __future__ import annotations
 

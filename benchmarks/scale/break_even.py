@@ -1,6 +1,6 @@
-"""What would have to be true for mlflash to be slower than a parallel file system: computed from the model.
+"""Computes from the model under which conditions mlflash would be slower than a parallel file system.
 
-Both sides are relaunched alike, or recover as `recoveries.WAYS` says; each condition is where their seconds are equal.
+Both sides are relaunched alike, or recover as in `recoveries.WAYS`. Each condition is where both take the same time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a Checkpointer and its courier make on each rank, counted where all but a few ranks are simulated.
+"""Counts the objects that a Checkpointer and its courier make on each rank. All but a few ranks are simulated.
 
-Communicators and windows are those that there are after a save; tables are the Python objects that a Checkpointer
-reaches.
+Communicators and windows are those that exist after a save. Tables are the Python objects that a Checkpointer
+references.
 """
 
 from __future__ import annotations

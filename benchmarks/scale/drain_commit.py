@@ -1,9 +1,9 @@
-"""What rank 0 alone does for a drain: it takes the receipts of all ranks, looks for all files, and commits.
+"""What only rank 0 does for a drain: it gets the receipts of all ranks, looks for all files, and commits.
 
     python benchmarks/scale/drain_commit.py [--ranks 1024 4096 16384] [--leaves 12] [--form hdf5 dcp] [--json FILE]
 
-The code of mlflash itself, in one process, on real files in memory, empty but for their cards. The receipts are made up
-in the form in which ranks send them: every leaf is a shard, and each rank has one of each.
+It runs the code of mlflash in one process, on real files in memory that contain only their cards. The receipts are
+generated in the form in which ranks send them: every leaf is a shard, and each rank has one shard of each leaf.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _status(name: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096, 16_384])
-    parser.add_argument("--leaves", type=int, nargs="+", default=[KINDS], help="of each rank")
+    parser.add_argument("--leaves", type=int, nargs="+", default=[KINDS], help="numbers of leaves of each rank")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The model at 1,000 to 100,000 GPUs: schemes in memory beside checkpoints in file systems."""
+"""The model at 1,000 to 100,000 GPUs: schemes in memory compared with checkpoints in file systems."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How fast what was counted and measured grows with the job: exponents, and what may grow how fast.
+"""How fast counted and measured values grow with the job: exponents, and limits for them.
 
-An exponent is the slope of a straight line through the logarithms (least squares): 1 is linear, 0 does not grow. What
-may grow is linear at most, and has a reason in `LINEAR`; all else may grow as the logarithm of the ranks does, at most.
+An exponent is the slope of a straight line through the logarithms (least squares): 1 is linear, 0 does not grow. Values
+with a reason in `LINEAR` may grow linearly at most. All others may grow like the logarithm of the ranks at most.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpointers of a few live ranks in a job of many: start, commits, relaunch and restore, with the code as it is."""
+"""Checkpointers of a few live ranks in a job of many: start, commits, relaunch and restore, with the unchanged code."""
 
 from __future__ import annotations
 

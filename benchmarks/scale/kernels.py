@@ -1,4 +1,4 @@
-"""How fast one core of this machine copies, checks and codes: what the model takes, measured again."""
+"""Measures again how fast one core of this machine copies, checks and codes, as input for the model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where live ranks of a simulated world meet: collectives by what each brings, messages, and requests for both.
+"""Where live ranks of a simulated world meet: collectives with what each rank brings, messages, and requests for both.
 
-What is a live rank and what a phantom is said in `simulated_mpi`.
+`simulated_mpi` explains live ranks and phantoms.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/scale/memory_of_ranks.py [--ranks 4 8 16 32] [--kinds process bare thread] [--json FILE]
 
-Real processes on this machine under MPICH, each rank a node of its own, a state of 4 KiB. "process" is a Checkpointer
-whose courier is a process, "thread" one whose courier is a thread of the trainer, and "bare" a courier that makes the
-same communicators and nothing else: what it takes is MPI's. All processes are killed after --deadline-s.
+It starts real processes on this machine under MPICH, each rank on a node of its own, with a state of 4 KiB. "process"
+is a Checkpointer whose courier is a process, "thread" one whose courier is a thread of the trainer. "bare" is a courier
+that makes the same communicators and nothing else, so its memory is MPI's. All processes are killed after --deadline-s.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ def main() -> int:
     from bench.table import show
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16, 32], help="sizes of the job; even")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16, 32], help="sizes of the job, even numbers")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["process", "bare"], help="what the ranks do")
-    parser.add_argument("--deadline-s", type=float, default=280.0, help="all processes are killed after it, seconds")
-    parser.add_argument("--least-s", type=float, default=10.0, help="no job is started where less is left")
-    parser.add_argument("--json", type=Path, help="write what each process had to this file")
+    parser.add_argument("--deadline-s", type=float, default=280.0, help="seconds after which all processes are killed")
+    parser.add_argument("--least-s", type=float, default=10.0, help="start no job if fewer seconds are left")
+    parser.add_argument("--json", type=Path, help="write the memory of each process to this file")
     args = parser.parse_args()
     begun = time.monotonic()
     found, wrong = measure(args)

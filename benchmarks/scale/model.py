@@ -1,7 +1,7 @@
-"""How long a commit and a restore take on a machine of so many GPUs, and what share of the time a job loses.
+"""How long a commit and a restore take on a machine with a given number of GPUs, and what share of time a job loses.
 
-Formulas, sources and what is left out are in README.md. What a job loses is not modelled here a second time: it is
-`mlflash.planning`, what `mlflash plan` prints, given the times of this model in place of measured ones.
+README.md has formulas, sources and what is left out. The lost time is not modeled here a second time: it comes from
+`mlflash.planning`, which `mlflash plan` prints, with the times of this model instead of measured ones.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What one rank needs to learn what all ranks of a checkpoint hold, and of what its own state is made.
+"""What one rank needs to learn what all ranks of a checkpoint hold, and from which parts its own state is made.
 
     python benchmarks/scale/old_ranks.py [--old 10000] [--new 9992] [--leaves 3000] [--json FILE]
 
-The code of mlflash itself, in one process. What the other ranks would tell it is made up, in the form in which they
-tell it: out of memory by messages, out of a directory by the file that commits the checkpoint. `before` is what each
-rank did with the manifest of every old rank until format version 2; it is measured on 40 of them, and multiplied. Ends
-with 1 where a rank needs more than 50 MB or 2 s of processor time.
+It runs the code of mlflash in one process. What other ranks would tell is generated in the form in which they tell it:
+for memory as messages, for a directory as the file that commits the checkpoint. `before` is what each rank did with the
+manifest of every old rank until format version 2; it is measured on 40 of them and multiplied. The program ends with 1
+if a rank needs more than 50 MB or 2 s of processor time.
 """
 
 from __future__ import annotations
@@ -211,8 +211,10 @@ def learn(old: int, leaves: int) -> dict[str, Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--old", type=int, default=10_000, help="ranks that saved it")
-    parser.add_argument("--new", type=int, nargs="+", default=[10_000, 9_992, 5_000, 100], help="ranks that restore it")
+    parser.add_argument("--old", type=int, default=10_000, help="number of ranks that saved the checkpoint")
+    parser.add_argument(
+        "--new", type=int, nargs="+", default=[10_000, 9_992, 5_000, 100], help="numbers of ranks that restore it"
+    )
     parser.add_argument("--leaves", type=int, default=3_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The numbers that the model takes: machines, fabrics, file systems, failures; each with where it comes from.
+"""The numbers that the model takes: machines, fabrics, file systems, failures; each with its source.
 
-"Measured" are those of a run of `run.py` (see README.md); "published" ones name their source; all else is an
-"assumption", and says so.
+"Measured" numbers come from a run of `run.py` (see README.md). "Published" ones name their source. All others are
+marked as an "assumption".
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What each way of a checkpoint asks of a rank: counts and bytes of commits, drains and restores, on simulated ranks.
+"""What each operation on a checkpoint costs a rank: counts and bytes of commits, drains and restores, simulated.
 
-The state is a tensor cut over the nodes. It is restored on as many ranks, and on twice as many on the same nodes.
+The state is a tensor cut over the nodes. It is restored on the same number of ranks, and on twice as many on the same
+nodes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What phantoms say of the checkpoint that they hold, in the form in which ranks do; and who asks the directory what.
+"""What phantoms report about the checkpoint that they hold, in the form in which ranks do, and their requests to the
+directory.
 
-A phantom holds what the lowest live rank does, but for the rows of its own node of what is cut over the nodes.
+A phantom holds the same as the lowest live rank, except that tensors cut over the nodes have the rows of its own node.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Seconds and bytes on one rank: planning, the inventory, the choice of what to restore; and whether they are right.
+"""Seconds and bytes on one rank for planning, the inventory and the choice of what to restore; checks their results.
 
-Random losses go through `Survival.survives`, some also through the choice of what to restore, and are compared with the
-exact chance.
+Random losses go through `Survival.survives`, and some also through the choice of what to restore. They are compared
+with the exact probability.
 """
 
 from __future__ import annotations

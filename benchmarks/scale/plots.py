@@ -1,4 +1,4 @@
-"""The plots: seconds and bytes against ranks; committed, restored and wasted time against GPUs, beside file systems."""
+"""Draws the plots: seconds and bytes over ranks; committed, restored and wasted time over GPUs, with file systems."""
 
 from __future__ import annotations
 

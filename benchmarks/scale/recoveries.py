@@ -1,8 +1,8 @@
-"""From a failure to a state on all GPUs, by this model, beside what others published; and what would make us slower.
+"""From a failure to a state on all GPUs: this model, what others published, and what would make mlflash slower.
 
     python benchmarks/scale/recoveries.py [--json FILE] [--plot benchmarks/scale/plot-model.svg]
 
-Process groups of torch.distributed, compilation and the first step are in none of the model's figures, and in most of
+The model's figures do not include process groups of torch.distributed, compilation and the first step; nor do most of
 those that others published.
 """
 
@@ -180,7 +180,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as a README has them")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--plot", type=Path, help="draw commits, restores and recoveries to this file")
     args = parser.parse_args()
     node, few = Node(), forecast.FEW

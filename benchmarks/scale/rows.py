@@ -1,4 +1,4 @@
-"""What was measured and what the model says → rows of tables."""
+"""Turns measurements and results of the model into rows of tables."""
 
 from __future__ import annotations
 

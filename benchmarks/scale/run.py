@@ -2,9 +2,9 @@
 
     python benchmarks/scale/run.py [--ranks N ...] [--samples 20000] [--seed 1] [--quick] [--json FILE] [--plot FILE]
 
-Without MPI: it is the code that every rank runs, on the tables and messages of 1,024 to 131,072 ranks, 8 on a node; and
-a model of machines of which the parameters are measured here or published. Ends with 1 where numbers contradict each
-other or an aim is missed. Formulas, sources and results are in README.md beside it.
+It needs no MPI: it runs the code of every rank on the tables and messages of 1,024 to 131,072 ranks, 8 on a node, and a
+model of machines whose parameters are measured here or published. It ends with 1 if numbers contradict each other or an
+aim is missed. README.md in this folder has formulas, sources and results.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=None, repetitions=None)
     parser.add_argument("--ranks", type=int, nargs="+", default=planning.RANKS, help="sizes of the job, multiples of 8")
-    parser.add_argument("--samples", type=int, default=20_000, help="random losses")
-    parser.add_argument("--seed", type=int, default=1, help="of the random losses")
+    parser.add_argument("--samples", type=int, default=20_000, help="number of random losses")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random losses")
     args = parser.parse_args()
     if any(ranks < 128 or ranks % 64 for ranks in args.ranks):
         parser.error("--ranks must be multiples of 64, at least 128")

@@ -1,9 +1,9 @@
-"""MPI for a few live ranks of a world of many: what they send is counted, what the others would send is made up.
+"""MPI for a few live ranks of a world of many: what they send is counted, and what other ranks would send is generated.
 
-Live ranks are threads of this process. They run the code of mlflash as it is, on a module and communicators that look
-like those of mpi4py as far as mlflash calls them. All other ranks are *phantoms*: in a reduction they bring what the
-live ranks bring, in a gather what `meeting.Fabric.phantoms` says, to an all-to-all nothing; nobody sends a message to
-them. The live ranks must be whole redundancy groups of first ranks of their nodes, rank 0 among them.
+Live ranks are threads of this process. They run the unchanged code of mlflash on a module and communicators that look
+like those of mpi4py, as far as mlflash calls them. All other ranks are *phantoms*. In a reduction they bring what the
+live ranks bring, in a gather what `meeting.Fabric.phantoms` generates, and in an all-to-all nothing. Nobody sends them
+messages. The live ranks must be whole redundancy groups of first ranks of their nodes, including rank 0.
 """
 
 from __future__ import annotations

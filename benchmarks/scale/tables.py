@@ -1,4 +1,4 @@
-"""The tables that a job of many ranks would give each rank: places, failure domains, what all nodes hold."""
+"""The tables that each rank would get in a job of many ranks: places, failure domains, what all nodes hold."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The wire-up of thousands of couriers, simulated: what MPI asks of our PMI-1 servers while it starts, over one store.
+"""The simulated wire-up of thousands of couriers: what MPI asks our PMI-1 servers while it starts, over one store.
 
     python benchmarks/scale/wireup.py [--nodes 512] [--ranks-per-node 8] [--segments 9]
 
-Store, its clients and the PMI servers are those of mlflash, and talk over loopback; the store has a process of its own,
-as rank 0's zygote is. What MPI asks is played by its lines, as MPICH 5.0.2 with UCX sends them: on each node one rank
-puts its address, in segments of a kilobyte, all ranks come to a barrier, and that rank gets the addresses of all nodes.
-The time of the store's process is what a real start waits for; that of the others is spread over all nodes there.
+Store, clients and PMI servers are those of mlflash, and talk over loopback. The store has a process of its own, like
+rank 0's zygote. The questions of MPI are replayed as MPICH 5.0.2 with UCX sends them: on each node one rank puts its
+address, in segments of a kilobyte, all ranks come to a barrier, and that rank gets the addresses of all nodes. A real
+start waits for the time of the store's process. The time of the others is spread over all nodes there.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=512)
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--segments", type=int, default=9, help="of the address of a node: UCX has 9, libfabric 1")
+    parser.add_argument("--segments", type=int, default=9, help="segments of a node's address: UCX has 9, libfabric 1")
     args = parser.parse_args()
     size, epoch = args.nodes * args.ranks_per_node, new_epoch_name(1)
     pipe, its = multiprocessing.Pipe()

@@ -1,7 +1,7 @@
 """What each of two ranks does that saves at every step, while the courier still works on the save before.
 
-A step computes for as long as a memcpy of the state takes, and changes it all; a commit takes longer. What training
-does then, ``when_busy`` says: wait for a slot, or skip the save.
+A step computes for as long as a memcpy of the state takes, and changes all of it. A commit takes longer. ``when_busy``
+decides what training does then: wait for a slot, or skip the save.
 """
 
 from __future__ import annotations

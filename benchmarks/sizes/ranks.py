@@ -1,4 +1,4 @@
-"""What each of two ranks does: states of awkward sizes, and the first saves of jobs."""
+"""What each of two ranks does: it saves states of awkward sizes, and makes the first saves of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of eight ranks does that share a node, or two: save, beside a memcpy that all of them make at once."""
+"""What each of eight ranks does that share one node or two: it saves, and does a memcpy together with the others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The sizes that hurt: small tensors, a huge one, a state that grows, a save at every step, 8 ranks, the first save.
+"""Sizes that cost most: small tensors, a huge one, a growing state, a save at every step, 8 ranks, the first save.
 
     python benchmarks/sizes/run.py [--mib 128] [--repetitions 4] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own (ranks.py, busy.py), and on
-eight: as one node, and as two nodes of four (ranks_of_a_node.py).
+It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own (ranks.py, busy.py),
+and on eight: as one node, and as two nodes of four (ranks_of_a_node.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HERE = Path(__file__).parent
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=4)
     parser.add_argument(
-        "--mib", type=int, default=128, help="MiB of tensors per rank, a multiple of 8; of 8 ranks an eighth"
+        "--mib", type=int, default=128, help="MiB of tensors per rank, a multiple of 8; each of 8 ranks has an eighth"
     )
     args = parser.parse_args()
     if args.mib < 64 or args.mib % 8:
-        parser.error("--mib must be a multiple of 8, 64 at least")
+        parser.error("--mib must be a multiple of 8, at least 64")
     if args.quick:
         args.mib, args.repetitions = 64, 1
     nbytes, often = args.mib << 20, args.repetitions

@@ -1,8 +1,8 @@
-"""How long a program takes until its Checkpointer is there, beside a bare `import numpy` and a bare MPI_Init.
+"""How long a program takes until its Checkpointer is ready, compared with a bare `import numpy` and a bare MPI_Init.
 
     python benchmarks/startup/run.py [--ranks 1 2 4] [--repetitions 9] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-Starts start.py again and again, by itself for one rank and under mpiexec for more: each time a new program.
+It starts start.py again and again, alone for one rank and under mpiexec for more, each time as a new program.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=None, repetitions=9)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of the programs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks of the programs")
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.repetitions = [1, 2], 2

@@ -1,4 +1,4 @@
-"""What each rank is: a program that is ready when its imports, its MPI or its Checkpointer are, and says when."""
+"""What each rank runs: a program that reports when its imports, its MPI or its Checkpointer are ready."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Which cores training and courier run on: the same on a machine with two cores and on one with a hundred."""
+"""Chooses the cores of training and courier, alike on a machine with two cores and on one with a hundred."""
 
 from __future__ import annotations
 

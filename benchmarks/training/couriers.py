@@ -1,7 +1,7 @@
-"""What each of the two ranks does with --couriers: steps beside saves by a thread and by a process, by turns.
+"""What each of the two ranks does with --couriers: steps during saves by a thread and by a process, in turn.
 
-In a repetition come, in an order that is drawn anew: no save; a save whose courier is a thread; one whose courier is a
-process; and a program in C that moves the same bytes on the couriers' core. Rank 0 trains, on a core of its own.
+A repetition has four parts, in random order: no save; a save whose courier is a thread; one whose courier is a process;
+and a program in C that moves the same bytes on the couriers' core. Rank 0 trains on a core of its own.
 """
 
 from __future__ import annotations

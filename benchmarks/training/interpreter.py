@@ -1,7 +1,7 @@
-"""The courier beside a main thread that never lets go of the interpreter, for several switch intervals.
+"""The courier next to a main thread that never releases the interpreter by itself, for several switch intervals.
 
-A thread that wants the interpreter's lock asks for it when it has waited for the switch interval, 5 ms. The courier
-needs the lock after each chunk, so beside a loop of pure Python each of its moves begins 5 ms late.
+A thread that waits for the interpreter's lock asks for it after the switch interval, 5 ms. The courier needs the lock
+after each chunk, so next to a loop of pure Python each of its moves begins 5 ms late.
 """
 
 from __future__ import annotations

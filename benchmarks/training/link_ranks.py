@@ -1,4 +1,4 @@
-"""What the ranks at both ends of a slow cable do: train, with an allreduce in every step, and save now and then."""
+"""What the ranks at both ends of a slow cable do: they train with an allreduce in every step, and save now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of the two ranks does: steps without a save and with one in flight, by turns, for each setting."""
+"""What each of the two ranks does: steps without a save and during one, in turn, for each setting."""
 
 from __future__ import annotations
 

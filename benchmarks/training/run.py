@@ -1,12 +1,12 @@
-"""How much a step of a training is slowed while the courier works.
+"""How much a training step is slowed while the courier works.
 
     python benchmarks/training/run.py [--mib 64] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
     python benchmarks/training/run.py --couriers [--mib 64] [--repetitions 20] [--quick] [--json FILE]
     python benchmarks/training/run.py --link [--mbit 200] [--json FILE]
 
-Starts itself under mpiexec on two ranks of this machine, each an emulated node (ranks.py, interpreter.py); with
---couriers it compares couriers that are threads and processes (couriers.py, which needs a C compiler); with --link, as
-root, on two nodes made of namespaces that a slow cable joins (link.py).
+It starts itself under mpiexec on two ranks of this machine, each on an emulated node (ranks.py, interpreter.py). With
+--couriers it compares couriers that are threads and processes (couriers.py, which needs a C compiler). With --link, as
+root, it uses two nodes made of namespaces with a slow cable between them (link.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ WINDOW_S, QUICK_WINDOW_S = 0.3, 0.1  # of steps without a save, before and after
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
-    parser.add_argument("--link", action="store_true", help="ask about a slow link instead")
-    parser.add_argument("--couriers", action="store_true", help="ask what a courier that is a process saves instead")
-    parser.add_argument("--mbit", type=int, default=200, help="Mbit/s of that link, each way")
+    parser.add_argument("--link", action="store_true", help="measure a slow link instead")
+    parser.add_argument(
+        "--couriers", action="store_true", help="compare couriers that are threads and processes instead"
+    )
+    parser.add_argument("--mbit", type=int, default=200, help="Mbit/s of the slow link, each way")
     parser.add_argument("--mib", type=in_eights, default=64, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
     if args.link:

@@ -1,4 +1,4 @@
-"""What the main thread does while a second one drives MPI: wait, or what a training does to it."""
+"""What the main thread does while a second one drives MPI: it waits, or it computes like a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End a rank whose MPI hangs."""
+"""Ends a rank whose MPI hangs."""
 
 from __future__ import annotations
 

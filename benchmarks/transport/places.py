@@ -1,4 +1,4 @@
-"""Where the two ranks run: on this host, or on two nodes made of namespaces; and over which fabric of software."""
+"""Where the two ranks run: on this host, or on two nodes made of namespaces; and over which software fabric."""
 
 from __future__ import annotations
 

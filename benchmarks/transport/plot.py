@@ -1,4 +1,4 @@
-"""Draw the table of run.py: a panel for each place, a mark for each way and main thread, readable in light and dark."""
+"""Draws the table of run.py: a panel per place, a mark per way and main thread, readable in light and dark."""
 
 from __future__ import annotations
 

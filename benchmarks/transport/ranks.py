@@ -1,7 +1,8 @@
-"""What each of the two ranks of run.py does: every way to send, timed beside memcpy, a raw Sendrecv and a raw Put.
+"""What each of the two ranks of run.py does: it times every way to send, memcpy, a raw Sendrecv and a raw Put.
 
-The way runs in a second thread, as mlflash's courier does, while the main thread waits or computes. The yardsticks are
-always taken while it waits. A way that is not done within its deadline ends this process: MPI cannot be interrupted.
+The way runs in a second thread, like mlflash's courier, while the main thread waits or computes. During the yardsticks
+the main thread always waits. If a way is not done within its deadline, this process ends, because MPI cannot be
+interrupted.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("repetitions", type=int)
     parser.add_argument("main")
     parser.add_argument("deadline_s", type=float)
-    parser.add_argument("ways", help="with | between them")
+    parser.add_argument("ways", help="ways to send, separated by |")
     arguments = vars(parser.parse_args())
     ways = arguments.pop("ways").split("|")
     clock = Clock(**arguments)

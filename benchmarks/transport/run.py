@@ -1,11 +1,11 @@
-"""Time the ways of MPI to send a slot to another node: on one host, between nodes, beside a busy main thread.
+"""Times the ways of MPI to send a slot to another node: on one host, between nodes, next to a busy main thread.
 
     python benchmarks/transport/run.py [--mib 64] [--chunk-mib 4 ...] [--repetitions 7] [--main idle ...]
                                        [--place "one host" ...] [--fabrics] [--way "Isend + Irecv" ...] [--quick]
                                        [--json FILE] ...
 
-Both ranks send to each other at once, checksums at both ends. Two nodes are namespaces (as root, on Linux). It takes
-the MPI of this Python environment: run it in one of each.
+Both ranks send to each other at once, with checksums at both ends. Two nodes are namespaces (as root, on Linux). It
+uses the MPI of this Python environment, so run it once in an environment of each MPI.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ def arguments() -> argparse.Namespace:
     there, stand_ins = list(places()), list(fabrics())
     parser.add_argument("--mib", type=int, default=64, help="MiB per rank and direction")
     parser.add_argument("--chunk-mib", type=int, nargs="+", default=[4], help="MiB per transfer")
-    parser.add_argument("--deadline-s", type=float, default=12.0, help="of one exchange: longer is never")
+    parser.add_argument(
+        "--deadline-s", type=float, default=12.0, help="seconds of one exchange; a longer one counts as never"
+    )
     parser.add_argument("--main", nargs="+", choices=MAINS, default=MAINS, help="what the main thread does")
-    parser.add_argument("--place", nargs="+", choices=there + stand_ins, default=there, help="where")
-    parser.add_argument("--fabrics", action="store_true", help="over all that stands in for a fabric of hardware")
-    parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS, help="how")
+    parser.add_argument("--place", nargs="+", choices=there + stand_ins, default=there, help="places of the two ranks")
+    parser.add_argument("--fabrics", action="store_true", help="over all software fabrics that stand in for hardware")
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS, help="ways to send")
     args = parser.parse_args()
     if args.fabrics:
         args.place, args.way = stand_ins if args.place is there else args.place, FABRIC_WAYS

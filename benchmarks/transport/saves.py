@@ -1,4 +1,4 @@
-"""The whole of it: a save of mlflash to the other node, until it is committed there."""
+"""A whole save of mlflash to the other node, until it is committed there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why MPICH's Put on one host starves beside a busy main thread: the smallest case, with one thing changed at a time.
+"""Why MPICH's Put on one host starves next to a busy main thread: the smallest case, with one thing changed at a time.
 
 python benchmarks/transport/starve.py [--mib 8] [--main python] [--json FILE]
 """
@@ -45,9 +45,11 @@ CHANGES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=8, help="MiB each way")
-    parser.add_argument("--deadline-s", type=float, default=20.0, help="longer is never")
+    parser.add_argument(
+        "--deadline-s", type=float, default=20.0, help="seconds of one exchange; a longer one counts as never"
+    )
     parser.add_argument("--main", action="append", choices=MAINS, help="what the main thread does")
-    parser.add_argument("--quick", action="store_true", help="few: see whether it works, in under 30 s")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, to check that it works, in under 30 s")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
     mains = args.main or [IDLE, PYTHON]

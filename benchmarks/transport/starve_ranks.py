@@ -27,9 +27,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("deadline_s", type=float)
     parser.add_argument("main")
     parser.add_argument("window", choices=("create", "allocate", "none"), help="none: Isend and Irecv")
-    parser.add_argument("push", help="so many Iprobes before each nap, or: lock")
+    parser.add_argument("push", help="number of Iprobes before each nap, or: lock")
     parser.add_argument("nap_s", type=float)
-    parser.add_argument("switch_s", type=float, help="how long a thread may hold the interpreter; 0: as it is")
+    parser.add_argument("switch_s", type=float, help="how long a thread may hold the interpreter; 0: the default")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The ways to get bytes from one rank to another. All check each MiB at both ends, a chunk while the next is sent."""
+"""The ways to send bytes from one rank to another. All check each MiB at both ends, a chunk while the next is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rank does: it trains for some steps, and saves one way or another, by turns."""
+"""What the rank does: it trains for some steps, and saves in each of the ways compared, in turn."""
 
 from __future__ import annotations
 
