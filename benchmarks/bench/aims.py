@@ -14,10 +14,10 @@ class Aim:
 
     Attributes:
         what: in the words of the design.
-        peer: the best of others, when the aim was set.
-        over: the yardstick; "1 ms", "1 s", "1 MB" and "one" where it is a plain number.
-        most: how many of it at most.
-        question: the folder that asks.
+        peer: the best value of others when the aim was set.
+        over: the yardstick; "1 ms", "1 s", "1 MB" or "one" for a plain number.
+        most: largest allowed multiple of it.
+        question: the folder that measures it.
     """
 
     what: str

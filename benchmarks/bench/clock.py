@@ -29,14 +29,14 @@ WARM_UP = 2
 
 
 class Bench:
-    """The clock, and where its ranks write what they find.
+    """The clock, and the file to which its ranks write their results.
 
     Args:
         comm: its ranks.
         out: a file; rank 0 adds lines to it.
         memory: a directory in memory.
-        repetitions: how often; the median counts.
-        warm_up: how often before.
+        repetitions: number of repetitions; the median counts.
+        warm_up: number of repetitions before them that do not count.
     """
 
     def __init__(self, comm: MPI.Intracomm, out: Path, memory: Path, repetitions: int, warm_up: int = WARM_UP):
@@ -44,7 +44,7 @@ class Bench:
         self._out = out
 
     def header(self, **more: Any) -> None:
-        """Write where this runs."""
+        """Write a header about this machine and its software."""
         name, version = MPI.get_vendor()
         self._write({"mpi": f"{name} {'.'.join(map(str, version))}", **more})
 
@@ -59,11 +59,11 @@ class Bench:
                 file.write(json.dumps(line) + "\n")
 
     def repeat(self, actions: Mapping[str, Action], before: Callable[[], object] = lambda: None) -> Samples:
-        """Time actions in their order, again and again. Collective.
+        """Time actions, in their order, in each repetition. Collective.
 
         Args:
             actions: by name.
-            before: what comes before each repetition, not timed.
+            before: called before each repetition, not timed.
 
         Returns:
             Seconds of the slowest rank by name, shape ``(repetitions,)``, and CPU seconds by name + " CPU".
@@ -86,7 +86,7 @@ class Bench:
 
     @contextlib.contextmanager
     def job(self, name: str) -> Iterator[str]:
-        """Give a job name of its own; at the end remove what the job left in memory. Collective."""
+        """Yield a unique job name; at the end remove what the job left in memory. Collective."""
         yield name
         self.comm.Barrier()
         if self.comm.rank == 0:
@@ -94,7 +94,7 @@ class Bench:
         self.comm.Barrier()
 
     def checkpointer(self, job: str, **settings: Any) -> Checkpointer:
-        """Make one that raises what goes wrong. Collective."""
+        """Make a Checkpointer that raises errors of saves. Collective."""
         settings = {"strict": True, "timeout_s": 60, **settings}
         return Checkpointer(memory=str(self.memory), job=job, comm=self.comm, **settings)
 
@@ -107,5 +107,5 @@ def slowest(comm: MPI.Comm, seconds: Seconds) -> dict[str, float]:
 
 
 def cpu(samples: Samples) -> Samples:
-    """The CPU seconds, by the names that the seconds have."""
+    """The CPU seconds, by the same names as the seconds."""
     return {name.removesuffix(" CPU"): values for name, values in samples.items() if name.endswith(" CPU")}

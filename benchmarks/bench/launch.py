@@ -27,17 +27,17 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
     """Run a script on emulated nodes.
 
     Args:
-        ranks: how many.
-        script: what they run; its first argument is a file that they write lines of JSON to, its second a directory in
-            memory for all they make there, which goes with them.
-        arguments: the others.
-        timeout_s: they are killed after so many seconds.
+        ranks: number of ranks.
+        script: their program. Its first argument is a file to which they write lines of JSON, its second a directory in
+            memory for everything that they make there, which is removed with them.
+        arguments: further arguments.
+        timeout_s: seconds after which the ranks are killed.
         per_node: ranks on each node.
-        environment: of MPI, besides this process's own.
-        python: of an environment that has what they need.
+        environment: variables for MPI, in addition to the environment of this process.
+        python: the Python of an environment that has what they need.
 
     Returns:
-        What went wrong ("": nothing), and the lines they wrote.
+        What went wrong ("": nothing), and the lines that they wrote.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
@@ -55,20 +55,20 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
 
 def program(script: Path, out: Path, memory: str, arguments: Sequence[str], python: str = sys.executable
             ) -> tuple[list[str], dict[str, str]]:  # fmt: skip
-    """What a rank is started as, and its environment. With -m mpi4py an exception on one rank ends the others too."""
+    """The command of a rank, and its environment. With -m mpi4py an exception on one rank ends the others, too."""
     path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     argv = [python, "-m", "mpi4py", str(script), str(out), memory, *arguments]
     return argv, {"PYTHONWARNINGS": "error", "PYTHONPATH": path}
 
 
 def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options: Any) -> str:
-    """Run a program, and end it, with what is in its session, when its time is over or this one is interrupted.
+    """Run a program. End it and its session when its time is over or this process is interrupted.
 
     Args:
-        command: of it.
+        command: of the program.
         timeout_s: how long it may take.
-        kill_s: between SIGTERM and SIGKILL: mpiexec hands SIGTERM on to ranks of other sessions.
-        options: of `subprocess.Popen`; with ``stderr=PIPE`` what it said last is told.
+        kill_s: seconds from SIGTERM, which mpiexec passes on to ranks in other sessions, to SIGKILL.
+        options: for `subprocess.Popen`; with ``stderr=PIPE`` the result includes its last output.
 
     Returns:
         What went wrong ("": nothing).

@@ -14,7 +14,7 @@ from mlflash.wireup.launcher_variables import as_torchrun
 
 @contextlib.contextmanager
 def meeting_anew(comm: MPI.Comm) -> Iterator[None]:
-    """Let couriers that are processes be started: ranks meet as torchrun's do, as MPI has the launcher's way here."""
+    """Make couriers possible that are processes: ranks meet as under torchrun, because MPI uses the launcher's way."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = comm.bcast(sock.getsockname()[1], 0)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Aware:
-    """A list of tensors that can be taken out and put back, which is how they want a state."""
+    """A list of tensors that can be taken out and put back, the form of a state for NVRx."""
 
     def __init__(self, tensors: list[torch.Tensor]):
         self.tensors = tensors
@@ -36,11 +36,11 @@ class Aware:
         self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """They stay where they are."""
+        """Do nothing: the tensors stay where they are."""
 
 
 class _OnCpu(TorchFunctionMode):
-    """What is asked of "cuda", which replicas are sent through, is given by the CPU."""
+    """The CPU in the place of "cuda", through which replicas are sent."""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -53,7 +53,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let NVRx work where there is no GPU; where there is one, nothing is done."""
+    """Let NVRx work without a GPU; with a GPU, do nothing."""
     if torch.cuda.is_available():
         yield
         return

@@ -16,7 +16,7 @@ MOST = 40  # bars
 
 
 def draw(path: Path, rows: Sequence[Row], yardstick: str) -> None:
-    """Draw the rows that have this yardstick, the first at the top, in groups by case; none where there are none."""
+    """Draw the rows that have this yardstick, the first at the top, in groups by case; nothing if there are none."""
     import matplotlib
     from matplotlib.figure import Figure
 

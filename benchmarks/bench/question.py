@@ -24,11 +24,11 @@ class Part(NamedTuple):
     """One launch.
 
     Attributes:
-        ranks: how many.
-        script: what they run.
-        arguments: of it.
+        ranks: number of ranks.
+        script: their program.
+        arguments: of the program.
         per_node: ranks on each emulated node.
-        python: that runs them.
+        python: the Python that runs them.
     """
 
     ranks: int
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def parser_of(doc: str | None, timeout_s: float | None, repetitions: int | None) -> argparse.ArgumentParser:
-    """Make a parser with the arguments that all questions take; None: those that this one has no use for."""
+    """Make a parser with the arguments of all questions; None leaves out an argument that this one does not use."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if repetitions is not None:
         parser.add_argument(
@@ -57,14 +57,14 @@ def parser_of(doc: str | None, timeout_s: float | None, repetitions: int | None)
 
 
 class Begun(NamedTuple):
-    """When a question was begun, by the monotonic clock, and under which load."""
+    """When a question was begun, by the monotonic clock, and the load then."""
 
     start_s: float
     load: float
 
 
 def begin(args: argparse.Namespace) -> Begun:
-    """Take note of both, before anything is timed."""
+    """Note both, before anything is timed."""
     if args.readme and args.quick:
         sys.exit("do not write a quick run to README.md: use --readme without --quick")
     return Begun(time.monotonic(), os.getloadavg()[0])
@@ -90,7 +90,7 @@ def run(
         args: from `parser_of`; ``timeout_s`` is for all launches together.
         parts: the launches.
         yardstick: of the plot.
-        drawn: which rows are.
+        drawn: selects the rows of the plot.
 
     Returns:
         The exit status.
@@ -124,8 +124,8 @@ def finish(
     Args:
         args: from `parser_of`.
         begun: from `begin`.
-        said: what else belongs into the header, or is known better.
-        rows: what was found.
+        said: further entries of the header, or better values for some.
+        rows: the results.
         wrong: what did not run, or contradicts something.
         plot: draws into a file.
 

@@ -18,13 +18,13 @@ HEADS = ["what", "best of others", "aim", "measured", "median (quartiles)", "rea
 
 
 def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Mapping[str, str], quick: bool) -> str:
-    """Write all of it.
+    """Write the whole report.
 
     Args:
         header: of the whole run.
         results: by question.
-        missing: why a question has none, by question.
-        quick: whether the numbers are worth nothing.
+        missing: why a question has no results, by question.
+        quick: whether the run was quick, so that the numbers mean nothing.
     """
     asked = {one.question for one in AIMS.values()} - set(results)
     missing = {**{question: f"`{question}` was not asked" for question in sorted(asked)}, **missing}
@@ -49,7 +49,7 @@ def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Ma
 
 
 def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterable[list[str]]:
-    """A line for each row that shows an aim; one for an aim that none shows."""
+    """A line for each row that shows an aim, and for each aim that no row shows."""
     for name, one in AIMS.items():
         first = [one.what, one.peer, in_words(one)]
         shown = [(question, row) for question, row in rows if row.get("shows") == name]

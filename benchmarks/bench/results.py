@@ -26,14 +26,14 @@ CODE = ("mlflash", "adapters", "benchmarks", ":!*.md", ":!*.svg")
 
 
 class Result(NamedTuple):
-    """What a question's run gave."""
+    """The results of a question."""
 
     header: dict[str, Any]
     rows: list[Row]
 
 
 def machine() -> dict[str, Any]:
-    """Give what is the same for all questions."""
+    """The part of the header that is the same for all questions."""
     found = {"mlflash": __version__, "commit": commit(), "python": platform.python_version(),
              "torch": torch.__version__, "numpy": np.__version__, "cpu": _cpu(), "cpus": os.cpu_count(),
              "when": datetime.date.today().isoformat()}  # fmt: skip
@@ -41,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Name the commit that changed the code last; with a + where there are changes since; "" where there is no git."""
+    """The last commit that changed the code, with a + if there are changes since; "" without git."""
     try:
         name = _git("log", "-1", "--abbrev=10", "--format=%h", "--", *CODE)
         return name + ("+" if _git("status", "--porcelain", "--", *CODE) else "")
@@ -72,7 +72,7 @@ def read(path: Path) -> Result:
 
 
 def fill_readme(path: Path, result: Result) -> None:
-    """Put the tables between the two marks of a README; leave it where it has none."""
+    """Put the tables between the two marks of a README. Without marks, do nothing."""
     before, begin, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

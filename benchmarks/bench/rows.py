@@ -21,12 +21,12 @@ class Row(TypedDict, total=False):
         samples: of each repetition.
         over: median ratio, by yardstick.
         spread: quartiles of that ratio, by yardstick.
-        aim: a yardstick, and how much of it at most; or None.
+        aim: a yardstick, and the largest allowed multiple of it; or None.
         also: further aims.
-        shows: which aim of bench/aims.py it is measured against.
-        case: which table it belongs to; "": there is one only.
-        column: of a table that has several times in a line.
-        note: what else there is to say; all that a row has which never ended, or failed.
+        shows: the aim of bench/aims.py with which it is compared.
+        case: the table it belongs to; "" if there is only one.
+        column: in a table with several times per line.
+        note: a remark; a row that never ended or failed has nothing else.
     """
 
     what: str
@@ -77,6 +77,6 @@ def aims_of(one: Row) -> list[tuple[str, float]]:
 
 
 def reached(one: Row) -> bool | None:
-    """Whether all its aims are reached; None where it has none."""
+    """Whether all its aims are reached; None if it has none."""
     aims = aims_of(one)
     return all(one.get("over", {}).get(of, np.inf) <= most for of, most in aims) if aims else None

@@ -25,12 +25,12 @@ def bytes_of(state: State) -> Sequence[np.ndarray]:
 
 
 def change(state: State) -> None:
-    """Do what a training step does to a state: every tensor of it is new."""
+    """Change a state like a training step: every tensor is new."""
     torch._foreach_add_(list(state.values()), 1.0)
 
 
 class Saver:
-    """Saves a state of growing steps and waits until it is committed; an action that gives the stall."""
+    """Saves a state at growing steps and waits until it is committed. An action that returns the stall."""
 
     def __init__(self, ckpt: Checkpointer, state: State):
         self._ckpt, self._state, self._step = ckpt, state, 0

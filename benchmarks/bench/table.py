@@ -24,7 +24,7 @@ class Grid(NamedTuple):
 
 
 def grids(rows: Sequence[Row]) -> list[Grid]:
-    """Make a table of each case, in the order in which they come."""
+    """Make a table for each case, in the order of the rows."""
     cases: dict[str, list[Row]] = {}
     for one in rows:
         cases.setdefault(one.get("case", ""), []).append(one)
@@ -46,7 +46,7 @@ def _long(case: str, rows: Sequence[Row]) -> Grid:
 
 
 def _wide(case: str, rows: Sequence[Row]) -> Grid:
-    """Several times of one thing in a line: seconds and ratios; what the ratios of all are over is in the title."""
+    """Several times of one thing per line, as seconds and ratios. The title names the common yardstick."""
     columns = list(dict.fromkeys(one.get("column", "") for one in rows))
     timed = [one["over"] for one in rows if one.get("over")]  # some count, or never came to an end
     common = [name for name in timed[0] if all(name in over for over in timed)] if timed else []
@@ -89,7 +89,7 @@ def verdict(one: Row) -> str:
 
 
 def show(header: Mapping[str, Any], found: Sequence[Grid]) -> None:
-    """Print all of it."""
+    """Print the tables."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     for name, value in header.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
@@ -110,5 +110,5 @@ def markdown(grid: Grid) -> str:
 
 
 def header_in_words(header: Mapping[str, Any]) -> str:
-    """Say where, when and of what it was measured."""
+    """Where, when and with what it was measured."""
     return ", ".join(f"{name} {value}" for name, value in header.items() if value != "") + ".\n"

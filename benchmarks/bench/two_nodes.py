@@ -25,7 +25,7 @@ __all__ = ["HOSTS", "NETWORKS", "Nodes", "launch_on", "why_not_here"]
 
 
 def why_not_here() -> str:
-    """Say why this machine cannot make such nodes; "": it can."""
+    """Why this machine cannot make such nodes; "" if it can."""
     if os.geteuid() != 0:
         return "only root can make nodes of namespaces: run it as root, on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -35,7 +35,7 @@ def why_not_here() -> str:
 def launch_on(
     nodes: Nodes, script: Path, arguments: list[str], timeout_s: float, environment: Mapping[str, str]
 ) -> tuple[str, Lines]:
-    """Run a script on one rank of each node, as `bench.launch.launch` does on this host; then all there is stopped."""
+    """Run a script on one rank of each node, like `bench.launch.launch` on this host; then stop everything there."""
     out = nodes.path / "out.jsonl"
     out.unlink(missing_ok=True)
     argv, env = program(script, out, "/dev/shm", arguments)

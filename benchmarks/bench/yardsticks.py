@@ -27,7 +27,7 @@ class Yardsticks:
     Args:
         comm: the ranks; each puts to the next one.
         memory: directory in memory.
-        nbytes: of the largest copy.
+        nbytes: size of the largest copy.
     """
 
     def __init__(self, comm: MPI.Intracomm, memory: Path, nbytes: int):
@@ -44,7 +44,7 @@ class Yardsticks:
         self._window.Free()
 
     def of(self, pieces: Pieces) -> dict[str, Action]:
-        """Give both as actions: memcpy copies pieces one after the other, Put moves as many bytes."""
+        """Both as actions: memcpy copies pieces one after the other, Put moves as many bytes."""
         nbytes = sum(piece.nbytes for piece in pieces)
         return {MEMCPY: lambda: self.memcpy(pieces), "Put": lambda: self.put(nbytes)}
 
@@ -64,5 +64,5 @@ class Yardsticks:
 
 
 def both(samples: Samples) -> Samples:
-    """The yardsticks of what was timed beside `Yardsticks.of`."""
+    """The yardsticks of what was timed together with `Yardsticks.of`."""
     return {MEMCPY: samples[MEMCPY], MEMCPY_AND_PUT: samples[MEMCPY] + samples["Put"]}
