@@ -8,7 +8,7 @@ from __future__ import annotations
 from .rows import Row
 
 NOT_MEASURED = {
-    "committed between hosts": "this run had one node: transport makes two of network namespaces, for which it needs root",
+    "committed between hosts": "this run had one node: transport makes two of network namespaces, which needs root",
     "gpu stall": "this machine has no GPU",
     "gpu lazy": "this machine has no GPU",
 }
