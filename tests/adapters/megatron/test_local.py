@@ -126,7 +126,7 @@ def test_where_training_can_go_on_from_something_else_a_lost_checkpoint_is_a_war
     nodes.lose(1)
     with job(), start(None, instead="/lustre/run/iter_0000001") as manager:
         assert manager.find_latest() == -1
-    assert COMM.rank or "going on from /lustre/run/iter_0000001 instead" in caplog.text
+    assert COMM.rank or "continuing from /lustre/run/iter_0000001, because" in caplog.text
 
 
 class Whole(Aware):
