@@ -16,7 +16,7 @@ import click
 
 from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
-from ..mpi.world import World, find_comm
+from ..mpi.world import World, abort_all, find_comm
 
 FINE, WRONG = 0, 1
 
@@ -73,5 +73,4 @@ def _say_error(error: Exception, as_json: bool) -> None:
 def _abort(world: World | None) -> None:
     """End the other processes, too. They would wait for this one forever."""
     if world is not None and world.mpi is not None:
-        sys.stdout.flush()
-        world.mpi.COMM_WORLD.Abort(WRONG)
+        abort_all(world.mpi, WRONG)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from ..courier.choice import would_be_process
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
 from ..memory.mounts import mounted
 from ..mpi.fabric import has_rdma
-from ..mpi.world import World, find_comm, load_mpi
+from ..mpi.world import World, abort_all, find_comm, load_mpi
 from ..wireup.rendezvous import way, who_am_i
 from ..wireup.zygote_imports import vendor
 from . import copying, courier_trial, couriers, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software, transports
@@ -28,7 +27,6 @@ from .watchdog import Watch
 
 Check = Callable[[], "Iterable[Finding] | Finding"]
 SUBJECTS = ("MPI", "memory", "Slurm", "software", "GPU")
-_LINGER_S = 1.0  # before an Abort: launchers may drop output that arrives after it
 _GRACE_S = 10.0  # other ranks wait this much longer than rank 0, which prints
 
 _REPORT = "the check itself failed, so its subject was not checked: please report this"
@@ -127,10 +125,8 @@ class Examination:
 
     def abort(self, code: int) -> None:
         """End all processes if MPI has started. Not collective."""
-        sys.stdout.flush()
         if self._mpi is not None:
-            time.sleep(_LINGER_S)
-            self._mpi.COMM_WORLD.Abort(code)
+            abort_all(self._mpi, code)
 
     # What each process looks at
 
