@@ -155,8 +155,11 @@ def directory_lines(stored: on_disk.DirectoryContents | None) -> Iterator[tuple[
     if stored is None:
         yield "", "drained: not looked at; give --directory"
         return
+    if stored.passed_over:
+        bad = ", ".join(str(one.step) for one in stored.passed_over)
+        yield "yellow", f"drained, but marked bad, and restored only if you ask for the step: {bad}"
     if stored.newest is None:
-        yield "yellow", f"drained: nothing in {stored.path}"
+        yield "yellow", f"drained: nothing {'else ' if stored.passed_over else ''}in {stored.path}"
     else:
         steps = sorted({one.step for one in stored.listed})
         age = show_seconds(on_disk.age_s(stored.newest.card.unix_ns))

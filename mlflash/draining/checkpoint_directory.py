@@ -197,17 +197,22 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
     Args:
         listed: all checkpoints.
         owner: only those of this job are listed, see `config.Config.owner`.
-        keep_last: this many of the newest are kept, and the newest certified one; 0: all are kept.
+        keep_last: this many of the newest are kept, and the newest certified one; 0: all are kept. Those that are
+            marked bad do not count, and go when they are older than those.
         keep_every: all whose step is a multiple of this are kept, too; 0: no others.
     """
     if not keep_last:
         return []
     mine = sorted((one for one in listed if one.card.owner == owner), key=lambda one: one.age, reverse=True)
-    # Of a step that was drained again the older one is of no use, whatever is kept; nor does it count.
-    newest = {one.step: one for one in reversed(mine)}
-    useful = [one for one in mine if newest[one.step] is one]
+    bad = [one for one in mine if one.verdict is Verdict.BAD]
+    good = [one for one in mine if one.verdict is not Verdict.BAD]
+    # If a step was drained twice, the older checkpoint of the two is of no use: it does not count, and is not kept.
+    newest = {one.step: one for one in reversed(good)}
+    useful = [one for one in good if newest[one.step] is one]
     certified = next((one for one in useful if one.verdict.is_certified), None)
-    kept = [*useful[:keep_last], *([] if certified is None else [certified])]
+    last = useful[:keep_last]
+    kept = [*last, *([] if certified is None else [certified])]
+    kept += [one for one in bad if len(last) < keep_last or one.age > last[-1].age]
     kept += [one for one in useful if keep_every and one.step % keep_every == 0]
     return [one for one in mine if one not in kept]
 

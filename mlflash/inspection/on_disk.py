@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from ..draining import index_version_1, rank_table
 from ..draining.checkpoint_directory import MASTERS, Listed, is_folder, list_checkpoints, read_index
 from ..errors import CorruptSlot, MlflashError
 from ..human_readable.wording import many
+from ..memory.slot_header import Verdict
 from ..mpi.world import World
 from ..restoring.open_in_directory import OpenInDirectory
 from ..storage.store import Store, open_store
@@ -36,8 +38,13 @@ class DirectoryContents:
 
     @property
     def newest(self) -> Listed | None:
-        """The newest checkpoint, even if it is marked bad. None if there is none."""
-        return self.listed[0] if self.listed else None
+        """The checkpoint that a restore takes: the newest one that is not marked bad. None if there is none."""
+        return next((one for one in self.listed if one.verdict is not Verdict.BAD), None)
+
+    @property
+    def passed_over(self) -> tuple[Listed, ...]:
+        """The checkpoints that are marked bad and newer than the one that a restore takes, newest first."""
+        return tuple(itertools.takewhile(lambda one: one.verdict is Verdict.BAD, self.listed))
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -58,6 +65,7 @@ def checkpoint_to_json(path: str, one: Listed) -> dict[str, Any]:
         "generation": one.card.attempt.generation,
         "run": one.card.attempt.run_id.hex(),
         "age_s": age_s(one.card.unix_ns),
+        "values": one.verdict.name.lower(),
     }
 
 

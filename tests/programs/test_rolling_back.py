@@ -66,6 +66,37 @@ def test_where_all_that_is_there_is_marked_bad_nothing_is_restored_and_the_reaso
         ckpt.restore({"w": np.zeros(1000)})
 
 
+def test_what_is_drained_and_marked_bad_hides_nothing_that_is_good(shm: Path, tmp_path: Path) -> None:
+    """Step 2 is drained and bad, step 1 is good and in memory only."""
+    with mlflash.Checkpointer(tmp_path, **options(shm)) as ckpt:
+        save(ckpt, 1, 2)
+        ckpt.drain()
+        ckpt.wait_drained()
+        ckpt.mark_bad(2)
+    where = ("--job", "j", "--memory", str(shm))
+    bad = "drained, but marked bad, and restored only if you ask for the step: 2\n"
+    shown = mlflash_command("status", *where, "--directory", str(tmp_path))
+    assert (shown.returncode, f"{bad}drained: nothing else in {tmp_path}" in shown.stdout) == (0, True), shown.stdout
+    taken = mlflash_command("scavenge", str(tmp_path), *where)
+    assert (taken.returncode, "step 1 was drained to" in taken.stdout) == (0, True), taken.stdout + taken.stderr
+    mlflash_command("clean", "j", "--memory", str(shm))
+    shown = mlflash_command("status", *where, "--directory", str(tmp_path))
+    assert bad in shown.stdout and "drained: step 1, " in shown.stdout and shown.returncode == 0, shown.stdout
+    assert restored(options(shm), tmp_path) == 1
+
+
+@pytest.mark.parametrize("command", ["status", "list"])
+def test_a_directory_with_nothing_but_bad_steps_has_nothing_to_restore(shm: Path, tmp_path: Path, command: str) -> None:
+    with mlflash.Checkpointer(tmp_path, **options(shm, drain_every=1)) as ckpt:
+        save(ckpt, 1)
+        ckpt.wait_drained()
+        ckpt.mark_bad(1)
+    mlflash_command("clean", "j", "--memory", str(shm))
+    found = mlflash_command(command, "--job", "j", "--memory", str(shm), "--directory", str(tmp_path), "--json")
+    told = json.loads(found.stdout)["directory"]["checkpoints"]
+    assert found.returncode == 1 and [one["values"] for one in told] == ["bad"], found.stdout + found.stderr
+
+
 def test_where_all_that_was_drained_is_marked_bad_training_does_not_begin_anew_without_a_word(
     shm: Path, tmp_path: Path
 ) -> None:

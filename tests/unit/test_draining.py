@@ -32,7 +32,7 @@ from mlflash.draining import checkpoint_directory, file_index, hdf5_files, index
 from mlflash.draining.checkpoint_directory import Listed
 from mlflash.draining.file_index import CARD_NBYTES, Card, Place, Places, Stored
 from mlflash.draining.hdf5_format import Hdf5
-from mlflash.memory.slot_header import Attempt
+from mlflash.memory.slot_header import Attempt, Verdict
 from mlflash.mpi.world import World
 from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state import layout, manifest
@@ -1057,15 +1057,20 @@ def model(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int)
     if not keep_last:
         return {one.folder for one in listed}
     stays = {one.folder for one in listed if one.card.owner != owner}
-    newest: dict[int, Listed] = {}
-    for one in sorted((one for one in listed if one.card.owner == owner), key=lambda one: one.age):
-        newest[one.step] = one
+    mine = sorted((one for one in listed if one.card.owner == owner), key=lambda one: one.age)
+    newest = {one.step: one for one in mine if one.verdict is not Verdict.BAD}
     ranked = sorted(newest.values(), key=lambda one: one.age)
     stays |= {one.folder for one in ranked[-keep_last:]}
+    for one in mine:
+        newer = [another for another in ranked if another.age > one.age]
+        if one.verdict is Verdict.BAD and len(newer) < keep_last:
+            stays.add(one.folder)
     return stays | {one.folder for one in ranked if keep_every and one.step % keep_every == 0}
 
 
-drained = st.tuples(st.integers(0, 12), st.sampled_from(["me", "other"]))
+drained = st.tuples(
+    st.integers(0, 12), st.sampled_from(["me", "other"]), st.sampled_from([Verdict.PASSED, Verdict.BAD])
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -1076,20 +1081,24 @@ drained = st.tuples(st.integers(0, 12), st.sampled_from(["me", "other"]))
     keep_every=st.integers(0, 4),
 )
 def test_what_is_surplus_is_what_a_simple_model_says(
-    history: list[tuple[int, str]], order: Any, keep_last: int, keep_every: int
+    history: list[tuple[int, str, Verdict]], order: Any, keep_last: int, keep_every: int
 ) -> None:
     listed = [
         Listed(
-            str(n), "checkpoint.h5", dataclasses.replace(CARD, rank=-1, step=step, owner=owner, attempt=Attempt(RUN, n))
+            str(n),
+            "checkpoint.h5",
+            dataclasses.replace(CARD, rank=-1, step=step, owner=owner, attempt=Attempt(RUN, n)),
+            verdict,
         )
-        for n, (step, owner) in enumerate(history)
+        for n, (step, owner, verdict) in enumerate(history)
     ]
     order.shuffle(listed)
     found = {one.folder for one in checkpoint_directory.surplus(listed, "me", keep_last, keep_every)}
     stay = model(listed, "me", keep_last, keep_every)
     assert found == {one.folder for one in listed} - stay
-    mine = {one.step for one in listed if one.card.owner == "me"}
-    assert len(stay) >= min(keep_last, len(mine)), "so many steps are there to go back to"
+    mine = {one.step for one in listed if one.card.owner == "me" and one.verdict is not Verdict.BAD}
+    good = [one for one in listed if one.folder in stay and one.verdict is not Verdict.BAD]
+    assert len(good) >= min(keep_last, len(mine)), "so many steps are there to go back to"
 
 
 def test_deleting_leaves_foreign_files_and_then_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
