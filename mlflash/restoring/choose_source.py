@@ -140,6 +140,7 @@ class Sources:
             if lost:
                 text = "; ".join(f"step {step}: {reason}" for step, reason in list(lost.items())[:_NAMED])
                 log.warning("memory has newer steps that cannot be restored, and step %d of %s is taken (%s). To "
-                            "get the newer steps back, end this job before it saves",
-                            listed.step, path, text)  # fmt: skip
+                            "get the newer steps back, end this job before it saves, and do not start it again until "
+                            "they can be read: it would continue from step %d and overwrite them",
+                            listed.step, path, text, listed.step)  # fmt: skip
             log.info("restoring step %d from %s: %s", listed.step, path, why)

@@ -261,6 +261,7 @@ def test_newer_steps_in_memory_that_a_restore_from_the_directory_loses_are_named
     (said,) = [text for text in caplog.messages if "memory has newer steps that cannot be restored" in text]
     why = "written in another format" if how == "format" else "are damaged"
     assert "step 3: " in said and "step 2: " in said and why in said and "step 1 of " in said
+    assert said.endswith("it would continue from step 1 and overwrite them")
     assert before.items() <= slots(shm).items(), "until this run has committed"
     save(ckpt, 4)
     assert not before.items() & slots(shm).items() and restored(make(pfs)) == 4
