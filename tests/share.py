@@ -77,6 +77,8 @@ MATRICES = (
     Matrix("tests/programs/test_any_state.py", "states made by chance, in programs of their own", 2, singles=True),
     Matrix("tests/cluster/slurm/test_run.py", "what a job of a real Slurm may meet", 2, singles=True),
     Matrix("tests/cluster/slurm/test_keep_alive.py", "how nodes of a real Slurm are lost that others outlive", 2),
+    Matrix("tests/cluster/test_launchers.py", "workers that torchrun starts on several nodes, and their networks", 2,
+           singles=True),
     Matrix("tests/cluster/test_run.py", "what `mlflash run` on hosts may meet", 2, singles=True),
     Matrix("tests/cluster/test_keep_alive.py", "how ranks are lost that others outlive, and when others follow", 4),
     Matrix("tests/programs/test_demo.py", "how `mlflash demo --keep-alive` ends", 4, singles=True),
@@ -88,6 +90,7 @@ MATRICES = (
            "variants of each framework, and which frameworks are asked when they save", 2, by="trained",
            by_text="own_saves"),
     Matrix("tests/frameworks/test_docs.py", "scripts of the pages on frameworks", 2, by="page"),
+    Matrix("tests/frameworks/test_loading.py", "frameworks where an object cannot be loaded on one rank", 2),
     Matrix("tests/packaging/test_extras.py", "extras, each in an environment of its own", 6, singles=True),
 )  # fmt: skip
 
