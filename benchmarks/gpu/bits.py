@@ -1,4 +1,4 @@
-"""What could change saved bits: memory that is given to others at once, and steps in a CUDA graph."""
+"""Cases that could spoil saved bits: freed memory that is reused at once, and steps in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from bench.rows import Row
 from device import Device
 from model import Training
 
-CASE = "Bits that were saved, compared after a restore into a fresh model"
+CASE = "Saved bits, compared after a restore into a fresh model"
 
 
 def compare(bench: Bench, device: Device, nbytes: int) -> None:
-    """Try all of it; an assertion fails where bits differ."""
+    """Try all cases. If bits differ, an assertion fails."""
     for name, lazy in (("eager", False), ("lazy", True)):
         found = freed(bench, device, nbytes, lazy)
-        _note(bench, f"{name}: model and optimizer dropped right after save, their memory written by others", found)
+        what = "model and optimizer are freed right after save, and other tensors overwrite their memory"
+        _note(bench, f"{name}: {what}", found)
     for name, lazy in (("eager", False), ("lazy", True)):
         if device.is_cuda:
             replayed(bench, device, nbytes, lazy)
-            _note(bench, f"{name}: a captured step (AdamW, capturable) replayed right after save")
+            _note(bench, f"{name}: a captured step (AdamW, capturable) is replayed right after save")
         else:
             _note(bench, f"{name}: a captured step", "needs CUDA")
     if device.is_cuda:
         replayed_sgd(bench, device, nbytes)
-    _note(bench, "lazy: a captured step of SGD replayed after snapshot.wait_staged()",
+    _note(bench, "lazy: a captured step of SGD is replayed after snapshot.wait_staged()",
           "bits equal" if device.is_cuda else "needs CUDA")  # fmt: skip
 
 
 def freed(bench: Bench, device: Device, nbytes: int, lazy: bool) -> str:
-    """Drop what is being saved, and let the allocator give its memory to tensors of other numbers."""
+    """Free the tensors during their save, and fill their memory with other tensors. Says how much was reused."""
     fresh = Training(device, nbytes)
     with bench.job("freed") as job, bench.checkpointer(job, redundancy="none") as ckpt:
         ckpt.prepare(fresh.state)
@@ -40,7 +41,7 @@ def freed(bench: Bench, device: Device, nbytes: int, lazy: bool) -> str:
         kept = [tensor.cpu() for tensor in training.kept()]
         sizes, places = zip(*((tensor.shape, tensor.data_ptr()) for tensor in training.tensors()), strict=True)
         if device.is_cuda:
-            torch.cuda._sleep(50_000_000)  # the copies of a lazy save are then still to come when the model is dropped
+            torch.cuda._sleep(50_000_000)  # delays the copies of a lazy save until the model is freed
         snapshot = ckpt.save(1, training.state, until=training.optimizer if lazy else None)
         del training
         gc.collect()
@@ -53,7 +54,7 @@ def freed(bench: Bench, device: Device, nbytes: int, lazy: bool) -> str:
 
 
 def replayed(bench: Bench, device: Device, nbytes: int, lazy: bool) -> None:
-    """Save, and replay a captured step at once: a lazy copy of what it writes must be made before, or not be lazy."""
+    """Save, and replay a captured step at once: even a lazy save must copy what the step writes before it returns."""
     training, fresh = (Training(device, nbytes, capturable=True) for _ in range(2))
     graph = _captured(training.step)
     with bench.job("graph") as job, bench.checkpointer(job, redundancy="none") as ckpt:
@@ -71,7 +72,7 @@ def replayed(bench: Bench, device: Device, nbytes: int, lazy: bool) -> None:
 
 
 def replayed_sgd(bench: Bench, device: Device, nbytes: int) -> None:
-    """Do the same with an optimizer that does not say that it may be captured, as the documentation asks."""
+    """Replay a captured step of SGD, which does not say that it may be captured: call `wait_staged` before it."""
     training, fresh = (Training(device, nbytes) for _ in range(2))
     parameters = list(training.model.parameters())
     sgd = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
@@ -93,7 +94,7 @@ def replayed_sgd(bench: Bench, device: Device, nbytes: int) -> None:
 
 
 def _captured(step: Any) -> Any:
-    """Capture a step, after it was made on a stream of its own, as torch's documentation asks."""
+    """Capture a step. First run it on a side stream, as torch's documentation asks."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -110,7 +111,7 @@ def _assert_restored(ckpt: Any, fresh: Training, kept: list[torch.Tensor]) -> No
     fresh.forget()
     ckpt.restore(fresh.state)
     found = fresh.differing([tensor.to(fresh.device.torch_device) for tensor in kept])
-    assert found == 0, f"{found} of {len(kept)} tensors have other bits than when they were saved"
+    assert found == 0, f"{found} of {len(kept)} restored tensors differ from what was saved"
 
 
 def _note(bench: Bench, what: str, found: str = "bits equal") -> None:

@@ -1,4 +1,4 @@
-"""A model in training on a device, and its tensors that are compared bit for bit."""
+"""A model that trains on a device, and its tensors, which are compared bit by bit."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from device import Device, Mark
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 LAYERS = 8
-PER_PARAMETER = 3  # it, and two moments of Adam
-MOST_ROWS = 1 << 16  # of a batch
+PER_PARAMETER = 3  # the parameter, and two moments of Adam
+MOST_ROWS = 1 << 16  # in a batch
 
 
 class Training:
-    """An MLP with AdamW whose state has so many bytes.
+    """An MLP with AdamW, whose state has about a given size.
 
     Args:
-        device: where it is.
-        nbytes: of parameters and moments.
-        capturable: whether its steps may be captured in a CUDA graph.
+        device: where the tensors are.
+        nbytes: size of parameters and moments together.
+        capturable: whether a CUDA graph may capture its steps.
 
     Attributes:
-        state: to be saved.
+        state: model and optimizer, in the form that `save` takes.
     """
 
     def __init__(self, device: Device, nbytes: int, capturable: bool = False):
@@ -44,7 +44,7 @@ class Training:
         self.batch = torch.randn(rows, self._width, device=self.device.torch_device)
 
     def compute(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.optimizer.zero_grad(set_to_none=False)
         self.model(self.batch).square().mean().backward()
 
@@ -53,7 +53,7 @@ class Training:
         self.optimizer.step()
 
     def lasting(self, seconds: float) -> float:
-        """Choose the batch so that a step takes at least so long; gives what it takes."""
+        """Enlarge the batch until a step takes at least this long, or the batch is at its limit; gives the time."""
         rows = 16
         while True:
             self.step()
@@ -68,34 +68,34 @@ class Training:
             self.resize(rows)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of its parameters and moments, in an order that two of them share."""
+        """All parameters and moments, in the same order for any two trainings."""
         found = [parameter.detach() for parameter in self.model.parameters()]
         for parameter in self.model.parameters():
             found += [value for value in self.optimizer.state[parameter].values() if value.device == parameter.device]
         return found
 
     def kept(self) -> list[torch.Tensor]:
-        """Copies of all of them, made when the device has come here."""
+        """Copies of all of them; waits until the device has made them."""
         copies = [tensor.clone() for tensor in self.tensors()]
         self.device.sync()
         return copies
 
     def forget(self) -> None:
-        """Put other numbers into all of them."""
+        """Overwrite all of them with another number."""
         with torch.no_grad():
             for tensor in self.tensors():
                 tensor.fill_(-1)
         self.device.sync()
 
     def differing(self, kept: list[torch.Tensor]) -> int:
-        """How many of them have other bits than these."""
+        """Count the tensors that differ from these copies."""
         return sum(not torch.equal(one, other) for one, other in zip(self.tensors(), kept, strict=True))
 
 
 class Waits:
-    """How long the device's stream waits in an optimizer's hooks, those of a `Checkpointer` among them.
+    """Measures how long the device's stream waits in an optimizer's hooks, including those of a `Checkpointer`.
 
-    To be made before any `Checkpointer` listens: torch calls hooks in their order, an optimizer's own ones last.
+    Make it before any `Checkpointer` adds its hooks. torch calls hooks in their order, an optimizer's own ones last.
     """
 
     def __init__(self, training: Training):
@@ -106,7 +106,7 @@ class Waits:
                          training.optimizer.register_step_pre_hook(self._end)]  # fmt: skip
 
     def seconds(self) -> float:
-        """Of the last step; the device must have made it."""
+        """Seconds of wait in the last step, which the device must have finished."""
         return self._device.between(self._early, self._late)
 
     def close(self) -> None:

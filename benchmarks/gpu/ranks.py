@@ -1,4 +1,4 @@
-"""What the one rank does, on one device."""
+"""The program of the one rank: it measures times, then compares bits, on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stall of eager and lazy saves, a step during them, and a restore, each compared with copies of the device itself."""
+"""Times eager and lazy saves, a step during them, and a restore, and compares them with the device's own copies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from model import Training, Waits
 from mlflash import Checkpointer
 
 H2D = "cudaMemcpyAsync to the device"
-COPIES = 4.0  # a step takes so many times the copy
+COPIES = 4.0  # a step takes at least this many times as long as the copy
 
 
 class Copies:
-    """What the device's own copies take, to and from pinned memory: all tensors in one go, in one stream.
+    """Times the device's own copies to and from pinned memory. All tensors are copied together, in one stream.
 
     Args:
-        device: whose.
-        tensors: on it.
+        device: the device to time.
+        tensors: tensors on it.
     """
 
     def __init__(self, device: Device, tensors: list[torch.Tensor]):
@@ -50,7 +50,7 @@ class Copies:
 
 
 def measure(bench: Bench, device: Device, nbytes: int) -> None:
-    """Time all of it, and compare the bits after each save."""
+    """Time everything, and compare the bits after each save."""
     training = Training(device, nbytes)
     waits = Waits(training)
     copies = Copies(device, training.tensors())
@@ -74,12 +74,12 @@ def measure(bench: Bench, device: Device, nbytes: int) -> None:
 
 
 class _Timed:
-    """Saves and restores whose bits are compared each time.
+    """Times saves and restores, and compares the bits of each.
 
     Args:
-        ckpt: what saves.
-        training: what is saved.
-        waits: of its optimizer.
+        ckpt: the checkpointer that saves.
+        training: the model and optimizer to save.
+        waits: measures the waits in the hooks of that optimizer.
     """
 
     def __init__(self, ckpt: Checkpointer, training: Training, waits: Waits):
@@ -88,7 +88,7 @@ class _Timed:
         self._fresh = Training(training.device, sum(tensor.nbytes for tensor in training.tensors()))
 
     def alone(self) -> dict[str, float]:
-        """A step, timed."""
+        """Time a step."""
         device = self._training.device
         device.sync()
         start = time.perf_counter()
@@ -97,7 +97,7 @@ class _Timed:
         return {ALONE: time.perf_counter() - start}
 
     def save(self, name: str, until: Any) -> dict[str, float]:
-        """Save, make a step at once, and further ones while the save is in flight; compare what was saved."""
+        """Save, make a step at once and further ones until the commit, then compare the saved bits."""
         self._number += 1
         device, kept = self._training.device, self._training.kept()
         start = time.perf_counter()
@@ -113,15 +113,15 @@ class _Timed:
         snapshot.wait()
         self._training.forget()
         self._ckpt.restore(self._fresh.state)
-        assert self._fresh.differing(kept) == 0, f"{name}: other bits were saved"
+        assert self._fresh.differing(kept) == 0, f"{name}: the save stored other bits"
         self._ckpt.restore(self._training.state)
-        assert self._training.differing(kept) == 0, f"{name}: other bits were restored in place"
+        assert self._training.differing(kept) == 0, f"{name}: a restore in place gave other bits"
         return {f"{name} stall": stall_s, f"{name} wait": waited_s, f"{name} both": stall_s + waited_s,
                 f"{name} step": step_s, f"{name} committed": snapshot.commit_s or 0.0,
                 f"{name} further": float(np.mean(further)) if further else np.nan}  # fmt: skip
 
     def restore(self) -> dict[str, float]:
-        """Restore straight to the device, every byte checked."""
+        """Time a restore directly to the device, which checks every byte."""
         device = self._training.device
         device.sync()
         start = time.perf_counter()
@@ -131,7 +131,7 @@ class _Timed:
 
 
 def _rows(samples: Samples, first_s: float, is_cuda: bool) -> list[Any]:
-    stall, lazy = ("gpu stall", "gpu lazy") if is_cuda else ("", "")  # a dry run shows no aim of the design
+    stall, lazy = ("gpu stall", "gpu lazy") if is_cuda else ("", "")  # a dry run is compared with no aim
     over = {D2H: samples[D2H], ALONE: samples[ALONE]}
     eager_s = float(np.median(samples["eager stall"]))
     return [
@@ -139,8 +139,9 @@ def _rows(samples: Samples, first_s: float, is_cuda: bool) -> list[Any]:
         row(ALONE, samples[ALONE], over),
         row("stall of an eager save", samples["eager stall"], over, stall,
             note=f"the first one after prepare: {first_s / eager_s:.2f} times as long"),
-        row("lazy: stall of save, and wait of the device in optimizer.step()", samples["lazy both"], over, lazy),
-        row("lazy: of it in save", samples["lazy stall"], over),
+        row("stall of a lazy save: time in save, plus the device's wait in optimizer.step()", samples["lazy both"],
+            over, lazy),
+        row("stall of a lazy save: only the time in save", samples["lazy stall"], over),
         row("a step with an eager save", samples["eager step"], over),
         row("a step with a lazy save", samples["lazy step"], over),
         *(row(f"a step while the courier works, {name}", samples[f"{name} further"], over)
