@@ -1,4 +1,4 @@
-"""What each rank does: it saves and loads a state through DCP, into memory and files, and does a memcpy to compare."""
+"""The program of each rank: it saves and loads a state through DCP, in memory and in files, and times a memcpy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
-ROW = 1024  # numbers of 4 bytes: a small tensor on each rank, and a row of a large one
+ROW = 1024  # numbers of 4 bytes, in a small tensor on each rank and in a row of a large one
 ROW_NBYTES = ROW * 4
 TIMEOUT_S = 120.0
 COLUMNS = ("stall", "total", "CPU", "sync", "load")
@@ -38,7 +38,7 @@ State = dict[str, Tensors]
 
 
 class Ways:
-    """Ways to save and load a state, timed.
+    """Times all ways to save and load a state.
 
     Args:
         bench: the clock.
@@ -48,16 +48,16 @@ class Ways:
         self.bench, self.memory = bench, bench.memory
         init_process_group(comm=COMM)
         self.mesh: DeviceMesh = init_device_mesh("cpu", (COMM.size,))
-        self.group = dist.new_group(backend="gloo")  # an asynchronous save talks while training does
+        self.group = dist.new_group(backend="gloo")  # an asynchronous save communicates at the same time as training
         self.step = 0
 
     def case(self, case: str, tensors: Tensors, targets: Tensors) -> None:
         """Time all ways to save and load a state.
 
         Args:
-            case: what it is, for the table.
-            tensors: DTensors or tensors of 32-bit numbers.
-            targets: like them, to load into.
+            case: what the state is, for the table.
+            tensors: the state to save, DTensors or tensors of 32-bit numbers.
+            targets: tensors of the same shapes, to load into.
         """
         live, loaded = ([local(value) for value in values.values()] for values in (tensors, targets))
         state, blank = {"model": tensors}, {"model": targets}  # DCP wraps and logs each key of the outermost dict
@@ -91,7 +91,7 @@ class Ways:
     def actions(
         self, title: str, what: str, way: Way, state: State, blank: State, check: Callable[[str], None]
     ) -> dict[str, Action]:
-        """What is done one way in a repetition, by name: saves of both kinds, and of each a load."""
+        """The actions of one way in a repetition, by name: saves of both kinds, and a load of each."""
 
         def save_async(step: int) -> Seconds:
             writer, _, checkpoint_id = way.open(step)
@@ -119,7 +119,7 @@ class Ways:
             check(f"{title}, {how}")
             return {f"{what} load": seconds} if how == "dcp.save" else {}
 
-        return {  # a training saves in one of both ways, so that one comes after one of its kind
+        return {  # a real training uses one kind of save, so the timed async save follows another one
             f"{what}, async before": lambda: {} if save_async(self.step) else None,
             f"{what}, async": lambda: save_async(self.step + 1),
             f"{what}, checked": lambda: load("dcp.async_save", self.step + 1),
@@ -129,7 +129,7 @@ class Ways:
 
     @contextlib.contextmanager
     def in_memory(self, redundancy: str, state: State) -> Iterator[Way]:
-        """Open a Checkpointer; at the end remove what it left in memory."""
+        """Open a Checkpointer; afterwards remove what it left in memory."""
         settings: dict[str, Any] = {"memory": str(self.memory), "job": redundancy, "comm": COMM, "strict": True}
         with Checkpointer(redundancy=redundancy, timeout_s=TIMEOUT_S, **settings) as ckpt:
             writer, reader = MemoryWriter(ckpt), MemoryReader(ckpt)
@@ -152,7 +152,7 @@ class Ways:
         COMM.Barrier()
 
     def write(self, case: str, samples: Samples, ways: Sequence[str]) -> None:
-        """Write the rows of a table: a column for each of a way's times."""
+        """Write the rows of a table, with one column for each kind of time."""
         over = {MEMCPY: samples[MEMCPY]}
         used = {"stall": samples[MEMCPY], "CPU": samples[f"{MEMCPY} CPU"]}
         self.bench.rows(*(row("memcpy", values, over, case=case, column=column) for column, values in used.items()))
@@ -163,15 +163,15 @@ class Ways:
                 self.bench.rows(row(what, values, over, shows, case=case, column=column))
 
 
-Open = tuple[Any, Any, Any]  # a writer, a reader and the checkpoint_id of a step
+Open = tuple[Any, Any, Any]  # the writer, the reader and the checkpoint_id of a step
 
 
 class Way:
     """A way to save and load.
 
     Args:
-        open: gives writer, reader and checkpoint_id of a step.
-        stager: of `dcp.async_save`; None: that of the writer.
+        open: gives the writer, the reader and the checkpoint_id of a step.
+        stager: the stager for `dcp.async_save`. With None it is the writer's own.
     """
 
     def __init__(self, open: Callable[[int], Open], stager: Any = None):
@@ -188,20 +188,22 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def change(live: list[torch.Tensor]) -> None:
-    """Do what a training step does to a state: every tensor of it is new."""
+    """Change every tensor, as a training step does."""
     torch._foreach_add_([value.view(torch.int32) for value in live], 1)
 
 
 def check(live: list[torch.Tensor], loaded: list[torch.Tensor], what: str) -> None:
-    """Compare bits: the tensors hold any, NaN as well."""
+    """Compare the bits as integers, because the tensors also hold NaN."""
     pairs = zip(live, loaded, strict=True)
     wrong = sum(not torch.equal(mine.view(torch.int32), theirs.view(torch.int32)) for mine, theirs in pairs)
     if wrong:
-        raise RuntimeError(f"{what}: {wrong} of {len(live)} tensors of rank {COMM.rank} are not loaded as they were")
+        raise RuntimeError(
+            f"{what}: {wrong} of {len(live)} tensors loaded on rank {COMM.rank} differ from the saved ones"
+        )
 
 
 def tensors_of(count: int, shape: tuple[int, ...], seed: int) -> Tensors:
-    """Tensors of any 32 bits."""
+    """Float tensors of random bits, with all values that 32 bits can have."""
     bits = torch.Generator().manual_seed(seed)
     return {f"layers.{i}.weight": torch.randint(-(1 << 31), 1 << 31, shape, generator=bits,
                                                 dtype=torch.int32).view(torch.float32)
@@ -213,7 +215,7 @@ def cloned(tensors: Tensors) -> Tensors:
 
 
 def sharded(tensors: Tensors, mesh: DeviceMesh) -> Tensors:
-    """Make each the shard of a DTensor."""
+    """Make each tensor this rank's shard of a DTensor."""
     return {name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False) for name, value in tensors.items()}
 
 

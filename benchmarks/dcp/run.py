@@ -1,15 +1,15 @@
-"""What PyTorch DCP costs training through mlflash and through files in /dev/shm, as multiples of a memcpy.
+"""What PyTorch DCP costs through mlflash and through files in /dev/shm, in multiples of a memcpy.
 
     python benchmarks/dcp/run.py [--ranks 2] [--mib 4] [--small 1000] [--repetitions 3] [--quick] [--json FILE] ...
 
-It starts itself under mpiexec, each rank on an emulated node of its own; ranks.py is what the ranks do. What is loaded
-is compared bit by bit with what was saved.
+This program starts its ranks (ranks.py) under mpiexec, each on an emulated node of its own. After each load it compares
+the loaded state bit by bit with the saved one.
 
-    stall   until dcp.async_save returns and training goes on
-    total   until its future has a result: the checkpoint is committed
-    CPU     seconds of all threads of a rank, from the call of dcp.async_save to that result
-    sync    dcp.save
-    load    dcp.load
+    stall   time until dcp.async_save returns and training continues
+    total   time until its future has a result: the checkpoint has committed, or the files are written
+    CPU     seconds of all threads of a rank from the call of dcp.async_save to that result
+    sync    time of dcp.save
+    load    time of dcp.load
 """
 
 from __future__ import annotations
