@@ -1,4 +1,4 @@
-"""What each rank does: it saves and loads tensor-aware state dicts, by mlflash and NVRx, and does a memcpy."""
+"""The program of each rank: it saves and loads tensor-aware state dicts with mlflash and NVRx, and times a memcpy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OURS, THEIRS = "mlflash, copy", "NVRx, clique of 2"
 
 
 class Rivals:
-    """Both managers, timed.
+    """Times both managers.
 
     Args:
         bench: the clock.
@@ -44,7 +44,7 @@ class Rivals:
             self.queue = AsyncCallsQueue(persistent=False)
 
     def case(self, count: int, nbytes: int) -> None:
-        """Time both managers with a state of so many tensors; then again, how they load after a loss."""
+        """Time both managers with a state of this many tensors, then time their loads after rank 0's node was lost."""
         live = [torch.full((nbytes // 4 // count,), float(COMM.rank)) for _ in range(count)]
         copies = [tensor.clone() for tensor in live]
         made: dict[str, Callable[[], Any]] = {OURS: lambda: self.ours(count)}
@@ -102,7 +102,7 @@ class Rivals:
         loaded, _ = manager.load()
         seconds = time.perf_counter() - start
         assert all(map(torch.equal, loaded.tensors, live)), column
-        manager.latest_iteration = -1  # what was found is not remembered
+        manager.latest_iteration = -1  # the next load has to find it again
         return {f"{what} {column}": seconds}
 
     def ours(self, count: int) -> LocalCheckpoints:
@@ -147,7 +147,7 @@ def main() -> None:
     rivals = Rivals(bench)
     allow(Aware)
     bench.header(NVRx="found" if HAVE_NVRX else "not installed")
-    warnings.filterwarnings("ignore", module="nvidia_resiliency_ext")  # of what it calls in torch
+    warnings.filterwarnings("ignore", module="nvidia_resiliency_ext")  # torch's warnings about NVRx's calls
     with on_cpu():
         for count in counts:
             rivals.case(int(count), int(nbytes))

@@ -1,16 +1,17 @@
-"""What local checkpoints of Megatron cost training: LocalCheckpoints compared with NVRx's manager, both with copies.
+"""What Megatron's local checkpoints cost: compares LocalCheckpoints with NVRx's manager, both with copies.
 
     python benchmarks/megatron/run.py [--ranks 2] [--mib 256] [--repetitions 5] [--quick] [--json FILE] ...
 
-It starts itself under mpiexec, each rank on an emulated node of its own; ranks.py is what the ranks do. NVRx's manager
-writes to /dev/shm and replicates to the other rank (clique of 2). Its wheel is for one version of Python only, but its
-checkpointing is not. So it is enough to unpack what `pip download --no-deps nvidia-resiliency-ext` gives, and to add it
-to PYTHONPATH. Without NVRx its part is left out. What is loaded is compared bit by bit with what was saved.
+This program starts its ranks (ranks.py) under mpiexec, each on an emulated node of its own. NVRx's manager writes to
+/dev/shm and replicates to the other rank (clique of 2). Its wheel is for one version of Python only, but its
+checkpointing is not. So you can unpack what `pip download --no-deps nvidia-resiliency-ext` gives, and add it to
+PYTHONPATH. Without NVRx its rows are left out. After each load the ranks compare the loaded state bit by bit with the
+saved one.
 
-    stall       until save, and the queue that its request goes to, return and training goes on
-    total       until the request is finalized
-    load        find_latest and load
-    after loss  the same, after rank 0's node was lost
+    stall       time until save and the queue that takes its request return, and training continues
+    total       time until the request is finalized
+    load        time of find_latest and load
+    after loss  the same after rank 0's node was lost
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from bench.question import Part, parser_of, run  # noqa: E402
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks, even")
-    parser.add_argument("--mib", type=int, default=256, help="MiB of each rank")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks, an even number")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of tensors on each rank")
     parser.add_argument(
-        "--tensors", type=int, nargs="+", default=[64, 1024], help="numbers of tensors of this size in total"
+        "--tensors",
+        type=int,
+        nargs="+",
+        default=[64, 1024],
+        help="split the MiB into this many tensors; one table for each number",
     )
     args = parser.parse_args()
     if args.ranks < 2 or args.ranks % 2:
