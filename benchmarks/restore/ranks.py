@@ -1,4 +1,4 @@
-"""What each of the two ranks does: it makes a new Checkpointer like a relaunch, restores, and does a memcpy."""
+"""The program of each rank: it makes a new Checkpointer, as a relaunched job does, restores, and times a memcpy."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Work = Callable[[Checkpointer], dict[str, float]]
 
 
 def relaunched(bench: Bench, beside: Yardsticks, state: State, work: Work, wipe: bool = False) -> Samples:
-    """Save a state; then, again and again, do something with a new Checkpointer of the same job.
+    """Save a state once. Then time something with a new Checkpointer of the same job in each repetition.
 
     Args:
         bench: the clock.
         beside: the yardsticks.
-        state: of the job; what is restored into.
-        work: is timed; gives further seconds by name.
-        wipe: whether the second node has lost its slots each time.
+        state: the state to save, and to restore into.
+        work: what is timed. It returns further seconds by name.
+        wipe: whether the second node loses its slots before each repetition.
     """
     with bench.job("restore") as job:
         with bench.checkpointer(job, redundancy="copy") as ckpt:
@@ -45,7 +45,7 @@ def relaunched(bench: Bench, beside: Yardsticks, state: State, work: Work, wipe:
                     file.unlink()
             bench.comm.Barrier()
             made = time.perf_counter()
-            with bench.checkpointer(job, redundancy="copy") as ckpt:  # its end waits until all is healed
+            with bench.checkpointer(job, redundancy="copy") as ckpt:  # its exit waits until all copies are healed
                 made = time.perf_counter() - made
                 bench.comm.Barrier()
                 start = time.perf_counter()
@@ -57,7 +57,7 @@ def relaunched(bench: Bench, beside: Yardsticks, state: State, work: Work, wipe:
 
 
 def in_place(bench: Bench, beside: Yardsticks, nbytes: int, wipe: bool) -> None:
-    """Restore into live tensors; its parts are what the Checkpointer itself has counted."""
+    """Time restores into live tensors. The Checkpointer itself counts the times of the parts."""
     state = large_state(nbytes)
 
     def restore(ckpt: Checkpointer) -> dict[str, float]:
@@ -66,19 +66,19 @@ def in_place(bench: Bench, beside: Yardsticks, nbytes: int, wipe: bool) -> None:
         return {"find": seconds["find and fetch"], "load": seconds["load"]}
 
     samples = relaunched(bench, beside, state, restore, wipe)
-    assert all(bool((value == i).all()) for i, value in enumerate(state.values())), "restored something else"
-    over, fetch = both(samples), " and fetch" if wipe else ""
-    where = "one node wiped" if wipe else "on the same node"
+    assert all(bool((value == i).all()) for i, value in enumerate(state.values())), "restored another state"
+    over, where = both(samples), "one node wiped" if wipe else "on the same node"
+    find = "find, check, fetch every byte" if wipe else "find and check every byte"
     bench.rows(
         row(f"restore, {where}", samples["work"], over, "" if wipe else "restore"),
-        row(f"of it: find, check every byte{fetch}, {where}", samples["find"], over),
-        row(f"of it: copy into live tensors, {where}", samples["load"], over),
-        row(f"Checkpointer(...) before it, {where}", samples["made"], over),
+        row(f"restore, {where}: {find}", samples["find"], over),
+        row(f"restore, {where}: copy into live tensors", samples["load"], over),
+        row(f"Checkpointer(...) before the restore, {where}", samples["made"], over),
     )
 
 
 def anew(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """`Checkpointer.load`: fresh tensors, so that every page of them is faulted in."""
+    """Time `Checkpointer.load`. It makes fresh tensors, so each of their pages is faulted in."""
     state = large_state(nbytes)
 
     def load(ckpt: Checkpointer) -> dict[str, float]:
@@ -88,13 +88,13 @@ def anew(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
     samples = relaunched(bench, beside, state, load)
     bench.rows(
-        row("load, as fresh tensors", samples["work"], both(samples)),
-        row("of it: find and check every byte", samples["find"], both(samples)),
+        row("load, into fresh tensors", samples["work"], both(samples)),
+        row("load, into fresh tensors: find and check every byte", samples["find"], both(samples)),
     )
 
 
 def views(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """`Checkpointer.load(copy=False)`: views of what is in memory, unchecked."""
+    """Time `Checkpointer.load(copy=False)`, which gives unchecked views of what is in memory."""
     state = large_state(nbytes)
 
     def view(ckpt: Checkpointer) -> dict[str, float]:
@@ -103,12 +103,12 @@ def views(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
         return {"last": float(found["layer1"][-1])}
 
     samples = relaunched(bench, beside, state, view)
-    assert (samples["last"] == 1).all(), "views of something else"
+    assert (samples["last"] == 1).all(), "the views show another state"
     bench.rows(row("load(copy=False): views, unchecked", samples["work"], {**both(samples), **MS}, "views"))
 
 
 def peer(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """PyTorch's DCP, each rank for itself, out of /dev/shm: no checksum of the content."""
+    """Time PyTorch's DCP, which loads from /dev/shm without a checksum of the content. Each rank loads by itself."""
     state = large_state(nbytes)
     path = bench.memory / f"dcp-{bench.comm.rank}"
 
@@ -116,7 +116,7 @@ def peer(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
         dcp.load(state, checkpoint_id=path, no_dist=True)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # said even with no_dist=True
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # it warns even with no_dist=True
         dcp.save(state, checkpoint_id=path, no_dist=True)
         samples = bench.repeat({**beside.of(bytes_of(state)), "load": load}, before=lambda: change(state))
     shutil.rmtree(path)

@@ -1,9 +1,8 @@
-"""How long a relaunched job takes to restore its state, on the same node and after a node was wiped, by part.
+"""How long a relaunched job takes to restore its state, on the same nodes and after a node was wiped, part by part.
 
     python benchmarks/restore/run.py [--mib 256] [--repetitions 6] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own; ranks.py is what the
-ranks do.
+This program starts two ranks (ranks.py) under mpiexec on this machine, each on an emulated node of its own.
 """
 
 from __future__ import annotations
