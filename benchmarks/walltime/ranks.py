@@ -1,4 +1,4 @@
-"""What the rank does: it trains for some steps, and saves in each of the ways compared, in turn."""
+"""The program of the rank: it trains for some steps, and saves in each of the compared ways in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlflash.adapters.distributed import init_process_group
 from mlflash.demo.model import GPT
 
 HEADS, DEPTH, LENGTH, BATCH = 4, 5, 64, 4
-PER_PARAMETER = 12  # bytes: it, and two moments of Adam
+PER_PARAMETER = 12  # bytes: the parameter, and two moments of Adam
 EAGER, LAZY, ASYNC, SYNC = "mlflash", "mlflash, until=", "dcp.async_save", "torch.save"
 WARM_UP = 1
 TIMEOUT_S = 60.0
@@ -36,7 +36,7 @@ Save = Callable[[int], object]
 
 
 class Training:
-    """A GPT of so many bytes of state, with Adam's."""
+    """A GPT with AdamW whose state has about this many bytes, including the moments."""
 
     def __init__(self, nbytes: int):
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def tensors(self) -> dict[str, Any]:
-        """The same as tensors in dicts, as DCP and torch.save take it."""
+        """The same state as tensors in dicts, the form that DCP and torch.save take."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def train_step(self) -> None:
@@ -62,7 +62,7 @@ class Training:
         self.optimizer.step()
 
     def seconds(self, steps: int, every: int, save: Save) -> float:
-        """Train for some steps, and save behind each that is due."""
+        """Train for some steps, and save each time that `every` steps are done. Gives the seconds of all of it."""
         start = time.perf_counter()
         for number in range(1, steps + 1):
             self.train_step()
@@ -72,7 +72,10 @@ class Training:
 
 
 class AsyncSaves:
-    """PyTorch's: a save waits for the one before, as its documentation has it, and deletes that before it."""
+    """PyTorch's asynchronous saves. Each one first waits for the save before it, as PyTorch's documentation recommends.
+
+    It then deletes the checkpoint before that one, so two of them exist at most.
+    """
 
     def __init__(self, training: Training, folder: Path):
         self._training, self._folder, self._future, self._saves = training, folder, None, 0
@@ -92,7 +95,7 @@ class AsyncSaves:
 
 @contextlib.contextmanager
 def ways_of(training: Training, bench: Bench, folder: Path) -> Iterator[dict[str, tuple[Save, Callable[[], None]]]]:
-    """Each way to save: what is called behind a step, and what waits for the end of all saves."""
+    """Yield all ways to save. Each is a function to call after a step, and one that waits for the end of all saves."""
     ours = {"memory": str(bench.memory), "redundancy": "none", "timeout_s": TIMEOUT_S, "strict": True}
     pytorch = AsyncSaves(training, folder)
     with contextlib.ExitStack() as stack:
@@ -127,14 +130,16 @@ def main() -> None:
                     for way, every in cases:
                         save, wait = ways[way]
                         seconds = training.seconds(steps, every, save)
-                        wait()  # not timed: in a longer training it is behind the steps that follow
+                        wait()  # not timed: in a longer training, this work happens during the steps that follow
                         found.setdefault((way, every), []).extend([seconds] * (number >= WARM_UP))
             dist.destroy_process_group()
     finally:
         shutil.rmtree(folder)
     off = np.array(found[OFF, steps])
     for way, every in [(OFF, steps), *((way, every) for every in intervals for way in (EAGER, LAZY, ASYNC, SYNC))]:
-        what = OFF if way == OFF else f"{way}, a save every {every} steps" if every > 1 else f"{way}, each step"
+        what = (
+            OFF if way == OFF else f"{way}, a save every {every} steps" if every > 1 else f"{way}, a save at each step"
+        )
         is_aim = way == LAZY and every == 10
         bench.rows(row(what, np.array(found[way, every]), {OFF: off}, shows="wall time" if is_aim else "",
                        case=f"{steps} steps of a GPT with {mib} MiB of state"))  # fmt: skip

@@ -1,9 +1,9 @@
-"""What saves cost in wall time: steps of a training with a save every N steps, over the same steps without saves.
+"""What saves cost in wall time: how long steps with a save every N steps take, compared with no saves.
 
     python benchmarks/walltime/run.py [--mib 12 100] [--every 10 2 1] [--steps 20] [--repetitions 5] [--quick] ...
 
-One rank trains the demo's GPT on one core of this machine and saves by mlflash, eagerly and with until=, by
-`dcp.async_save` and by `torch.save`, all into /dev/shm (ranks.py). Another core is idle except for the work of saves.
+One rank (ranks.py) trains the demo's GPT on one core of this machine. It saves with mlflash, eagerly and with until=,
+with `dcp.async_save` and with `torch.save`, all to /dev/shm. Another core is idle except for the work of saves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ HERE = Path(__file__).parent
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=280, repetitions=5)
-    parser.add_argument("--mib", type=int, nargs="+", default=[12, 100], help="MiB of state of each model")
-    parser.add_argument("--every", type=int, nargs="+", default=[10, 2, 1], help="steps from save to save")
+    parser.add_argument("--mib", type=int, nargs="+", default=[12, 100], help="MiB of state, one model for each number")
     parser.add_argument(
-        "--steps", type=int, default=20, help="steps that are timed together, a multiple of each --every"
+        "--every", type=int, nargs="+", default=[10, 2, 1], help="save every so many steps, one case for each number"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="number of steps in one timing, a multiple of each --every"
     )
     args = parser.parse_args()
     if args.quick:
