@@ -1,5 +1,5 @@
-"""`Checkpointer`, how it ends (`ending`), its side for adapters, `own_files`, and a stand-in that does nothing.
+"""`Checkpointer`, how it ends (`ending`), what adapters need from it, `own_files`, and a stand-in that does nothing.
 
-In come the calls of users and adapters; out come their results. Each call goes to the room that can do the work. It
-imports every room that saves, restores or drains.
+In come the calls of users and adapters, and out come their results. Each call goes to the room that does the work. This
+room imports every room that saves, restores or drains.
 """
