@@ -1,5 +1,5 @@
-"""The commands of ``mlflash``: each is a module of its name, and a thin one.
+"""The commands of ``mlflash``: each has a short module of its own.
 
-In come words of a command line; out go text or one JSON document, and an exit code. It imports the room that does the
-work, and `command_line`, which all commands share.
+In come words of a command line, and out go text or one JSON document, and an exit code. This room imports the rooms
+that do the work, and `command_line`, which all commands share.
 """
