@@ -1,4 +1,4 @@
 """Bytes, times, counts and lists as people write and read them.
 
-In come numbers, names and words; out come words and numbers. It imports only `errors`.
+In come numbers, names and words, and out come words and numbers. This room imports only `errors`.
 """
