@@ -1,8 +1,10 @@
 """The messages between a trainer and its courier, and the trainer's side of them.
 
-In come calls from what saves and restores; out go messages to the courier. `messages` defines them;
-`save_request` and `wanted_parts` are parts of messages. The trainer has a `client` that takes messages to the courier,
-and a `trainer_context`, which the courier updates. `ranks` are the ranks of the run, and `torch_rank` finds them by the
-numbers of PyTorch. `describe_ranks` is how ranks tell each other about a checkpoint that other ranks read. This room
-imports the rooms that these data come from, and makes no MPI calls.
+In come the calls of saves and restores, and out go messages to the courier. `messages` defines these, and
+`save_request` and `wanted_parts` are parts of them.
+
+The trainer has a `client` that takes messages to the courier, and a `trainer_context` that the courier updates. `ranks`
+are the ranks of the run, and `torch_rank` converts PyTorch's numbers of ranks to them. With `describe_ranks` the ranks
+tell each other what the ranks of an old checkpoint hold. This room imports the rooms that define these data, and makes
+no MPI calls.
 """
