@@ -1,5 +1,5 @@
-"""The creation of a Checkpointer: connect the ranks, lock the job, and take over what earlier runs left.
+"""The start of a Checkpointer: it connects the ranks, locks the job, and takes over what earlier runs left.
 
-In come the settings and the communicators; out comes the `context` in which saving, draining and restoring work: slots,
-protection, threads. This room imports the rooms that these come from.
+In come the settings and the communicators, and out comes the `context`. Saving, draining and restoring work with its
+slots, its protection and its threads. This room imports the rooms that define these.
 """
