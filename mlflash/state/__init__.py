@@ -1,6 +1,6 @@
-"""A training's nested state ↔ its leaves ↔ the bytes of a slot.
+"""Takes the nested state of a training apart, so that it can be written to a slot, and puts it together again.
 
-In come dicts, lists, tensors, arrays, plain values and objects with `state_dict`; out come leaves with names, the place
-of each in a slot (`layout`), and the manifest that puts them together again. This room knows nothing about nodes, files
-or MPI, and imports only `errors`.
+In come dicts, lists, tensors, arrays, plain values and objects with `state_dict`, and out come three things: leaves
+with names, the place of each leaf in a slot (`layout`), and the `manifest`, which says how to put them together again.
+This room knows nothing about nodes, files or MPI, and imports only `errors`.
 """
