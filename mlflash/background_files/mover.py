@@ -154,7 +154,7 @@ class Mover:
                         if self._job.rate and (ahead := sent / self._job.rate - (time.monotonic() - start)) > 0:
                             time.sleep(ahead)
                     os.fsync(taken.fileno())
-                path.unlink()  # its memory is free from here on
+                path.unlink()  # this frees its memory
                 yield os.path.relpath(inside / name, beside), size
             _sync(inside)
 
@@ -234,7 +234,7 @@ def main() -> None:
                 mover.move(Path(order["from"]), Path(target), order["notes"], order["alone"], order["checks"])
         except MoveFailed as error:
             said = {"failed": target, "why": str(error)}
-        with contextlib.suppress(OSError):  # nobody hears it any more
+        with contextlib.suppress(OSError):  # nobody reads the stream any more
             print(json.dumps(said), flush=True)
     shutil.rmtree(job.place, ignore_errors=True)
 

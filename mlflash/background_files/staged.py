@@ -21,8 +21,8 @@ from ..memory.user_directory import PRIVATE, describe, is_private
 
 log = logging.getLogger("mlflash")
 
-_ROOM = 1.2  # times the largest checkpoint so far, which must be free
-_LONG_S = 1.0  # a wait of training that is worth a line
+_ROOM = 1.2  # this many times the size of the largest checkpoint so far must be free
+_LONG_S = 1.0  # if training waits longer, the log says so
 
 
 class BackgroundFiles:
@@ -51,7 +51,7 @@ class BackgroundFiles:
         with _locked(of_job):
             self._place.mkdir()
             lock = os.open(self._place, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)  # which the mover keeps
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the mover keeps this lock
             _remove_leftovers(of_job)
         self._largest_nbytes = self._count = 0
         self._news = threading.Condition()
@@ -143,7 +143,7 @@ class BackgroundFiles:
 
     def _order(self, target: str, order: dict[str, Any]) -> None:
         with self._news:
-            if self._has_ended:  # nobody would take it off the list again
+            if self._has_ended:  # nobody would remove it from the list again
                 self._failed[target] = "the process that moves files has ended"
                 return
             self._on_their_way.append(target)
@@ -155,7 +155,7 @@ class BackgroundFiles:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            pass  # it has ended, and the listener says so
+            pass  # the process has ended, which the listener reports
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -188,7 +188,7 @@ def leftovers(memory: str, job: str, dry_run: bool = False) -> int:
     """
     of_job = _of_user(memory) / job
     nbytes = _remove_leftovers(of_job, dry_run) if of_job.is_dir() else 0
-    with contextlib.suppress(OSError):  # where a mover is at work still
+    with contextlib.suppress(OSError):  # a mover may still be working there
         if not dry_run:
             of_job.rmdir()
             of_job.parent.rmdir()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 _END, _LOCATOR, _END64, _ENTRY, _DESCRIPTOR = b"PK\5\6", b"PK\6\7", b"PK\6\6", b"PK\1\2", b"PK\7\10"
 _ENTRY_NBYTES, _LOCAL_NBYTES, _END_NBYTES, _END64_NBYTES, _LOCATOR_NBYTES = 46, 30, 22, 56, 20
-_IN_EXTRA = 0xFFFFFFFF  # numbers that take eight bytes are there
+_IN_EXTRA = 0xFFFFFFFF  # stands for a number that takes eight bytes; the extra field has it
 _ID = b"/.data/serialization_id"
 _WORD = (1 << 64) - 1
 
@@ -27,7 +27,7 @@ def complete(path: Path) -> None:
         return
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as raw:
         end = len(raw)
-        with contextlib.suppress(struct.error, ValueError, IndexError):  # it only looks like one
+        with contextlib.suppress(struct.error, ValueError, IndexError):  # the file only looks like an archive
             while end >= _END_NBYTES and raw[end - _END_NBYTES : end - _END_NBYTES + 4] == _END:
                 end = _complete_archive(raw, end)
 
