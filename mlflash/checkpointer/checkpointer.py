@@ -108,7 +108,7 @@ class Checkpointer(Ending):
             provenance=provenance, sign_key=None if sign_key is None else os.fspath(sign_key), **settings,
         )  # fmt: skip
         self.enabled = self._config.enabled
-        self._closed = "" if self.enabled else "off"  # why; there is nothing to close then
+        self._closed = "" if self.enabled else "off"  # why calls are refused; if it is off, nothing has to be closed
         self._is_ended = not self.enabled
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
@@ -133,9 +133,9 @@ class Checkpointer(Ending):
             self._courier.call(GoBeyond())
             facts = self._courier.ask(RunFacts()) | {"courier": self._courier.is_a}
             trainer.recorder.started(facts, lambda: self.survives)
-            if self._config.reserve and not started.unusable:  # room may be what was committed needs, come back
+            if self._config.reserve and not started.unusable:  # unusable files may be needed again, with that room
                 self._saves.reserve(self._config.reserve)
-        except BaseException:  # the caller gets no object to close
+        except BaseException:  # the caller gets no object that it could close
             self._end(abandon=True, state="failed")
             raise
 
@@ -351,7 +351,7 @@ class Checkpointer(Ending):
         step: int | None = self._courier.call(HealNewest())
         return step
 
-    # Looking
+    # Information
 
     @property
     def last_step(self) -> int | None:

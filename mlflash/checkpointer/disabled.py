@@ -104,8 +104,8 @@ def not_saved(step: object) -> Snapshot:
     return snapshot
 
 
-# Each stands for the class whose name it has, has all that is called of that, and nothing of what is in it: so no
-# constructor calls the one of its base.
+# Each class stands in for its base class, which has the same name. It has everything that callers use, and none of the
+# base's attributes. So no constructor calls that of its base.
 
 
 class Courier(Client):

@@ -25,7 +25,7 @@ class Ending:
     _courier: Client
     _drains: Drains
     _saves: SaveQueue
-    _closed: str  # why no method does anything any more
+    _closed: str  # why calls are refused
     _is_ended: bool
 
     def _unit(self) -> contextlib.AbstractContextManager[None]:
@@ -52,14 +52,14 @@ class Ending:
             if is_freed:
                 self._courier.call(Free())
             self._trainer.copy_threads.close()
-        finally:  # also where it is interrupted: what is collective is left then, as other ranks may not come to it
+        finally:  # after an interrupt, too: collective calls are left out then, because other ranks may not make them
             self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")
         self._saves.raise_what_failed()
 
     def _end(self, abandon: bool, state: str) -> None:
         self._is_ended = True
         self._closed = "this Checkpointer was closed"
-        with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
+        with contextlib.ExitStack() as steps:  # they run in reverse order, and each one runs even if another raises
             steps.callback(unclosed.discard, self)
             steps.callback(self._trainer.memory.close)
             steps.callback(self._trainer.slots.close)

@@ -79,7 +79,7 @@ class Adapting:
         if self.ranks.rank == 0:
             try:
                 seen = look()
-            except Exception as error:  # the others must not wait for us
+            except Exception as error:  # other ranks must not wait for this one
                 problem = error
         found, why = self.ranks.broadcast((seen, problem and repr(problem)), 0)
         if problem is not None:
@@ -112,7 +112,7 @@ class Adapting:
         """
         try:
             return self.save(step, state, until, owned)
-        except (StateError, StepOrderError):  # its job is posted all the same, and says so
+        except (StateError, StepOrderError):  # the job was posted nevertheless, and reports the error
             if self._strict:
                 raise
             return None

@@ -29,7 +29,7 @@ class OwnFiles:
     def __init__(self, files: BackgroundFiles, ranks: Ranks, strict: bool):
         self._files, self._ranks, self._strict = files, ranks, strict
         self._later: list[Callable[[], None]] = []
-        self._coming: set[str] = set()  # what is on its way to disk, and what is deleted then
+        self._coming: set[str] = set()  # on their way to disk; `_going`: to be deleted after that
         self._going: set[str] = set()
 
     def begin(self, target: str) -> bool:
@@ -124,7 +124,7 @@ class OwnFiles:
         for target, why in failed.items():
             log.warning("%s was not moved to disk: %s", target, why)
         if failed:
-            self._later.clear()  # what is older is kept then
+            self._later.clear()  # older checkpoints are kept then
         return not failed
 
     def _do_later(self) -> None:

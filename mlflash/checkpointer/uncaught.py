@@ -16,7 +16,7 @@ from ..errors import MlflashError
 
 _INSIDE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_rank = [0]  # of this process; until it is known all is printed
+_rank = [0]  # of this process; until it is known, everything is printed
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def _show(before: _Hook, kind: type[BaseException], error: BaseException, trace:
         text = f"mlflash: rank {rank} ends, as all ranks do: {kind.__name__}: {error.message.splitlines()[0]}\n"
     else:
         text = brief(error, trace)
-    sys.stderr.write(text)  # at once: other ranks write, too
+    sys.stderr.write(text)  # in one call, because other ranks write, too
     sys.stderr.flush()
 
 

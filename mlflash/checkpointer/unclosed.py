@@ -42,7 +42,7 @@ def _end_all() -> None:
     for one, (end, _) in list(_open.items()):
         try:
             end(one, "failed" if hasattr(sys, "last_value") else "ended")
-        except Exception:  # the others are to be ended, too
+        except Exception:  # the other Checkpointers must be ended, too
             log.exception("a Checkpointer could not be ended")
     if linked := sys.modules.get("mlflash.courier.linked"):
         linked.close_link()
