@@ -116,7 +116,7 @@ def look(store: Store) -> Listing:
                 card = read_card(inside.read(master, 0, CARD_NBYTES))
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except (CorruptSlot, OSError) as error:  # this one only: the others are whole
+            except (CorruptSlot, OSError) as error:  # skip only this one: the others are whole
                 log.warning("%s/%s is passed over: %s", inside.path, master, error)
                 damaged[folder] = f"{master}: {error}"
                 continue
@@ -258,7 +258,7 @@ def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> li
     mine: list[str] = []
     drains: dict[Attempt, Card] = {}
     for name, card in zip(names, each(lambda name: _card_of(inside, name), names), strict=True):
-        if (match := _TEMPORARY.fullmatch(name)) is not None:  # its card may not be in it yet
+        if (match := _TEMPORARY.fullmatch(name)) is not None:  # its card may not be written yet
             if match["owner"] == _digest(owner) and match["run"] != run_id.hex():
                 mine.append(name)
         elif card is not None and card.owner == owner and card.attempt.run_id != run_id:

@@ -45,7 +45,7 @@ class Dcp:
         skeleton, places, begin = rank_file(pieces, [load.sources[number] for number in known], extras)
         starts = dict(zip(known, begin, strict=True))
         for number, part in enumerate(load.parts):
-            if number not in starts:  # arrays, and tensors in tuples: for mlflash only
+            if number not in starts:  # arrays, and tensors in tuples: only mlflash reads them
                 starts[number] = skeleton.nbytes
                 skeleton.place(starts[number], part.entry.nbytes, load.sources[number])
         name, card_name = f"__{rank}_0.distcp", f"rank-{rank:05d}.mlflash"
@@ -65,7 +65,7 @@ class Dcp:
         paths: dict[str, Path | None] = {}
         ties: dict[str, str] = {}
         for receipt in receipts:
-            contents, its_paths, its_ties = pickle.loads(zlib.decompress(receipt.more))  # of our own ranks
+            contents, its_paths, its_ties = pickle.loads(zlib.decompress(receipt.more))  # safe: from ranks of this job
             files.append(contents)
             paths |= {key: path for key, path in its_paths.items() if paths.get(key) is None}
             ties = its_ties | ties

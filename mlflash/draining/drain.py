@@ -35,7 +35,7 @@ class Drain:
 
     def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
         self.step = step
-        self._look = look  # done again and again while somebody waits
+        self._look = look  # called again and again while somebody waits
         self._patience_s = patience_s
         self.path = ""
         self.nbytes = self.written = 0
@@ -49,7 +49,7 @@ class Drain:
         self.moved = time.monotonic()
         self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = threading.Event()
-        self.told: Callable[[], None] = lambda: None  # done when some rank gets on, and at the end
+        self.told: Callable[[], None] = lambda: None  # called when a rank has made progress, and at the end
         self._start = time.perf_counter()
         self._ended = threading.Event()
 

@@ -22,7 +22,7 @@ from ..state.rebuild import Read
 from .file_index import Place, Places, encode, first_names, numbers_of
 from .work_division import deal, digest, part_of
 
-_CHECK = (1 << 64) - 1  # of 128 bits
+_CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
 
 
 @dataclasses.dataclass
@@ -197,7 +197,7 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
             raw = source()
             checks += [xxhash.xxh3_64_intdigest(raw[at : at + block_nbytes].data)
                        for at in range(0, raw.nbytes, block_nbytes)]  # fmt: skip
-    # Now that the checksums are made: what they were made of is what the slot was sealed with.
+    # Verify the slot after the checksums were made: then they belong to the bytes with which it was sealed.
     for slot in (home.slot, *home.shares):
         slot.verify()
     reach("drain.verified")

@@ -32,8 +32,8 @@ from .write_checkpoint import Terms
 
 log = logging.getLogger("mlflash")
 
-_FOLDERS = 8  # of which is known what they hold
-_LOOK_S = 0.001  # how often rank 0 looks whether the directory was read
+_FOLDERS = 8  # drained attempts whose folders are remembered
+_LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 
 
 class DrainQueue:
@@ -57,12 +57,12 @@ class DrainQueue:
         self.store: Store | None = None if config.directory is None else open_store(config.directory)
         self.last: Drain | None = None
         self._collectives: BackgroundCollectives | None = None
-        self._since = 0  # checkpoints committed after the newest one that was drained
+        self._since = 0  # checkpoints committed since the newest drained one
         self._asked = False
-        self._certified: Attempt | None = None  # and not noted in the directory yet
-        self._folders: dict[Attempt, str] = {}  # of what this run has drained, the newest last
-        self._clean = False  # what interrupted drains of earlier runs left is deleted
-        self._drained: Attempt | None = None  # the newest attempt that was, or is being
+        self._certified: Attempt | None = None  # certified, but not yet noted in the directory
+        self._folders: dict[Attempt, str] = {}  # drained by this run; the newest is last
+        self._clean = False  # whether leftovers of interrupted drains of earlier runs were deleted
+        self._drained: Attempt | None = None  # the newest attempt whose drain has begun
         self._terms = Terms(
             config.format, config.owner, config.job, config.block_nbytes * 4, config.compression, config.drain_rate,
             config.drain_writers, config.keep_last, config.keep_every, signer,
@@ -122,10 +122,10 @@ class DrainQueue:
         def note() -> None:
             try:
                 checkpoint_directory.write_verdict(inside, attempt, owner, Verdict.CERTIFIED)
-            except Exception as problem:  # fsspec raises what it likes
+            except Exception as problem:  # fsspec may raise anything
                 log.warning("could not note in %s that the step is certified: %s", inside.path, problem)
 
-        if rank == 0:  # on a thread of its own, as the file system may hang: nobody waits for it
+        if rank == 0:  # on a separate thread, because the file system may hang: nobody waits for it
             threading.Thread(target=note, name="mlflash-verdict", daemon=True).start()
 
     def begin_newest(self, if_due: bool = False) -> None:
@@ -159,12 +159,12 @@ class DrainQueue:
     def go_beyond(self) -> None:
         """Continue the numbers of a directory that a fresh start passes over. Collective over the world."""
         if self._context.world.rank == 0 and self.store is not None:
-            # On a thread of its own, as the file system may hang: nobody waits for what it says.
+            # On a separate thread, because the file system may hang. Nobody waits for the result.
             threading.Thread(target=self._say_what_will_not_come, args=(self.store,), name="mlflash-look",
                              daemon=True).start()  # fmt: skip
         context, there = self._context, self._list(self.store)
         others = [one for one in there.listed if self._config.mark not in (0, one.card.mark)]
-        if there.problem:  # whatever is there was numbered from 1 on, or by an earlier time
+        if there.problem:  # its checkpoints have small numbers, or numbers from an earlier time
             newest = int(context.world.broadcast(time.time_ns() // 1_000_000, 0))
             if self._config.mark and not context.take_stock().rows.size:
                 context.floor = newest
@@ -207,7 +207,7 @@ class DrainQueue:
             return self._list(store or self.store)
         there = self._list(self.store)
         ours = tuple(one for one in there.listed if one.card.attempt.generation >= floor)
-        return Listing(ours, {}, there.problem)  # of what cannot be read nobody knows whose it is
+        return Listing(ours, {}, there.problem)  # if a checkpoint cannot be read, its job is unknown
 
     def _list(self, store: Store | None) -> Listing:
         """The same; a directory that does not answer in half the time that the other ranks wait is a problem, too."""
@@ -228,7 +228,7 @@ class DrainQueue:
                         found = through.value
                 if found is None:
                     problem = f"{store.path} does not answer"
-            except Exception as error:  # fsspec raises what it likes
+            except Exception as error:  # fsspec may raise anything
                 problem = f"{store.path} cannot be read: {error}"
             if problem:
                 log.warning("nothing is restored from the directory: %s", problem)
@@ -271,7 +271,7 @@ class DrainQueue:
             for home in drain_input.homes.values():
                 context.pool.unmap_others([home.slot, *home.shares])
             context.pool.drained(held)
-            context.tell_trainer(held)  # no more than these: whatever job is being done may need the others
+            context.tell_trainer(held)  # only these: the current job may need the other slots
             if error is None:
                 newest = [*self._folders.items()][1 - _FOLDERS :]
                 self._folders = {**dict(newest), drain_input.attempt: os.path.basename(current.path)}

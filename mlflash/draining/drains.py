@@ -57,7 +57,7 @@ class Drains:
             error.rank, error.node = self._ranks.rank, self._ranks.node_name
             raise
         except MlflashError:
-            pass  # a warning already
+            pass  # a warning was logged already
 
     def finish(self) -> None:
         """Drain the newest checkpoint, if draining is on and that is not done yet, and wait. Collective over the world.
@@ -70,7 +70,7 @@ class Drains:
                 self._courier.call(BeginDrain(if_due=True))
                 self.wait()
         except DrainFailed:
-            pass  # a warning already
+            pass  # a warning was logged already
 
     def give_up(self) -> None:
         """Make a running drain end soon, and have what it wrote deleted. Not collective."""

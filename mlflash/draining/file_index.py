@@ -26,8 +26,8 @@ from ..state.rank_structure import MOST
 MAGIC = b"MLFDRAIN"
 VERSION = 2
 CARD_NBYTES = 512
-# magic, version, master, mark of a fresh start | run id, generation, step | rank, world size | file bytes, start of
-# the index, its bytes, its checksum, unix ns | owner
+# magic, version, master, mark of a fresh start | run id, generation, step | rank, world size | bytes of the file;
+# start, bytes and checksum of the index; unix ns | owner
 _CARD = struct.Struct("<8sHHI 16sQq II QQQQQ 96s")
 _SUM = struct.Struct("<Q")
 
@@ -210,7 +210,7 @@ def blocks(nbytes: int, block_nbytes: int) -> int:
     return -(-nbytes // block_nbytes)
 
 
-_HEAD = struct.Struct("<QQQQ")  # bytes per checksum, how many records, how many checksums, bytes of the slot's payload
+_HEAD = struct.Struct("<QQQQ")  # bytes per checksum, numbers of records and of checksums, bytes of the slot's payload
 _RECORD = np.dtype([("leaf", "<u4"), ("packed", "<u4"), ("start", "<u8"), ("nbytes", "<u8"), ("begin", "<u8"),
                     ("rows", "<u8"), ("first_check", "<u8")])  # fmt: skip
 

@@ -35,14 +35,14 @@ MASTER = "checkpoint.h5"
 _PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}
 _PACKED_NBYTES = 64 << 10  # smaller pieces are not compressed
 _CHUNK_NBYTES = 1 << 20
-_RUN_NBYTES = 32 << 20  # compressed at a time
+_RUN_NBYTES = 32 << 20  # how much is compressed at a time
 
 _TORCH = {
     "bool": "b1", "uint8": "u1", "int8": "i1", "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4",
     "int64": "<i8", "uint64": "<u8", "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
     "complex128": "<c16",
 }  # fmt: skip
-# Bytes, position of the sign, of the exponent, its bits, of the mantissa, its bits, bias of the exponent.
+# Bytes; positions of sign, exponent and its bits; of mantissa and its bits; bias of the exponent.
 _FLOATS = {"bfloat16": (2, 15, 7, 8, 0, 7, 127), "float8_e5m2": (1, 7, 2, 5, 0, 2, 15)}
 """Floats that HDF5 can describe and h5py reads as what they are. Not float8_e4m3fn and the like: HDF5 takes the largest
 exponent for infinities, where those have numbers up to 448."""
@@ -166,7 +166,7 @@ def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[
         group = file.create_group("tensors", track_order=True)
         for name, parts in places.items():
             boxes = list({(part.offset, part.shape) for _, part in parts})
-            if covers(parts[0][1].global_shape, boxes):  # what is in no file would be read as zeros
+            if covers(parts[0][1].global_shape, boxes):  # what no file has would be read as zeros
                 _virtual(group, name, parts)
         for name, target in ties.items():
             if dataset_name(target) in group:
@@ -213,7 +213,7 @@ def _packed(group: Any, piece: Entry, form: Form, compression: str, raw: np.ndar
     _describe_piece(dataset, piece, form)
     row = raw.nbytes // shape[0]
     rows = max(1, _RUN_NBYTES // row)
-    for first in range(0, shape[0], rows):  # h5py's lock is free in between
+    for first in range(0, shape[0], rows):  # other threads can take h5py's lock between two reads
         last = min(shape[0], first + rows)
         there, here = _rows(dataset, first, last)
         dataset.id.write(here, there, np.ascontiguousarray(raw[first * row : last * row]), dataset.id.get_type())
@@ -223,7 +223,7 @@ def read_rows(dataset: Any, first: int, last: int, nbytes: int) -> np.ndarray:
     """Read rows of a dataset as the bytes that were in the slot, ``(nbytes,)`` uint8. Not collective."""
     raw = np.empty(nbytes, dtype=np.uint8)
     there, here = _rows(dataset, first, last)
-    dataset.id.read(here, there, raw, dataset.id.get_type())  # of the type of the file, so that nothing is converted
+    dataset.id.read(here, there, raw, dataset.id.get_type())  # in the type of the file, so that HDF5 converts nothing
     return raw
 
 

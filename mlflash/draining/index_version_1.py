@@ -82,7 +82,7 @@ def _place(piece: _Piece, of: Entry) -> Place:
 
 def _piece(fields: Any, file_nbytes: int, block_nbytes: int, checks: int) -> _Piece:
     *entry, common, first_check, packed = fields
-    # What is compressed may have more bytes than the file.
+    # Compressed tensors may have more bytes than the file.
     place = manifest.decode_entry(entry, max(file_nbytes, _whole(entry[-1])) if packed else file_nbytes)
     piece = _Piece(place, _number(common), _whole(first_check), bool(_whole(packed)))
     if packed and not (place.shape and place.nbytes):

@@ -33,7 +33,7 @@ from .file_index import Stored
 
 _COUNT = struct.Struct("<Q")
 _FILE = ("nbytes", "index_check", "data_nbytes", "places_start", "places_nbytes", "places_check")
-_SIZES = (0, 2, 3, 4)  # of those, what is no checksum
+_SIZES = (0, 2, 3, 4)  # positions of those fields that are not checksums
 
 
 @dataclasses.dataclass(frozen=True)

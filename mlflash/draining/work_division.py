@@ -13,7 +13,7 @@ import xxhash
 
 from ..state.leaves import Entry
 
-_WHOLE_NBYTES = 1 << 20  # smaller tensors are not cut
+_WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
 
 Part = tuple[int, int, int]
 """Number of a tensor, first row, row after the last; of one that is not cut, 0 and the size of its first dimension."""

@@ -41,7 +41,7 @@ from .provenance import Signer
 
 log = logging.getLogger("mlflash")
 
-_CHUNK_NBYTES = 8 << 20  # written at a time
+_CHUNK_NBYTES = 8 << 20  # bytes per write
 _LOOK_S = 0.2
 
 
@@ -120,7 +120,7 @@ def _run(
         except MlflashError as problem:  # the same on all ranks
             error = problem
             yield from on_its_way.undo()
-    except Exception as problem:  # the courier must go on
+    except Exception as problem:  # the courier must continue
         log.exception("the drain of step %d failed on rank %d", drain.step, world.rank)
         error = DrainFailed(f"the drain failed: {text_of(problem)}", rank=world.rank, step=drain.step)
     if error is None and world.rank == 0:
@@ -134,7 +134,7 @@ def _run(
 class _OnItsWay:
     """The state of one drain on one rank."""
 
-    form: Form  # known once it is looked at
+    form: Form  # set by `_look`
 
     def __init__(
         self,
@@ -148,9 +148,9 @@ class _OnItsWay:
         self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
         self.store, self.inside, self.terms = store, store, terms
         self.written: list[str] = []
-        self.commits: list[str] = []  # those among them that say that the checkpoint is whole
+        self.commits: list[str] = []  # those of them that mark the checkpoint as complete
         self.receipts: list[tuple[Stored, Receipt]] = []
-        self.described: dict[int, Described] = {}  # the ranks of which this one writes the files
+        self.described: dict[int, Described] = {}  # ranks whose files this rank writes
 
     def run(self, clean: bool) -> Operation:
         reach("drain.begun")
@@ -189,7 +189,7 @@ class _OnItsWay:
 
     def undo(self) -> Operation:
         """Delete what was written, beginning with the file that marks it as complete."""
-        # What says whose the others are was written first.
+        # In reverse order: the files written first tell which job the others belong to.
         rest = [name for name in reversed(self.written) if name not in self.commits]
         for names in (self.commits, rest):
             yield from in_thread(functools.partial(self._delete, names), "mlflash-drain")
@@ -205,7 +205,7 @@ class _OnItsWay:
             result = yield from in_thread(work, "mlflash-drain")
         except MlflashError as problem:
             error = problem
-        except Exception as problem:  # h5py, torch and fsspec raise what they like
+        except Exception as problem:  # h5py, torch and fsspec may raise anything
             what = f"[Errno {problem.errno}] {problem.strerror}" if isinstance(problem, OSError) else repr(problem)
             error = DrainFailed(f"{what} in {self.inside.path}: this checkpoint is in memory only")
             error.__cause__ = problem
@@ -221,10 +221,10 @@ class _OnItsWay:
         return result
 
     def _look(self, clean: bool) -> tuple[Look, str]:
-        self.form = _form(self.terms)  # here, as it imports a library: where that fails on one rank, all hear of it
+        self.form = _form(self.terms)  # it imports a library: if that fails on one rank, all learn of it here
         if self.world.rank:
             return look(self.drain_input), ""
-        if clean:  # at the first drain of a run the directory may have to be made; later it must still be there
+        if clean:  # the first drain of a run may make the directory; later it must exist
             self.store.make()
             self._delete_leftovers()
         folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
@@ -308,7 +308,7 @@ class _OnItsWay:
 
     def _look_for(self, stored: Stored) -> None:
         """Check that the files of a rank exist: a checkpoint with a missing file must not be committed."""
-        for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one in HDF5
+        for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one file in HDF5
             found = self.inside.nbytes(name)
             if found != nbytes:
                 raise DrainFailed(
