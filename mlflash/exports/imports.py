@@ -91,7 +91,7 @@ def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool
         raise StateError(f"this object is more than plain data. {_HINT}", tensor=key, found=reason[:200]) from None
 
 
-# Arrays and numbers of numpy, as numpy pickles them.
+# The functions and classes in NumPy's pickles of arrays and numbers.
 _NUMPY: list[Any] = [
     np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0],
     *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUV"},

@@ -108,7 +108,7 @@ def _numbered(tree: Tree, old: OldRank, numbers: dict[str, int], plain: list[Any
     if tag == "o":
         return ["o", _numbered(rest, old, numbers, plain, path)]
     if tag == "d":
-        # Paths as `shards.plain_leaves` makes them.
+        # These paths must be the same as those of `shards.plain_leaves`.
         return ["d", [[key, _numbered(sub, old, numbers, plain, _at(path, str(key)))] for key, sub in rest]]
     return [tag, [_numbered(sub, old, numbers, plain, _at(path, str(i))) for i, sub in enumerate(rest)]]
 

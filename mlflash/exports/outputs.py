@@ -69,7 +69,7 @@ class Batches:
     def _make(self, output: Output) -> np.ndarray:
         batch = self._batch_of[output.entry.name]
         if batch != self._current:
-            self._raw = {}  # before the next one is read
+            self._raw = {}  # free the memory before the next batch is read
             self._raw = self._whole.bytes_of(self._batches[batch])
             self._current = batch
         if isinstance(output.formula, Saved):
@@ -82,7 +82,7 @@ class Batches:
         return self._raw[name].view(_OPAQUE.get(nbytes, f"V{nbytes}")).reshape(entry.shape)
 
 
-_OPAQUE = {0: "u1", 1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # numpy copies these faster than V2, V4, …
+_OPAQUE = {0: "u1", 1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # NumPy copies these faster than V2, V4, …
 
 
 def item_nbytes(entry: Entry) -> int:

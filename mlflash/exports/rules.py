@@ -81,7 +81,7 @@ class Rule:
 
 
 _MANY = 1_000
-_VERBS = {  # how many patterns, how many targets, options
+_VERBS = {  # number of patterns, number of targets, options
     "keep": (_MANY, 0, ()),
     "drop": (_MANY, 0, ()),
     "rename": (1, 1, ()),

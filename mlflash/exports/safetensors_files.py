@@ -18,8 +18,8 @@ from .mapping import plan
 from .outputs import Batches, Output, item_nbytes
 from .rules import Rule
 
-SHARD_NBYTES = 5 * 10**9  # as Hugging Face cuts
-_HEADER_NBYTES = 100_000_000  # the library refuses longer ones
+SHARD_NBYTES = 5 * 10**9  # the size at which Hugging Face cuts
+_HEADER_NBYTES = 100_000_000  # the safetensors library refuses longer ones
 _CHUNK_NBYTES = 64 << 20
 
 DTYPES = {
@@ -76,7 +76,7 @@ def _cut(outputs: list[Output], shard_nbytes: int) -> list[list[Output]]:
             nbytes = 0
         shards[-1].append(output)
         nbytes += output.entry.nbytes
-    # Larger elements first: then each tensor begins at a multiple of its element.
+    # Larger elements first, so that each tensor begins at a multiple of its element's size.
     return [sorted(shard, key=lambda output: -item_nbytes(output.entry)) for shard in shards]
 
 

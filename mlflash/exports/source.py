@@ -40,7 +40,7 @@ class Source:
         """Read tensors, each whole. The first rank calls it while the others are in `export`. Collective."""
         found = {name: np.empty(self.entries[name].nbytes, dtype=np.uint8) for name in names}
         wanted_parts = [wanted_part for name in names for wanted_part in self._parcels(name, found[name])]
-        self._world.broadcast(True, 0)  # from here on the others read, too
+        self._world.broadcast(True, 0)  # now the other ranks read, too
         if not self._opened.read(wanted_parts):
             raise CorruptSlot("parts of the checkpoint cannot be read", step=self.step)
         return found
@@ -61,7 +61,7 @@ class Source:
         result: Any = None
         try:
             result = write(self)
-        except Exception as problem:  # the other ranks must know
+        except Exception as problem:  # the other ranks must learn of it
             error = problem
         self._world.broadcast(False, 0)
         told = error if error is None or isinstance(error, MlflashError) else MlflashError(f"export failed: {error}")
@@ -77,7 +77,7 @@ class Source:
         entry, spots, olds = self.entries[name], self._spots[name], self._opened.olds
         if not entry.nbytes:
             return []
-        # When a checkpoint comes from memory, nobody has compared yet what several ranks hold whole.
+        # If the checkpoint comes from memory, nobody has yet compared the tensors that several ranks hold whole.
         own = olds.is_private(spots) or not (olds.compared or olds.is_sharded(spots))
         first = min(int(olds.groups[group].ranks[0]) for group, _ in spots)
         parts = olds.parts(entry, first, spots, first if own else None)
