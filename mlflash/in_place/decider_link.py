@@ -62,7 +62,7 @@ class DeciderLink:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._news = threading.Condition()
         self._seat: Seat | None = None
-        self._over, self._why = 0, ""  # the newest round that is over
+        self._over, self._why = 0, ""  # the last round that has ended, and why
         self._texts: dict[tuple[int, str], str] = {}
         self._has_ended = False
         self.heard_at = 0.0

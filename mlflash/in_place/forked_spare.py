@@ -24,7 +24,7 @@ from typing import NoReturn
 from ..wireup.launcher_variables import PRESUMED, SEED
 from ..wireup.own_process import end_with, set_name
 
-_seed: int | None = None  # the descriptor of a socket, which is kept to the end of this process
+_seed: int | None = None  # descriptor of a socket; it stays open until this process ends
 _GO, _NO = b"+", b"-"
 _UNFIT, _IMPORTED = "unfit", "imported "
 
@@ -38,7 +38,7 @@ def fork_spares(fits: Callable[[], bool]) -> None:
         fits: called in a child; returns whether the program can continue there.
     """
     me, name, drawn = os.getpid(), Path("/proc/self/comm").read_text().strip(), random.getstate()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a seed leaves them to its child
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the seed leaves signals to its child
     while True:
         ours, its = socket.socketpair()
         _flush()
@@ -49,11 +49,11 @@ def fork_spares(fits: Callable[[], bool]) -> None:
             if its.recv(1) != _GO:
                 os._exit(0)
             set_name(name)
-            random.setstate(drawn)  # which Python has seeded anew
+            random.setstate(drawn)  # Python seeds the generator anew in a child
             _begin(its.detach(), fits)
             break
         its.close()
-        # Libraries that can be forked, such as OpenBLAS, have ended their threads for it.
+        # Libraries that allow forks, such as OpenBLAS, have ended their threads before the fork.
         is_alone = len(os.listdir("/proc/self/task")) == 1
         set_name(SEED if is_alone else name)
         with ours:
@@ -110,7 +110,7 @@ def _serve(child: int, ours: socket.socket) -> str:
     while not has_ended:
         has_ended = pidfd in select.select([pidfd, *heard], [], [])[0]
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while received := ours.recv(1 << 16):  # what the child has started may have the other end, too
+            while received := ours.recv(1 << 16):  # children of the child may keep the other end open
                 text += received
             heard = []
         *lines, text = text.split(b"\n")

@@ -25,8 +25,8 @@ from .decider_link import DeciderLink, RoundOver, Seat, decider
 log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
-_MORE_S = 2.0  # besides the time after which a lost rank is known
-_MARGIN = 1.5  # who is late is to be lost, and all others told, before they stop waiting for it
+_MORE_S = 2.0  # in addition to the time after which a loss is known
+_MARGIN = 1.5  # a late rank must be lost, and the others told, before they stop waiting
 
 
 def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: str | os.PathLike[str] | None = None,
@@ -75,8 +75,8 @@ class _Rounds:
     def __init__(self, link: DeciderLink, train: Callable[[Checkpointer, int], Any], state: Any, settings: Any):
         self._link, self._train, self._state, self._settings = link, train, state, settings
         self._ckpt: Checkpointer | None = None
-        self._zygote: ZygoteClient | None = None  # of the next round, which has imported all by then
-        self._number = 0  # of the round that all this is of
+        self._zygote: ZygoteClient | None = None  # for the next round; it has imported everything by then
+        self._number = 0  # the round to which all this belongs
         self._interrupting = threading.Lock()
 
     def run(self) -> Any:
@@ -90,11 +90,11 @@ class _Rounds:
         after, times = 0, _Times(time.monotonic())
         while True:
             seat = link.seat(after)
-            with self._interrupting:  # who still interrupts the last one is waited for, and finds nothing of this one
+            with self._interrupting:  # wait for an interruption of the last round: it must not touch this one
                 self._number = seat.round
             if after:
                 times.note("wait")
-            else:  # it had nothing to leave
+            else:  # there was no round to leave
                 times = _Times(time.monotonic())
             try:
                 result = self._round(seat, times)
@@ -154,10 +154,10 @@ class _Rounds:
         meeting = Meeting(
             lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
             lambda: self._link.check(seat.round),
-            _MARGIN * seat.ready_s,  # one may have to begin its program anew
+            _MARGIN * seat.ready_s,  # a process may have to begin its program anew
         )
         linked.link_anew(self._config(), zygote, meeting)
-        meeting.check()  # who interrupts a moment before finds nothing that is there yet
+        meeting.check()  # an interruption a moment earlier would have found nothing to interrupt
         times.note("couriers")
         reach("round.couriers")
 
@@ -188,7 +188,7 @@ class _Rounds:
         linked.leave()
         self._link.say({"left": seat.round})
         reach("round.left")
-        gc.collect()  # while others leave: iterators and their workers go with the frames that had them
+        gc.collect()  # while others leave; iterators and their workers end with their frames
 
 
 class _Times:
