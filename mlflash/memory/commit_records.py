@@ -65,7 +65,7 @@ def trace(memory: NodeDirectory, node: int) -> list[Trace]:
             header = unpack(page)
             if header.extents.nbytes > nbytes:
                 damage = f"it has {nbytes:,} bytes of {header.extents.nbytes:,}"
-        except CorruptSlot as error:  # a slot that was unsealed to be written has neither magic nor receipt
+        except CorruptSlot as error:  # a slot that is being written has neither magic nor receipt
             if commit is None and page[: len(MAGIC)] != MAGIC:
                 continue
             damage = error.message
@@ -105,7 +105,7 @@ def floor(traces: Iterable[Trace], mark: int) -> int:
             marks.setdefault(one.attempt, set()).update([] if one.header is None else [one.header.mark])
     ours = [attempt.generation for attempt, found in marks.items() if mark in found]
     others = [attempt.generation for attempt, found in marks.items() if found - {mark}]
-    # Of some no header can be read: what is newer than the first of ours is ours as well.
+    # Some attempts have no readable header. If they are newer than our oldest one, they are ours, too.
     unknown = [attempt.generation for attempt, found in marks.items() if not found]
     others += [generation for generation in unknown if not any(mine < generation for mine in ours)]
     return max(others, default=-1) + 1

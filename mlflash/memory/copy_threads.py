@@ -17,7 +17,7 @@ import numpy as np
 
 _MOST = 8
 _PIECE_NBYTES, _PIECES, _TRIES = 4 << 20, 8, 5
-_WORTH = 1.15  # so much faster more threads have to be
+_WORTH = 1.15  # more threads must be this many times as fast
 
 
 class CopyThreads:
@@ -55,7 +55,7 @@ class CopyThreads:
 
         helping: list[Future[None]] = []
         try:
-            for _ in range(min(self.threads, len(works)) - 1):  # where no thread can be started, others are at work
+            for _ in range(min(self.threads, len(works)) - 1):  # may raise if no thread can start; others may work then
                 helping.append(self._pool.submit(some))
             some()
         finally:
@@ -111,9 +111,9 @@ def _measured(ranks: int, agree: Callable[[list[int]], list[int]]) -> int:
     tensors: list[np.ndarray] = []
     for number in (1, 2, 4, 8):
         worth_a_try = number <= most and (number == 1 or best == number // 2)
-        if agree([-int(worth_a_try and most > 1)])[0] == 0:  # nobody would use it
+        if agree([-int(worth_a_try and most > 1)])[0] == 0:  # no rank would use it
             break
-        if worth_a_try and not tensors:  # once: to fill new memory takes longer than to copy it
+        if worth_a_try and not tensors:  # only once: filling new memory takes longer than copying it
             tensors = [np.ones((_PIECES, _PIECE_NBYTES), dtype=np.uint8) for _ in range(2)]
         seconds = _copy_s(number, *tensors) if worth_a_try else 0.0
         if worth_a_try and (number == 1 or seconds * _WORTH < best_s):

@@ -23,7 +23,7 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
             return None
         trainer, _, is_hosted = told.partition(":")
         parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        if _in_its_namespace(process.parent / str(parent)) == int(trainer):  # it may be in a container, and we not
+        if _in_its_namespace(process.parent / str(parent)) == int(trainer):  # it may be in a container of its own
             return parent, parent
         if is_hosted and (process.parent / trainer).exists() and _told(process.parent / str(parent)) is None:
             parent = int(trainer)

@@ -80,10 +80,10 @@ def assign(
             if pair[index] is None:
                 pair[index] = unused.take(False, kind, what)
         for (kind, _), pair in those:
-            if pair[index] is None:  # a parity file is no place for a slot, nor the other way: the sizes differ
+            if pair[index] is None:  # keep the kind: slots and parity have different sizes
                 pair[index] = unused.take(False, kind)
     for (kind, _), pair in pairs:
-        if pair[1] is None and pair[0] not in unused.kept:  # one of the two can always be written
+        if pair[1] is None and pair[0] not in unused.kept:  # so that one of the two can always be written
             pair[1] = unused.take(True, kind)
     return files, unused.numbers
 

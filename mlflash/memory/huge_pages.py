@@ -21,8 +21,9 @@ import numpy as np
 _MADV_COLLAPSE = 25  # Linux 6.1; not a constant of Python's mmap
 _MAP_FIXED = 0x10
 _SIZE_FILE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
-_AT_ONCE_NBYTES = 64 << 20  # per system call, so that other threads that map something need not wait long
-_SLOW_S = 0.5  # for that many bytes (10 to 70 ms are usual): the kernel has to move memory about, and is let be
+_AT_ONCE_NBYTES = 64 << 20  # per system call, so that other threads that map memory need not wait long
+# A call usually takes 10 to 70 ms. After a slower one, no more are made: the kernel must move memory for them.
+_SLOW_S = 0.5
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,7 +37,7 @@ class _Mapping:
 
     def __init__(self, address: int, nbytes: int):
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-        # Not at exit: threads may still write then.
+        # Not at exit, because threads may still write then.
         weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
 
 
@@ -59,7 +60,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
     step = huge_nbytes()
     if not step:
         return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED), dtype=np.uint8)
-    # Its address must be as far from a whole huge page as the place in the file is: room is reserved first.
+    # Address and place in the file must be equally far from a whole huge page. So reserve room first.
     reserved = _mapped(None, nbytes + step, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     start = -(-reserved // step) * step
     kind = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED
@@ -96,11 +97,11 @@ def fill(fd: int, view: np.ndarray, begin: int = 0) -> bool:
     for at in range(-(-begin // step) * step, end, _AT_ONCE_NBYTES):
         length = min(_AT_ONCE_NBYTES, end - at)
         for place in range(at, at + length, step):
-            # A range without any page is refused; a write through the mapping may be SIGBUS.
+            # The kernel refuses a range without any page. A write through the mapping may end in SIGBUS.
             os.pwrite(fd, b"\0", place)
         began = time.monotonic()
         if advise(start + at, length, _MADV_COLLAPSE) == errno.EINVAL:
-            return False  # an older kernel, or one told never to
+            return False  # the kernel is older, or its settings forbid it
         if time.monotonic() - began > _SLOW_S:
             break
     return end > 0

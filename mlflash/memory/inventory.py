@@ -59,7 +59,7 @@ class Inventory:
 
     def attempts(self) -> list[tuple[Attempt, int, int]]:
         """List the attempts as ``(attempt, step, world size)``, newest first."""
-        # Sorted by columns: np.unique compares rows of several fields one by one, twenty times slower.
+        # Sort by columns: np.unique compares rows field by field, which takes twenty times as long.
         order = np.lexsort([self.rows[name] for name in reversed(_ATTEMPT)])
         rows = self.rows[_ATTEMPT][order]
         unique = rows[np.concatenate([rows[:1] == rows[:1], rows[1:] != rows[:-1]])].tolist()
@@ -95,7 +95,8 @@ class Inventory:
 
 def join(parts: Sequence[Inventory]) -> Inventory:
     """Put the inventories of several nodes together."""
-    # As bytes, in one go: numpy takes longer to look at the fields of 16,384 small arrays than to copy all they hold.
+    # Join the bytes at once: NumPy takes longer to inspect the fields of 16,384 small arrays than to copy all their
+    # data.
     rows = np.frombuffer(bytearray(b"".join([part.rows.tobytes() for part in parts])), dtype=FOUND)
     groups: dict[tuple[int, ...], int] = {}
     every = itertools.chain.from_iterable(part.groups for part in parts)

@@ -73,7 +73,7 @@ def _cgroup_room(group: Path) -> int | None:
         limit, used = _read(group / limit_name).strip(), _read(group / used_name).strip()
         if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:  # v1 writes about 2^63 for "no limit"
             stat = dict(line.split()[:2] for line in _read(group / "memory.stat").splitlines())
-            # File cache that nobody uses goes before anybody is killed.
+            # The kernel drops unused file cache before it kills a process.
             return max(0, int(limit) - int(used) + int(stat.get(cache, 0)))
     return None
 

@@ -27,8 +27,8 @@ _LOCK_NAME = "lock"
 _PULSE_NAME = re.compile(r"pulse-\d{4,}")
 _REQUEST_NAME = "drain"
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
-_locked_here: set[tuple[str, int]] = set()  # POSIX locks do not keep a process from itself
-os.register_at_fork(after_in_child=_locked_here.clear)  # nor does a process that was forked have them
+_locked_here: set[tuple[str, int]] = set()  # POSIX locks do not exclude the process that holds them
+os.register_at_fork(after_in_child=_locked_here.clear)  # and a forked child does not have them
 
 
 class NodeDirectory:
@@ -90,7 +90,7 @@ class NodeDirectory:
                            "job= another name", found=self.path)  # fmt: skip
         self._lock_fd = self.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
         wanted = [(local_rank, 1)] + ([(local_size, 0)] if local_rank == 0 else [])
-        for start, length in wanted:  # length 0: to the end of the file, however far it grows
+        for start, length in wanted:  # length 0: to the end of the file, wherever it is
             deadline = time.monotonic() + wait_s
             while not self._try_lock(start, length):
                 if time.monotonic() > deadline:

@@ -26,7 +26,7 @@ from .slot import Slot, Use, leave_behind, oldest_free, read_header
 
 log = logging.getLogger("mlflash")
 
-_LOOK_S = 0.05  # how long one look for a free slot waits for word of it
+_LOOK_S = 0.05  # longest wait before it looks for a free slot again
 
 
 class SlotId(NamedTuple):
@@ -77,12 +77,12 @@ class OwnSlots:
         self._memory, self._known = memory, known
         self.own = [Slot(use=Use.HOLDS) for _ in range(count)]
         self.shares = [Slot(use=Use.HOLDS) for _ in range(count)]
-        # Not a Condition, which enters and leaves its lock in Python: a signal's handler that raises there would leave
-        # it locked for ever. A finalizer may come in the middle, on the same thread.
+        # Not a Condition: that takes and releases its lock in Python code, and if a signal handler raises there, the
+        # lock stays taken forever. It is reentrant, because a finalizer may run in the middle, on the same thread.
         self._lock = threading.RLock()
-        self._freed = threading.Lock()  # released when a slot becomes free; who waits takes it
-        self._quarantined: list[Segment] = []  # files that a device has not ended its copies into
-        self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
+        self._freed = threading.Lock()  # released when a slot becomes free; a waiting thread takes it
+        self._quarantined: list[Segment] = []  # files into which a device still copies
+        self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has handed out, by file
 
     def _all(self) -> list[tuple[SlotId, Slot]]:
         return named(self.own, self.shares)
@@ -97,7 +97,7 @@ class OwnSlots:
         mine = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
         return {**self._known(), **mine}
 
-    # Filling them
+    # Filling slots
 
     def take(self, wait_s: float, taker: object, leave: bool = False) -> tuple[Slot, Slot] | None:
         """Take a slot and one for a share, for a save; None if none become free in that time.
@@ -151,7 +151,7 @@ class OwnSlots:
             for slot in self.taken_by(taker):
                 slot.taker, slot.use = None, Use.HOLDS
                 if slot.segment is not None:
-                    slot.segment.writers.clear()  # all is there; they hold the state that was copied
+                    slot.segment.writers.clear()  # all copies are complete; the writers would keep the state in memory
 
     def reclaim(self, has_failed: Callable[[object], bool]) -> None:
         """Leave the slots of failed saves to a courier that does not know about them; nothing fills them any more.
@@ -218,7 +218,7 @@ class OwnSlots:
             one.close()
         return bool(self._quarantined)
 
-    # What the courier asks and tells
+    # Requests and news from the courier
 
     def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
         """Leave free slots to the courier, which may replace their files; files that are too small are unmapped.
@@ -247,7 +247,7 @@ class OwnSlots:
     def update(self, files: Iterable[SlotFile]) -> None:
         """Note which files the slots have, and which of them may be filled from now on."""
         fresh = []
-        with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore: they keep the mappings
+        with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore; mappings stay
             slots, had = dict(self._all()), self.mapped()
             for told in files:
                 slot = slots[told.slot]
@@ -288,7 +288,7 @@ class OwnSlots:
             slot.segment.close()
         slot.segment, slot.header = None, None
 
-    # Reading them
+    # Reading slots
 
     def holding(self, number: int) -> Slot:
         """Return an own slot that the courier has sealed, for reading."""

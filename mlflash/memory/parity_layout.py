@@ -137,7 +137,8 @@ class Stripes:
             if len(gone) > self.losses:
                 return None
             good = [nth for nth in range(self.members) if nth not in gone]
-            have = tuple(sorted(good, key=lambda nth: units[nth] is not None)[: self.data])  # zeros cost nothing
+            # Units that are all zeros come first, because they cost nothing.
+            have = tuple(sorted(good, key=lambda nth: units[nth] is not None)[: self.data])
             inputs = tuple(units[nth] for nth in have)
             coders = [unit for unit in inputs if unit is not None]
             want = tuple(nth for nth in gone if nth < self.data)
@@ -162,7 +163,7 @@ def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: 
         no_slot: members whose slot is missing.
         no_parity: members whose parity is missing.
     """
-    whole = Stripes((members - losses,) * members, losses)  # one full row
+    whole = Stripes((members - losses,) * members, losses)  # as many blocks as fill one row
     lost = {whole.unit(member, False, block) for member in no_slot for block in range(whole.data)}
     lost |= {whole.unit(member, True, block) for member in no_parity for block in range(losses)}
     return whole.rebuild(lost) is not None

@@ -63,7 +63,7 @@ class _Pinning:
         torch = sys.modules["torch"]
         status = torch.cuda.cudart().cudaHostRegister(view.ctypes.data, view.nbytes, _PORTABLE)
         self.is_done = int(status) == 0
-        if not self.is_done:  # copies are slower, that is all; but the next kernel would be told of this error
+        if not self.is_done:  # copies are only slower; but CUDA would report this error for the next kernel
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
 
@@ -90,7 +90,7 @@ class Segment:
     ):
         self.name = name
         self.nbytes = nbytes
-        self.inode = os.fstat(fd).st_ino  # not given to another file while this mapping is there
+        self.inode = os.fstat(fd).st_ino  # no other file can get it while this mapping exists
         self.ready: threading.Event = threading.Event() if same is None else same.ready
         self.writers: list[Writer] = []
         self._fresh = fresh
@@ -125,7 +125,7 @@ class Segment:
                     if failed and self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
                         self.view[at : at + length : mmap.PAGESIZE] = 0
                     at += length
-        finally:  # without it, it is slower, that is all; and somebody waits
+        finally:  # even after an error: it only costs time, and others wait
             self.ready.set()
 
     def pin(self) -> None:
@@ -174,8 +174,8 @@ def lend(memory: NodeDirectory, name: str) -> tuple[Segment, Callable[[], None]]
 
 
 def _take_back(fd: int, lender: int) -> None:
-    if os.getpid() == lender:  # in a process that was forked the parent's views are there still
-        _ask(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)  # not by closing it: a child has the descriptor, too
+    if os.getpid() == lender:  # not in a forked child: the parent still has its views
+        _ask(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)  # closing is not enough: a child has the descriptor, too
     os.close(fd)
 
 
@@ -270,7 +270,7 @@ def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | Non
         known = (again or {}).get(status.st_ino)
         if known is not None and known.nbytes == nbytes:
             return known.again()
-        if status.st_blocks * 512 < nbytes:  # a hole in the file would be SIGBUS on a full tmpfs
+        if status.st_blocks * 512 < nbytes:  # on a full tmpfs, a write to a hole would end in SIGBUS
             os.posix_fallocate(fd, 0, nbytes)
         return Segment(name, fd, nbytes, fresh=False, private=private)
     except OSError as error:
@@ -294,7 +294,7 @@ def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> No
                 segment.prefault()
                 if pin:
                     segment.pin()
-            except Exception:  # of CUDA, say: the others are waited for
+            except Exception:  # for example of CUDA; others wait for the remaining segments
                 log.warning("the pages of %s could not be prepared", segment.name, exc_info=True)
 
     if not todo:

@@ -121,7 +121,7 @@ class Slot:
         """Write the header, last of all: from then on the slot can be restored from."""
         packed = np.frombuffer(header.pack(), dtype=np.uint8)
         self.view[8:HEADER_NBYTES] = packed[8:]
-        self.view[:8] = packed[:8]  # the magic last, so that a torn header is no header
+        self.view[:8] = packed[:8]  # the magic last: a torn header does not count as a header
         self.header = header
 
     def record_commit(self, attempt: Attempt, step: int) -> None:

@@ -19,11 +19,11 @@ from ..state.layout import PAGE_NBYTES, Extents
 
 MAGIC = b"MLFLASH\x00"
 VERSION = 1
-MAX_GROUP = 32  # ranks that protect each other, as far as the header can name them
+MAX_GROUP = 32  # the most ranks of a group that the header can name
 
 # magic, version, group size, parities, share + 1 | run id, generation, step | rank, world size, node, local rank |
 # manifest bytes, manifest room, payload bytes, block bytes, table checksum, unix ns | node, scheme, job | group |
-# lowest of the ranks that share state + 1, mark of a fresh start
+# lowest of the ranks that share state, plus 1; mark of a fresh start
 _HEADER = struct.Struct("<8sIHBB 16sQq IIII QQQQQQ 64s16s64s 32I II")
 _SUM = struct.Struct("<Q")
 HEADER_NBYTES = _HEADER.size + _SUM.size
@@ -42,18 +42,18 @@ class Kind(enum.IntEnum):
 
     SLOT = 0  # a rank's state, or a copy of it
     PARITY = 1
-    SHARE = 2  # of state that several ranks hold alike
+    SHARE = 2  # a part of the state that several ranks hold alike
 
 
 class Verdict(enum.IntEnum):
     """What is known about the values of an attempt, from good to bad; if files differ, the largest counts."""
 
-    UNKNOWN = 0  # they were not looked at
+    UNKNOWN = 0  # they were not checked
     PASSED = 1
-    CERTIFIED = 2  # and training went on from it without anything suspect
+    CERTIFIED = 2  # and training continued from it without anything suspect
     SUSPECT = 3
-    GOOD = 4  # somebody said so
-    BAD = 5  # somebody said so, if only on one node
+    GOOD = 4  # a user has marked it
+    BAD = 5  # a user has marked it, perhaps on one node only
 
     @property
     def is_certified(self) -> bool:

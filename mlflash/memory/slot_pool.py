@@ -58,17 +58,17 @@ class SlotPool:
     def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0):
         self._memory, self.copies = memory, slots
         self.own = [Slot() for _ in range(slots + spare)]
-        self.shares = [Slot() for _ in range(slots + spare)]  # without files where nothing is shared
+        self.shares = [Slot() for _ in range(slots + spare)]  # without files if nothing is shared
         self.inbox = {owner: [Slot() for _ in range(slots)] for owner in owners}
         self._distrusted: list[Slot] = []
-        self._spare: set[int] = set()  # files to delete once nothing can need them
+        self._spare: set[int] = set()  # files to delete as soon as nothing can need them
         self._kept: set[int] = set()  # files to delete once a newer step is committed
-        self._stale: set[int] = set()  # those among them that do not hold the attempt restored
-        self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
+        self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
+        self.aside: set[int] = set()  # files of this node that are not touched until a newer step is committed
         self.trainer: TrainerSlots | None = None
         self.certified: Callable[[], Attempt | None] = lambda: None
-        self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and bytes of the files that the trainer knows of
-        # Files that it has left, as they are too small: the next one may get the same inode.
+        self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and sizes of the files that the trainer knows
+        # Files that the trainer has unmapped, because they are too small. The next ones may get the same inodes.
         self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
 
     def all(self) -> list[Slot]:
@@ -136,12 +136,12 @@ class SlotPool:
                 slot.segment.close()
 
     def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
-        if kept != self.certified() and self._is_certified(slot):  # it may be damaged: it is verified when it is wanted
+        if kept != self.certified() and self._is_certified(slot):  # not verified here, but when it is needed
             slot.use = Use.HOLDS
         elif slot.header is not None and slot.header.attempt == kept:
             if trusted:
                 slot.use = Use.HOLDS
-            else:  # to be forgotten for good once the attempt is whole elsewhere
+            else:  # erased as soon as the attempt is whole elsewhere
                 slot.header = None
                 self._distrusted.append(slot)
 
@@ -152,14 +152,14 @@ class SlotPool:
             return Slot(shared_memory_segment.attach(self._memory, file_name(number), mapped))
         except (CorruptSlot, FileNotFoundError):
             self._memory.remove(file_name(number))
-        except OSError as error:  # not ours, or of no use to us: neither may stop this rank alone
+        except OSError as error:  # not ours or not usable: this rank must not fail alone
             log.warning("%s is passed over: %s", file_name(number), error)
         return Slot()
 
     def _is_certified(self, slot: Slot) -> bool:
         return slot.header is not None and slot.header.attempt == self.certified()
 
-    # Own slots are the trainer's or the courier's
+    # Own slots belong to the trainer or to the courier
 
     def _own(self) -> list[tuple[SlotId, Slot]]:
         return named(self.own, self.shares)

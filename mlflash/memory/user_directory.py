@@ -18,7 +18,7 @@ from ..errors import ConfigError, UnsafePath
 log = logging.getLogger("mlflash")
 
 PRIVATE = "owned by this user, no access for group and others, not a link"
-_MOST = 1000  # names that are tried: somebody who takes more of them could as well fill the memory
+_MOST = 1000  # names to try; whoever takes more of them could also fill the memory
 _passed_over: set[str] = set()
 
 
@@ -99,7 +99,7 @@ def claim(memory: str, job: str) -> str:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            pass  # somebody else's, or another process of this user made it just now
+            pass  # another user has it, or another process of this user has just made it
         except OSError as error:
             raise ConfigError(f"no directory can be made in {memory}: {error.strerror}", found=path) from None
         found = find(memory, job)
