@@ -32,13 +32,13 @@ def expand_hosts(text: str, where: str = "host list") -> tuple[str, ...]:
     """
     hosts: list[str] = []
     items = _ITEM.findall(text)
-    # What the pattern passed over is missing here.
+    # What the pattern does not match is missing in `items`.
     readable = ",".join(items) == text
     for item in items if readable else ():
-        # Every second part was in brackets.
+        # Every second part comes from brackets.
         parts = re.split(r"\[([^\]]*)\]", item)
         brackets = [_ranges(part) for part in parts[1::2]]
-        # Counted before anything is written out.
+        # Count before expanding.
         count = 1
         longest = sum(map(len, parts[::2])) + sum(max((len(high) for _, high in b), default=0) for b in brackets)
         for ranges in brackets:

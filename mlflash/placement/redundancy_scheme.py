@@ -11,7 +11,7 @@ import re
 from ..errors import ConfigError
 
 MAX_LOSSES = 3
-MAX_MEMBERS = 16  # groups of up to twice as many are made where the number of nodes does not divide
+MAX_MEMBERS = 16  # if the number of nodes does not divide, groups have up to twice as many members
 
 _FORM = re.compile(r"(none)|copy(?::(\d{1,2}))?|xor:(\d{1,3})|rs:(\d{1,3})\+(\d{1,2})")
 EXPECTED = (
@@ -83,5 +83,5 @@ def parse(text: str) -> Scheme:
 def _makes_sense(scheme: Scheme) -> bool:
     if scheme.kind == "none":
         return True
-    enough = not scheme.parity or scheme.members >= scheme.losses + 2  # with one data unit it would be a copy
+    enough = not scheme.parity or scheme.members >= scheme.losses + 2  # with one data unit, parity is a copy
     return 1 <= scheme.losses <= MAX_LOSSES and scheme.members <= MAX_MEMBERS and enough

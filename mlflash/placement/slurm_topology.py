@@ -38,7 +38,7 @@ def discover(env: Mapping[str, str], host: str) -> Domains | None:
     try:
         own = from_slurm_address(env.get("SLURM_TOPOLOGY_ADDR", ""), env.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
     except ConfigError as error:
-        # Better placement is no reason to keep a training from starting under a Slurm of tomorrow.
+        # Training must also start under a future Slurm with another output. Only placement is worse then.
         log.debug("the failure domains of %s are unknown: %s", host, error)
         return None
     if own is None:
@@ -88,7 +88,8 @@ def ask_slurm(timeout_s: float = 10) -> Domains | None:
 
     Not collective; call it on one rank, because each call is a request to the cluster's only slurmctld.
     """
-    # Old Slurm cuts lines at 512 bytes unless told a length, which it takes from its stack; new Slurm, at that length.
+    # Old Slurm cuts lines at 512 bytes, unless this variable names a length, which it allocates on its stack. New Slurm
+    # cuts lines at this length.
     env = {**os.environ, "SLURM_TOPO_LEN": "1000000"}
     try:
         shown = subprocess.run(
@@ -126,7 +127,7 @@ def from_scontrol(text: str) -> Domains:
             continue
         where = f"scontrol show topology, line {number}"
         hosts = expand_hosts(fields["Nodes"], where)
-        # Blocks have no level; aggregated ones have the same size at the same level.
+        # Blocks have no level. Aggregated blocks of one level have the same size.
         level = fields.get("BlockSize", str(len(hosts))) if key == "AggregatedBlock" else fields.get("Level", "0")
         if not re.fullmatch("[0-9]{1,9}", level):
             raise ConfigError(f"{where}: unknown level or size", expected="a number", found=repr(level[:80]))

@@ -17,8 +17,8 @@ import numpy as np
 from .protection_groups import Placement
 from .topology import Topology, tied_together
 
-_ENUMERATED = 20  # nodes tied together by limits that differ, of which every subset is looked at
-_NAMED = 3  # fatal combinations named
+_ENUMERATED = 20  # if limits differ, all subsets of so many connected nodes are counted
+_NAMED = 3  # fatal combinations that are named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
         shares: for each rank that shares state, the set and the number of its share: one node of the set has to stay.
     """
     node_of = topology.node_of
-    # Sets of nodes first: the ranks of a node share theirs.
+    # Collect sets of nodes first: ranks on the same nodes have the same set.
     in_parity = {frozenset(node_of[rank] for rank in group) for group in placement.parity_groups}
     limits = {Limit(nodes, placement.scheme.losses) for nodes in in_parity}
     copied = {
@@ -101,7 +101,7 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
     for rank, (by, _) in (shares or {}).items():
         sharing.setdefault(by, set()).add(node_of[rank])
     for nodes in set(map(frozenset, sharing.values())):
-        if not any(limit.nodes <= nodes for limit in limits):  # such a limit is broken before
+        if not any(limit.nodes <= nodes for limit in limits):  # a limit within these nodes would be exceeded before
             limits.add(Limit(nodes, len(nodes) - 1))
     return Survival(len(topology.node_names), frozenset(limits))
 
@@ -126,7 +126,7 @@ def _component_counts(nodes: Sequence[int], limits: Sequence[Limit]) -> np.ndarr
         return np.array([math.comb(size, lost) if lost <= most else 0 for lost in range(size + 1)], dtype=object)
     lost = (
         np.arange(1 << size, dtype=np.uint32)[:, None] >> np.arange(size, dtype=np.uint32) & 1 > 0
-    )  # every set of them
+    )  # all sets of these nodes
     good = np.ones(1 << size, dtype=bool)
     for limit in limits:
         good &= lost[:, [nodes.index(node) for node in limit.nodes]].sum(axis=1) <= limit.losses
@@ -168,14 +168,14 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
     for node, name in enumerate(names):
         members.setdefault(name, []).append(node)
     if not 1 < len(members) < survival.nodes:
-        return []  # one domain of all, or one of each: that says nothing new
+        return []  # one domain in all, or one for each node: this adds nothing
     fatal = {name for (name,) in _crowded(survival.limits, names, 1)}
     if fatal:
         but = _list([f"{kind} {name}" for name in members if name in fatal])
         return [f"not: {but}" if len(fatal) == len(members) else
                 f"any 1 of {len(members)} {_plural(kind)} except {but}"]  # fmt: skip
     text = [f"any 1 {kind}"]
-    # A pair that is fatal though neither of it is alone has nodes in one group: no other pair has to be looked at.
+    # If two domains are fatal only together, both have nodes in one group. So no other pairs have to be checked.
     bad = _crowded(survival.limits, names, 2)
     if not bad:
         return [f"any 2 {_plural(kind)}"]
