@@ -157,7 +157,7 @@ def _compared(structures: Sequence[RankStructure], mine: Mapping[int, Described]
     of_name, of_path = (
         {key: at for at, key in enumerate(keys, first)} for keys, first in ((names, 0), (paths, len(names)))
     )
-    low, high = (np.full(len(names) + len(paths), _MOST, dtype=np.int64) for _ in range(2))  # high: of the complement
+    low, high = (np.full(len(names) + len(paths), _MOST, dtype=np.int64) for _ in range(2))  # high: of complements
     for its in mine.values():
         at = [of_name[its.structure.names[number]] for number in its.checks]
         at += [of_path[path] for path in its.structure.paths]

@@ -130,7 +130,7 @@ class Ranks:
             error.step = error.step if step is None else step
         try:
             self.raise_together(error)
-        except DeadlineExceeded as late:  # the other ranks still work, or they waited for this one in the middle of it
+        except DeadlineExceeded as late:  # the others still work, or have waited for this rank inside it
             raise late from error
         finally:
             if left is not None:
