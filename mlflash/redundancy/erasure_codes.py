@@ -23,7 +23,7 @@ from ..errors import ConfigError
 MAX_UNITS = 32
 MAX_PARITY = 3
 
-_TILE_NBYTES = 128 << 10  # of numpy: the output's tile and its scratch stay in the cache
+_TILE_NBYTES = 128 << 10  # of NumPy: with this size, output and scratch stay in the cache
 _SPAN_NBYTES = 1 << 30  # per call of ISA-L, which takes the length as a C int
 
 
@@ -132,7 +132,7 @@ def combine(coefficients: np.ndarray, sources: Sequence[np.ndarray | None], out:
     if not out:
         return
     rows = coefficients[:, there]
-    isal = _isal()  # for XOR alone too: one pass over all arrays, 7 + 1 at 14 GB/s where numpy makes 9.7
+    isal = _isal()  # for XOR, too: its single pass over 7 + 1 arrays makes 14 GB/s, and NumPy 9.7
     if isal is None or not inputs:
         _by_numpy(rows, inputs, out)
     else:
@@ -186,7 +186,7 @@ def _row(plan: Sequence[Sequence[int]], tiles: Sequence[np.ndarray], total: np.n
 
 def _double(x: np.ndarray, spare: np.ndarray) -> None:
     """Multiply each byte by 2 in GF(256), in place."""
-    np.right_shift(x.view(np.int8), 7, out=spare.view(np.int8))  # 0xff where the highest bit falls out, 0 elsewhere
+    np.right_shift(x.view(np.int8), 7, out=spare.view(np.int8))  # 0xff if the highest bit is set, otherwise 0
     np.bitwise_and(spare, 0x1D, out=spare)
     np.add(x, x, out=x)
     np.bitwise_xor(x, spare, out=x)
@@ -260,7 +260,7 @@ def _open(path: str) -> ctypes.CDLL:
 
 
 def _in_pyeclib() -> list[str]:
-    import importlib.metadata  # a tenth of the time that a rank takes to start
+    import importlib.metadata  # here, because it takes a tenth of the time of a rank's start
 
     try:
         files: Sequence[importlib.metadata.PackagePath] = importlib.metadata.files("pyeclib") or ()

@@ -55,8 +55,8 @@ class Parity:
             self._comm = world.split(number.get(self.group, len(number)))
         self._exchange: ParityExchange | None = None
         self._planned: tuple[tuple[Stripes, tuple[int, ...]], Roles] | None = None
-        self._lacking: Sequence[int] = ()  # ranks without their parity
-        self._holders: Sequence[int] = ()  # ranks that get theirs now
+        self._lacking: Sequence[int] = ()  # ranks whose parity is missing
+        self._holders: Sequence[int] = ()  # ranks that get parity now
         self._extents: dict[int, Extents] = {}
         self._target: Slot | None = None
 
@@ -101,7 +101,7 @@ class Parity:
         if any(size is None for size in known.values()):
             return []
         self._extents = {rank: size for rank, size in known.items() if size is not None}
-        block_nbytes = max(size.block_nbytes for size in self._extents.values())  # `moves` refuses unequal ones
+        block_nbytes = max(size.block_nbytes for size in self._extents.values())  # if they differ, `moves` refuses
         self._prepare(block_nbytes)
         self._holders = self._lacking if again else self.group
         if self._world.rank not in self._holders:
@@ -143,7 +143,7 @@ class Parity:
         heads = yield from self._swap_heads(source)
         if target is None:
             return good
-        exchange.flush()  # who sent its head has received all that was sent to it
+        exchange.flush()  # every rank that has sent its head has received everything
         reach("parity.received")
         good = good and self._seal(target, attempt, heads, blocks)
         reach("parity.sealed")

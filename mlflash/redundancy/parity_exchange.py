@@ -31,8 +31,8 @@ from . import erasure_codes
 from .slot_transfer import ARRIVAL_S
 
 _BODY, _CHECK, _READY = 0, 1, 2
-_FIRST_TAG, _TAGGED = 100, 64  # tasks end in any order: messages carry the task's number, modulo this, and the unit's
-_DEPTH = 3  # tasks on their way at a time
+_FIRST_TAG, _TAGGED = 100, 64  # tasks end in any order: a tag tells the task, modulo this, and the unit
+_DEPTH = 3  # tasks in progress at a time
 
 
 class Blocks(Protocol):
@@ -227,7 +227,7 @@ class ParityExchange:
         yield from done(self._window.put(raw, self._ranks.index(peer), at))
         reach("parity.sent")
         yield from done(comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK))
-        # The receiver polls for the bytes; Flush, which has no deadline, comes when all is acknowledged.
+        # The receiver polls for the bytes. Flush has no deadline, so it comes when everything is acknowledged.
         return None
 
     def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int, told: bool) -> Operation:

@@ -241,7 +241,7 @@ class ReplicatedTensors:
     def _warn(self, differ: dict[str, list[list[int]]], step: int) -> None:
         self.diverged += len(differ)
         self.differed_at = step if differ else self.differed_at
-        # Each tensor is named by the first rank that holds it.
+        # The first rank that holds a tensor reports it.
         told = {name: parties for name, parties in differ.items() if min(map(min, parties)) == self._world.rank}
         if told:
             where = self._world.topology.name_of
@@ -277,7 +277,7 @@ def whole_blocks(layout: Layout, apart: set[str]) -> tuple[np.ndarray, list[tupl
         elif entry.nbytes:
             compared.append((start, end))
     pieces = []
-    for start, end in sorted(set(compared)):  # tied tensors share their bytes
+    for start, end in sorted(set(compared)):  # a set, because tied tensors share their bytes
         for block in range(start // size, -(-end // size)):
             if not usable[block]:
                 pieces.append((max(start, block * size), min(end, (block + 1) * size)))

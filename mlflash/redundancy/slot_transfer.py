@@ -26,8 +26,8 @@ from ..mpi.world import World
 from ..state.layout import PAGE_NBYTES, Extents
 
 _OFFER, _READY, _BODY, _CHECKS, _HEADER, _ACK = range(11, 17)
-_DEPTH = 4  # chunks on their way at a time
-_LOOK_NBYTES = 1 << 20  # that are looked at while the cache still has them
+_DEPTH = 4  # chunks in flight
+_LOOK_NBYTES = 1 << 20  # checked at a time, so that values are examined while they are in the cache
 ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become visible
 
 
@@ -146,7 +146,7 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
     while sent:
         yield from done(sent.popleft())
     if target is not None:
-        target[0].flush(target[1])  # after the acknowledgement: it has nothing left to wait for
+        target[0].flush(target[1])  # after the acknowledgement, so that it does not wait
     return bool(whole[0])
 
 
