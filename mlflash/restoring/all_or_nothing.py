@@ -24,7 +24,7 @@ from ..state.rebuild import Filling
 
 T = TypeVar("T")
 
-_KEPT_NBYTES = 64 << 20  # of all that a rank keeps to put it back
+_KEPT_NBYTES = 64 << 20  # of everything that a rank keeps to put it back
 _UNDEFINED = ("the state that you gave is now undefined: restore again, or begin anew; save refuses until a "
               "restore succeeds")  # fmt: skip
 
@@ -83,7 +83,7 @@ class Loading:
 
         reach("restore.loading")
         before = self._saves.undefined
-        self._saves.undefined = _half_loaded(step)  # so it is, too, where this is interrupted
+        self._saves.undefined = _half_loaded(step)  # it must stay undefined after an interrupt, too
         try:
             self.together(step, load_small)
             self.together(step, load_rest)
@@ -104,7 +104,7 @@ class Loading:
         If the ranks have different objects, none is kept.
         """
         sizes = {path: filling.nbytes_of(path) for path in filling.objects}
-        name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # fits an int64
+        name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # to fit an int64
 
         if self._ranks.agree([name, -name]) != [name, -name] or not sizes:
             return []

@@ -74,7 +74,7 @@ class Sources:
                 self._context.looked = True
                 return found
         if left and store is not None:
-            if struck and not self._context.unusable:  # what is in the directory may be damaged, too
+            if struck and not self._context.unusable:  # keep what memory has: the directory may be damaged, too
                 self._context.leave_alone()
             self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, struck)
             return left[0]

@@ -21,9 +21,9 @@ from ..errors import CorruptSlot
 from ..state.shards import Box, box
 from ..storage.store import Store
 
-RUN_NBYTES = 64 << 20  # read at a time
-_GAP_NBYTES = 64 << 10  # read along with what is around it
-_KEPT = 4  # indexes of files
+RUN_NBYTES = 64 << 20  # per read
+_GAP_NBYTES = 64 << 10  # gaps up to this size are read along
+_KEPT = 4  # indexes of files to keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DrainedFiles:
 
     def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored]):
         self._inside, self._listed, self._files = inside, listed, files
-        self._open: dict[str, tuple[Any, Any]] = {}  # files that are read through HDF5, as they are compressed
+        self._open: dict[str, tuple[Any, Any]] = {}  # compressed files, which are read through HDF5
         self._indexes: dict[int, Index] = {}
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class DrainedFiles:
                 self._open[its.data] = (hdf5_files.open_file(file), file)
             dataset = self._open[its.data][0]["tensors"][hdf5_files.dataset_name(name)]
             raw = hdf5_files.read_rows(dataset, first, last, (last - first) * row)
-        except Exception as error:  # HDF5 raises what it likes where a file is damaged, or a plugin is missing
+        except Exception as error:  # HDF5 may raise anything if a file is damaged or a plugin is missing
             raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{its.data}: {error}", tensor=name,
                               step=self._listed.step) from None  # fmt: skip
         return raw[low - first * row : high - first * row]

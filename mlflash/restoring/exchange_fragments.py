@@ -23,7 +23,7 @@ from ..state.rebuild import Read
 from ..state.shards import box, cut
 
 _ASK, _BODY, _CHECK = 41, 42, 43
-_DEPTH = 2  # runs of a pair of ranks that are on their way at a time
+_DEPTH = 2  # runs in flight between two ranks
 
 
 def exchange(

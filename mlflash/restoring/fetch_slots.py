@@ -28,7 +28,7 @@ def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, targ
     """
     world = context.world
     to = {rank: slot.header.extents for rank, slot in serves.items() if slot.header is not None}
-    # One message per pair of ranks: a rank has one file to fetch, and a server tells each of its ranks what comes.
+    # One message for each pair of ranks: a rank fetches one file, and a server tells each of its ranks what will come.
     comes = offer(world, dict(to), [] if server is None else [server])
     extents = None if server is None else comes[server]
     context.ensure_room([] if target is None or extents is None else [(target, extents.nbytes)])

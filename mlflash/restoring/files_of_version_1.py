@@ -19,7 +19,7 @@ from ..protocol.ranks import Collectives
 from ..state.leaves import ties_of
 from ..state.old_ranks import OldRanks
 
-_Piece = tuple[int, str, int, int, int]  # of which ranks, name, first row, row after the last, checksum
+_Piece = tuple[int, str, int, int, int]  # `Piece.common`, name, first row, row after the last, checksum
 
 
 class ToldPieces:

@@ -76,14 +76,14 @@ def _gather_shares(
     """
     needs = context.world.gather(mine)
     lacking = {rank for theirs in needs for rank, shared in theirs.items() if not _all_there(choice, shared)}
-    if lacking:  # their slots came back, but nothing has what they need: this attempt is not whole
+    if lacking:  # their slots exist, but shares that they need do not: this attempt is incomplete
         return {}, sorted({place for rank in lacking for place in _files_of(choice, rank)})
     errands = list(_errands(context, choice, [[*theirs.values()] for theirs in needs]))
     bad = _verify(context, choice.attempt, errands, checked)
     files = {(e.node, e.share): e.place[1] for e in errands if not e.comes}
     pending = [] if bad else [e for e in errands if e.comes]
     while pending and not bad:
-        now = list({errand.rank: errand for errand in reversed(pending)}.values())  # of each rank, the first
+        now = list({errand.rank: errand for errand in reversed(pending)}.values())  # the first one of each rank
         pending = [errand for errand in pending if errand not in now]
         arrived, failed = _fetch_some(context, choice.attempt, now)
         files |= arrived

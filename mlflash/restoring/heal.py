@@ -38,7 +38,7 @@ def heal_or_remember(context: Context, home: Slot) -> None:
                 log.warning("the restored step has no full redundancy: %s", error)
             context.unhealed = home
             if not isinstance(error, CorruptSlot):
-                return  # only a copy that arrived damaged may arrive whole next time
+                return  # only a copy that arrived damaged may arrive whole at another try
         else:
             context.unhealed = None
             assert home.header is not None
@@ -71,7 +71,7 @@ def heal(context: Context, home: Slot) -> None:
     pool.keep_only([home, *shares, *kept])
     pool.drop_spare()
     reach("heal.freed")
-    # The next save shall find room.
+    # Make room for the next save.
     demand = [(slot, header.extents.nbytes) for slot in pool.own]
     demand += [(slot, share.header.extents.nbytes) for share in shares if share.header for slot in pool.shares]
     for owner, pair in pool.inbox.items():
@@ -96,7 +96,7 @@ def protect_again(context: Context, home: Slot, lacking: bool) -> None:
     assert header is not None
     context.recorder.counts["slots healed"] += lacking
     demand = protection.offer(pool, header.extents if lacking else None, again=True)
-    context.ensure_room(demand, pairs=False)  # the other slot of a pair may hold the last copy of the step before
+    context.ensure_room(demand, pairs=False)  # of each pair, the other slot may hold the last copy of the step before
     whole = protection.protect(pool, Source(home, header.extents, None, context.pace), header.attempt)
     error: MlflashError | None = None
     if not whole:
@@ -105,7 +105,7 @@ def protect_again(context: Context, home: Slot, lacking: bool) -> None:
         )
     try:
         world.raise_together(error)
-    except MlflashError:  # where a copy failed somewhere its slot must be free for the next save
+    except MlflashError:  # if a copy failed on any rank, its slot must be free for the next save
         pool.release(header.attempt, [home], False)
         raise
     pool.release(header.attempt, [home], True)

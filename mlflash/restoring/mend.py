@@ -41,7 +41,7 @@ def mend(context: Context, scrubber: Scrubber) -> None:
     told = None if home is None or home.header is None or context.unhealed is not None else home.header
     attempts = world.gather(None if told is None else (told.attempt, told.world_size))
     if home is None or told is None or any(one != (told.attempt, world.size) for one in attempts):
-        return  # the same on all ranks: there is nothing that all of them hold
+        return  # on all ranks: there is no attempt that all of them hold
     reach("mend.begun")
     found = scrubber.damaged
     for slot in (home, *_holding(context, told.attempt)):
@@ -76,7 +76,7 @@ def _restore_head(slot: Slot) -> None:
     if table_check(slot.table(extents)) != header.table_check:
         made = slot.check_blocks(extents, 0, extents.blocks)
         if table_check(made) != header.table_check:
-            return  # blocks are damaged, too
+            return  # blocks are damaged as well
         slot.table(extents)[:] = made
     if read_header(slot.view) != header:
         slot.seal(header)
@@ -90,7 +90,7 @@ def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bo
     """
     world = context.world
     bad = _bad_blocks(context, home)
-    # A slot whose table is lost takes no part: nothing says what its blocks must be.
+    # A slot whose table is lost takes no part, because nothing tells what its blocks must be.
     damaged = {rank: one for rank, one in enumerate(world.gather(bad)) if one}
     if not damaged:
         return 0, bad is not None

@@ -35,7 +35,7 @@ class Newest:
     def __init__(self, trainer: TrainerContext, find_whole: Callable[..., Found], look: Callable[[], Found],
                  steps_alike: Callable[[], list[int]]):  # fmt: skip
         self._trainer, self._find_whole, self._look, self._steps_alike = trainer, find_whole, look, steps_alike
-        self._whole: set[Listed] = set()  # of the directory
+        self._whole: set[Listed] = set()  # verified checkpoints of the directory
 
     def step(self) -> int | None:
         """Find the newest step that can be loaded; see `Adapting.newest_step`."""

@@ -36,8 +36,8 @@ log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
 
-_ROUND_NBYTES = 1 << 30  # per rank, before the ranks look at each other again
-_PARTS = 8192  # looked for at a time, and what more is wanted of the last one's rank
+_ROUND_NBYTES = 1 << 30  # bytes that a rank reads before the ranks agree again
+_PARTS = 8192  # parts per batch; more of them if they are of the last one's rank
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,7 +77,7 @@ class OpenInDirectory:
         self.step, self.path, self.world_size = listed.step, inside.path, listed.card.world_size
         self.restores, self.damage = 0, ""
         self.home: RankCheckpoint | None = None
-        self._mine = range(world.rank, self.world_size, world.size)  # the old ranks that this one looks after
+        self._mine = range(world.rank, self.world_size, world.size)  # the old ranks whose files this one reads
         self._dealt: ToldPieces | Dealt
         own = world.rank % self.world_size
         if listed.card.version == 1:
@@ -85,13 +85,13 @@ class OpenInDirectory:
             stored = self._together(lambda: index_version_1.read_files(raw, self.world_size))
             self._files = DrainedFiles(inside, listed, stored)
             self.olds, self._dealt = read_version_1(world, self._mine, self._files.index, self._together)
-        else:  # one rank reads it, and the others get it by a tree
+        else:  # rank 0 reads the file and broadcasts it by a tree
             packed = self._together(lambda: b"" if world.rank else zlib.compress(read_index(inside, listed), 1))
             packed = world.broadcast(packed, 0)
             table = self._together(lambda: rank_table.decode(zlib.decompress(packed), self.world_size))
             self._files, self._dealt = DrainedFiles(inside, listed, table.files), Dealt(table)
             self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
-        # What a rank reads of its own file must not fail later, on this rank only.
+        # Read the index of the rank's own file now: later, only this rank would fail.
         self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))
         if names := self.olds.spots.keys() & set(told):
             texts = self._together(lambda: {rank: self._texts(rank, names) for rank in self._mine})
@@ -141,7 +141,7 @@ class OpenInDirectory:
                     nbytes = next(reading, None)
                     more = nbytes is not None
                     left -= nbytes or 0
-                except Exception as error:  # of whatever reads files, and of what says which parts are wanted
+                except Exception as error:  # from reading files, or from what yields the wanted parts
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)
                     good, why = False, str(error)
             self._world.renew_deadline()
@@ -225,7 +225,7 @@ class OpenInDirectory:
             return problem
         except OSError as problem:
             return CorruptSlot(f"{self.path} cannot be read: {problem}", step=self.step)
-        except Exception as problem:  # of whatever reads a format
+        except Exception as problem:  # from any library that reads files
             return CorruptSlot(f"{self.path} cannot be read: {text_of(problem)}", step=self.step)
         return None
 

@@ -23,7 +23,7 @@ from ..state.rebuild import Read
 from ..state.shards import box
 from .found import FoundElsewhere
 
-_PARTS = 8192  # asked of other ranks at a time
+_PARTS = 8192  # requested from other ranks at a time
 
 
 class OpenCheckpoint(Protocol):

@@ -161,7 +161,7 @@ class Repairs:
         blocks = RepairedBlocks(self._repairs, {**self._slots, **homes}, self._parity)
         tasks = itertools.chain.from_iterable(repair.tasks for repair in self._repairs)
         good = all(world.drive(exchange.moves(roles_of(world.rank, tasks, blocks.rank_of), blocks)))
-        every = world.gather(good)  # all have received all that was sent to them
+        every = world.gather(good)  # then all have received everything sent to them
         exchange.flush()
         exchange.free()
         reach("restore.rebuilt")

@@ -46,7 +46,7 @@ log = logging.getLogger("mlflash")
 T = TypeVar("T")
 
 _NAMED = 5  # leaves named in a warning
-_PARTS = 4096  # whose numbers are Python's at a time
+_PARTS = 4096  # parts whose numbers become Python objects at a time
 
 
 @dataclasses.dataclass
@@ -110,7 +110,7 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
         rooms = together(lambda: _make_rooms(wanted, plan, slot))
         if not ranks.agree([int(old.read(_parts_in(rooms, wanted.made_of)))])[0]:
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
-    except DeadlineExceeded:  # the courier may still write into it
+    except DeadlineExceeded:  # the courier may still write to these slots
         raise
     except MlflashError:  # the same on all ranks
         give_up(trainer, made)
@@ -142,7 +142,7 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
         names = slots.ids_of([slot, share])
         trainer.courier.call(MakeRoom([*zip(names, files, strict=True)], nbytes, gives_way))
         trainer.ranks.on_all(lambda: wait_for_pages(slot))
-    except DeadlineExceeded:  # the courier may still make room in them
+    except DeadlineExceeded:  # the courier may still replace their files
         raise
     except MlflashError:  # the same on all ranks
         slots.give_back(slots.taken_by(old))
@@ -206,7 +206,7 @@ def only_shards_differ(state: Any, home: RankCheckpoint) -> bool:
     Not collective.
     """
     if "torch.distributed.tensor" not in sys.modules and all(e.shape == e.global_shape for e in home.manifest.entries):
-        return False  # nothing on either side is a shard
+        return False  # neither side has shards
     flat = flatten_or_none(state)
     if flat is None:
         return False
@@ -224,7 +224,7 @@ def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]
     for number, parameter in parameters(state, tree).items():
         entry, torch = entries[number], sys.modules["torch"]
         if entry.name not in live and is_like(entry, parameter):
-            its = tensor_entry(torch, parameter, entry.name)[1]  # its dtype may be another one
+            its = tensor_entry(torch, parameter, entry.name)[1]  # the saved tensor may have another dtype
             nbytes = math.prod(its.shape) * getattr(torch, entry.dtype).itemsize
             live[entry.name] = dataclasses.replace(entry, global_shape=its.global_shape, offset=its.offset,
                                                    shape=its.shape, nbytes=nbytes)  # fmt: skip
@@ -265,7 +265,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     _refuse_flat_shards(state, own, olds)
     live_entries = _live_entries(state, flat, own.tree, own.entries)
     entries = [_as_live(entry, live_entries) for entry in own.entries]
-    if rank not in olds:  # what each had its own of may have any shape here
+    if rank not in olds:  # what ranks do not have in common may have any shape here
         entries = [live_entries.get(e.name, e) if olds.is_private(olds.spots[e.name]) else e for e in entries]
     refuse_differences(state, own.tree, tuple(entries))
     leaves: list[Leaf] = []
@@ -274,7 +274,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     for number, (entry, before) in enumerate(zip(entries, own.entries, strict=True)):
         tie = starts.setdefault(before.start, number) if before.nbytes else number
         if dataclasses.replace(entries[tie], name=entry.name, start=entry.start) != entry:
-            tie = number  # tied before, but cut into other shards now
+            tie = number  # they were tied, but are different shards now
         value = live[entry.name].value if entry.name in live else None
         leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
         if tie != number or not entry.nbytes:
@@ -285,7 +285,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
                 "create the optimizer's state first (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
             )  # fmt: skip
         found = olds.parts(entry, rank)
-        if found is None and value is None:  # nothing is there that could stay as it is
+        if found is None and value is None:  # there is no live value that could stay
             found = olds.parts(entry, like)
         if found is not None:
             made_of[number] = found

@@ -57,8 +57,8 @@ class Restores:
         self._trainer, self._courier, self._saves, self._drains = trainer, trainer.courier, saves, drains
         self._ranks, self._recorder, self._slots = trainer.ranks, trainer.recorder, trainer.slots
         self._loading = Loading(trainer.ranks, saves)
-        self._began = time.perf_counter()  # the restore that goes on
-        self._from = ""  # where the newest one that was found came from
+        self._began = time.perf_counter()  # start of the current restore
+        self._from = ""  # where the newest checkpoint was found
         self._rolled_forward = False
         self._restores = 0
         look = functools.partial(self._find, NEWEST, others=True, checked=False)
@@ -188,7 +188,7 @@ class Restores:
     def _prepare_or_warn(self, state: Any) -> None:
         try:
             self._saves.prepare(state)
-        except (MemoryTooSmall, StateError) as error:  # training may begin; each save will say so again
+        except (MemoryTooSmall, StateError) as error:  # training may begin; each save reports this again
             if self._ranks.rank == 0:
                 log.warning("the slots could not be made: %s", error)
 
@@ -201,12 +201,12 @@ class Restores:
         except MemoryTooSmall:  # on all ranks
             if not isinstance(old, OpenInDirectory):
                 raise
-            # What memory has is no use now; but it may go for what is known to be whole only.
+            # What memory holds is of no use now. But delete it only for a checkpoint that is known to be whole.
             self.newest.verify(old)
             made = resharding.reshard(self._trainer, old, state, gives_way=True)
         try:
             self._loading.fill(old.step, made.filling(state))
-        except BaseException:  # where it is interrupted, too
+        except BaseException:  # after an interrupt, too
             resharding.give_up(self._trainer, made)
             raise
         self._recorder.seconds["load"] += time.perf_counter() - start

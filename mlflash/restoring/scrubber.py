@@ -22,10 +22,10 @@ from ..mpi.nonblocking import Operation
 from ..startup.context import Context
 from .verify_drained import why_damaged
 
-_RUN_NBYTES = 1 << 20  # verified at once; at least a block
-_EVERY_S = 0.5  # what is due is read at once: to begin costs as much as a few MB
-_MOST_S = 0.6  # of reading is made up for after a job
-_ROUND_S = 1.0  # so that a small state is not verified all the time
+_RUN_NBYTES = 1 << 20  # bytes per read; at least a block
+_EVERY_S = 0.5  # time between reads: to begin one costs as much as a few MB
+_MOST_S = 0.6  # seconds of reading that may be made up after a job
+_ROUND_S = 1.0  # shortest time from round to round, so that a small state is not read all the time
 _MENDABLE = ("own", "copy", "parity")
 _COMES = {
     "own": "The next save repairs it if a copy or parity can",
@@ -59,12 +59,12 @@ class Scrubber:
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self._context, self._rate, self._newest_drain, self._clock = context, rate, newest_drain, clock
         self._at = clock()
-        self._may_read = 0.0  # bytes
+        self._may_read = 0.0  # bytes that are due
         self._held: list[tuple[Slot, Header]] = []
         self._round = _Round(-_ROUND_S)
-        self._is_verified = False  # all that is held, once since that changed
-        self._found: list[tuple[Slot, Header]] = []  # damaged, and said
-        self._drain: Drain | None = None  # its file was read, or is being read
+        self._is_verified = False  # everything that is held, since it last changed
+        self._found: list[tuple[Slot, Header]] = []  # damaged, and reported
+        self._drain: Drain | None = None  # the drain whose file was read, or is being read
         self._reading: Operation | None = None
         self._over = threading.Event()
 
@@ -183,7 +183,7 @@ class Scrubber:
             self._reading = None
             for rank, file, why in end.value:
                 self._say_of_file(rank, file, why)
-        except Exception as error:  # of whatever reads files
+        except Exception as error:  # from any library that reads files
             self._reading = None
             self._say_of_file(self._context.world.rank, "", str(error))
 

@@ -10,7 +10,7 @@ from ..draining.file_index import Card
 from ..errors import MlflashError, text_of
 from .drained_files import DrainedFiles
 
-_RUN_NBYTES = 4 << 20  # read at once; at least a block
+_RUN_NBYTES = 4 << 20  # per read; at least a block
 
 
 def why_damaged(drain: Drain, rate: float, over: threading.Event) -> list[tuple[int, str, str]]:
@@ -33,13 +33,13 @@ def why_damaged(drain: Drain, rate: float, over: threading.Event) -> list[tuple[
     for rank, stored in drain.stored.items():
         try:
             for entry, place in files.index(rank).pieces:
-                if place.packed:  # HDF5 would hold its lock while a file system hangs
+                if place.packed:  # skipped: HDF5 would hold its lock while a file system hangs
                     continue
                 for raw in files.content(rank, entry.name, place, _RUN_NBYTES):
                     if over.wait(raw.nbytes / rate):
                         return []
         except MlflashError as error:
             found.append((rank, stored.data, error.message))
-        except Exception as error:  # fsspec raises what it likes
+        except Exception as error:  # fsspec may raise anything
             found.append((rank, stored.data, text_of(error)))
     return found
