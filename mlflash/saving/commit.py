@@ -144,12 +144,12 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
     except MlflashError as problem:
         if not problem.agreed:
             raise
-        error = problem  # all ranks raise it, so that nothing is on its way any more
-    # After any other exception no slot is released: MPI may still write into some, and the older step is needed.
+        error = problem  # all ranks raise it, so nothing is in flight any more
+    # After any other exception no slot is released: MPI may still write to some, and the older step is needed.
     committed = error is None and not save.skipped
     try:
         save.trainer.cancel_deferred()
-    except DeadlineExceeded as late:  # a device is still at it: the pool gives that slot to nobody
+    except DeadlineExceeded as late:  # a device still writes: nobody gets that slot
         error = error or late
     if committed:
         save.due = context.certification.committed(Saved(save.attempt, save.step), save.is_suspect)
@@ -161,9 +161,9 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
             reach("commit.released")
             committed_now()
         elif save.skipped:
-            context.recorder.skipped(save.request.step)  # who waits for the save may ask how many there were
-    finally:  # it is agreed on, whatever comes after
-        context.tell_trainer()  # before who waits for the save goes on
+            context.recorder.skipped(save.request.step)  # now, because a waiting caller may ask for it next
+    finally:  # the save is agreed on, whatever happens next
+        context.tell_trainer()  # before a caller that waits for the save continues
         skipped = SaveFailed("skipped: both slots of a rank were busy") if save.skipped else error
         save.trainer.ended(skipped, save.skipped)
     if error is not None:
@@ -190,7 +190,7 @@ def _settle(save: Save, context: Context) -> None:
     if able and not save.is_settled:
         _locally(save, lambda: _lay_out(save))
         if not settled:
-            replicas.version += 1  # to be asked again
+            replicas.version += 1  # so that the next save asks again
     save.is_settled = True
 
 
@@ -208,8 +208,8 @@ def _announce(save: Save, context: Context) -> bool:
         mine = [(save.slot, pool.own, extents)]
         if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
             mine.append((save.share, pool.shares, save.plan.share_extents))
-        demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # the main thread waits for their pages
-        if save.waits_for_room:  # both of a pair at once, as the main thread waits and uses neither
+        demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # own slots first: training waits for them
+        if save.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
             demand += [(other, size.nbytes) for slot, pair, size in mine for other in pair if other is not slot]
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
@@ -268,7 +268,7 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
         work()
     except MlflashError as error:
         save.problem = save.problem or error
-    except Exception as error:  # of torch, a device or an adapter
+    except Exception as error:  # from torch, a device or an adapter
         log.debug("step %d", save.step, exc_info=True)
         save.problem = save.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
@@ -382,7 +382,7 @@ def _header(save: Save, context: Context, check: int) -> Header | None:
     if context.config.on_suspect == "raise" and save.looks is not None and (findings := save.looks.findings):
         _note(save, SuspectState(f"its values are suspect: {in_words(findings)}", tensor=findings[0].tensor))
     if save.problem is not None or save.plan is None or save.slot is None:
-        return None  # staging failed, or nobody wants it: this slot must never look whole
+        return None  # staging failed, or the save was given up: the slot must never look whole
     if save.slot.segment is None or save.slot.segment.inode != save.inode:
         save.problem = SaveFailed("the file of the slot was replaced after the state was copied to it")
         return None

@@ -80,7 +80,7 @@ class Commits:
     def _committed(self, save: commit.Save) -> None:
         recorder = self._context.recorder
         if not save.is_given_up:
-            self._context.unhealed = None  # a newer step has its redundancy
+            self._context.unhealed = None  # a newer step has full redundancy
         self._drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
         recorder.holds(self._context.pool.nbytes)
         age_s = time.perf_counter() - save.request.begun_s
@@ -88,6 +88,6 @@ class Commits:
 
     def _compare_replicas(self, save: commit.Save) -> None:
         replicas = self._context.replicas
-        is_there = not save.skipped and not save.is_given_up  # else the trainer may be filling its slot again
+        is_there = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
         if replicas is not None and is_there and save.slot is not None and save.plan is not None:
             replicas.compare(save.slot, save.plan, save.step)

@@ -24,7 +24,7 @@ from .device_copies import DeviceCopies
 from .lazy_leaves import LARGE_NBYTES
 from .mutation_check import SampledBytes
 
-_PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
+_PIECE_NBYTES = 8 << 20  # the longest wait of training if the courier is in the middle of a piece
 
 
 class CopyPlan:
@@ -124,7 +124,7 @@ class CopyPlan:
         entries = self.layout.entries
         for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
             if target is None and entries[number].nbytes:
-                continue  # tied to another, or goes in pieces
+                continue  # tied to another leaf, or copied in pieces
             kind = (entries[number].kind, entries[number].dtype, target is None, number in self._lazy, *_how(value))
             first = smallest.setdefault(kind, number)
             if entries[number].nbytes < entries[first].nbytes:

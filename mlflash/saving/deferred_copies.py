@@ -58,7 +58,7 @@ class DeferredCopies:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._versions = [(name, tensor, tensor._version) for name, tensor in tensors]
-        self._made = threading.Event()  # all pieces
+        self._made = threading.Event()  # set when all pieces are copied
         self.error: StateError | None = None
         self.tell_changed: Callable[[], object] = lambda: None
         self.is_empty = self.is_over = not self._pieces and not self._transfers
@@ -82,7 +82,7 @@ class DeferredCopies:
                 reach("lazy.piece")
             except BaseException as error:
                 self._fail(StateError(f"the state could not be copied: {text_of(error)}"))
-                if not isinstance(error, Exception):  # of a signal handler, on the thread of training
+                if not isinstance(error, Exception):  # from a signal handler, on the training thread
                     raise
             finally:
                 self._count(1)
@@ -98,7 +98,7 @@ class DeferredCopies:
             transfer.hold_back()
         with self._lock:
             self._check()
-            self._versions.clear()  # from now on it may be changed
+            self._versions.clear()  # from now on tensors may change
 
     def finish(self) -> None:
         """Make all copies that are left, and wait until all are made. Not collective."""
@@ -116,7 +116,7 @@ class DeferredCopies:
 
         Not collective. Call it once more when the slot is sealed: an operation counts its change only when it ends.
         """
-        with self._lock:  # who waits for it may step as soon as it has it
+        with self._lock:  # a thread that waits for the lock may step as soon as it has it
             self._check()
 
     def cancel(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..memory.shared_memory_segment import Segment
 
 _PIECE_NBYTES = 32 << 20  # half a millisecond of a fast link; each piece costs the host 10 us
-_LOOK_S = 2e-4  # how often the host looks whether a copy has ended: waiting inside of the driver has no deadline
+_LOOK_S = 2e-4  # between two checks whether copies have ended: a wait in the driver would have no deadline
 
 _streams: dict[Any, Any] = {}
 
@@ -35,7 +35,7 @@ class DeviceCopies:
     def __init__(self, device: Any, targets: Sequence[Any], values: Sequence[Any], segments: Sequence[Segment] = ()):
         torch = sys.modules["torch"]
         self._event: Any = None
-        for segment in segments:  # before the first copy begins, whatever exception comes in between
+        for segment in segments:  # before the first copy begins, in case of an exception in between
             segment.writers.append(self)
         self._api, self._device = getattr(torch, device.type), device
         stream = _streams.get(device)
@@ -45,7 +45,8 @@ class DeviceCopies:
         self._values: list[Any] = []
         with self._api.stream(stream), torch.no_grad():
             for target, value in zip(targets, values, strict=True):
-                # What is noted on a tensor and done when it is read would be done to the target: before the copy.
+                # Conjugate and negate now, if PyTorch has only marked the tensor for it: it would change the target
+                # after the copy.
                 value = value.detach().resolve_conj().resolve_neg()
                 self._values.append(value)
                 for into, part in _parts(target, value):

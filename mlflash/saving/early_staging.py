@@ -118,11 +118,11 @@ class StagedStates:
         """Let other saves use the slots of a state."""
         if self.take(ahead):
             ahead.given_up = True
-            if ahead.is_lazy and ahead.maker == os.getpid():  # in a forked process nobody makes them
+            if ahead.is_lazy and ahead.maker == os.getpid():  # a forked process has nobody that makes these copies
                 try:
                     ahead.later.cancel()
                 except DeadlineExceeded:
-                    pass  # a device is still at it: the pool gives that slot to nobody
+                    pass  # a device still writes: nobody gets that slot
             self._pool.give_back((ahead.slot, ahead.share))
 
     def give_up_all(self) -> None:

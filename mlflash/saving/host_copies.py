@@ -14,7 +14,7 @@ from ..state.layout import plan
 from ..state.leaves import Flat, from_bytes
 from .copy_plan import CopyPlan
 
-_BLOCK_NBYTES = 1 << 20  # of a layout that has no checksums
+_BLOCK_NBYTES = 1 << 20  # of the layout, which has no checksums here
 
 
 def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_threads: CopyThreads) -> Flat | None:
@@ -42,7 +42,7 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
     values = [from_bytes(entry, room[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
     ties = flat.structure.ties
     way = CopyPlan(layout, [], [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)],
-                   copy_threads, timeout_s=0.0)  # no device is waited for  # fmt: skip
+                   copy_threads, timeout_s=0.0)  # no leaf is on a device  # fmt: skip
     way.lead(flat, frozenset())
     way.copy(flat.values)
     return Flat(flat.structure, values, flat.plain, flat.wholes)

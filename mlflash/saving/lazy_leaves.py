@@ -19,7 +19,7 @@ from ..errors import StateError
 from ..state.leaves import Flat, Structure
 from .optimizer_steps import HOOK
 
-LARGE_NBYTES = 64 << 10  # to remember where a smaller tensor is takes as long as to copy it
+LARGE_NBYTES = 64 << 10  # to remember the place of a smaller tensor takes as long as its copy
 _NONE_OWNED = "no large tensor of the state lies in the memory of its optimizers: the framework may have given copies"
 
 
@@ -73,11 +73,11 @@ class LazyLeaves:
             owned = {n: owner.tensor for n, owner in self._owners.items() if owner.is_where_it_was(flat.values[n])}
             if len(owned) == len(self._owners):
                 return owned
-        self._structure = None  # an exception, as of a signal handler, may come in between
+        self._structure = None  # in case of an exception in the next line, for example from a signal handler
         self._optimizers, self._owners = optimizers, self._look(flat, until)
         self._structure = flat.structure
         found = ((number, owner.tensor) for number, owner in self._owners.items())
-        return {number: tensor for number, tensor in found if tensor is not None}  # one may have been made for this
+        return {number: tensor for number, tensor in found if tensor is not None}  # some are made only for this call
 
     def _look(self, flat: Flat, until: Until) -> dict[int, _Owner]:
         lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]
@@ -151,7 +151,7 @@ def _tensors_of(optimizer: Any) -> Iterable[Any]:
     torch = sys.modules["torch"]
     for group in optimizer.param_groups:
         yield from (local(tensor) for tensor in group["params"])
-    for parameter, values in optimizer.state.items():  # some are in no group between steps, as those of ZeRO-3
+    for parameter, values in optimizer.state.items():  # between steps some are in no group, as with ZeRO-3
         mine = (parameter, *values.values())
         yield from (local(value) for value in mine if isinstance(value, torch.Tensor))
 

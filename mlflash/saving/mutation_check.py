@@ -13,7 +13,7 @@ import numpy as np
 
 from ..state.leaves import flat_bytes
 
-_APART_NBYTES, _LEAST = 128 << 10, 16  # a byte of every so many, but at least so many of a part
+_APART_NBYTES, _LEAST = 128 << 10, 16  # one byte in each run of so many, but at least so many per part
 
 
 class SampledBytes:
@@ -75,7 +75,7 @@ class SampledBytes:
 
 
 def _step(nbytes: int) -> int:
-    # Odd, so that bytes of all places in a number are among them: a small change is in the last ones only.
+    # Odd, so that every byte of a number is sampled somewhere: a small change alters the last ones only.
     return max(1, min(_APART_NBYTES, nbytes // _LEAST)) | 1
 
 

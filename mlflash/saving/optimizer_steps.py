@@ -25,7 +25,7 @@ class Steps:
     def __init__(self) -> None:
         self._laters: list[DeferredCopies] = []
         self._told: Callable[[], None] | None = None
-        self._counted: Callable[[], Any] = lambda: None  # one of several optimizers: a training step is a step of it
+        self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count as training steps
 
     def before_next(self, later: DeferredCopies) -> None:
         """Make any optimizer's next step wait for copies. Not collective."""
@@ -93,8 +93,8 @@ class _Hook:
         import torch
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        tell = torch.compiler.disable(self._tell)  # never traced: compiled code is left for it, and entered again
-        passes_by = torch.compiler.assume_constant_result(_is_passed_by)  # run while a step is compiled, not in it
+        tell = torch.compiler.disable(self._tell)  # not compiled: compiled code stops for it, and continues
+        passes_by = torch.compiler.assume_constant_result(_is_passed_by)  # called as a step is compiled, not as it runs
 
         def hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if torch.compiler.is_compiling() and passes_by():
@@ -106,7 +106,7 @@ class _Hook:
 
     def _tell(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Delay a step, or what comes after its closure; then return the arguments with which it is called instead."""
-        if _is_captured():  # no device may be asked or waited for now: what is not copied yet fails if it is changed
+        if _is_captured():  # devices must not be asked now; if a tensor changes before its copy, the save fails
             self._note_passed_by("captured in a CUDA graph")
             return None
         self.heard.add(optimizer)
@@ -122,7 +122,7 @@ class _Hook:
         """The arguments of a step that waits when its closure has returned; None: that would be too late."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         hooks = self._handle.hooks_dict_ref()
-        others = optimizer._optimizer_step_pre_hooks or next(reversed(hooks)) != self._handle.id  # they come before it
+        others = optimizer._optimizer_step_pre_hooks or next(reversed(hooks)) != self._handle.id  # these run first
         if closure is None or others or not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             return None
 
@@ -168,7 +168,7 @@ def _is_passed_by() -> bool:
 
         now = InstructionTranslator.current_tx()
         whole = bool(now.one_graph or getattr(now, "error_on_graph_break", False))
-    except (ImportError, AttributeError):  # another version of torch: it says itself what it cannot compile
+    except (ImportError, AttributeError):  # another version of torch, which reports itself what it cannot compile
         return False
     if whole:
         HOOK.pass_by()

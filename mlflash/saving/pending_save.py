@@ -130,10 +130,10 @@ class PendingSave(LiveState):
             self.later.cancel()
 
     def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
-        self.flat = self.plan_now = self.stage_now = None  # they hold the live state
+        self.flat = self.plan_now = self.stage_now = None  # these refer to the live state
         if error is None and not skipped:
             self._slots.committed(self.request)
-        else:  # the courier has given back those that it was handed
+        else:  # the courier has given back the slots that it got
             handed = {name for name, _ in self.request.filled}
             mine = self._slots.taken_by(self.request)
             self._slots.give_back(slot for slot in mine if self._slots.ids_of([slot])[0] not in handed)

@@ -71,8 +71,8 @@ class SaveQueue:
         self._trainer, self._config, self._courier, self._slots = trainer, config, trainer.courier, trainer.slots
         self._ranks, self._recorder = trainer.ranks, trainer.recorder
         self._pending: list[Snapshot] = []
-        self._version = 0  # of what is shared
-        self._staging: PendingSave | None = None  # the newest one that waits for room
+        self._version = 0  # version of what ranks share
+        self._staging: PendingSave | None = None  # the newest save that waits for room
         self.begun = ReservedSaves(self._post_failure, config.timeout_s)
         self.last_step: int | None = None
         self.undefined = ""
@@ -102,7 +102,7 @@ class SaveQueue:
         try:
             self._save(begun.step, _fail, again=True)
         except MlflashError:
-            pass  # it says that of the step, too
+            pass  # the failure was reported for this step
 
     def save_again(self, flat: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
         """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
@@ -161,25 +161,25 @@ class SaveQueue:
                     self._refuse_undefined()
                     fill(save)
                     request.filled_s = time.perf_counter()
-                    request.problem = None  # from here on it may be committed, and not before
-                except BaseException as error:  # state_dict() of an object may raise anything: no rank must wait for us
+                    request.problem = None  # from here on it may be committed
+                except BaseException as error:  # state_dict() may raise anything; no rank must wait for us
                     mistake = self._give_up(save, error)
                 self._recorder.posting(snapshot.step)
             finally:
-                post(job)  # written in C: no exception of a signal handler comes between
+                post(job)  # in C: no exception of a signal handler comes in between
             self._courier.wait_sent(job)
             must_wait = request.waits_for_room and not again and not save.is_copied
             if must_wait and not save.staged.wait(self._config.timeout_s):
                 save.left = "the slots were not made larger in time"
         except BaseException:
             save.left = _LEFT
-            post(job)  # should it not have been: it is done once
+            post(job)  # in case it was not posted; twice has no effect
             raise
         finally:
             self._pending.append(snapshot)
-        snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
+        snapshot.reported = mistake is not None or again  # a caller that waits for it tells all ranks
         snapshot.stalled()
-        if not again:  # that may be another thread than training's
+        if not again:  # it may be on another thread than training
             self._courier.pace.stalled(snapshot.stall_s)
         staged = request.slot is not None and request.problem is None
         self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
@@ -200,7 +200,7 @@ class SaveQueue:
         problem = problem or _unreadable(text_of(error))
         problem.rank, problem.node = self._ranks.rank, self._ranks.node_name
         save.request.problem = problem
-        save.snapshot.end(problem)  # this rank need not hear from the others to know
+        save.snapshot.end(problem)  # this rank knows the result already
         return error if error is not problem or isinstance(error, (StateError, StepOrderError)) else None
 
     def wait(self) -> None:
@@ -215,7 +215,7 @@ class SaveQueue:
             try:
                 snapshot.wait()
             except MlflashError:
-                pass  # a warning already, or raised by the next save, wait or close
+                pass  # it was logged, or the next save, wait or close raises it
 
     def _check_step(self, step: int | None, given: object, again: bool) -> None:
         least = 0 if self.last_step is None else self.last_step + (0 if again else 1)
@@ -249,7 +249,8 @@ class SaveQueue:
             request.inode, request.checks = self._stage(save, flat, taken, lazy)
             return
         request.waits_for_room, self._staging = True, save
-        # Of a save without until= the courier has all when it returns, and commits it though its trainer is killed.
+        # A save without until= returns when the courier has everything. The courier then commits it even without the
+        # trainer.
         if until is not None and self._config.lazy and (copied := self._copy_to_host(flat)) is not None:
             flat, save.is_copied = copied, True
         if not settled:
@@ -284,7 +285,7 @@ class SaveQueue:
         self.settle()
         flat = self._look_at(state)
         planned = self._ranks.together(lambda: self.plan(flat), _unreadable)
-        self.stage.replan()  # what is shared is settled once more by the first save
+        self.stage.replan()  # the first save settles once more what is shared
         size = planned.share_extents
         self.reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
         if flat.is_on_device:
@@ -346,7 +347,7 @@ class SaveQueue:
             taken = self._slots.take(0, request)
             request.skip = taken is None
             return taken
-        # While a heal fails, slots may be held back until it is done; the job of this save tries again.
+        # A failed heal may hold back slots. Then do not wait here: the job of this save tries the heal again.
         end = time.monotonic() + (0.0 if self._trainer.is_unhealed else self._config.timeout_s)
         while (taken := self._slots.take(0.05, request)) is None:
             self._refuse_if_stuck(save)

@@ -12,7 +12,7 @@ from .deferred_copies import DeferredCopies
 
 log = logging.getLogger("mlflash")
 
-_LOOK_S = 0.5  # how often a waiting snapshot looks whether the courier is held up
+_LOOK_S = 0.5  # between two checks whether the courier is held up
 
 
 class Snapshot:
@@ -30,19 +30,19 @@ class Snapshot:
 
     def __init__(self, step: int, blocked: Callable[[], DeadlineExceeded | None]):
         self.step = step
-        self._blocked = blocked  # why an earlier operation of the courier does not end, where it does not
+        self._blocked = blocked  # tells why an earlier operation of the courier does not end, if one does not
         self.nbytes = 0
         self.stall_s = 0.0
         self.commit_s: float | None = None
         self.skipped = False
-        self.reported = False  # its error was raised to the caller
-        self.later: DeferredCopies | None = None  # what is copied after `save` has returned
+        self.reported = False  # whether its error was raised to the caller
+        self.later: DeferredCopies | None = None  # copies that are made after `save` has returned
         self._start = time.monotonic()
         self._error: MlflashError | None = None
         self._late: DeadlineExceeded | None = None
         self._committed = False
         self._ended = threading.Event()
-        self._woken = threading.Event()  # ended, or late
+        self._woken = threading.Event()  # set when it has ended or is late
         self._waking = threading.Lock()
         self._callbacks: list[Callable[[Snapshot], None]] = []
 
@@ -150,7 +150,7 @@ class Snapshot:
         for call in calls:
             try:
                 call(self)
-            except BaseException:  # it is the user's: saving must go on, and no other rank would hear of it
+            except BaseException:  # it is the user's code: saves must continue, and no other rank would hear of it
                 log.exception("a callback of the snapshot of step %d failed", self.step)
 
     def stalled(self) -> None:

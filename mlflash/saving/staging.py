@@ -78,7 +78,7 @@ class Staging:
         self._pieces: tuple[Piece, ...] = ()
         self._entries = self._tree_bytes = b""
         self._ways: dict[tuple[str, str], CopyPlan] = {}
-        self._read_back: tuple[Layout, bytes] | None = None  # as a restore would; from then on only values change
+        self._read_back: tuple[Layout, bytes] | None = None  # read back as by a restore; later only values change
         self._copied: Layout | None = None
 
     def knows(self, flat: Flat) -> bool:
@@ -99,7 +99,7 @@ class Staging:
         """
         its, known = flat.structure, self.knows(flat)
         if not known or its.tree is not self._tree:
-            self._tree_bytes = manifest.encode_tree(its.tree)  # trees are not compared: 1 == True == 1.0
+            self._tree_bytes = manifest.encode_tree(its.tree)  # not compared, because 1 == True == 1.0
             self._tree = its.tree
         if known and self._layout is not None:
             self._structure = its
@@ -112,7 +112,7 @@ class Staging:
             for i, leaf in enumerate(flat.leaves):
                 if leaf.tie in shared or (leaf.tie < 0 and is_shared is not None and is_shared(leaf)):
                     shared.add(i)
-        # The entries' text depends on their places; twice the text of unplaced ones is room enough.
+        # The length of the entries' text depends on their places. Twice the text without places is enough room.
         draft = manifest.encode_entries(its.entries)
         joined = manifest.join(draft, self._tree_bytes, flat.plain, None, self._provenance)
         length = len(joined) + 20 * len(its.entries) + 80
@@ -131,7 +131,7 @@ class Staging:
         if self._read_back != (layout, self._tree_bytes):
             written = manifest.Manifest(layout.entries, flat.structure.tree, flat.plain, shared, self._provenance)
             manifest.read_back(whole, written, layout.extents.payload_nbytes)
-        self._read_back = layout, self._tree_bytes  # these very ones: to compare others takes as long as a copy
+        self._read_back = layout, self._tree_bytes  # the same objects: a comparison of others takes as long as a copy
         private = flat.structure.private
         return Plan(layout, whole, private) if shared is None else Plan(layout, whole, private, sharing, self._pieces)
 
@@ -166,7 +166,7 @@ class Staging:
             target.unseal()
         reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
-        if share is not None:  # what is cut is copied, and checked, by the host
+        if share is not None:  # the host copies and checks leaves that are cut
             shared, entries = planned.layout.is_shared, planned.layout.entries
             lazy = {n: owner for n, owner in lazy.items() if owner.device.type == "cpu" or not shared(entries[n])}
         way = self._way(planned, slot, share, flat)
@@ -199,7 +199,7 @@ class Staging:
         key = (slot.name, "" if share is None else share.name)
         segments = [part.segment for part in (slot, share) if part is not None and part.segment is not None]
         way = self._ways.get(key)
-        # A new file may have the name of an old one: the views belong to the mapping, not to the name.
+        # Compare mappings, not names: views belong to a mapping, and a new file may have the name of an old one.
         if way is None or way.layout is not layout or way.segments != segments:
             payload = slot.payload(layout.extents)
             _clear_gaps(layout, payload)
@@ -255,7 +255,7 @@ def _pieces_of(
         checks[piece] = xxhash.xxh3_64_intdigest(live_bytes(value, piece.start, piece.end, kept=is_late).data)
 
     def now(leaf: int) -> Any:
-        value = flat.values[leaf]  # it may get other memory later
+        value = flat.values[leaf]  # the leaf may move to other memory later
         return value if isinstance(value, np.ndarray) else value.detach()
 
     for piece, room in _own_pieces(planned, share):

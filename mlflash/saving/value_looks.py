@@ -87,7 +87,7 @@ def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
         return None
     try:
         entries = mine.manifest().entries
-    except CorruptSlot as error:  # the scrubber, or a restore, says more
+    except CorruptSlot as error:  # the scrubber or a restore reports the details
         log.warning("step %d is not certified because rank %d cannot read it: %s", due.step, context.world.rank, error)
         return None
     extents = mine.header.extents
