@@ -23,7 +23,7 @@ TORCH_ITEM_NBYTES = {
 }  # fmt: skip
 """The torch dtypes a slot can hold and their bytes per element."""
 
-# What dtype.str of an array without fields can be. np.dtype() must not see anything else: it evaluates parts of it.
+# What dtype.str of an array without fields can be. Give nothing else to np.dtype(), because it evaluates parts of it.
 _ARRAY_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 
 
@@ -59,7 +59,7 @@ def array_dtype_name(dtype: np.dtype[Any], path: str) -> str:
         is_known = array_dtype(name) == dtype and dtype.metadata is None
     except (ValueError, TypeError):
         is_known = False
-    if not is_known:  # ml_dtypes calls its bfloat16 "<V2"
+    if not is_known:  # for example bfloat16 of ml_dtypes, which says "<V2"
         raise StateError("NumPy knows only the size of this dtype, or it carries metadata: view it as an integer "
                          "dtype of that size", tensor=path, found=repr(dtype))  # fmt: skip
     return name

@@ -20,7 +20,7 @@ from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_tensor, tensor_entr
 from .plain_values import MAX_DEPTH, encode_key, encode_plain
 
 LEAF, PLAIN = "e", "p"
-_BY_TYPE = frozenset((str, int, bool, bytes, type(None)))  # two keys of one of these that are equal are the same
+_BY_TYPE = frozenset((str, int, bool, bytes, type(None)))  # if two keys of such a type are equal, they are the same
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -135,11 +135,11 @@ class _Known:
         try:
             self._gather(self._root, state, values, plain, taken)
             wholes = self._compare(values)
-        except _Changed:  # and not what a state_dict() raises: that may be collective, and is not called once more
+        except _Changed:  # not an error of state_dict(): that may be collective, and must not be called again
             return None
         try:
             return Flat(self._structure, values, [encode_plain(value, "") for value in plain], wholes)
-        except StateError:  # such as of a tensor where a number was
+        except StateError:  # for example, a tensor took the place of a number
             return None
 
     def _gather(self, node: Any, value: Any, values: list[Any], plain: list[Any], taken: dict[int, list[Any]]) -> None:
@@ -188,7 +188,7 @@ class _Known:
             if _placing(values[number]) != placing:
                 raise _Changed
             local = values[number] = values[number]._local_tensor
-            if type(local) is not sys.modules["torch"].Tensor:  # such as what a collective has not brought yet
+            if type(local) is not sys.modules["torch"].Tensor:  # for example, a collective has not filled it yet
                 raise _Changed
         try:
             if (
@@ -199,7 +199,7 @@ class _Known:
             ):
                 raise _Changed
             self._compare_places(values)
-        except RuntimeError:  # such as of a tensor that is sparse by now
+        except RuntimeError:  # for example, a tensor is sparse now
             raise _Changed from None
         return wholes
 
@@ -258,7 +258,7 @@ class _Walk:
     def flatten(self, state: Any) -> Flat:
         """Take a state apart; see `flatten`."""
         try:
-            # Else autograd notes each shard that is taken out of a DTensor.
+            # Otherwise autograd records each shard that is taken out of a DTensor.
             with contextlib.nullcontext() if self.torch is None else self.torch.no_grad():
                 self.root = self.visit(state, "")
             tree = _Numbered().tree(self.root)
@@ -304,7 +304,8 @@ class _Walk:
         return node
 
     def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> str:
-        # {"a.b": x, "a": {"b": y}}: the tree keeps them apart, the name says so too. Half a character is no text.
+        # {"a.b": x, "a": {"b": y}} has one name twice, so a number is added. Half a character is not valid text: escape
+        # it.
         name = path = entry.name if entry.name.isascii() else entry.name.encode("utf-8", "backslashreplace").decode()
         while name in self.names:
             self.names[path] += 1
@@ -347,7 +348,7 @@ _OF_TENSORS: tuple[Callable[[list[Any]], list[Any]], ...] = (
     lambda tensors: [tensor.dtype for tensor in tensors],
     lambda tensors: [tensor.shape for tensor in tensors],
     lambda tensors: [tensor.device for tensor in tensors],
-    lambda tensors: [tensor.is_contiguous() for tensor in tensors],  # raises for what is not strided
+    lambda tensors: [tensor.is_contiguous() for tensor in tensors],  # raises for tensors that are not strided
     lambda tensors: [tensor.is_neg() for tensor in tensors],
 )
 _OF_COMPLEX: tuple[Callable[[list[Any]], list[Any]], ...] = (lambda tensors: [tensor.is_conj() for tensor in tensors],)

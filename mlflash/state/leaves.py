@@ -143,7 +143,7 @@ def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[
         return _tensor_entry(torch, tensor, path)
     except StateError:
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # such as of nested ones
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # for example of nested tensors
         raise StateError(f"this tensor cannot be read: {error}", tensor=path, found=_class_name(tensor)) from None
 
 
@@ -189,7 +189,7 @@ def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
         raise StateError(
             "a parameter that is not initialized has no values yet", tensor=path, found=_class_name(tensor)
         )
-    with torch._C.DisableTorchFunctionSubclass():  # what a class makes of operations is not what it holds
+    with torch._C.DisableTorchFunctionSubclass():  # what the class makes of operations is not what the tensor holds
         tensor = tensor.detach()
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
@@ -206,7 +206,7 @@ def _class_name(value: Any) -> str:
 
 
 _SHARD_PLACES = 10_000
-_shard_places: dict[Any, tuple[Any, Any]] = {}  # shape of the shard and where it begins; what they depend on is the key
+_shard_places: dict[Any, tuple[Any, Any]] = {}  # shape and offset of a shard, by what they depend on
 
 
 def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
@@ -215,7 +215,7 @@ def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[i
     if any(placement.is_partial() for placement in placements):
         raise StateError("a DTensor with a partial placement has no value yet: redistribute it", tensor=path)
     key = (tuple(tensor.shape), tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements)
-    if key not in _shard_places:  # PyTorch takes up to a millisecond to find out
+    if key not in _shard_places:  # PyTorch takes up to a millisecond for this
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if len(_shard_places) >= _SHARD_PLACES:
@@ -323,7 +323,7 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
     if isinstance(value, np.ndarray):
         return as_bytes(np.ascontiguousarray(value))[start:end]
     value = as_bits(value.detach().resolve_conj().resolve_neg()).contiguous()
-    if not value.numel():  # its strides may be any
+    if not value.numel():  # an empty tensor may have any strides
         return np.empty(0, dtype=np.uint8)
     flat = flat_bytes(value)[start:end]
     return kept_bytes(flat) if kept and flat.device.type == "cpu" else as_bytes(flat.cpu())

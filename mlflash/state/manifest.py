@@ -97,7 +97,7 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
     """
     try:
         read = decode(raw, payload_nbytes)
-        texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # 1 == True == 1.0, but not as texts
+        texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # as texts, because 1 == True == 1.0
     except (CorruptSlot, RecursionError) as error:
         raise StateError(f"a restore would refuse this state: {error}") from None
     for one, other in zip(written.entries, read.entries, strict=True):

@@ -25,7 +25,7 @@ from .shards import Box, Fragment, covers, overlap
 Spot = tuple[int, int]
 """A group, and the number of a leaf in its structure."""
 
-_Key = tuple[tuple[int, int], ...]  # a group, and a class of its structure, for each spot of a tensor
+_Key = tuple[tuple[int, int], ...]  # for each spot of a tensor: a group, and a class of its structure
 _Part = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # old rank, spot, source, target, shape
 
 

@@ -44,7 +44,7 @@ def _text(raw: bytes) -> str:
 
 def _encode_scalar(value: Any, path: str) -> list[Any]:
     name = array_dtype_name(value.dtype, path)
-    # NumPy takes zeros at the end of a text for padding, also in str() of it.
+    # For NumPy, zeros at the end of a text are padding, and str() drops them, too.
     raw = value.encode(_UTF_32, "surrogatepass") if isinstance(value, np.str_) else value.tobytes()
     return [name, _text(raw)]
 
@@ -72,7 +72,7 @@ KINDS = {
     "c": Kind(2, lambda v: type(v) is complex, lambda v, _: [v.real.hex(), v.imag.hex()],
               lambda real, imag: complex(float.fromhex(real), float.fromhex(imag))),
     "b": Kind(1, lambda v: type(v) is bytes, lambda v, _: [_text(v)], base64.b64decode),
-    # JSON reads two halves of a character as one character.
+    # As bytes, because JSON reads two halves of a character as one character.
     "s": Kind(1, lambda v: type(v) is str, lambda v, _: [_text(v.encode("utf-8", "surrogatepass"))],
               lambda text: base64.b64decode(text).decode("utf-8", "surrogatepass")),
     "n": Kind(2, lambda v: isinstance(v, np.generic), _encode_scalar, _decode_scalar),
@@ -167,11 +167,11 @@ def encode_key(key: Any, path: str) -> Any:
     try:
         code = ["k", *_encode_items(key, path)] if isinstance(key, tuple) else encode_plain(key, where)
         check_plain(code)
-        str(key)  # a part of the names of what is below it
+        str(key)  # it must work: names of what is below contain it
         read = decode_plain(code)
         is_found = bool(read == key) and hash(read) == hash(key)
     except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, StateError):  # which is a TypeError
+        if isinstance(error, StateError):  # StateError is a TypeError, too
             raise
         raise StateError(f"this key cannot be saved: {error}", tensor=where, found=type(key)) from None
     if not is_found:

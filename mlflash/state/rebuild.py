@@ -116,8 +116,8 @@ class Filling:
         self.objects: dict[str, tuple[Any, Tree]] = {}
         self._find(live, tree, "")
         self._kept: dict[str, Any] = {}
-        self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, what was there
-        self._for_good = False  # whether something has changed that no copy was made of
+        self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, former value
+        self._for_good = False  # whether something without a copy has changed
 
     def nbytes_of(self, path: str) -> int:
         """Size of the saved state of an object. Not collective."""
@@ -129,7 +129,7 @@ class Filling:
         for path in paths:
             try:
                 self._kept[path] = _copied(self.objects[path][0].state_dict())
-            except Exception:  # an object may not be able to say what it is before it has loaded
+            except Exception:  # some objects cannot give their state before they have loaded one
                 continue
 
     def load(self, paths: Collection[str]) -> None:
@@ -163,7 +163,7 @@ class Filling:
         for path, kept in self._kept.items():
             try:
                 torch_objects.load(self.objects[path][0], kept, exactly=True)
-            except Exception:  # load_state_dict of an object may raise anything
+            except Exception:  # load_state_dict() may raise anything
                 self._for_good = True
         return not self._for_good
 
@@ -299,6 +299,6 @@ def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:
         return
     tensor = tensor_entry(sys.modules["torch"], live, entry.name)[0]  # the local shard, without a class of its own
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        np.copyto(as_bytes(tensor), raw)  # one thread, no OpenMP: memcpy speed on a busy machine
+        np.copyto(as_bytes(tensor), raw)  # on one thread, without OpenMP: as fast as memcpy on a busy machine
     else:
         as_bits(tensor).copy_(as_bits(from_bytes(entry, raw)))

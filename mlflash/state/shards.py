@@ -49,7 +49,7 @@ def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
         return True
     if sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) and _disjoint(boxes):
         return True
-    # Shards that overlap otherwise than by being equal: look at each cell of the grid that their edges make.
+    # Some shards overlap and are not equal: check each cell of the grid that their edges make.
     edges = [sorted({0, n, *(edge for at, sizes in boxes for edge in (at[d], at[d] + sizes[d]))})
              for d, n in enumerate(shape)]  # fmt: skip
     cells = np.zeros(tuple(len(cuts) - 1 for cuts in edges), dtype=bool)
@@ -60,7 +60,7 @@ def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 
 def _disjoint(boxes: Sequence[Box]) -> bool:
-    if len(boxes) > 16:  # the grid tells sooner than their pairs
+    if len(boxes) > 16:  # the grid is faster than a comparison of pairs
         return False
     return all(overlap(a, b) is None for i, a in enumerate(boxes) for b in boxes[:i])
 

@@ -20,8 +20,8 @@ from .flatten import is_object
 from .leaves import Entry, Tree, is_tensor, tensor_entry
 from .plain_values import decode_plain
 
-_OF_FSDP2 = "torch.distributed.fsdp._fully_shard"  # its hooks only put shards in their place
-_PER_STEP = {"step", "eta", "mu", "mu_product"}  # 0-d, and not made like a parameter that is 0-d, too
+_OF_FSDP2 = "torch.distributed.fsdp._fully_shard"  # its hooks only move shards to their places
+_PER_STEP = {"step", "eta", "mu", "mu_product"}  # 0-d, whatever the parameter is, and not made like it
 
 
 def refusals(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
@@ -53,7 +53,7 @@ def _refused_by_module(torch: Any, live: Any, tree: Tree, entries: tuple[Entry, 
     found = []
     for key, tensor in wanted.items():
         if key not in saved:
-            if not key.endswith("num_batches_tracked"):  # torch takes that of older versions for given
+            if not key.endswith("num_batches_tracked"):  # torch accepts that older versions have none
                 found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
         elif saved[key][0] == "e":
             shape, given = entries[saved[key][1]].global_shape, tuple(tensor.shape)
@@ -124,7 +124,7 @@ def _loads_as_torch_does(live: Any) -> bool:
         return False
     whole = sys.modules["torch"].optim.Optimizer
     if type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live):
-        return False  # such as accelerate's, which is one by its class only
+        return False  # for example accelerate's, which only has the class of one
     return not (live._optimizer_load_state_dict_pre_hooks or live._optimizer_load_state_dict_post_hooks)
 
 
@@ -136,7 +136,7 @@ def copies_what_it_loads(live: Any, tree: Tree) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(live, torch.nn.Module):
         return False
-    if torch.__future__.get_swap_module_params_on_conversion():  # parameters are then exchanged for what they load
+    if torch.__future__.get_swap_module_params_on_conversion():  # then parameters are replaced by what is loaded
         return False
     while tree[0] == "o":
         tree = tree[1]
@@ -153,7 +153,7 @@ def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, 
     """
     if not _loads_as_torch_does(live):
         return {}
-    starts = collections.Counter(entry.start for entry in entries)  # tied tensors are to be tied again
+    starts = collections.Counter(entry.start for entry in entries)  # tied tensors must be tied again
     found, places = {}, []
     for number, tensor in _matched(_given(live), tree):
         entry = entries[number]
@@ -213,7 +213,7 @@ def _uncast(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-# What a saved state is made like
+# What saved tensors of optimizers look like
 
 
 @dataclasses.dataclass(frozen=True)
