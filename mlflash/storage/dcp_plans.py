@@ -22,7 +22,7 @@ from ..state.plain_values import decode_plain, encode_key, encode_plain
 log = logging.getLogger("mlflash")
 
 INDEX, BYTES = ".dcp.index", ".dcp.bytes"
-TOLD = (INDEX, BYTES)  # what has to be known of every rank
+TOLD = (INDEX, BYTES)  # what must be known of every rank
 BYTES_NUMBER = 1  # the blob is the second leaf
 
 Key = tuple[str, tuple[int, ...]]

@@ -66,7 +66,7 @@ class FileWithHoles:
             for first in range(0, nbytes, chunk_nbytes):
                 yield content[first : first + chunk_nbytes]
             at = start + nbytes
-            del content  # the next source may need the memory
+            del content  # free this memory before the next source needs some
         yield from self._between(at, self.nbytes, chunk_nbytes)
 
     def _between(self, at: int, end: int, chunk_nbytes: int) -> Iterator[memoryview]:

@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 THREADS = 16
-_LEAST = 8  # items for each thread; it takes longer to start than to ask for fewer
+_LEAST = 8  # items per thread, at least: for fewer, starting it takes longer
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -30,7 +30,7 @@ def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
 
     def run() -> None:
         try:
-            for at in left:  # one thread at a time takes a number
+            for at in left:  # each number goes to one thread
                 if errors:
                     return
                 results[at] = work(items[at])

@@ -62,7 +62,7 @@ def _read(path: str, load: Callable[[bytes], Any], kind: type, expected: str) ->
             key = load(file.read())
     except OSError as error:
         raise ConfigError("a key cannot be read", expected=expected, found=str(error)) from None
-    except Exception as error:  # the package raises what it likes where it is no key, or has a password
+    except Exception as error:  # the package may raise anything if this is no key, or needs a password
         raise ConfigError(f"{path} is not a key that can be used", expected=expected, found=str(error)) from None
     if not isinstance(key, kind):
         raise ConfigError(f"{path} is not a key that can be used", expected=expected, found=type(key).__name__)

@@ -22,9 +22,9 @@ from ..errors import ConfigError, UnsafePath
 log = logging.getLogger("mlflash")
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
-_REMOTE_CHUNK_NBYTES = 64 << 20  # of a multipart upload
+_REMOTE_CHUNK_NBYTES = 64 << 20  # a part of a multipart upload
 _S3_CONNECT_S, _S3_READ_S = 3.0, 20.0
-_S3_TRIES = 2  # by botocore, and as many times by each of two loops of s3fs
+_S3_TRIES = 2  # tries of botocore, and of each of the two loops of s3fs around it
 
 
 class Store(Protocol):
@@ -89,7 +89,7 @@ class Directory:
 
     def __init__(self, path: str, below: bool = False):
         self.path = path
-        self._below = below  # a link to the directory itself is the user's affair
+        self._below = below  # a link to the directory itself is left to the user
 
     def at(self, name: str) -> Directory:
         return Directory(os.path.join(self.path, name), below=True)
@@ -181,7 +181,7 @@ class Directory:
 
     def why_not_writable(self) -> str:
         path = self.path
-        while not os.path.lexists(path):  # what is not there can be made, in the one above it that is
+        while not os.path.lexists(path):  # a missing directory can be made if the one above is writable
             path = os.path.dirname(path)
         if not os.path.isdir(path):
             return f"{path} is not a directory"
@@ -242,7 +242,7 @@ class Remote:
 
     def make(self, parents: bool = True) -> None:
         with self._telling():
-            self._files.makedirs(self._root, exist_ok=True)  # nothing where folders are only names
+            self._files.makedirs(self._root, exist_ok=True)  # does nothing if folders are only parts of names
 
     def names(self) -> list[str]:
         self._files.invalidate_cache(self._root)
@@ -270,9 +270,9 @@ class Remote:
         except BaseException:
             try:
                 file.discard()
-            except Exception as problem:  # what went wrong before counts
+            except Exception as problem:  # the first error matters more
                 log.warning("what was uploaded of %s/%s could not be discarded: %s", self.path, name, problem)
-            file.closed = True  # else its end would complete the upload
+            file.closed = True  # otherwise its end would complete the upload
             raise
         reach("drain.file_renamed")
         return written
@@ -283,7 +283,7 @@ class Remote:
             with self._telling(name):
                 return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
         except OSError as error:
-            # A range behind the end is refused, as is any range of an empty object.
+            # The server refuses a range after the end, and any range of an empty object.
             if error.errno == errno.EINVAL and self.nbytes(name) <= start:
                 return b""
             raise
@@ -309,7 +309,7 @@ class Remote:
         if self.names():
             return False
         with contextlib.suppress(OSError), self._telling():
-            self._files.rmdir(self._root)  # not everywhere is there something to delete
+            self._files.rmdir(self._root)  # some stores have nothing to delete
         return True
 
     def why_not_writable(self) -> str:
@@ -325,7 +325,7 @@ class Remote:
                 kinds = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES), (OSError, errno.EIO))
                 number = problem.errno or next(number for kind, number in kinds if isinstance(problem, kind))
                 text = problem.strerror or str(problem)
-            else:  # botocore says so where the endpoint does not answer
+            else:  # botocore's error if the endpoint does not answer
                 number, text = errno.EIO, f"{type(problem).__name__}: {problem}"
             raise OSError(number, text, f"{self.path}/{name}") from problem
 

@@ -19,7 +19,7 @@ import torch
 
 from .file_holes import FileWithHoles
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: what it ends with is the length of name and extra field
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record; it ends with the lengths of name and extra field
 
 
 def hollow(dtypes_and_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[torch.Tensor]:
