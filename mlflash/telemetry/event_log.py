@@ -16,8 +16,8 @@ from typing import Any
 
 log = logging.getLogger("mlflash")
 
-_WAITING = 10_000  # events that wait to be written; what comes on top of them is counted only
-_CLOSE_S = 2.0  # for what is still to be written at the end
+_WAITING = 10_000  # events that may wait to be written; further ones are only counted
+_CLOSE_S = 2.0  # to write the remaining events at the end
 
 
 class EventLog:
@@ -66,7 +66,7 @@ class EventLog:
         try:
             self._lines.put(None, timeout=_CLOSE_S)
         except queue.Full:
-            pass  # the file system hangs; the thread goes with the process
+            pass  # the file system hangs; the thread ends with the process
         self._thread.join(_CLOSE_S)
         self._thread = None
 
@@ -119,7 +119,7 @@ def _write_whole(fd: int, lines: bytes) -> None:
     while lines:
         taken = os.write(fd, lines)
         whole = lines.rfind(b"\n", 0, taken) + 1
-        # Where not one line was taken none ever would be: then the rest follows.
+        # If a write does not even take one line, repeating that line never succeeds: continue with the rest of it.
         is_cut = 1 < whole < taken < len(lines) and lines[taken : taken + 1] != b"\n"
         lines = b"\n" + lines[whole:] if is_cut else lines[taken:]
 

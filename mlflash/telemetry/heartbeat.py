@@ -30,7 +30,7 @@ log = logging.getLogger("mlflash")
 SHOW_STACKS = signal.SIGRTMIN + 7
 """The signal at which trainer and courier of a rank that `mlflash run` has started print where each thread is."""
 
-_LETTERS = 512  # of a text, each of which may take six bytes
+_LETTERS = 512  # most characters of a text; each may take six bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,9 @@ class _Part:
 
     def _write(self) -> None:
         text = encode(self._said)
-        # No `try` here: CPython releases no lock for what is raised on that very line, as the tests do.
-        with contextlib.suppress(OSError):  # the memory is full: `_open` said so
+        # No `try` here: CPython does not release a lock if an exception is raised on exactly that line, as in the
+        # tests.
+        with contextlib.suppress(OSError):  # memory is full, which `_open` has reported
             os.pwrite(self._fd, text, self._at)
 
     def _close(self) -> None:
@@ -149,7 +150,7 @@ class CourierHeartbeat(_Part):
     def __init__(self, memory: NodeDirectory, facts: RankFacts):
         super().__init__(memory, facts, PART_NBYTES)
         self.before: dict[str, Any] = {}
-        with contextlib.suppress(OSError):  # nothing is there, or it could not be opened
+        with contextlib.suppress(OSError):  # there is no part, or it could not be opened
             self.before = carried_on(courier_part(os.pread(self._fd, PART_NBYTES, self._at)), facts.start, facts.rank)
         self._said |= {"committed": None, "saves": 0, "failed": 0} | self.before
         self.beat()

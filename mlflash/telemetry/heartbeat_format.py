@@ -15,15 +15,15 @@ from ..version import __version__
 
 FORMAT = 2
 """Of the parts; the first format had one part, and did not say its number."""
-PART_NBYTES = 4096  # written at once, so that a reader never finds half of two
+PART_NBYTES = 4096  # written in one call, so that a reader never finds parts of two
 
 _LARGEST = 1 << 63
-_SHORT = 64  # letters of each text, where all of them are too long together
+_SHORT = 64  # letters of each text if all of them together are too long
 _STATES = ("started", "ended", "failed")
 _NUMBER = int | float
 _OF_BOTH: dict[str, Any] = {"format": int, "start": str, "rank": int, "pid": int, "state": str, "times": dict,
                             "beat": _NUMBER}  # fmt: skip
-# What a part says, and what it may say besides: who reads it need not look.
+# Required and optional fields of the parts. A reader need not check them again.
 _TRAINER = _OF_BOTH | {
     "run": str,
     "ranks": int,
@@ -43,7 +43,7 @@ _COURIER_MAY |= dict.fromkeys((
     "suspect_tensors", "certified",
 ), _NUMBER)  # fmt: skip
 _COURIER_MAY |= {"slowest": int, "damaged": int}
-# What the courier alone knows of a rank, and what of it the next courier of the same trainer goes on from.
+# What only the courier knows of a rank, and with which of these fields the next courier of this trainer continues.
 _COURIER_TELLS = (
     "committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "damaged", "unrestorable", "suspect",
     "suspect_tensors", "certified", *_LATE,
@@ -52,7 +52,7 @@ _GOES_ON = (
     "committed", "drained", "saves", "failed", "damaged", "unrestorable", "unrestorable_at", "suspect", "certified",
     "times",
 )  # fmt: skip
-# What both say together.
+# The fields of both parts together.
 _RANK = {name: kind for name, kind in _TRAINER.items() if name != "start"} | {"committed": int | None, "alive": bool}
 _RANK_MAY = (
     _TRAINER_MAY
@@ -120,7 +120,7 @@ def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, aliv
     said |= {"courier_pid": courier["pid"], "courier_alive": courier_alive, "courier_beat": courier["beat"],
              "courier_state": courier["state"], "times": courier["times"] | trainer["times"]}  # fmt: skip
     if (trainer.get("restored_at") or 0) >= (courier.get("unrestorable_at") or 0):
-        said.pop("unrestorable", None)  # something else could be
+        said.pop("unrestorable", None)  # another checkpoint could be restored since
     return said
 
 
@@ -151,7 +151,7 @@ def why_unread(said: object) -> str:
 
 
 def _part(text: bytes, must: Mapping[str, Any], may: Mapping[str, Any]) -> dict[str, Any] | str | None:
-    if not text.strip(b"\0 "):  # of a process that has just made it
+    if not text.strip(b"\0 "):  # the process has just made it
         return None
     try:
         said: dict[str, Any] = json.loads(text)

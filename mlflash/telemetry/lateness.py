@@ -26,11 +26,11 @@ NUMBERS = len(PHASES) + 3
 """How many numbers ride on the allreduce."""
 
 _WORK = ("copy", "deferred", "checksums")
-_NOTHING = (1 << 63) - 1  # of a rank that was not drawn
+_NOTHING = (1 << 63) - 1  # from a rank that was not drawn
 _RANK_BITS = 24
 _MOST_US = 1 << (62 - _RANK_BITS)
 _CODE_BITS = 12
-_CODES_PER_E = ((1 << _CODE_BITS) - 1) / math.log(_MOST_US)  # so that a code is exact to 0.4 %
+_CODES_PER_E = ((1 << _CODE_BITS) - 1) / math.log(_MOST_US)  # makes a code exact to 0.4 %
 
 
 class Late(NamedTuple):
@@ -86,9 +86,10 @@ class Riding:
             return None
         usual = {phase: statistics.median_low([_decoded(sample, at) for sample in samples])
                  for at, phase in enumerate(PHASES)}  # fmt: skip
-        usual["training"] = statistics.median_high([_decoded(sample, 0) for sample in samples])  # who waits is in time
+        # A rank that waits is on time.
+        usual["training"] = statistics.median_high([_decoded(sample, 0) for sample in samples])
         most = {phase: _unpacked(abs(number)) for phase, number in zip(PHASES, least, strict=False)}
-        # Whoever is late at work makes others wait: only what they wait for longer than that is news.
+        # A rank that is late at work makes others wait. Only waits beyond that are news.
         late_copy, late_deferred, late_checksums = (max(0.0, most[phase][0] - usual[phase]) for phase in _WORK)
         copied_late = max(late_copy, late_deferred)
         explained = {"training": copied_late, "transfer": max(copied_late, late_checksums)}

@@ -21,7 +21,7 @@ _CLOSE_S = 2.0
 _LOOPBACK = "127.0.0.1"
 _PORT = re.compile(r":(\d{1,5})")
 
-# Name, what it is, the key in the heartbeat (see `recorder`).
+# Name, description, key in the heartbeat (see `recorder`).
 _GAUGES = (
     ("saved_step", "Newest step that was staged.", "saved"),
     ("committed_step", "Newest step that is a checkpoint.", "committed"),
@@ -102,7 +102,7 @@ class Metrics:
             over = self._over.wait(_EVERY_S)
             try:
                 write()
-            except Exception as error:  # whatever it is, the next time may go well
+            except Exception as error:  # any error: the next time may succeed
                 if not wrong:
                     log.warning("metrics cannot be written: %s", error)
                 wrong = True
@@ -149,7 +149,7 @@ class _Collector:
         """Read the heartbeats, and warn once about each file that cannot be read."""
         try:
             heard = self._look()
-        except Exception as error:  # it is asked again
+        except Exception as error:  # the next request tries again
             heard = Heard([], [f"the metrics of this node cannot be read: {error!r}"])
         for text in heard.unread:
             if text not in self._warned:

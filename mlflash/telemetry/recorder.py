@@ -25,8 +25,8 @@ from .stragglers import Stragglers, is_worth_a_word
 
 log = logging.getLogger("mlflash")
 
-_LETTERS = 300  # of why nothing can be restored, in the heartbeat; the log and the event have all of it
-_TRACE = 20_000  # letters of a traceback, the last ones
+_LETTERS = 300  # of the reason why nothing can be restored; log and event have all of it
+_TRACE = 20_000  # last letters of a traceback
 
 
 class _Tally:
@@ -166,14 +166,14 @@ class CourierRecorder(_Tally):
                  flush: Callable[[], None] | None = None):  # fmt: skip
         super().__init__(rank)
         self._heartbeat, self.events, self.flush = heartbeat, events, flush
-        self._saves_before = int(heartbeat.before.get("saves") or 0)  # of the courier before this one
+        self._saves_before = int(heartbeat.before.get("saves") or 0)  # of the previous courier
         self._failed_before = int(heartbeat.before.get("failed") or 0)
         self._damaged_before = int(heartbeat.before.get("damaged") or 0)
         self._nbytes: int | None = None
         self._riding: Riding | None = None
-        self._lateness: Lateness | None = None  # of what is committed next
+        self._lateness: Lateness | None = None  # of the next commit
         self._stragglers = Stragglers()
-        self._suspect = ""  # what was said last
+        self._suspect = ""  # what was logged last
 
     def compare(self, size: int, generation: int, took: Mapping[str, float]) -> list[int]:
         """Return the numbers that are sent along with the agreement of a commit; see `lateness`.
@@ -249,7 +249,7 @@ class CourierRecorder(_Tally):
         self.counts["suspect"] += 1
         self._beat(suspect=step, suspect_tensors=tensors)
         self.events.add("suspect", step=step, tensors=tensors, what=what)
-        if what != self._suspect:  # once, until it changes
+        if what != self._suspect:  # log it once, until it changes
             log.warning("step %d: values on rank %d are suspect: %s", step, self._rank, what)
         self._suspect = what
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from .lateness import Late
 
-_LEAST_S, _LEAST_SHARE = 0.25, 0.2  # of the time from `save` to the commit
-_TIMES, _OF = 3, 6  # commits
-_CALM = 12  # commits without it, after which it is forgotten
+_LEAST_S, _LEAST_SHARE = 0.25, 0.2  # later by seconds, and by a share of the time from `save` to the commit
+_TIMES, _OF = 3, 6  # late in so many of so many commits
+_CALM = 12  # it is forgotten after so many commits without lateness
 
 
 def is_worth_a_word(late_s: float, commit_s: float) -> bool:
@@ -40,8 +40,8 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._newest: collections.deque[Late | None] = collections.deque(maxlen=_OF)
-        self._told: dict[int, set[str]] = {}  # rank → phases
-        self._calm: dict[int, int] = {}  # rank → commits since it was late, of those that were told of
+        self._told: dict[int, set[str]] = {}  # what was reported: rank → phases
+        self._calm: dict[int, int] = {}  # for reported ranks: rank → commits since it was late
 
     def add(self, slowest: Late, commit_s: float) -> Straggler | None:
         """Add the slowest rank of one commit; return the straggler to report now.
