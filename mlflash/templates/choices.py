@@ -19,7 +19,7 @@ _LEAST_S = 420  # Slurm's signal may come 360 s before the end, and a step must 
 _NODES, _SPARES = 2, 1
 _GIVEN = "given"
 _NO_SLURM = "it was not given, and Slurm does not answer here"
-_VARIABLE = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"  # after its $
+_VARIABLE = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"  # without the $ before it
 
 
 @dataclasses.dataclass(frozen=True)
