@@ -18,14 +18,14 @@ from ..state.layout import Extents
 from .checked_parts import CheckedParts, Run, Stored, find
 from .float_formats import FloatFormat, count, largest
 
-_LEAST_STRETCHES = 16  # of a state that is looked at as a whole; of larger ones at least so many each time
-_LEAP = 7  # a magnitude is suspect that is larger than all before by two to the power of this
-_LEAST = -4  # and what was smaller than two to the power of this counts as that: moments grow from nothing
-_VALUES = -40  # a part held values where the largest was at least two to the power of this
-_FEW = 16  # of a part with fewer values only NaN and infinities are told: counters leap
-_NAMED = 4  # findings that are told in words
-_ENOUGH = 64  # of them in a save: where all is NaN, nobody needs to know of each part
-_LAYOUTS = 4  # of which it is known what they held
+_LEAST_STRETCHES = 16  # each save checks at least so many, or all if there are fewer
+_LEAP = 7  # a magnitude is suspect if it is larger than all before by a factor of two to this power
+_LEAST = -4  # smaller ones before it count as two to this power, because moments grow from nothing
+_VALUES = -40  # a part held values if its largest was at least two to this power
+_FEW = 16  # in a part with fewer values only NaN and infinities count, because counters leap
+_NAMED = 4  # findings that a text describes
+_ENOUGH = 64  # most findings of a save: if everything is NaN, more of them tell nothing new
+_LAYOUTS = 4  # layouts whose earlier values are remembered
 _NEVER = -1
 
 
@@ -49,9 +49,9 @@ class _Held:
     def __init__(self, key: object, parts: CheckedParts):
         self.key, self.parts = key, parts
         number = len(self.parts.names)
-        self.most = np.full(number, _NEVER, np.int64)  # largest bits at any look that was not suspect
+        self.most = np.full(number, _NEVER, np.int64)  # largest bits in any check that found nothing suspect
         self.last = np.full(number, _NEVER, np.int64)
-        self.suspect: set[int] = set()  # parts
+        self.suspect: set[int] = set()  # numbers of parts
         self.infinity, self.nan = self._each(lambda form: form.infinity), self._each(lambda form: form.nan)
         self.least = self._each(lambda form: form.bits(_LEAST))
         self.values = self._each(lambda form: form.bits(_VALUES))
@@ -140,7 +140,7 @@ class Examination:
     def __init__(self, held: _Held, slot: Slot, wanted: set[int]):
         self._held, self._wanted = held, wanted
         self._payload = slot.payload(held.parts.extents)
-        self._next = 0  # stretch
+        self._next = 0  # number of the next stretch
         self.findings: list[Finding] = []
 
     def look(self, upto: int) -> None:

@@ -53,7 +53,7 @@ class FloatFormat:
 _FLOAT64 = FloatFormat(8, 52, 1023, 0x7FF0 << 48, (0x7FF0 << 48) + 1)
 _FLOAT32 = FloatFormat(4, 23, 127, 0x7F800000, 0x7F800001)
 _FLOAT16 = FloatFormat(2, 10, 15, 0x7C00, 0x7C01)
-_ONLY_FINITE = 0x80  # larger than all magnitudes of 8 bits
+_ONLY_FINITE = 0x80  # larger than all 8-bit magnitudes: there is no infinity
 
 FORMATS = {
     "float64": _FLOAT64, "float32": _FLOAT32, "float16": _FLOAT16,
@@ -85,7 +85,7 @@ def largest(raw: np.ndarray, form: FloatFormat, bounds: Sequence[int] | np.ndarr
         low, high = bounds
         most, least = signed[low:high].max(keepdims=True), unsigned[low:high].max(keepdims=True)
     else:
-        # Every other run is what lies between two: nobody asks for it. The last bound may be the end of all.
+        # Every other result is of the bytes between two runs: drop it. The last bound may be the end of the array.
         at = bounds[:-1] if bounds[-1] == unsigned.size else bounds
         most, least = np.maximum.reduceat(signed, at)[::2], np.maximum.reduceat(unsigned, at)[::2]
     least = least.astype(np.uint64)
