@@ -108,10 +108,10 @@ class Couriers:
         self._entry_point, self._node, self._cores = entry_point, name_of_node(node), cores
         self._seat = "" if cores == courier_cores.INHERIT else courier_cores.own_seat(environment).to_text()
         self.freed: frozenset[str] = frozenset()
-        self._number = 0  # of the newest epoch
+        self._number = 0  # the newest epoch
         self._running: RunningCourier | None = None
-        self._agreement: EpochAgreement | None = None  # of several ranks
-        self._ended = threading.Event()  # where there is no store
+        self._agreement: EpochAgreement | None = None  # if there are several ranks
+        self._ended = threading.Event()  # used if there is no store
         self._has_departed = self._is_given_up = False
         with contextlib.ExitStack() as failed:
             self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)
@@ -170,7 +170,7 @@ class Couriers:
         end = time.monotonic() + timeout_s
         try:
             self._end_courier(timeout_s)
-            self.zygote.ask(0, left_s(end))  # a rank that could not fork does not say that it has come
+            self.zygote.ask(0, left_s(end))  # a rank that could not fork must not say that it has come
         except ZygoteLost:
             self._check()
             self._replace_zygote(end)
@@ -261,7 +261,7 @@ class Couriers:
         except DeadlineExceeded as exceeded:
             agreement = self._agreement
             missing = (agreement.missing(f"{courier.epoch}/started/") if agreement is not None else None) or []
-            if self.rank in missing:  # what says that they were forked is deleted when the last one is up
+            if self.rank in missing:  # this rank was forked, so the keys that tell it were deleted: the last one is up
                 missing = []
             which = f"; no courier was forked on {len(missing)} of {self.size} ranks" if missing else ""
             raise DeadlineExceeded(f"{exceeded.message}{which}", rank=self.rank, ranks=missing) from None
@@ -310,7 +310,7 @@ class Couriers:
         self._running = None
 
     def _replace_zygote(self, end: float) -> None:
-        if self._running is not None:  # which the kernel kills; its shared memory can be removed only then
+        if self._running is not None:  # the kernel kills the courier; only then can its shared memory be removed
             poll = select.poll()
             poll.register(self._running.pidfd, select.POLLIN)
             poll.poll(left_s(end) * 1000)

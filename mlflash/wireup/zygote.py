@@ -90,12 +90,12 @@ class Zygote:
         self._sock, self._trainer_pidfd, self._entries, self._has_mpi = sock, trainer_pidfd, entries, has_mpi
         self._frames = Frames(_LARGEST_NBYTES)
         self._unsent = bytearray()
-        self._descriptors: deque[int] = deque()  # received, and not taken by a fork
+        self._descriptors: deque[int] = deque()  # received, and not yet used by a fork
         self._children: dict[int, ForkedCourier] = {}
-        self._used: set[tuple[str, int]] = set()  # epochs and ranks
-        self._segments: set[str] = set()  # of couriers that were killed; somebody maps them still
-        self._store: KeyValueStore | None = None  # that it serves
-        self._trainer_ended: float | None = None  # when it did, by time.monotonic
+        self._used: set[tuple[str, int]] = set()  # epochs and ranks that had a courier
+        self._segments: set[str] = set()  # of killed couriers; other processes still map them
+        self._store: KeyValueStore | None = None  # the store that this zygote serves
+        self._trainer_ended: float | None = None  # by time.monotonic
         self._hears = True
         self._is_ending, self._tells = False, True
         self._newest: dict[str, Any] | None = None  # the order of the courier that was forked last
@@ -143,7 +143,7 @@ class Zygote:
     def _ready(self) -> list[Callable[[], None]]:
         """Wait, and return what to do."""
         watched: dict[int, Callable[[], None]] = {}
-        poll = select.poll()  # a new one each time: couriers inherit none of it
+        poll = select.poll()  # a new one each time, so that couriers inherit none
 
         def watch(fd: int, events: int, act: Callable[[], None]) -> None:
             if fd >= 0 and events:
@@ -155,7 +155,7 @@ class Zygote:
             events = (select.POLLIN if self._hears else 0) | (select.POLLOUT if self._unsent else 0)
             watch(self._sock.fileno(), events, self._talk)
         for child in self._children.values():
-            # The end of a courier comes first: then what it has reported is read, too.
+            # Handle the end of a courier first: then what it has reported is read, too.
             watch(child.pidfd, select.POLLIN, functools.partial(self._reap, child))
             watch(child.reports_fd, select.POLLIN if child.reports_more else 0, functools.partial(self._hear, child))
             for fd, events, act in child.watches():
@@ -371,7 +371,7 @@ def main(arguments: list[str]) -> NoReturn:
     trainer_pid, _, passed = arguments[1].partition(":")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the trainer may have blocked some signals
     courier_process.ignore_signals_of_the_step()
-    if passed:  # by a host that has started this
+    if passed:  # by the host that started this zygote
         trainer_pidfd = int(passed)
         os.set_inheritable(trainer_pidfd, False)
     else:
