@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .checkpointer.checkpointer import Checkpointer
     from .in_place.keep_alive import keep_alive
     from .saving.snapshot import Snapshot
-else:  # a type checker that sees this would take any name for one of mlflash
+else:  # a type checker that sees `__getattr__` would accept any name
     _LATE = {"Checkpointer": "checkpointer.checkpointer", "Snapshot": "saving.snapshot",
              "keep_alive": "in_place.keep_alive"}  # fmt: skip
 

@@ -121,7 +121,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.enabled:
-            return  # nothing of it is used
+            return  # no setting is used
         self._check("redundancy", _is_scheme(self.redundancy), redundancy_scheme.EXPECTED)
         self._check("when_busy", self.when_busy in ("wait", "skip"), "'wait' or 'skip'")
         self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
@@ -147,7 +147,7 @@ class Config:
         self._check("ranks_per_node", self.ranks_per_node >= 0, "a number of ranks, 0 or more")
         whole_pages = self.block_nbytes % 4096 == 0
         self._check("block_nbytes", whole_pages and 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB, whole pages")
-        # Open MPI 5 refuses a count above 2^31-1, so that a transfer is at most 1 GiB.
+        # Open MPI 5 refuses a count above 2^31-1, so a transfer has at most 1 GiB.
         whole = self.chunk_nbytes % self.block_nbytes == 0
         self._check(
             "chunk_nbytes", whole and self.block_nbytes <= self.chunk_nbytes <= 1 << 30,
@@ -230,7 +230,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
         raise ConfigError(f"unknown settings: {'; '.join(_guessed(name, names) for name in sorted(unknown))}")
     values["fresh"] = _word(values.get("fresh", ""))
     values["provenance"] = _object(values.get("provenance", ""))
-    if values.get("sign_key"):  # couriers may stand elsewhere
+    if values.get("sign_key"):  # couriers may have another working directory
         values["sign_key"] = os.path.abspath(values["sign_key"])
     given_as = None if directory is None else os.fspath(directory)
     values["directory"] = given_as if given_as is None or is_url(given_as) else os.path.abspath(given_as)
@@ -270,7 +270,7 @@ def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
     return (given is None or bool(given)) and not _parse(DISABLE, env.get(DISABLE, "") or "0", bool)
 
 
-_MADE_UP = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # by torchrun --standalone: a UUID
+_MADE_UP = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # torchrun --standalone makes up such a UUID
 
 
 def job_name(env: Mapping[str, str], directory: str | None) -> str:

@@ -73,8 +73,8 @@ class MlflashError(Exception):
         self.found = found
         self.ranks = tuple(ranks)
         self.nodes = tuple(nodes)
-        self.agreed = False  # whether all ranks raise it: no rank is in the middle of anything then
-        self.follows = False  # whether it may only be what follows from an error on another rank
+        self.agreed = False  # whether all ranks raise it; then no rank is in the middle of anything
+        self.follows = False  # whether an error on another rank may be the cause
 
     def __str__(self) -> str:
         where = []
@@ -92,13 +92,13 @@ class MlflashError(Exception):
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions travel between ranks so that all of them raise the same one: as text, since what was expected
-        # and found may be anything, and as one of the classes of this module, since others may not be there.
+        # Exceptions travel between ranks so that all of them raise the same one. The fields travel as text, because
+        # they may hold anything. The class becomes one of this module, because other ranks may not have another one.
         kind = next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
         return (_rebuild, (kind, self.message[:_SENT], {name: _sent(field) for name, field in self.__dict__.items()}))
 
 
-_SENT = 10_000  # characters of a text that other ranks are told
+_SENT = 10_000  # most characters of a text that is sent to other ranks
 
 
 def text_of(error: object) -> str:
