@@ -20,7 +20,7 @@ from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 ENTRY = "mlflash.courier.process_main:run"
 """The entry point of a courier."""
 _NO_PMI = ("Open MPI",)  # names of mpi4py
-_ZYGOTE_S = 60.0  # for its imports, which may come from a slow file system
+_ZYGOTE_S = 60.0  # limit for its imports, which may come from a slow file system
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,15 +40,15 @@ from .wire_format import BadMessage, Frame, Kind
 log = logging.getLogger("mlflash")
 
 _READ_NBYTES = 1 << 20
-_ANNOUNCE_S = 10.0  # for the store to accept a message
-_WHY_LENGTH = 2000  # characters of an exception
+_ANNOUNCE_S = 10.0  # limit for the store to accept a message
+_WHY_LENGTH = 2000  # the most characters of an exception
 _NO_MPI = (
     "the courier of this rank ended before it was ready, and the output above says why. If it could not start MPI on "
     "hosts with several networks, MLFLASH_INTERFACE names the one to use. If its trainer sent another version of the "
     "protocol, start all of the job from one installation of mlflash"
 )
-_IN_VAIN = 3  # consecutive couriers that may end before they are up; then no more are started
-_LAST_S = 2.0  # for posted jobs to end after a rank has left the job
+_IN_VAIN = 3  # if so many couriers in a row end before they are up, no more are started
+_LAST_S = 2.0  # limit for posted jobs to end after a rank has left the job
 
 
 class CourierLink:
@@ -72,7 +72,7 @@ class CourierLink:
         )  # fmt: skip
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
-        self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers, by their ranks
+        self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers of each set of ranks
         self.lost: Closed | None = None  # why there is no courier any more
         self._departed: Departure | None = None  # the first departure reported
         self.is_closing = self._is_failing = False
@@ -80,8 +80,8 @@ class CourierLink:
         self._going_down = threading.Lock()
         self._restarting = threading.Lock()  # held by the thread that uses the zygote
         self._held: list[RemoteJob | Sent] | None = None  # items that wait for the next courier; None: there is one
-        self.freed: list[str] = []  # sessions whose communicators were freed on all ranks
-        self._losses = self._in_vain = 0  # couriers that have ended; consecutive ones that ended before they were up
+        self.freed: list[str] = []  # sessions whose communicators are freed on all ranks
+        self._losses = self._in_vain = 0  # couriers that have ended; the last ones in a row that were never up
         self._rising: threading.Thread | None = None
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
         self._listen()
@@ -90,7 +90,7 @@ class CourierLink:
         threading.Thread(target=self._keep, name="mlflash-epochs", daemon=True).start()
         self._hook_before = sys.excepthook
         self._hook = functools.partial(self._fail, sys.excepthook, os.getpid())
-        self.is_kept = KEPT in os.environ  # after a loss the other processes go on, and so does this one
+        self.is_kept = KEPT in os.environ  # after a loss the other processes continue, and so does this one
         if not self.is_kept:
             sys.excepthook = self._hook
 

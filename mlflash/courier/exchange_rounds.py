@@ -14,7 +14,7 @@ from ..protocol.wanted_parts import WantedPart
 from ..state.shards import box, cut
 from .wire_format import ExchangeWire, PartWire
 
-_LANDING_NBYTES = 64 << 20  # largest round
+_LANDING_NBYTES = 64 << 20  # the largest size of a round
 
 
 def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeWire, int], bool]) -> bool:

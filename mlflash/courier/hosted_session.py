@@ -31,9 +31,9 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-ORPHAN_S = 4.0  # for the posted jobs to end after their trainer; a new run waits 5 s for the old one
+ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; a new run waits 5 s for the old one
 _TOLD_S = 0.05  # shortest time between two reports of a drain's progress
-_PLANS = 3  # plans that are kept in addition to the newest
+_PLANS = 3  # older plans to keep, in addition to the newest
 
 
 class Hosted:

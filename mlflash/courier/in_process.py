@@ -39,8 +39,8 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 log = logging.getLogger("mlflash")
 
 _ANEW = "the couriers of this run were started anew during this call"
-_ANSWER_S = 10.0  # for answers outside of jobs, and for an error to arrive after its deadline
-_CLOSE_S = 3.0  # to close a session that is abandoned or has no courier any more
+_ANSWER_S = 10.0  # limit for answers outside of jobs, and for an error after its deadline
+_CLOSE_S = 3.0  # limit to close a session that is abandoned or has no courier any more
 _LOOK_S = 0.2
 
 
@@ -61,7 +61,7 @@ class CourierProcess:
         self._free: RemoteJob | None = None  # the last job of a session
         self._is_freed = False  # freed on all ranks: if a courier ends now, nothing is lost
         self._left_at: int | None = None  # the newest step whose save has ended
-        self._generation = 0  # of the newest attempt that is known to have ended
+        self._generation = 0  # generation of the newest attempt that has ended
         self.trainer: TrainerContext | None = None
         self.start: asked.Start | None = None  # how this Checkpointer was introduced to its courier
         self._jobs: dict[int, RemoteJob] = {}

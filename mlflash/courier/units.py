@@ -18,7 +18,7 @@ class Units:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._inside: dict[int, int] = {}  # by thread
+        self._inside: dict[int, int] = {}  # of each thread
         self._failed = 0
         self.interrupted = 0
         """The newest unit that this rank was in when its courier ended; 0: none."""
