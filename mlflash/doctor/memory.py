@@ -21,7 +21,7 @@ from .memory_need import Need
 _TRIED_NBYTES = 16 << 20
 _TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB by default
 _LOCKED_NBYTES = 1 << 30
-_SHARE = 0.8  # of the free memory of a cgroup or of RAM: the training needs some, too
+_SHARE = 0.8  # the share of a cgroup's free memory, or of RAM, that slots may take: training needs some, too
 _TAKES = "; the job takes {need_nbytes}, and {spare_nbytes} must stay free"
 _ROOM = "use more nodes, another scheme (mlflash plan --memory) or fewer slots"
 

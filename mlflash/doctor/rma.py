@@ -20,7 +20,7 @@ from ..mpi.world import World
 from .findings import Finding, fine, warning, wrong
 
 _MOST_NBYTES, _LEAST_NBYTES = 32 << 20, 1 << 20
-_SHARE = 16  # each of two ranks of a node takes this fraction of the free space
+_SHARE = 16  # each of two ranks of a node takes one part in so many of the free space
 _TIMES = 3
 _SLOW_RDMA_GBS, _SLOW_GBS = 2.0, 0.1
 _DIFFERENT = "the bytes that arrived are not those that were sent"

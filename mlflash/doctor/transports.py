@@ -28,12 +28,12 @@ from .findings import Finding, fine, warning
 
 _CHECK = "transport"
 _TRANSPORTS = ("p2p", "rma")
-_AT_MOST_S = 2.0  # for each transport and main thread: no new save begins after this time
+_AT_MOST_S = 2.0  # no new save begins after so many seconds, for each transport and main thread
 _SAVES = 7  # the first one does not count
 _MOST_NBYTES, _LEAST_NBYTES = 16 << 20, 1 << 20
-_SHARE = 8  # all slots of a node's ranks take this fraction of the free space
-_SLOTS = 4  # of a rank: its own, and its partner's copies
-_CLEARLY = 1.25  # times as fast; smaller differences do not count, because equal saves differ that much
+_SHARE = 8  # all slots of a node's ranks take one part in so many of the free space
+_SLOTS = 4  # slots of a rank: its own, and copies of its partner's
+_CLEARLY = 1.25  # so many times as fast; smaller differences do not count, because equal saves differ that much
 _ARRAY = 4096  # numbers; a call of numpy takes some microseconds then, like calls in a training loop
 
 
