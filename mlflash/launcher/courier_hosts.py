@@ -24,7 +24,7 @@ from .run_options import RunOptions
 log = logging.getLogger("mlflash")
 
 _READY_S = 20.0
-_END_S = 20.0  # for couriers whose trainers have ended
+_END_S = 20.0  # limit for couriers whose trainers have ended
 # If a number of cores per task were set, the step would get these cores for itself. Couriers must run on the cores that
 # training does not use.
 _CORES = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")

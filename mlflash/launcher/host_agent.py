@@ -40,9 +40,9 @@ LOST = 255
 SILENCE_S = 60.0
 """Seconds without an order or a sign of life after which `mlflash run` counts as gone."""
 _MEETS = ("MASTER_ADDR", "MASTER_PORT")
-_END_S = 5.0  # from SIGTERM to SIGKILL
-_FLUSH_S = 5.0  # to write the remaining output
-_NOT_FOUND = 127  # as in a shell
+_END_S = 5.0  # time from SIGTERM to SIGKILL
+_FLUSH_S = 5.0  # limit to write the remaining output
+_NOT_FOUND = 127  # as a shell exits if a program is missing
 _PORTS, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel gives to connections
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -152,7 +152,7 @@ class HostAgent:
         self._spec: Spec | None = None
         self._heard, self._begun = time.monotonic(), bytearray()
         self._started: list[_Rank] = []
-        self._living: dict[int, _Rank] = {}  # by pidfd
+        self._living: dict[int, _Rank] = {}  # ranks by their pidfd
         self._is_over = False
         self._code = 0
         self._is_ending = False

@@ -19,7 +19,7 @@ LARGEST_NBYTES = 1 << 16
 BEATS = 8
 """Signs of life, in both directions, during the time after which a silent side counts as lost."""
 _CONNECT_S = 10.0
-_LEASE = 0.8  # share of that time after which the agent kills its processes, before others take their ranks
+_LEASE = 0.8  # after this share of that time the agent kills its processes, before others take their ranks
 
 
 class KeptProcesses:
@@ -39,7 +39,7 @@ class KeptProcesses:
         self._beat_s = told["lost_s"] / BEATS
         self._heard = time.monotonic()
         self._next_beat = self._heard
-        self._stopped: dict[int, float] = {}  # by pid, since when
+        self._stopped: dict[int, float] = {}  # pid → since when
         self._has_ended = False
 
     def fileno(self) -> int:

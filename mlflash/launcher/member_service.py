@@ -36,8 +36,8 @@ from .kept_processes import BEATS, LARGEST_NBYTES
 from .membership import Deadlines, Member, Membership
 from .run_log import RunLog
 
-_WRITES_S = 2.0  # at the end, to write the remaining events
-_STRANGER_S = 10.0  # for a new connection to say who it is
+_WRITES_S = 2.0  # limit to write the remaining events at the end
+_STRANGER_S = 10.0  # limit for a new connection to say who it is
 
 
 class _Connection:
@@ -77,7 +77,7 @@ class MemberService:
         self._run_log, self._over, self._lost, self._lost_s = run_log, over, lost, deadlines.lost_s
         self.membership = Membership(members, self, deadlines, time.monotonic())
         self._connections: list[_Connection] = []
-        self._untold: dict[str, list[dict[str, Any]]] = {}  # for processes that have not connected yet
+        self._untold: dict[str, list[dict[str, Any]]] = {}  # messages for processes that have not connected yet
         self._hosts = {member.name: member.host for member in members}
         self._gone: set[str] = set()  # hosts that are lost
         self._fresh = 0

@@ -27,8 +27,8 @@ LOOK_S = 20.0
 """Deadline of a look at the nodes, in seconds."""
 _BEHIND_S = 8.0  # a node that answers this much later than most others counts as silent
 _STACKS_S = 1.0
-_LOOKS = 10_000  # after so many, looks become half as frequent
-_STUCK_S = 3 * LOOK_S  # for a look and everything that it waits for
+_LOOKS = 10_000  # after so many looks, they become half as frequent
+_STUCK_S = 3 * LOOK_S  # limit for a look and everything that it waits for
 
 
 def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str, dict[str, Any]], list[str]]:

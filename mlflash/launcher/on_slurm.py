@@ -25,7 +25,7 @@ STEPS = "mlflash-"
 """Prefix of the names of our steps."""
 COURIERS = f"{STEPS}couriers"
 """Name of the step that starts the couriers."""
-_TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # after each signal, for ranks of a `mlflash run` that is gone
+_TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # pause after each signal to ranks of a `mlflash run` that is gone
 _TOLD = "mlflash-told:"  # prefix of each line that a program on a node prints
 
 

@@ -28,9 +28,9 @@ from .processes import KILL_WAIT_S, kill, signal_group, spawn
 ANSWER_S = 60.0
 """Deadline for all hosts to answer. It includes the connection and a Python from a slow file system."""
 _BEAT_S = SILENCE_S / 12
-_OTHERS_S = 15.0  # for the other hosts to end after one has failed
-_CLOSED_S = 3.0  # for agents to kill their ranks after their input was closed
-_FLUSH_S = 5.0  # to write the remaining output
+_OTHERS_S = 15.0  # limit for the other hosts to end after one has failed
+_CLOSED_S = 3.0  # limit for agents to kill their ranks after their input was closed
+_FLUSH_S = 5.0  # limit to write the remaining output
 _READY = re.compile(rb"^" + READY.encode() + rb"(\d+)\r?\n", re.MULTILINE)
 
 
@@ -112,9 +112,9 @@ class RanksBySsh(Ranks):
     def __init__(self, hosts: Sequence[HostOfRanks], shared: Callable[[int], dict[str, str]]):
         self._shared = shared
         self._agents: list[Agent] = []
-        self._environment: dict[str, str] = {}  # that all hosts share
+        self._environment: dict[str, str] = {}  # variables that all hosts share
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._code = 0  # the first that is not 0
+        self._code = 0  # the first one that is not 0
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._is_ending = self._is_closing = False  # `end` was called, and was not enough
