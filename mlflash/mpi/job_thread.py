@@ -22,10 +22,10 @@ from .world import World
 
 log = logging.getLogger("mlflash")
 
-_IDLE_S = 0.05  # how often an idle courier looks for pings
-_ASIDE_S = 0.001, 0.02  # the same while work outside of jobs progresses, and while it waits
-_GRACE_S = 10.0  # for an error to arrive after its deadline
-_LOOK_S = 0.2  # how often deadlines are checked
+_IDLE_S = 0.05  # time between two looks of an idle courier for pings
+_ASIDE_S = 0.001, 0.02  # the same while work outside of jobs makes progress, and while it waits
+_GRACE_S = 10.0  # limit for an error to arrive after its deadline
+_LOOK_S = 0.2  # time between two checks of deadlines
 FORKED = (
     "this process was forked from the one that made this Checkpointer, which does not work here: save and restore in "
     "the parent"
@@ -285,7 +285,7 @@ class JobThread:
         except RankFailed as error:  # that rank has reported it, and has stopped working
             job.error = self.broken = Closed(str(error), ranks=[error.rank])
             log.error("mlflash stops saving on rank %d: %s", self._world.rank, error)
-        except BaseException as error:  # the edge of the courier: the error is raised where somebody waits
+        except BaseException as error:  # the outermost code of the courier: whoever waits raises the error
             job.error = error
             self._fail(error)
             if self._thread is None and not isinstance(error, Exception):

@@ -12,7 +12,7 @@ import numpy as np
 from .nonblocking import Operation
 
 _PING, _PONG, _FAILED = 1, 2, 3
-_TOLD = 1000  # characters of the reason why a rank failed
+_TOLD = 1000  # the most characters of the reason why a rank failed
 _WAIT_S = 2.0
 ASK_ALL = 256  # in larger worlds only rank 0 asks, and only the first rank of each node
 

@@ -16,7 +16,7 @@ from .nonblocking import Operation
 _IDLE_STEPS, _LEAST_IDLE = 32, 5  # steps without sending, with which the others are compared
 _BUSY_STEPS, _SENDS = 8, 4  # steps with sending, and transfers, after which a long save adjusts its rate
 _DOWN, _UP = 0.7, 1.1
-_SHARE_OF_INTERVAL = 0.8  # of the time between two saves: if a save takes longer, training waits
+_SHARE_OF_INTERVAL = 0.8  # a save may take this share of the time between two saves: if it takes longer, training waits
 
 
 class SendRate:
@@ -36,7 +36,7 @@ class SendRate:
         self.slowdown: float | None = None
         self._free_at = 0.0
         self._began: float | None = None  # start of the current save, or of the last one
-        self._interval_s = float("inf")  # between the last two
+        self._interval_s = float("inf")  # time between the last two saves
         self._sending = False
         self._sent = self._nbytes = 0  # bytes of this save, and of the one before
         self._sends = self._seen = 0  # transfers so far, and at the last adjustment of the rate
