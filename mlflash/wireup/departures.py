@@ -12,7 +12,7 @@ import time
 
 from .store_client import StoreClient
 
-_TOLD_S = 10.0  # for the store of a busy host to take it: a rank that is not told waits forever
+_TOLD_S = 10.0  # limit for the store of a busy host to take it: a rank that is not told waits forever
 
 
 class RankDeparted(ConnectionError):

@@ -23,7 +23,7 @@ from .process_mapping import Block, blocks, name_of_host, nodes_of
 from .store_client import StoreClient, StoreLost, connect, left_s
 
 _FOREVER_S = 1e6  # nearly as long as poll can wait
-_ASK_S = 5.0  # for one more answer after a deadline, to find the reason
+_ASK_S = 5.0  # limit for one more answer after a deadline, to find the reason
 
 
 class Epoch(NamedTuple):

@@ -10,7 +10,7 @@ import socket
 from .pmi_server import ABORTS
 from .zygote_client import CourierEnd, ZygoteClient
 
-_REAPED_S = 5.0  # for a courier to end and for its zygote to report how
+_REAPED_S = 5.0  # limit for a courier to end, and for its zygote to report how
 
 
 class CourierEnded(ConnectionError):

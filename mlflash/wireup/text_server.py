@@ -23,7 +23,7 @@ Connect = Callable[[float], socket.socket]
 
 _GREETING = "mlflash rendezvous"
 _LARGEST_NBYTES = 4096
-_ANSWER_S = 2.0  # for a new connection to send its request, and for an answer to arrive
+_ANSWER_S = 2.0  # limit for a new connection to send its request, and for an answer to arrive
 _STRANGERS = 64  # connections that have not sent their request; the oldest is closed for the next
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 
