@@ -17,8 +17,8 @@ from pathlib import Path
 from torch.distributed import ProcessGroupGloo, Store
 
 Address = tuple[str, int]
-_COMPUTES = "pt_gloo_runloop"  # what torch calls these threads
-_MEETS = timedelta(seconds=10)  # for all ranks to connect; gloo would not notice that one is lost meanwhile
+_COMPUTES = "pt_gloo_runloop"  # torch's name for these threads
+_MEETS = timedelta(seconds=10)  # limit for all ranks to connect; gloo would not notice a loss meanwhile
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroupGloo, set[Address]]:

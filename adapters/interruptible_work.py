@@ -31,7 +31,7 @@ class InterruptibleWork(dist.Work):
         super().__init__()
         self._work = work
         self._lock = threading.Lock()
-        self._ended: Future[Any] | None = None  # with a result, or `_FAILED`
+        self._ended: Future[Any] | None = None  # completed with a result, or `_FAILED`
         self._future: Future[Any] | None = None  # follows `_ended`, and raises the error
         self._is_over = False
         # Not in a future, which the garbage collector cannot look into: the frames of an error refer to this work.

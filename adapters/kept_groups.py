@@ -28,7 +28,7 @@ from .left_steps import buckets_of, forget_step
 log = logging.getLogger("mlflash")
 
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_MEETS = timedelta(seconds=10)  # for all ranks to come to the store
+_MEETS = timedelta(seconds=10)  # limit for all ranks to come to the store
 
 
 class TorchGroups:
@@ -65,7 +65,7 @@ class TorchGroups:
         known = [buckets_of(model) for model in models]
         store = dist.PrefixStore("buckets", self._store)
         store.set(str(dist.get_rank()), json.dumps(known))
-        for rank in range(dist.get_world_size()):  # a process that had no rank before does not know
+        for rank in range(dist.get_world_size()):  # a process that had no rank before does not know the buckets
             if any(map(any, known)):
                 break
             known = json.loads(store.get(str(rank)))

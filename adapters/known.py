@@ -50,7 +50,7 @@ def numpy_objects(shape: tuple[int, ...], values: list[Any]) -> np.ndarray:
     made = np.empty(shape, dtype=object)
     if made.size != len(_checked(values, list)):
         raise ValueError("an array does not have as many objects as its shape needs")
-    for number, value in enumerate(values):  # one by one, or NumPy would look into the objects
+    for number, value in enumerate(values):  # one by one, because NumPy would otherwise look into the objects
         made.flat[number] = value
     return made
 

@@ -58,7 +58,7 @@ def _make_reducer(module: DistributedDataParallel, buckets: str) -> None:
     choose = dist._compute_bucket_assignment_by_size
     setattr(module, _GIVEN, buckets)
     given = [[int(number) for number in one.split()] for one in buckets.split(",") if one.strip()]
-    if given:  # torch takes them from the last one to the first
+    if given:  # torch reads them from last to first
         dist._compute_bucket_assignment_by_size = lambda *_: (given[::-1], [module.bucket_bytes_cap] * len(given))
     try:
         module._ddp_init_helper(parameters, are_sparse, names, module.static_graph)

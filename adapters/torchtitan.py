@@ -123,7 +123,7 @@ class MemoryCheckpointManager(CheckpointManager):
         held: int | None
         if step == -1:
             held = self._flash.adapting.newest_step(f"step {on_disk} on disk" if on_disk >= 0 else None)
-        else:  # a step that the user names is meant to be in the folder
+        else:  # a step that the user names should be in the folder
             held = step if on_disk < 0 and step in self._flash.steps() else None
         # If both are equally new, take memory, which also has the random number state.
         if held is not None and held >= on_disk:
@@ -158,10 +158,10 @@ class MemoryCheckpointManager(CheckpointManager):
                 state[key] = _Unread(state[key] if key == OPTIMIZER else {})
             flash.restore({**state, _NUMBERS: numbers}, step)
             if OPTIMIZER not in excluded:
-                # Its tensors are filled, but not its values that are not tensors.
+                # Its tensors are filled already. Its other values are not.
                 together(step, lambda: optimizers.load_state_dict(state[OPTIMIZER]))
             else:
-                for optimizer in new:  # reading its state made a step with zero gradients, which counts
+                for optimizer in new:  # reading its state made a step with zero gradients, which would count
                     optimizer.state.clear()
         self._draw_from(numbers.held)
 

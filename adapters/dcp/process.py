@@ -27,9 +27,9 @@ from mlflash.errors import DeadlineExceeded
 
 log = logging.getLogger("mlflash")
 
-_HEAR_S = 30.0  # for each message of a child, and for it to take its answer
-_LONGEST_S = 1e9  # longest timeout that the kernel accepts
-_REST_S = 0.25  # after a failed accept, for example without file descriptors
+_HEAR_S = 30.0  # limit for a child to send a message or to take an answer
+_LONGEST_S = 1e9  # the longest timeout that the kernel accepts
+_REST_S = 0.25  # pause after a failed accept, for example without file descriptors
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -103,7 +103,7 @@ def _listen(listener: socket.socket, key: bytes, questions: _Questions) -> None:
                 plain.close()
                 raise
             wrong = False
-        except Exception as error:  # no descriptor or thread is left: a connection waits until there is one
+        except Exception as error:  # no descriptor or thread is left: the connection waits until one is free
             if not wrong:
                 log.warning("checkpoint processes cannot be heard for now: %r. mlflash keeps trying", error)
             wrong = True
@@ -114,7 +114,7 @@ def _hear(plain: socket.socket, key: bytes, questions: _Questions) -> None:
     try:
         _bound(plain, _HEAR_S)
         line = _line(plain)
-    except OSError as error:  # a stranger could fill the log
+    except OSError as error:  # not a warning: a stranger could fill the log
         plain.close()
         log.debug("refused a connection to the socket for checkpoint processes: %r", error)
         return
@@ -122,7 +122,7 @@ def _hear(plain: socket.socket, key: bytes, questions: _Questions) -> None:
         deliver_challenge(line, key)
         answer_challenge(line, key)
         questions.put((line, line.recv_bytes()))
-    except Exception as error:  # a child that ended or sends nothing
+    except Exception as error:  # the child has ended or sends nothing
         line.close()
         log.warning("a checkpoint process connected but sent no question: %r", error)
 
@@ -133,11 +133,11 @@ def _answer(questions: _Questions, answer: Callable[[Any], Any]) -> None:
         with line:
             try:
                 told = (True, answer(pickle.loads(question)))
-            except Exception as error:  # raised where it was asked
+            except Exception as error:  # the child that asked raises it
                 told = (False, error)
             try:
                 line.send(told)
-            except Exception as error:  # a child that ended: go on with the next one
+            except Exception as error:  # the child has ended: go on with the next one
                 log.warning("an answer did not reach its checkpoint process: %r", error)
 
 

@@ -193,7 +193,7 @@ class _Catalog:
         self._opened = opened
         self.chunks: dict[Key, list[tuple[int, int, Entry]]] = {}
         self.bytes: dict[str, tuple[int, int, int, int]] = {}  # rank, entry, start, end
-        self.plain: dict[str, Any] = {}  # of a checkpoint that was not saved through DCP
+        self.plain: dict[str, Any] = {}  # for a checkpoint that was not saved through DCP
         self._written: dict[Key, None] = {}
         self._planner_data: Any = None
         for rank, old in opened.olds.items():

@@ -272,7 +272,7 @@ def _views(ahead: StagedState) -> list[torch.Tensor]:
     views = []
     for entry in layout.entries[_FIRST:]:
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        if layout.is_shared(entry) or not entry.nbytes:  # another rank may store it, or it is empty
+        if layout.is_shared(entry) or not entry.nbytes:  # another rank may store it, or it may be empty
             views.append(torch.empty(entry.shape, dtype=dtype, device="meta" if entry.nbytes else "cpu"))
             continue
         if dtype not in of_dtype:

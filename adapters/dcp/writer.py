@@ -135,9 +135,9 @@ class MemoryWriter(StorageWriter):
         self.owned: Callable[[], Iterable[Any]] = lambda: ()
         self._timeout_s = checkpointer.timeout_s
         self._running = _Running()
-        self._sender = 0  # in a child: the thread of the parent that waits for it
+        self._sender = 0  # in a child: the thread of the parent, which waits for it
         self._staged: weakref.WeakValueDictionary[int, Staged] = weakref.WeakValueDictionary()
-        self._room = (0, 0)  # what index and blob have taken so far
+        self._room = (0, 0)  # the most that index and blob have taken so far
         self._layouts = Layouts()
         self._door: Door | None = None
 

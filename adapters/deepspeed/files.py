@@ -163,7 +163,7 @@ class EngineState:
         """
         engine, tag = self._engine, state["tag"]
         files = self.files_of(state, **options)
-        for number in range(engine.mp_world_size):  # DeepSpeed counts these, and looks for that number in the first
+        for number in range(engine.mp_world_size):  # DeepSpeed counts them, and expects this number in the first
             name = os.path.basename(engine._get_ckpt_name("", tag, f"{number:02d}"))
             files.setdefault(name, {"mp_world_size": engine.mp_world_size})
         with contextlib.ExitStack() as stack:

@@ -63,8 +63,8 @@ class Checkpoints:
         self._members: dict[tuple[str, tuple[int, ...]], Member] = {}
         self._calls: list[tuple[Group, concurrent.futures.Future[Metadata]]] = []
         self._saved: set[tuple[str, tuple[int, ...]]] = set()  # names, and the ranks that have saved them
-        self._loaded: dict[str, int] = {}  # by name, the step that was loaded, until it is saved again
-        self._undefined: dict[str, str] = {}  # by name, why its state is undefined since a load
+        self._loaded: dict[str, int] = {}  # the loaded step of each name, until the name is saved again
+        self._undefined: dict[str, str] = {}  # for each name: why a load has left its state undefined
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
 
     def async_save(
@@ -133,7 +133,7 @@ class Checkpoints:
             SaveFailed: a save failed. The checkpoint before it is untouched.
         """
         if not self.enabled and _ranks_of(process_group) not in self._groups:
-            return  # it never wrote to a URL
+            return  # nothing was ever saved to a URL
         group = self._group(process_group)
         mine = [done for owner, done in self._calls if owner is group]
         if not blocking and mine:

@@ -10,7 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import fsspec  # Lightning has it
+import fsspec  # comes with Lightning
 import torch
 
 log = logging.getLogger("mlflash")
@@ -68,10 +68,10 @@ def _step_of(path: Any) -> int:
     if file != path and not os.path.exists(file):
         raise EOFError("it has no meta.pt, which is written last")
     with open(file, "rb") as opened:
-        is_zip = opened.read(2) == b"PK"  # the format that can be mapped
+        is_zip = opened.read(2) == b"PK"  # this format can be mapped
     try:
         return int(torch.load(file, map_location="cpu", mmap=is_zip, weights_only=False)["global_step"])
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: it looked for the end of the format before the begin of the file
+        if error.errno != errno.EINVAL:  # EINVAL: torch looked for the end record before the first byte
             raise
         raise EOFError(f"the file is cut off: {error}") from error

@@ -43,7 +43,7 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None], wait_staged: Ca
 
     def on_batch_end(*args: Any) -> None:
         end_batch(*args)
-        if not inner._num_ready_batches_reached():  # otherwise the end of the epoch follows
+        if not inner._num_ready_batches_reached():  # otherwise the epoch ends next
             end_step(False)
 
     def on_run_end() -> None:

@@ -39,9 +39,9 @@ from . import padding
 from .request import nothing_to_do, request
 
 _BACKEND, _VERSION = "torch_dist", 1
-_KEPT = 4  # directories; never more saves run at once
+_KEPT = 4  # the most directories to keep; never more saves run at once
 _NOTED = "mcore_data"
-_COMMON = "common_state/shard_0_1"  # what ranks have in common, among the objects of a checkpoint
+_COMMON = "common_state/shard_0_1"  # what ranks have in common; its name among the objects of a checkpoint
 _COMMON_FILE = "common.pt"
 _AS_FILE = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to Core 0.18
 
@@ -102,13 +102,13 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         """
         if not self._writer.enabled:
             return nothing_to_do()
-        if self._before is not None:  # both would plan over one group, on each rank in another order
+        if self._before is not None:  # both would plan over one group, in another order on each rank
             concurrent.futures.wait([self._before], 2 * self._timeout_s)
         if self._planning is None:
             self._planning = dist.new_group(backend="gloo")  # a thread plans while training goes on
         renamed, _, _ = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         state = stock.mcore_to_pyt_state_dict(renamed, False)
-        if _AS_FILE and dist.get_rank() == 0:  # which has just written it
+        if _AS_FILE and dist.get_rank() == 0:  # rank 0 has just written this file
             state[_COMMON] = io.BytesIO(Path(checkpoint_dir, _COMMON_FILE).read_bytes())
         self._writer.until, self._writer.owned = self._adapting.stepped_optimizers(), self.owned
         future = dcp.async_save(

@@ -61,7 +61,7 @@ class MLFlashAutoResume(AutoResume):
             with self._instead(theirs):
                 self._default.setup(trainer, model)
             return
-        # If it has a ModelCheckpoint, that learns from the checkpoint which files exist.
+        # A ModelCheckpoint, if there is one, learns from the checkpoint which files exist.
         trainer.ckpt_path = self._memory.path_of(step)
         AppState().restore = True
         if getattr(self.restore_config, "load_artifacts", False):
@@ -108,12 +108,12 @@ class MLFlashAutoResume(AutoResume):
             setattr(self._default, field.name, getattr(self, field.name))
         theirs, error = None, None
         try:
-            theirs = self._default.get_trainer_ckpt_path(model)  # on each rank: it sets something there
+            theirs = self._default.get_trainer_ckpt_path(model)  # on each rank, because it sets an attribute there
         except (NotFoundError, ValueError) as problem:
             error = problem
         disk: _OnDisk = self._memory.checkpointer.adapting.seen_by_first(lambda: _look(theirs, error))
         error = disk.error
-        if isinstance(error, ValueError) and "unfinished" not in str(error):  # such as: training has completed
+        if isinstance(error, ValueError) and "unfinished" not in str(error):  # for example: training has completed
             raise error
         theirs = disk.path if disk.other else theirs
         in_memory = self._memory.find(disk.path)

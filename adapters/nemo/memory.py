@@ -226,7 +226,7 @@ def delete(memory: str, job: str) -> None:
     rank = 0
     if dist.is_initialized():
         hosts, rank = [None] * dist.get_world_size(), dist.get_rank()
-        dist.all_gather_object(hosts, host)  # each rank comes here after it has closed
+        dist.all_gather_object(hosts, host)  # no rank passes here before all have closed
     if hosts.index(host) != rank:
         return
     try:

@@ -64,7 +64,7 @@ class OwnFiles:
         state = callback.state_dict
         with self._files.directory(target) as path:
 
-            def say_where() -> None:  # in the checkpoint itself, too
+            def say_where() -> None:  # the checkpoint itself contains the path, too
                 last = callback.future_last_model_path
                 callback.future_last_model_path = last.replace(os.fspath(path), os.fspath(target))
 
@@ -74,7 +74,7 @@ class OwnFiles:
 
             with replaced(callback, state_dict=state_dict):
                 save(trainer, f"{path}{callback.FILE_EXTENSION}")
-            say_where()  # with weights only, nothing asked for the state
+            say_where()  # if only weights are saved, nobody has called `state_dict`
         callback._last_checkpoint_saved = filepath
         self._files.expect(target)
 

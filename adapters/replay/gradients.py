@@ -70,7 +70,7 @@ def _leaves(model: nn.Module, names: dict[int, str]) -> dict[str, torch.Tensor]:
     for module in model.modules():
         for group in groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
             for one in group.fsdp_params:
-                if hasattr(one, "_unsharded_param"):  # otherwise this rank has never used it
+                if hasattr(one, "_unsharded_param"):  # otherwise this rank has not used it
                     whole = one.unsharded_param
                     found[names.get(id(one.sharded_param)) or names.get(id(whole)) or str(one._param_fqn)] = whole
     for name, parameter in model.named_parameters():

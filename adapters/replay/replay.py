@@ -26,7 +26,7 @@ from .verdicts import Mismatch, Place, differing, judge
 log = logging.getLogger("mlflash")
 
 Compute = Callable[[Any, Any], torch.Tensor]
-_SAID = 4  # mismatches in one text
+_SAID = 4  # mismatches that a text lists
 
 
 class Replay:

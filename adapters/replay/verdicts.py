@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .gradients import Signatures
 from .signatures import difference
 
-_NAMED = 8  # of the gradients that differ, in a text
+_NAMED = 8  # differing gradients that a text lists
 _LIKELY = ", as with kernels that are not deterministic"
 
 

@@ -34,7 +34,7 @@ class StateOfEngine(State):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self._step = contextlib.ExitStack()  # the replaced step; the optimizer is made when training begins
+        self._step = contextlib.ExitStack()  # holds the replaced step; the optimizer is made when training begins
 
     @property
     def settings(self) -> dict[str, Any]:

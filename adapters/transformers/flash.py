@@ -86,7 +86,7 @@ class MLFlashCallback(TrainerCallback):
 
         @functools.wraps(train)
         def from_newest(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self not in trainer.callback_handler.callbacks:  # it was removed
+            if self not in trainer.callback_handler.callbacks:  # the callback was removed
                 return train(resume_from_checkpoint, *args, **kwargs)
             with self._training(trainer, resume_from_checkpoint) as start:
                 return train(start, *args, **kwargs)
