@@ -59,7 +59,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
     from ..doctor.watchdog import Watch
 
     try:
-        env = {**os.environ, DISABLE: ""}  # said by `software.switch`
+        env = {**os.environ, DISABLE: ""}  # `software.switch` reports it
         given = from_environment(env, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

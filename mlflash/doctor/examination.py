@@ -205,7 +205,7 @@ class Examination:
         try:
             try:
                 comm = find_comm(os.environ)
-            except WorldMismatch:  # said by judge_size
+            except WorldMismatch:  # judge_size reports it
                 pass
             self._mpi = load_mpi()
             self._world = World(

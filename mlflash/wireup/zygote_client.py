@@ -308,7 +308,7 @@ class ZygoteClient:
                 poll.register(self._sock, select.POLLOUT)
                 left = end - time.monotonic()
                 if left <= 0 or not poll.poll(left * 1000):
-                    if len(view) < len(frame):  # half a message: nothing can be said after it
+                    if len(view) < len(frame):  # half a message was sent: no other can follow it
                         self._sock.close()
                     raise DeadlineExceeded(f"waited {timeout_s:g} s for its zygote to take a message") from None
             except OSError as error:
