@@ -47,7 +47,9 @@ def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
     keeps, node_of = config.on_suspect == "keep", world.topology.node_of
     choice, whole = choose(found, node_of, skip_suspect=keeps), choose(found, node_of)
     if choice is not None and not config.fresh:
-        return EarlierRuns(found, choice, whole, newest, certified=choose(found, node_of, WantedStep(certified=True)))
+        certified = choose(found, node_of, WantedStep(certified=True))
+        aside = _unreadable_and_newer(world, memory, choice.step)
+        return EarlierRuns(found, choice, whole, newest, aside=aside, certified=certified)
     found_traces = traces(world, memory)
     floor = commit_records.floor(found_traces, config.mark) if config.fresh else 0
     generations = {one.place: -1 if one.attempt is None else one.attempt.generation for one in found_traces}
@@ -66,6 +68,23 @@ def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
                      config.fresh, choice.step)  # fmt: skip
     return EarlierRuns(found.since(floor), choice, whole, newest, floor, unusable, aside,
                        choose(found.since(floor), node_of, WantedStep(certified=True)))  # fmt: skip
+
+
+def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set[int]:
+    """Find the files of this node that cannot be read and hold committed steps after this one.
+
+    Collective over the node. Another version of mlflash may have written them, and can still restore them.
+    """
+    newer: list[Trace] = []
+    if world.local_rank == 0:
+        its = commit_records.trace(memory, world.node_index)
+        newer = [one for one in its if one.committed and one.damage and one.step > step]
+        if newer and world.rank == 0:
+            log.warning("memory has newer steps that cannot be read (%s), and step %d is taken. They are deleted when "
+                        "this run has committed a save. To get them back, end this job before it saves, and start it "
+                        "with the version of mlflash that wrote them",
+                        ", ".join(map(str, sorted({one.step for one in newer}))), step)  # fmt: skip
+    return set(world.tell_node([one.place[1] for one in newer]))
 
 
 def traces(world: World, memory: NodeDirectory) -> list[Trace]:

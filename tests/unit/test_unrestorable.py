@@ -252,9 +252,8 @@ def test_newer_steps_in_memory_that_a_restore_from_the_directory_loses_are_named
     save_newer_than_drained(make, pfs)
     if how == "payload":
         spoil(shm)
-    for path, raw in slots(shm).items() if how == "format" else ():
-        body = raw[:8] + (99).to_bytes(2, "little") + raw[10 : HEADER_NBYTES - 8]
-        change(path, 0, body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little"))
+    if how == "format":
+        in_another_format(shm)
     before = slots(shm)
     ckpt = make(pfs)
     assert restored(ckpt) == 1
@@ -265,6 +264,47 @@ def test_newer_steps_in_memory_that_a_restore_from_the_directory_loses_are_named
     assert before.items() <= slots(shm).items(), "until this run has committed"
     save(ckpt, 4)
     assert not before.items() & slots(shm).items() and restored(make(pfs)) == 4
+
+
+def in_another_format(shm: Path) -> None:
+    """Change the format version of all slots that hold something."""
+    for path, raw in slots(shm).items():
+        body = raw[:8] + (99).to_bytes(2, "little") + raw[10 : HEADER_NBYTES - 8]
+        change(path, 0, body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little"))
+
+
+def test_each_start_before_the_next_commit_keeps_newer_steps_of_another_format(
+    make: Make, shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first start puts step 1 of the directory into memory, and the second one finds it there."""
+    pfs = tmp_path / "pfs"
+    save_newer_than_drained(make, pfs)
+    in_another_format(shm)
+    before = slots(shm)
+    assert restored(make(pfs)) == 1
+    for _ in range(2):
+        caplog.clear()
+        ckpt = make(pfs)
+        assert restored(ckpt) == 1 and before.items() <= slots(shm).items()
+        assert caplog.text.count("newer steps that cannot be read (2, 3), and step 1 is taken") == 1
+    save(ckpt, 4)
+    assert not before.items() & slots(shm).items()
+    caplog.clear()
+    assert restored(make(pfs)) == 4 and "cannot be read" not in caplog.text
+
+
+def test_older_steps_of_another_format_are_written_over_as_ever(
+    make: Make, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(make(), 1, 2)
+    oldest = min(slots(shm), key=lambda path: unpack(slots(shm)[path][:HEADER_NBYTES]).step)
+    raw = slots(shm)[oldest]
+    body = raw[:8] + (99).to_bytes(2, "little") + raw[10 : HEADER_NBYTES - 8]
+    change(oldest, 0, body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little"))
+    ckpt = make()
+    assert restored(ckpt) == 2 and "cannot be read" not in caplog.text
+    save(ckpt, 3)
+    assert len(slots(shm)) == 2 and restored(make()) == 3
 
 
 @pytest.mark.parametrize(("is_whole", "part"), [(True, "payload"), (False, "payload"), (False, "header")])
