@@ -1,4 +1,4 @@
-"""Counts, call by call, what ranks agree on and send while Checkpointers start, commit, are relaunched and restore."""
+"""Counts the MPI calls of ranks while Checkpointers start, commit, are relaunched and restore."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ ALLREDUCES = 3  # aim for a commit
 JOBS = (("copy", "p2p", False), ("copy", "rma", False), ("xor:8", "p2p", False), ("rs:6+2", "p2p", False),
         ("rs:6+2", "rma", False), ("copy", "p2p", True))  # fmt: skip
 """Scheme, transport, and whether all ranks hold the same state."""
-MOST_LIVE_RANKS = 300_000  # live ranks times ranks of the job: each live rank has the tables of a real one
+MOST_LIVE_RANKS = 300_000  # live ranks times ranks of the job, since each live rank holds the tables of a real one
 _MESSAGES = ("Isend", "Rput")
 _WORLD, _SET = "world", "all"
-_NEAR = 0.03  # headers, tables and the last, partly filled row of stripes
+_NEAR = 0.03  # for headers, tables and the last row of stripes, which is partly filled
 
 
 @dataclasses.dataclass
 class Row:
-    """What one rank did, the one that sent most where that differs; seconds of processor time, simulation included.
+    """What one rank did. Messages are those of the rank that sent most. Seconds are CPU time, simulation included.
 
     Attributes:
-        live: ranks that ran.
-        allreduces, of_sharers: collectives of one commit, over the world and among those that share; their bytes.
-        messages, sent_nbytes: of one commit, to other ranks of the redundancy group.
-        per_byte: bytes sent for each of the state.
-        steps: messages that an allreduce of recursive doubling is made of, on each rank.
-        start_s, commit_s, restart_s, restore_s, lost_s: a rank's start; a commit; start and restore after a relaunch;
-            restore where the files of one rank are lost.
-        restore_collectives, restore_received_mb: of a restore, and what a rank gets by them.
-        lost_collectives: as many where the files of one rank are lost.
-        wrong: what contradicts what; "": nothing.
+        live: number of ranks that ran.
+        allreduces, of_sharers: collectives of one commit, over the world and among the ranks that share state.
+        allreduce_nbytes: bytes of both.
+        messages, sent_nbytes: messages of one commit to other ranks of the redundancy group.
+        per_byte: bytes sent for each byte of the state.
+        steps: messages of each rank in an allreduce by recursive doubling.
+        start_s, commit_s, restart_s, restore_s, lost_s: time of a start; of a commit; of a start and a restore after a
+            relaunch; of a restore after the files of one rank are lost.
+        restore_collectives, restore_received_mb: collectives of a restore, and what a rank receives from them.
+        lost_collectives: collectives of a restore after the files of one rank are lost.
+        wrong: the contradiction between two numbers. Empty if there is no contradiction.
     """
 
     ranks: int
@@ -63,7 +64,7 @@ class Row:
 
 
 def measure(ranks: int, scheme: str, transport: str, alike: bool) -> Row | None:
-    """Run a job of so many ranks; None where its live ranks would need more memory than there is."""
+    """Run a job of this size. Gives None if its live ranks would need too much memory."""
     row = Row(ranks, scheme, transport, alike, steps=math.ceil(math.log2(ranks)))
     with simulated(ranks, scheme, transport, alike) as job:
         row.live = len(job.live)
@@ -74,7 +75,7 @@ def measure(ranks: int, scheme: str, transport: str, alike: bool) -> Row | None:
             commit = job.commit(step)
         _count_commit(row, commit)
         job.stop()
-        if alike:  # the shares of phantoms are nowhere: there is nothing to restore from
+        if alike:  # phantoms hold no shares, so nothing can be restored
             return row
         row.restart_s = job.start().cpu_s
         restore, right = job.restore(COMMITS)
@@ -87,12 +88,12 @@ def measure(ranks: int, scheme: str, transport: str, alike: bool) -> Row | None:
         row.lost_s, row.lost_collectives = lost.cpu_s, len(collectives(lost.calls))
         job.stop()
         if not (right and still_right):
-            row.wrong = "a restore did not give back the step that was saved"
+            row.wrong = "a restore did not return the saved step"
     return row
 
 
 def collectives(calls: Iterable[Call]) -> list[Call]:
-    """All but messages."""
+    """Give the calls that are not messages."""
     return [call for call in calls if call.what not in _MESSAGES]
 
 
@@ -107,8 +108,10 @@ def _count_commit(row: Row, commit: Phase) -> None:
     row.commit_s = commit.cpu_s
     expected = 0.0 if row.alike else sent_per_byte(parse(row.scheme))
     if abs(row.per_byte - expected) > _NEAR:
-        row.wrong = f"a rank sent {row.per_byte:.3f} bytes for each of its state, the model says {expected:.3f}"
+        row.wrong = f"a rank sent {row.per_byte:.3f} bytes for each byte of its state, the model expects {expected:.3f}"
     if any(call.what != "Iallreduce" for call in together):
-        row.wrong = f"a commit has other collectives than allreduces: {sorted({call.what for call in together})}"
+        row.wrong = f"a commit called other collectives than allreduces: {sorted({call.what for call in together})}"
     if row.allreduces + row.of_sharers > ALLREDUCES:
-        row.wrong = row.wrong or f"{row.allreduces} + {row.of_sharers} allreduces, aim {ALLREDUCES}"
+        row.wrong = (
+            row.wrong or f"a commit took {row.allreduces} + {row.of_sharers} allreduces, not {ALLREDUCES} at most"
+        )

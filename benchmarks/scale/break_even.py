@@ -1,6 +1,6 @@
 """Computes from the model under which conditions mlflash would be slower than a parallel file system.
 
-Both sides are relaunched alike, or recover as in `recoveries.WAYS`. Each condition is where both take the same time.
+Both sides relaunch alike, or recover as in `recoveries.WAYS`. At each condition both take the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scale.parameters import LIBFABRIC, PERLMUTTER, SLINGSHOT_11, TECTONIC, UCX,
 from mlflash.placement.redundancy_scheme import Scheme, parse
 
 COPY = parse("copy")
-_STEPS = 200  # of a bisection over all that a float can be
+_STEPS = 200  # steps of a bisection over the whole range of a float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +26,11 @@ class Condition:
     """A number at which mlflash and the file system take equally long.
 
     Attributes:
-        what: the number, and on which side of it mlflash is slower.
-        unit: of it.
-        assumed: what the model takes for it; None: it takes none.
-        at: by number of GPUs, or 0 for all; None: mlflash is faster, inf: slower, whatever the number is.
+        what: the number, and the side on which mlflash is slower.
+        unit: unit of the number.
+        assumed: value in the model, or None if the model has none.
+        at: values by number of GPUs, with key 0 for all sizes. With None mlflash is faster at any value of the number,
+            with inf it is slower at any value.
     """
 
     what: str
@@ -43,12 +44,12 @@ def crossing(ours: Callable[[float], float], theirs: Callable[[float], float], l
     """Find the number at which two sides take equally long, between two positive ones.
 
     Args:
-        ours, theirs: seconds of each side.
-        low, high: of the number.
-        grows: whether mlflash is slower above the number, else below it.
+        ours, theirs: give the seconds of each side.
+        low, high: range of the number.
+        grows: whether mlflash is slower above the number. Else it is slower below it.
 
     Returns:
-        The number; None where mlflash is faster from ``low`` to ``high``, and inf where it is slower.
+        The number. None if mlflash is faster from ``low`` to ``high``, and inf if it is slower.
     """
     slower_at = [ours(end) > theirs(end) for end in (low, high)]
     if slower_at[0] == slower_at[1]:
@@ -65,7 +66,7 @@ def crossing(ours: Callable[[float], float], theirs: Callable[[float], float], l
 
 
 def read_Bps_of_a_gpu(machine: Machine, scheme: Scheme = COPY) -> float | None:
-    """Bytes per second that each GPU must get from a file system for it to restore as fast, however many there are."""
+    """Find the bytes per second for each GPU at which a file system restores as fast as mlflash."""
     ours = model.restored_s(machine, scheme)
 
     def theirs(rate: float) -> float:
@@ -76,7 +77,7 @@ def read_Bps_of_a_gpu(machine: Machine, scheme: Scheme = COPY) -> float | None:
 
 
 def nbytes_of_a_gpu(machine: Machine, pfs: FileSystem, scheme: Scheme = COPY) -> float | None:
-    """Bytes of state on each GPU below which a file system restores faster."""
+    """Find the bytes of state on each GPU below which a file system restores faster."""
 
     def of(nbytes: float) -> Machine:
         return dataclasses.replace(machine, nbytes=nbytes)
@@ -86,7 +87,7 @@ def nbytes_of_a_gpu(machine: Machine, pfs: FileSystem, scheme: Scheme = COPY) ->
 
 
 def loaded(machine: Machine, pfs: FileSystem, commits: bool, scheme: Scheme = COPY) -> float | None:
-    """Share of the fabric below which a file system commits, or restores, faster."""
+    """Find the share of the fabric below which a file system commits, or restores, faster."""
     ours, theirs = (model.committed_s, model.pfs_committed_s) if commits else (model.restored_s, model.pfs_restored_s)
 
     def of(share: float) -> Machine:
@@ -97,7 +98,7 @@ def loaded(machine: Machine, pfs: FileSystem, commits: bool, scheme: Scheme = CO
 
 
 def gpus_of_the_file_system(machine: Machine, pfs: FileSystem, scheme: Scheme = COPY) -> float | None:
-    """GPUs from which on a file system restores faster."""
+    """Find the number of GPUs above which a file system restores faster."""
 
     def of(gpus: float) -> Machine:
         return dataclasses.replace(machine, gpus=int(gpus))
@@ -109,11 +110,11 @@ def gpus_of_the_file_system(machine: Machine, pfs: FileSystem, scheme: Scheme = 
 def gpus_where_ranks_count(
     machine: Machine, growing: Sequence[Callable[[Machine], float]], scheme: Scheme = COPY
 ) -> float | None:
-    """GPUs from which on what grows with their number takes longer than the bytes of a restore.
+    """Find the number of GPUs above which the growing parts of a restore take longer than its bytes.
 
     Args:
-        machine: whatever its size.
-        growing: seconds of what grows.
+        machine: a machine of any size.
+        growing: give the seconds of the growing parts.
         scheme: redundancy.
     """
 
@@ -125,14 +126,14 @@ def gpus_where_ranks_count(
 
 
 def relaunch_s(machine: Machine, pfs: FileSystem) -> float | None:
-    """Seconds below which a relaunch is so fast that, out of a file system, it beats a recovery in place."""
+    """Find the seconds of a relaunch below which, with a file system, it beats a recovery in place."""
     ours = recoveries.in_place_s(machine, node_lost=True)
     restored = model.pfs_restored_s(machine, pfs)
     return crossing(lambda seconds: ours, lambda seconds: seconds + restored, 1e-6, 1e6, grows=False)
 
 
 def conditions(node: Node, fabric: Fabric = SLINGSHOT_11, gpus: tuple[int, ...] = FEW) -> Iterator[Condition]:
-    """Work out all of them."""
+    """Compute all conditions."""
 
     def each(work: Callable[[Machine], float | None], how: WireUp = LIBFABRIC) -> dict[int, float | None]:
         return {number: work(Machine(number, node, fabric, wire_up=how)) for number in gpus}
@@ -140,7 +141,9 @@ def conditions(node: Node, fabric: Fabric = SLINGSHOT_11, gpus: tuple[int, ...] 
     def once(work: Callable[[Machine], float | None], how: WireUp = LIBFABRIC) -> dict[int, float | None]:
         return {0: work(Machine(gpus[0], node, fabric, wire_up=how))}
 
-    yield Condition("restore: file system gives each GPU more than", "GB/s", None, _over(each(read_Bps_of_a_gpu), 1e9))
+    yield Condition(
+        "restore: rate of the file system for each GPU above", "GB/s", None, _over(each(read_Bps_of_a_gpu), 1e9)
+    )
     for pfs in (PERLMUTTER, TECTONIC):
         yield Condition(f"restore, {pfs.name}: state of a GPU below", "GB", model.STATE_NBYTES / 1e9,
                         _over(each(functools.partial(nbytes_of_a_gpu, pfs=pfs)), 1e9))  # fmt: skip
@@ -149,13 +152,15 @@ def conditions(node: Node, fabric: Fabric = SLINGSHOT_11, gpus: tuple[int, ...] 
                         each(functools.partial(loaded, pfs=PERLMUTTER, commits=commits)))  # fmt: skip
     for how in (LIBFABRIC, UCX):
         for pfs in (PERLMUTTER, TECTONIC):
-            yield Condition(f"restore, {pfs.name}, addresses of {how.name}: more than", "GPUs", None,
+            yield Condition(f"restore, {pfs.name}, addresses of {how.name}: number of GPUs above", "GPUs", None,
                             once(functools.partial(gpus_of_the_file_system, pfs=pfs), how))  # fmt: skip
         both = functools.partial(gpus_where_ranks_count, growing=(model.wire_up_s, model.agreed_s))
-        yield Condition(f"wire-up, agreement outweigh bytes, {how.name}: more than", "GPUs", None, once(both, how))
+        yield Condition(
+            f"wire-up and agreement take longer than the bytes, {how.name}: above", "GPUs", None, once(both, how)
+        )
     agreement = functools.partial(gpus_where_ranks_count, growing=(model.agreed_s,))
-    yield Condition("tables and agreement alone outweigh bytes: more than", "GPUs", None, once(agreement))
-    yield Condition(f"recovery in place, {PERLMUTTER.name}: a relaunch takes less than", "s", model.RELAUNCH_S,
+    yield Condition("tables and agreement alone take longer than the bytes: above", "GPUs", None, once(agreement))
+    yield Condition(f"recovery in place, {PERLMUTTER.name}: relaunch below", "s", model.RELAUNCH_S,
                     each(functools.partial(relaunch_s, pfs=PERLMUTTER)))  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Counts the objects that a Checkpointer and its courier make on each rank. All but a few ranks are simulated.
+"""Counts the objects that a Checkpointer and its courier create on a rank. Most ranks of the job are simulated.
 
 Communicators and windows are those that exist after a save. Tables are the Python objects that a Checkpointer
 references.
@@ -21,13 +21,13 @@ _NOT_ITS_OWN = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctio
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What the lowest live rank has.
+    """Objects of the lowest live rank.
 
     Attributes:
-        communicators: how many, by the number of their ranks.
-        windows: as many, by that of their communicator.
-        threads: names of those of mlflash, of one rank.
-        tables_nbytes: of Python's objects that its Checkpointer reaches.
+        communicators: number of communicators by their size in ranks.
+        windows: number of windows by the size of their communicator.
+        threads: names of mlflash's threads on one rank.
+        tables_nbytes: bytes of the Python objects that its Checkpointer references.
     """
 
     communicators: Mapping[int, int]
@@ -36,16 +36,16 @@ class Made:
     tables_nbytes: int
 
     def of_communicators(self) -> str:
-        """Say how many there are of how many ranks."""
+        """Give the communicators as text, such as "1 of 8"."""
         return _said(self.communicators)
 
     def of_windows(self) -> str:
-        """Say how many there are over how many ranks; "": none."""
+        """Give the windows as text, empty if the rank has no window."""
         return _said(self.windows)
 
 
 def count(ranks: int, scheme: str, transport: str = "p2p") -> Made:
-    """Start a job of so many ranks, and let it save; count then."""
+    """Start a job of this size, save, and count."""
     with simulated(ranks, scheme, transport, alike=False) as job:
         job.start()
         for step in range(1, COMMITS + 1):
@@ -67,7 +67,7 @@ def count(ranks: int, scheme: str, transport: str = "p2p") -> Made:
 
 
 def reached_nbytes(first: object) -> int:
-    """Bytes of all Python objects that can be reached from one, but for code, and for what simulates MPI."""
+    """Sum up the bytes of all Python objects reachable from one, without code and the simulation of MPI."""
     found, seen, nbytes = [first], {id(first)}, 0
     while found:
         one = found.pop()

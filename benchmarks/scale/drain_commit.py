@@ -1,9 +1,9 @@
-"""What only rank 0 does for a drain: it gets the receipts of all ranks, looks for all files, and commits.
+"""Measures what only rank 0 does for a drain: it receives all receipts, looks for all files, and commits.
 
     python benchmarks/scale/drain_commit.py [--ranks 1024 4096 16384] [--leaves 12] [--form hdf5 dcp] [--json FILE]
 
 It runs the code of mlflash in one process, on real files in memory that contain only their cards. The receipts are
-generated in the form in which ranks send them: every leaf is a shard, and each rank has one shard of each leaf.
+generated in the form in which ranks send them. Each rank has one shard of every leaf.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ STEP, OWNER, ATTEMPT = 7, "0:ab:scale", Attempt(bytes(range(16)), 3)
 
 @dataclasses.dataclass
 class Row:
-    """What rank 0 took; seconds of processor time.
+    """What rank 0 needed. Seconds are CPU time.
 
     Attributes:
-        leaves: of each rank.
-        received_mb: receipts as they come.
-        receipts_s: unpacking them.
-        stat_s: looking for the files.
-        table_s: encoding the table of all ranks.
-        listing_s: laying out what else commits: the master file of HDF5, the metadata of DCP.
-        commit_s: all of that but the receipts, and writing it.
-        written_mb: by it.
-        held_mb: by how much the process grew at most meanwhile.
-        requests: to the directory, while it is committed.
-        delete_s, delete_requests: deleting a checkpoint of so many ranks.
+        leaves: leaves of each rank.
+        received_mb: size of the packed receipts.
+        receipts_s: time to unpack the receipts.
+        stat_s: time to look for the files.
+        table_s: time to encode the table of all ranks.
+        listing_s: time to list the tensors, for the master file of HDF5 or the metadata of DCP.
+        commit_s: time of the commit without the receipts, including writing.
+        written_mb: size of what the commit writes.
+        held_mb: peak growth of the process.
+        requests: requests to the directory during the commit.
+        delete_s, delete_requests: time and requests to delete the checkpoint.
+        wrong: what went wrong. Empty if nothing did.
     """
 
     ranks: int
@@ -85,9 +86,9 @@ class Row:
 
 
 def measure(ranks: int, form: str, leaves: int = KINDS) -> Row:
-    """Commit a checkpoint of so many ranks, and delete it."""
+    """Commit a checkpoint of this number of ranks, and delete it."""
     row = Row(ranks, form, leaves)
-    _form(_terms(form))  # what it loads is not counted
+    _form(_terms(form))  # loads modules before the measurement
     asked: collections.Counter[tuple[str, str]] = collections.Counter()
     top = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=top, prefix="mlflash-scale-") as place:
@@ -113,12 +114,12 @@ def measure(ranks: int, form: str, leaves: int = KINDS) -> Row:
         checkpoint_directory.delete(store, listed)
         row.delete_s, row.delete_requests = time.process_time() - begun, asked.total()
         if os.path.exists(inside.path):
-            row.wrong = "a checkpoint was not deleted"
+            row.wrong = "the checkpoint was not deleted"
     return row
 
 
 def _write(folder: str, rank: int, ranks: int, form: str) -> Stored:
-    """Write the files of a rank, empty but for the card."""
+    """Write the files of a rank. They contain only the card."""
     card_name, data_name = (names % rank for names in rank_table._names(form))
     nbytes = 2 * CARD_NBYTES
     card = Card(ATTEMPT, STEP, rank, ranks, nbytes, CARD_NBYTES, 1, 1, 1, OWNER)
@@ -130,7 +131,7 @@ def _write(folder: str, rank: int, ranks: int, form: str) -> Stored:
 
 
 def _packed(rank: int, ranks: int, leaves: int, form: str, stored: Stored) -> bytes:
-    """What a rank hands in, as it sends it."""
+    """Give what a rank hands in, packed as it sends it."""
     pieces = entries_of(rank, ranks, ranks, leaves)
     if form == "dcp":
         from mlflash.storage.dcp_files import Contents
@@ -144,7 +145,7 @@ def _packed(rank: int, ranks: int, leaves: int, form: str, stored: Stored) -> by
 
 
 def _gathered(ranks: int, leaves: int) -> Gathered:
-    """What all ranks have told each other before."""
+    """Give what all ranks have told each other before."""
     others = Others(ranks, leaves)
     olds = {rank: dataclasses.replace(others.first, row=others.row_of(rank), plain=plain_of(rank), more=(-1, -1, -1))
             for rank in range(ranks)}  # fmt: skip
@@ -152,7 +153,7 @@ def _gathered(ranks: int, leaves: int) -> Gathered:
 
 
 def _collect(packed: list[bytes]) -> list[Any]:
-    """Take what all ranks hand in, as rank 0 does it."""
+    """Unpack what all ranks hand in, as rank 0 does it."""
     fabric = Fabric(len(packed), 8, (0,), (), lambda comm, nbytes: None)
     fabric.answers["drain"].append(lambda: [None, *packed[1:]])
     collectives = BackgroundCollectives(World(None, 0, math.inf))
@@ -197,10 +198,10 @@ def _commit(row: Row, inside: phantoms.CountedDirectory, told: list[Any], gather
 
 @contextlib.contextmanager
 def _grown() -> Iterator[Callable[[], int]]:
-    """Give a function that says by how many bytes this process has grown at most since the block began."""
+    """Give a function that returns the peak growth of this process in bytes since the block began."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the most that it was is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     yield lambda: max(0, _status("VmHWM") - before)
 
@@ -212,10 +213,10 @@ def _status(name: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096, 16_384])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096, 16_384], help="numbers of ranks")
     parser.add_argument("--leaves", type=int, nargs="+", default=[KINDS], help="numbers of leaves of each rank")
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=FORMS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=FORMS, help="formats of the files")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
     names = [field.name for field in dataclasses.fields(Row)][:-1]
     print(" ".join(f"{name:>15}" for name in names))

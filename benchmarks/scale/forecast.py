@@ -11,7 +11,7 @@ from scale.parameters import NODE_MTBF_RSC_S, NODE_MTBF_S, PERLMUTTER, SLINGSHOT
 from mlflash.placement.redundancy_scheme import parse
 
 GPUS = (1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 100_000)
-FEW = (1000, 16_000, 100_000)  # in the table
+FEW = (1000, 16_000, 100_000)  # shown in tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Line:
     """One way to keep checkpoints.
 
     Attributes:
-        label: of it.
-        scheme: of those in memory; "": they are in the file system only.
-        pfs: the file system that they are in, or drained to.
+        label: its name in tables and plots.
+        scheme: redundancy in memory. Empty if checkpoints are only in the file system.
+        pfs: the file system that holds the checkpoints, or that they are drained to.
         waits: whether training waits for the file system.
     """
 
@@ -48,13 +48,13 @@ LINES = (
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What the model says of one way and size.
+    """Result of the model for one line and number of GPUs.
 
     Attributes:
         stall_s: how long training waits for a save.
-        committed_s: from the call of ``save`` until it is safe.
+        committed_s: from the call of ``save`` until the checkpoint is safe.
         restored_s: from the start of new ranks to a state on the GPUs, after a node was lost.
-        waste, waste_rsc: share of the time that is lost, with the failures of Llama 3, and of Meta's research clusters.
+        waste, waste_rsc: share of lost time at the failure rate of Llama 3, and at that of Meta's research clusters.
     """
 
     gpus: int
@@ -67,7 +67,7 @@ class Point:
 
 
 def points(node: Node, fabric: Fabric = SLINGSHOT_11, gpus: tuple[int, ...] = GPUS) -> Iterator[Point]:
-    """Ask the model, line by line."""
+    """Compute the model for each line and number of GPUs."""
     for line in LINES:
         for number in gpus:
             machine = model.Machine(number, node, fabric)

@@ -28,19 +28,19 @@ from mlflash.placement.topology import Topology
 
 PER_NODE = tables.PER_NODE
 BLOCK_NBYTES, CHUNK_NBYTES, STATE_NBYTES = 64 << 10, 256 << 10, 4 << 20
-COMMITS = 4  # of which the last is counted: the first ones make slots and agree on the structure
+COMMITS = 4  # the last one is counted, since the first ones create slots and agree on the structure
 _WAIT_S = 240.0
 
 
 @dataclasses.dataclass
 class Phase:
-    """What live ranks did in one phase, and processor time of all of them, divided by their number.
+    """What the live ranks did in one phase, and their CPU time divided by their number.
 
     Attributes:
-        of: the calls of each live rank, the lowest first.
-        asked: what each asked the directory for, and how often.
-        cpu_s: seconds of processor time of a rank, the simulation of MPI in it, but not what phantoms bring.
-        alone_s: of the lowest rank beside: what it alone did for a drain.
+        of: the calls of each live rank, the lowest rank first.
+        asked: what each rank asked the directory for, and how often.
+        cpu_s: CPU seconds of a rank, with the simulation of MPI, without generating what phantoms contribute.
+        alone_s: further seconds of the lowest rank, for what it alone did for a drain.
     """
 
     of: list[list[Call]]
@@ -50,28 +50,28 @@ class Phase:
 
     @property
     def calls(self) -> list[Call]:
-        """Those of the lowest live rank."""
+        """The calls of the lowest live rank."""
         return self.of[0]
 
     @property
     def busiest(self) -> list[Call]:
-        """Those of the live rank that sent most."""
+        """The calls of the live rank that sent most."""
         return max(self.of, key=lambda some: sum(call.nbytes for call in some))
 
 
 class SimulatedJob:
-    """A job of so many ranks, of which one redundancy group lives.
+    """A job of which only one redundancy group runs.
 
     Args:
-        ranks: of the world.
+        ranks: size of the world.
         scheme: redundancy.
         transport: "p2p" or "rma".
         alike: whether all ranks hold the same state, and share it.
-        memory: directory in memory that stands for that of all nodes.
-        cut: whether the state is a tensor cut over the nodes, of which the ranks of a node hold the same rows each.
+        memory: one directory in memory that all nodes use.
+        cut: whether the state is a tensor sharded over the nodes. All ranks of a node then hold the same rows.
         per_node: ranks on each node.
-        directory: where it drains to; None: nowhere.
-        before: the job that filled the memory, on as many nodes; None: this one.
+        directory: where the job drains to. If None, it does not drain.
+        before: the job on as many nodes that filled the memory. If None, this job fills it.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class SimulatedJob:
         self.placed: Placement = place(self.topology, parse(scheme))
         number = self.placed.connected
         self.live = tuple(rank for rank in range(ranks) if number[rank] == number[0])
-        self._lost: int | None = None  # a node, with all it held
+        self._lost: int | None = None  # the node that lost all it held
         self._fabric: Fabric | None = None
         self._checkpointers: list[mlflash.Checkpointer] = []
         self._threads = ThreadPoolExecutor(len(self.live))
         self._made: list[bytes] | None = None
-        self._is_placed = False  # where all ranks are was told
+        self._is_placed = False  # whether phantoms have told where they are
 
     @contextlib.contextmanager
     def doubled(self) -> Iterator[SimulatedJob]:
-        """Make a job of twice as many ranks on the same nodes, which finds what this one left."""
+        """Create a job of twice as many ranks on the same nodes, which finds what this job left."""
         job = SimulatedJob(2 * self.ranks, self.scheme, self.transport, self.alike, self.memory, self.cut,
                            2 * self.per_node, self.directory, self)  # fmt: skip
         try:
@@ -104,7 +104,7 @@ class SimulatedJob:
             job._end()
 
     def start(self) -> Phase:
-        """Make the Checkpointers."""
+        """Create the Checkpointers of all live ranks."""
         all_ranks = ("all",) if self.alike else ()
         splits = ("node", "leaders", *all_ranks, "group", "group")
         fabric = self._fabric = Fabric(self.ranks, self.per_node, self.live, splits, self._phantoms)
@@ -135,7 +135,7 @@ class SimulatedJob:
         return self._together(lambda rank: self._of(rank).drain().wait(_WAIT_S))[0]
 
     def stop(self) -> None:
-        """Close the Checkpointers; their files stay."""
+        """Close the Checkpointers. Their files stay."""
         self._together(lambda rank: self._of(rank).close())
 
     def _end(self) -> None:
@@ -153,17 +153,17 @@ class SimulatedJob:
         self._lost = self.topology.node_of[rank]
 
     def forget(self) -> None:
-        """Delete all that is in memory."""
+        """Delete all slots in memory."""
         for path in self.memory.rglob("slot-*"):
             path.unlink()
 
     def restore(self, step: int) -> tuple[Phase, bool]:
-        """Restore, and heal; also gives whether every live rank has every byte of the step."""
+        """Restore and heal. Also gives whether every live rank has every byte of the step."""
         found: dict[int, Any] = {rank: self._state(rank, -1) for rank in self.live}
 
         def restore(rank: int) -> int | None:
             restored = self._of(rank).restore(found[rank])
-            self._of(rank).adapting.ranks.agree([0])  # healing goes on behind; nothing public waits for it
+            self._of(rank).adapting.ranks.agree([0])  # waits for healing, which no public call does
             return restored
 
         phase, steps = self._together(restore)
@@ -174,7 +174,7 @@ class SimulatedJob:
         return self._checkpointers[self.live.index(rank)]
 
     def _together(self, work: Callable[[int], Any]) -> tuple[Phase, list[Any]]:
-        """Let all live ranks do something; gives what they called, and their results."""
+        """Let all live ranks call a function. Gives their MPI calls and their results."""
         fabric = self._fabric
         assert fabric is not None
         first, asked = len(fabric.calls), {rank: fabric.asked[rank].copy() for rank in self.live}
@@ -196,7 +196,7 @@ class SimulatedJob:
         return Phase(of, [fabric.asked[rank] - asked[rank] for rank in self.live], cpu_s, alone_s), results
 
     def _make_phantoms(self) -> None:
-        """Make the inventories of all nodes, before anything is timed."""
+        """Generate the inventories of all nodes before the timing begins."""
         self._made = None
         if any(self.memory.rglob("slot-*")):
             held = self.before
@@ -206,7 +206,7 @@ class SimulatedJob:
             self._made = [pickle.dumps(encode(part)) for part in parts]
 
     def _phantoms(self, comm: str, nbytes: int) -> Sequence[bytes | None] | None:
-        """Where all ranks are, at first; then inventories of all nodes, in place of those of the few with files."""
+        """Give what phantoms contribute: first where all ranks are, later the inventories of all nodes."""
         if comm == "world" and not self._is_placed:
             self._is_placed = True
             return [pickle.dumps((rank - rank % self.per_node, f"node{rank // self.per_node}"))
@@ -214,20 +214,20 @@ class SimulatedJob:
         return self._made if comm == "leaders" and nbytes > len(pickle.dumps(None)) else None
 
     def _state(self, rank: int, step: int) -> dict[str, Any]:
-        """The state of a rank at a step; -1: one that is to be filled."""
+        """Give the state of a rank at a step. Step -1 gives a state that a restore fills."""
         node = self.topology.node_of[rank]
         seed = [0, 0] if step < 0 else [1 + (node if self.cut else 0 if self.alike else rank), step]
         weights = np.random.default_rng(seed).integers(0, 255, STATE_NBYTES, dtype=np.uint8)
         return {"weights": self._shard(weights, rank) if self.cut else weights, "step": step}
 
     def _shard(self, rows: np.ndarray, rank: int) -> Any:
-        """The rows of a rank's node, as a DTensor."""
+        """Give the rows of a rank's node as a DTensor."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         ranks = torch.arange(self.ranks).reshape(-1, self.per_node)
-        names = f"nodes of {rank}", f"ranks of {rank}"  # PyTorch takes equal meshes of two ranks for one
+        names = f"nodes of {rank}", f"ranks of {rank}"  # equal names would give two ranks the same mesh in PyTorch
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
         local = torch.from_numpy(rows.view(np.float32))
         whole = torch.Size([len(local) * len(ranks)])
@@ -241,7 +241,7 @@ def _bytes_of(state: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def simulated(*args: Any, **named: Any) -> Iterator[SimulatedJob]:
-    """Make a job (see `SimulatedJob`, but for its memory) whose MPI is simulated; all is as it was afterwards."""
+    """Create a `SimulatedJob` with simulated MPI and a temporary memory. Undo all changes afterwards."""
     top = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=top, prefix="mlflash-scale-") as memory, standing_in(module):
         job = SimulatedJob(*args, memory=Path(memory), **named)

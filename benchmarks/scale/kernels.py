@@ -15,7 +15,7 @@ _BLOCK_NBYTES, _BLOCKS, _REPETITIONS = 1 << 20, 64, 9
 
 
 def measure() -> dict[str, tuple[float, float, float]]:
-    """Measure; gives bytes per second, median and quartiles, by name: "memcpy", "check", "xor", "rs"."""
+    """Measure the rates of "memcpy", "check", "xor" and "rs": bytes per second, as median and quartiles."""
     source = np.ones((_BLOCKS, _BLOCK_NBYTES), dtype=np.uint8)
     into = np.ones_like(source)
     eight, six = source[:7], source[:6]

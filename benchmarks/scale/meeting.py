@@ -1,4 +1,4 @@
-"""Where live ranks of a simulated world meet: collectives with what each rank brings, messages, and requests for both.
+"""Collectives and messages of the live ranks of a simulated world, and the MPI requests of both.
 
 `simulated_mpi` explains live ranks and phantoms.
 """
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 Phantoms = Callable[[str, int], Sequence[bytes | None] | None]
-"""What each rank brings to a gather, from the name of the communicator and the least bytes that a live rank wants to
-bring. None, of all ranks or of one: a live rank brings what it has, a phantom what the live one with the least has.
+"""Gives what each rank contributes to a gather. Takes the name of the communicator, and the number of bytes of the live
+rank that contributes least. Where the result or the entry of a rank is None, a live rank contributes its own value, and
+a phantom contributes that of the live rank with least bytes.
 """
 
 
@@ -26,9 +27,9 @@ class Call:
 
     Attributes:
         comm: name of the communicator.
-        what: name of the function; "Isend" and "Rput" are messages, all others are collective.
-        nbytes: that this rank brings.
-        received: bytes that it gets, of a gather or broadcast.
+        what: name of the function. "Isend" and "Rput" are messages, all others are collectives.
+        nbytes: bytes that this rank contributes.
+        received: bytes that this rank receives from a gather or broadcast.
     """
 
     rank: int
@@ -40,11 +41,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A communicator or a window that a live rank has and has not freed.
+    """A communicator or a window that a live rank has created and not freed.
 
     Attributes:
         what: "communicator" or "window".
-        size: ranks of it.
+        size: number of its ranks.
     """
 
     rank: int
@@ -53,23 +54,23 @@ class Made:
 
 
 class Fabric:
-    """What the live ranks of one world have in common.
+    """State that the live ranks of one world share.
 
     Args:
-        size: ranks of the world.
+        size: number of ranks of the world.
         per_node: ranks on each node.
         live: the ranks that run.
-        splits: what the world is split into, in the order of the calls: "node", "leaders", "all" or "group", which is
-            the live ranks.
-        phantoms: what phantoms bring to a gather.
+        splits: what each split of the world gives, in the order of the calls: "node", "leaders", "all" or "group". A
+            group consists of the live ranks.
+        phantoms: gives what phantoms contribute to a gather.
 
     Attributes:
-        answers: what they bring to the next gathers of a communicator, before ``phantoms`` is asked.
-        made_up_s: seconds of processor time that making that up took: no rank of a real job spends them.
-        asked: of each live rank what it asked the directory for, and how often.
-        sizes: of files that phantoms would have written.
-        olds: the ranks of the checkpoint that is written, see `phantoms.Olds`.
-        alone_s: seconds of processor time of what the first rank did alone, while a drain was committed.
+        answers: what phantoms contribute to the next gathers of a communicator, used before ``phantoms`` is called.
+        made_up_s: CPU seconds spent on generating these values. No rank of a real job spends them.
+        asked: what each live rank asked the directory for, and how often.
+        sizes: sizes of the files that phantoms would have written.
+        olds: the ranks of the written checkpoint, see `phantoms.Olds`.
+        alone_s: CPU seconds of the first rank for what it did alone while a drain was committed.
     """
 
     def __init__(self, size: int, per_node: int, live: Sequence[int], splits: Sequence[str], phantoms: Phantoms):
@@ -90,25 +91,25 @@ class Fabric:
         self.posted: dict[tuple[object, ...], collections.deque[Receive]] = collections.defaultdict(collections.deque)
 
     def members(self, kind: str, rank: int) -> Sequence[int]:
-        """Name the ranks of a communicator, in its order."""
+        """Give the ranks of a communicator, in its order."""
         node = rank - rank % self.per_node
         return {"node": range(node, node + self.per_node), "leaders": range(0, self.size, self.per_node),
                 "all": range(self.size), "group": self.live}[kind]  # fmt: skip
 
     def meet(self, key: tuple[object, ...], rank: int, value: Any) -> None:
-        """Bring something to a collective."""
+        """Contribute a value to a collective."""
         with self.lock:
             self.met.setdefault(key, {})[rank] = value
 
     def made_up(self, comm: str, nbytes: int) -> Sequence[bytes | None] | None:
-        """What phantoms bring to a gather."""
+        """Generate what phantoms contribute to a gather."""
         begun = time.thread_time()
         found = self.answers[comm].popleft()() if self.answers[comm] else self.phantoms(comm, nbytes)
         self.made_up_s += time.thread_time() - begun
         return found
 
     def outcome(self, key: tuple[object, ...], due: int, work: Callable[[dict[int, Any]], Any]) -> Any:
-        """Give the result of a collective, worked out once; None while live ranks are missing."""
+        """Give the result of a collective, which is computed once. Gives None while live ranks are missing."""
         with self.lock:
             if len(self.met[key]) < due:
                 return None
@@ -118,27 +119,27 @@ class Fabric:
 
 
 class Done:
-    """A request that is through."""
+    """A request that is complete."""
 
     def Test(self) -> bool:
-        """Whether it is."""
+        """Whether it is complete."""
         return True
 
 
 class Later:
-    """A request of a collective: through once all live ranks have come."""
+    """A request of a collective. It is complete once all live ranks have called the collective."""
 
     def __init__(self, finish: Callable[[], bool]):
         self._finish, self._through = finish, False
 
     def Test(self) -> bool:
-        """Whether it is through."""
+        """Whether it is complete."""
         self._through = self._through or self._finish()
         return self._through
 
 
 class Receive:
-    """A request of a receive; messages of one sender and tag go to receives in the order in which these were posted."""
+    """A request of a receive. Messages of one sender and tag match receives in the order of posting."""
 
     def __init__(self, fabric: Fabric, key: tuple[object, ...], into: np.ndarray):
         self._fabric, self._key, self._into, self._through = fabric, key, into, False
@@ -146,7 +147,7 @@ class Receive:
             fabric.posted[key].append(self)
 
     def Test(self) -> bool:
-        """Whether it is through."""
+        """Whether it is complete."""
         with self._fabric.lock:
             mail, posted = self._fabric.mail[self._key], self._fabric.posted[self._key]
             while mail and posted:
@@ -154,14 +155,14 @@ class Receive:
         return self._through
 
     def take(self, message: bytes) -> None:
-        """Put a message where it belongs."""
+        """Copy a message into the buffer."""
         raw = raw_bytes(self._into)
         raw[: len(message)] = np.frombuffer(message, dtype=np.uint8)
         self._through = True
 
 
 def raw_bytes(message: Any) -> np.ndarray:
-    """The bytes of an array, or of the pair of one and its type."""
+    """Give the bytes of an array, or of a pair of array and type."""
     array = message[0] if isinstance(message, list) else message
     raw: np.ndarray = array.reshape(-1).view(np.uint8)
     return raw

@@ -1,10 +1,10 @@
-"""How much memory trainer, zygote and courier of a rank take, and how that grows with the ranks of the job.
+"""Measures the memory of trainer, zygote and courier of a rank, and how it grows with the ranks of the job.
 
     python benchmarks/scale/memory_of_ranks.py [--ranks 4 8 16 32] [--kinds process bare thread] [--json FILE]
 
-It starts real processes on this machine under MPICH, each rank on a node of its own, with a state of 4 KiB. "process"
-is a Checkpointer whose courier is a process, "thread" one whose courier is a thread of the trainer. "bare" is a courier
-that makes the same communicators and nothing else, so its memory is MPI's. All processes are killed after --deadline-s.
+It starts real processes on this machine under MPICH. Each rank counts as a node of its own. Its state is 4 KiB. With
+"process" the courier of a Checkpointer is a process, with "thread" it is a thread of the trainer. A "bare" courier only
+creates the same communicators, so its memory is MPI's. All processes are killed after --deadline-s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scale import counted  # noqa: E402
 
-# Without the first two ranks that wait take the cores from those that work; the last is what sends between nodes.
+# Without the first two, waiting ranks take the cores from working ones. The last selects the transport between nodes.
 ENVIRONMENT = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "true", "MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "OMP_NUM_THREADS": "1",
                "UCX_TLS": "tcp,self"}  # fmt: skip
 KINDS = ("process", "bare", "thread")
@@ -39,31 +39,31 @@ class Line:
     """A quantity against the ranks of the job, as a straight line.
 
     Attributes:
-        at_none: where it begins.
-        of_a_rank: how much it grows with each rank of the job.
+        at_none: value at no rank.
+        of_a_rank: growth with each rank of the job.
     """
 
     at_none: float
     of_a_rank: float
 
     def at(self, ranks: int) -> float:
-        """The quantity at so many ranks."""
+        """Give the quantity at this number of ranks."""
         return self.at_none + self.of_a_rank * ranks
 
 
 def fit(values: Sequence[tuple[int, float]]) -> Line:
-    """Fit a line to pairs of ranks and a quantity, by least squares."""
+    """Fit a line to pairs of ranks and quantity, by least squares."""
     slope, start = statistics.linear_regression(*zip(*values, strict=True))
     return Line(start, slope)
 
 
 def median_of(lines: Iterable[dict[str, Any]], name: str) -> float:
-    """The median over ranks."""
+    """Give the median over ranks."""
     return statistics.median(line[name] for line in lines)
 
 
 def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Start all jobs, one after the other; gives the lines of all ranks, and what went wrong."""
+    """Start all jobs, one after the other. Gives the lines of all ranks, and what went wrong."""
     from bench.launch import launch
 
     end = time.monotonic() + args.deadline_s
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
         for kind in args.kinds:
             left_s = end - time.monotonic()
             if left_s < args.least_s:
-                wrong.append(f"{ranks} ranks, {kind}: no time left")
+                wrong.append(f"{ranks} ranks, {kind}: not started, no time left")
                 continue
             why, lines = launch(ranks, _SCRIPT, [kind], left_s, environment=ENVIRONMENT)
             found += lines
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def grouped(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str, dict[int, list[dict[str, Any]]]]]:
-    """Give kind, process, stage and what all ranks had then, by the ranks of the job."""
+    """Yield kind, process, stage, and the lines of all ranks by size of the job."""
     for key in dict.fromkeys((line["kind"], line["process"], line["stage"]) for line in lines):
         by_ranks: dict[int, list[dict[str, Any]]] = {}
         for line in lines:
@@ -92,7 +92,7 @@ def grouped(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str, di
 
 
 def tables(lines: Sequence[dict[str, Any]]) -> list[Any]:
-    """Make a table of medians, and one of lines through them."""
+    """Create a table of medians, and a table of lines through them."""
     from bench.table import Grid
 
     sizes = sorted({line["ranks"] for line in lines})
@@ -110,13 +110,13 @@ def tables(lines: Sequence[dict[str, Any]]) -> list[Any]:
     return [
         Grid("Medians over ranks: private KiB / Pss KiB / threads / descriptors",
              [*heads, *(f"{n} ranks" for n in sizes)], medians),
-        Grid("Growth with each rank of the job; extrapolated on that line, private MiB",
+        Grid("Growth with each rank of the job, and private MiB extrapolated on that line",
              [*heads, "private KiB", "Pss KiB", *(f"{ranks:,} ranks" for ranks in EXTRAPOLATED)], slopes),
     ]  # fmt: skip
 
 
 def counted_table() -> Any:
-    """Make a table of what is counted in the simulation."""
+    """Create a table of what is counted in the simulation."""
     from bench.table import Grid
 
     rows = []
@@ -128,7 +128,7 @@ def counted_table() -> Any:
             small.of_windows() or "none", ", ".join(small.threads), f"{growth.of_a_rank:.0f}",
             *(f"{growth.at(ranks) / 1e6:.1f}" for ranks in EXTRAPOLATED),
         ])  # fmt: skip
-    return Grid("Counted on one rank, in simulated jobs of two sizes: communicators and windows, tables",
+    return Grid("Communicators, windows and tables, counted on one rank in simulated jobs of two sizes",
                 ["scheme", "communicators of ranks", "windows of ranks", "threads", "tables, B for each rank",
                  *(f"MB at {ranks:,}" for ranks in EXTRAPOLATED)], rows)  # fmt: skip
 

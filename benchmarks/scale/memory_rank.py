@@ -10,11 +10,11 @@ from typing import Any
 
 FIELDS = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Private_Clean", "Private_Dirty")
 _WAIT_S = 120.0
-_LIKE_OURS = 3  # communicators of all ranks; besides them one each of the node, of the first of each node, of a group
+_LIKE_OURS = 3  # communicators of all ranks, as in mlflash; the node, the first ranks and the group add one each
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """KiB of a process by the names of the kernel, "Private" among them; its threads and descriptors."""
+    """Give KiB of a process by the kernel's names, and "Private", and the numbers of threads and descriptors."""
     process = Path("/proc", str(pid))
     found = dict.fromkeys(FIELDS, 0)
     for line in (process / "smaps_rollup").read_text().splitlines()[1:]:
@@ -28,19 +28,19 @@ def memory_of(pid: int) -> dict[str, int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that one has started and that live."""
+    """Give the live child processes of a process."""
     tasks = Path("/proc", str(pid), "task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 class Notes:
-    """What this rank's processes have, stage by stage; a line of JSON for each, in one file of all ranks."""
+    """Writes the memory of this rank's processes after each stage, as lines of JSON in one file of all ranks."""
 
     def __init__(self, out: str, kind: str, rank: int, size: int):
         self._out, self._about = out, {"kind": kind, "rank": rank, "ranks": size}
 
     def take(self, stage: str) -> None:
-        """Write down trainer, zygote and courier, as far as there are such."""
+        """Write a line for the trainer, and for zygote and courier if they exist."""
         processes = {"trainer": os.getpid()}
         for name in ("zygote", "courier"):
             for child in children_of([*processes.values()][-1])[:1]:
@@ -53,7 +53,7 @@ class Notes:
 
 
 def with_mlflash(notes: Notes, memory: str, courier: str) -> None:
-    """Make a Checkpointer, save a state of 4 KiB, and restore it."""
+    """Create a Checkpointer, save a state of 4 KiB, and restore it."""
     import numpy as np
 
     notes.take("before mlflash")
@@ -77,7 +77,7 @@ def with_mlflash(notes: Notes, memory: str, courier: str) -> None:
 
 
 def with_mpi_alone(notes: Notes) -> None:
-    """Start couriers that only do with MPI what ours do: the same communicators, an allreduce, a message to another."""
+    """Start couriers that only create the communicators of ours, and do one allreduce and one message."""
     import numpy  # noqa: F401
 
     notes.take("before mlflash")
@@ -98,7 +98,7 @@ def with_mpi_alone(notes: Notes) -> None:
 
 
 def bare(courier: Any) -> None:
-    """Be such a courier."""
+    """Run as a bare courier."""
     import numpy as np
     from mpi4py import MPI
 

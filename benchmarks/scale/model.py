@@ -1,7 +1,7 @@
 """How long a commit and a restore take on a machine with a given number of GPUs, and what share of time a job loses.
 
-README.md has formulas, sources and what is left out. The lost time is not modeled here a second time: it comes from
-`mlflash.planning`, which `mlflash plan` prints, with the times of this model instead of measured ones.
+README.md lists the formulas, the sources and what is left out. `mlflash.planning`, which is behind `mlflash plan`,
+computes the lost time. It gets the times of this model instead of measured ones.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from mlflash.planning.interval import Costs, best_interval, waste
 from mlflash.planning.scheme_comparison import Job, share_uncovered
 from mlflash.wireup.address_relay import FAN_OUT, LEAST_NODES
 
-COMMIT_ALLREDUCES = 2  # counted by run.py; three where ranks share state
-# Counted by run.py: 32 of a relaunched start, 40 of a restore with a lost slot (copies; p2p), healing and those of one
-# node among them: more than come before the load.
+COMMIT_ALLREDUCES = 2  # counted by run.py; three if ranks share state
+# Counted by run.py: 32 in a relaunched start, 40 in a restore with a lost slot (copies, p2p). They include healing and
+# the collectives of one node, so they are more than precede the load.
 RESTORE_COLLECTIVES = 72
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a job runs on.
+    """The machine of a job.
 
     Attributes:
-        gpus: of the job, one rank each.
-        nbytes: of state, on each.
+        gpus: GPUs of the job, with one rank each.
+        nbytes: bytes of state on each GPU.
         wire_up: how couriers find each other.
     """
 
@@ -52,17 +52,17 @@ class Machine:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the job; the last one may be partly used."""
+        """Number of nodes. The last one may be partly used."""
         return -(-self.gpus // self.node.gpus)
 
     @property
     def wire_Bps(self) -> float:
-        """Bytes per second that a rank may send, its share of the ports of its node, while all others send too."""
+        """Bytes per second that a rank can send while all ranks send: its share of the ports of its node."""
         return self.fabric.beta_Bps * self.fabric.loaded * self.node.nics / self.node.gpus
 
     @property
     def stall_s(self) -> float:
-        """From the call of ``save`` to its return: the copy from the GPU to host memory, nothing of it overlapped."""
+        """Time of the call of ``save``, which copies from the GPU to host memory without overlap."""
         return self.nbytes / self.node.copy_Bps
 
 
@@ -70,7 +70,7 @@ def sent_per_byte(scheme: Scheme) -> float:
     """Bytes that a rank sends to protect one byte of its state.
 
     Example:
-        copy → 1, copy:2 → 2, xor:8 → 1 (to the rank that codes its stripe), rs:6+2 → 7/6 (and the second parity on).
+        copy → 1, copy:2 → 2, xor:8 → 1 (to the rank that codes the stripe), rs:6+2 → 7/6 (with the second parity).
     """
     if scheme.kind == "none":
         return 0.0
@@ -80,24 +80,25 @@ def sent_per_byte(scheme: Scheme) -> float:
 
 
 def collective_s(machine: Machine, ranks: int, nbytes: float = 0.0) -> float:
-    """A collective over so many ranks: alpha log2 P, what all receive of it, and until the courier sees its end."""
+    """Compute the time of a collective: alpha log2 P, its bytes, and the delay until the courier sees the end."""
     steps = math.ceil(math.log2(ranks))
     return machine.fabric.alpha_s * steps + nbytes / machine.wire_Bps + machine.node.poll_s
 
 
 def committed_s(machine: Machine, scheme: Scheme) -> float:
-    """From the call of ``save`` to the commit on all ranks; wire, checksums and coding one after the other."""
+    """Compute the time from the call of ``save`` to the commit on all ranks, without overlap."""
     node, nbytes, sent = machine.node, machine.nbytes, sent_per_byte(scheme)
     wire = sent * nbytes / machine.wire_Bps
-    checks = (1 + sent) * nbytes / node.check_Bps  # of what is sent, and of what arrives
+    checks = (1 + sent) * nbytes / node.check_Bps  # what is sent, and what arrives
     coding = nbytes / (node.xor_Bps if scheme.losses == 1 else node.rs_Bps) if scheme.parity else 0.0
     return machine.stall_s + wire + checks + coding + COMMIT_ALLREDUCES * collective_s(machine, machine.gpus)
 
 
 def wire_up_s(machine: Machine) -> float:
-    """Until all couriers have found each other: the store, which all wait for, and the addresses, from node to node.
+    """Compute the time until all couriers have found each other.
 
-    Each node gives all of them to those below it once it has done its own work with them; that is more than it has to.
+    All wait for the store. The addresses go from node to node. The model assumes that a node passes them on only after
+    its own work with them. A real node need not wait for that.
     """
     how, nodes = machine.wire_up, machine.nodes
     given_out = nodes * how.address_nbytes / how.serve_Bps  # to one node
@@ -111,7 +112,7 @@ def wire_up_s(machine: Machine) -> float:
 
 
 def levels_below(nodes: int) -> int:
-    """Levels of a tree of so many nodes, but for its root: each hears of all addresses from the one above it."""
+    """Give the number of levels below the root of a tree of nodes. Each node gets all addresses from the one above."""
     levels, last = 0, 0
     while last < nodes - 1:
         levels, last = levels + 1, FAN_OUT * (last + 1)
@@ -119,7 +120,7 @@ def levels_below(nodes: int) -> int:
 
 
 def agreed_s(machine: Machine) -> float:
-    """All of a restore but its bytes: what each rank computes, the inventories of all nodes, all that is agreed on."""
+    """Compute the time of a restore without its bytes: computing on each rank, inventories of all nodes, agreement."""
     node, ranks = machine.node, machine.gpus
     code = (node.start_s + node.restore_s) * ranks
     tables = 2 * collective_s(machine, machine.nodes, machine.nodes * node.inventory_nbytes)
@@ -127,13 +128,13 @@ def agreed_s(machine: Machine) -> float:
 
 
 def moved_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> float:
-    """The bytes of a restore: every one verified, what a spare node lacks fetched and verified, all to the GPU."""
+    """Compute the time to verify every byte, to fetch and verify what a spare node lacks, and to copy to the GPU."""
     node, nbytes = machine.node, machine.nbytes
     verify = nbytes / node.check_Bps
     fetch = 0.0
     if node_lost:
         fetch = nbytes / machine.wire_Bps + nbytes / node.check_Bps
-        if scheme.parity:  # survivors gather the blocks of a stripe and decode in turn, then send on what was lost
+        if scheme.parity:  # survivors gather the blocks of a stripe and decode in turn, then send the result
             data, survivors = scheme.members - scheme.losses, scheme.members - 1
             share = data / survivors * nbytes
             fetch += share / machine.wire_Bps + share / (node.xor_Bps if scheme.losses == 1 else node.rs_Bps)
@@ -141,29 +142,29 @@ def moved_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> float:
 
 
 def restored_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> float:
-    """From the start of the new ranks to a state on the GPU, checked; what a spare node lacks comes from others."""
+    """Compute the time from the start of new ranks to a verified state on the GPU."""
     return wire_up_s(machine) + agreed_s(machine) + moved_s(machine, scheme, node_lost)
 
 
 def pfs_s(machine: Machine, pfs: FileSystem, aggregate_Bps: float) -> float:
-    """All ranks write or read a file each: what the slower of node and file system allows, and their metadata."""
+    """Compute the time in which each rank writes or reads a file, limited by node or file system, plus metadata."""
     of_node = machine.node.gpus * machine.nbytes / pfs.client_Bps
     of_all = machine.gpus * machine.nbytes / aggregate_Bps
     return max(of_node, of_all) + machine.gpus / pfs.creates_per_s
 
 
 def pfs_committed_s(machine: Machine, pfs: FileSystem) -> float:
-    """From the call to a checkpoint in the file system, written from host memory."""
+    """Compute the time from the call to a checkpoint in the file system, written from host memory."""
     return machine.stall_s + pfs_s(machine, pfs, pfs.write_Bps)
 
 
 def pfs_restored_s(machine: Machine, pfs: FileSystem) -> float:
-    """From the start of the new ranks to a state on the GPU, out of the file system."""
+    """Compute the time from the start of new ranks to a state on the GPU, read from the file system."""
     return pfs_s(machine, pfs, pfs.read_Bps) + machine.nbytes / machine.node.copy_Bps
 
 
 def memory_waste(machine: Machine, text: str, pfs: FileSystem, node_mtbf_s: float = NODE_MTBF_S) -> float:
-    """Share of the time that a job loses with checkpoints in memory, drained now and then to the file system."""
+    """Compute the share of time that a job loses with checkpoints in memory that are drained to a file system."""
     scheme = parse(text)
     costs = Costs(
         mtbf_s=node_mtbf_s / machine.nodes,
@@ -181,10 +182,10 @@ def memory_waste(machine: Machine, text: str, pfs: FileSystem, node_mtbf_s: floa
 
 
 def pfs_waste(machine: Machine, pfs: FileSystem, waits: bool, node_mtbf_s: float = NODE_MTBF_S) -> float:
-    """Share of the time that a job loses with checkpoints in the file system only.
+    """Compute the share of time that a job loses with checkpoints in the file system only.
 
     Args:
-        waits: whether training waits until a checkpoint is there, or only until it is copied to host memory.
+        waits: whether training waits until a checkpoint is written. Else it waits for the copy to host memory.
     """
     commit = pfs_committed_s(machine, pfs)
     costs = Costs(

@@ -1,11 +1,11 @@
-"""What one rank needs to learn what all ranks of a checkpoint hold, and from which parts its own state is made.
+"""Measures what one rank needs to learn what all old ranks hold, and to find the parts of its own state.
 
     python benchmarks/scale/old_ranks.py [--old 10000] [--new 9992] [--leaves 3000] [--json FILE]
 
-It runs the code of mlflash in one process. What other ranks would tell is generated in the form in which they tell it:
-for memory as messages, for a directory as the file that commits the checkpoint. `before` is what each rank did with the
-manifest of every old rank until format version 2; it is measured on 40 of them and multiplied. The program ends with 1
-if a rank needs more than 50 MB or 2 s of processor time.
+It runs the code of mlflash in one process. What other ranks would send is generated in the form in which they send it:
+messages for memory, and the file that commits the checkpoint for a directory. Until format version 2, each rank read
+the manifest of every old rank. The row `before` measures that on 40 manifests and multiplies it. The program exits with
+1 if a rank needs more than 50 MB or 2 s of CPU time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mlflash.state.old_ranks import OldRanks
 
 MOST_MB, MOST_S = 50.0, 2.0
 KINDS = 12  # distinct global shapes
-_BEFORE = 40  # manifests that are read to measure what each costs
+_BEFORE = 40  # number of manifests read to measure the cost of one
 
 
 def entries_of(rank: int, ranks: int, old: int, leaves: int) -> list[Entry]:
-    """Shards of a dozen shapes, which any number of ranks may have; one leaf of 30 is whole."""
+    """Give shards of a dozen shapes for any number of ranks. One leaf of 30 is whole."""
     found, at = [], 0
     for n in range(leaves):
         whole = (4,) if n % 30 == 29 else (2 * old + 64 * (n % KINDS), 8)
@@ -53,7 +53,7 @@ def entries_of(rank: int, ranks: int, old: int, leaves: int) -> list[Entry]:
 
 
 def tree_of(leaves: int) -> Tree:
-    """All leaves, and 8 plain ones, two of which are a rank's own."""
+    """Give a tree of all leaves and of 8 plain values, two of which differ between ranks."""
     return ["d", [["tensors", ["l", [["e", n] for n in range(leaves)]]], ["own", ["l", [["p", n] for n in range(8)]]]]]
 
 
@@ -62,12 +62,12 @@ def plain_of(rank: int) -> list[Any]:
 
 
 class Others:
-    """The ranks that tell one rank what they hold; each describes the old rank of its number."""
+    """The ranks that tell one rank what they hold. Each describes the old rank of the same number."""
 
     def __init__(self, old: int, leaves: int):
         self.old, self.leaves = old, leaves
         self.first, self.last = self.described(0), self.described(old - 1)
-        # Shards of some ranks are a row larger. What the others would send is made of what these two send.
+        # Shards of some ranks are a row larger. The messages of all others are made from those of these two ranks.
         self.rows = [self._told(rank) for rank in range(old)]
 
     def described(self, rank: int) -> Described:
@@ -88,7 +88,7 @@ class Others:
         return zlib.compress(pickle.dumps({rank: (self.row_of(rank).tobytes(), own, (rank, 0, {}))}), 1)
 
     def answers(self, rank: int) -> Iterator[Callable[[Any], Any]]:
-        """What comes back for each thing that is agreed on."""
+        """Give the results of all agreements, one after the other."""
         key = self.first.structure.key
         yield lambda mine: [{one: key} for one in range(self.old)]
         yield lambda mine: [mine or {key: (self.first.structure, self.first.plain)}]
@@ -97,18 +97,19 @@ class Others:
 
     def _extremes(self, mine: list[int]) -> list[int]:
         low, high = np.array(mine, dtype=np.int64).reshape(2, -1)
-        low[-4:-2], high[-4:-2] = -5, ~np.int64(9)  # the plain leaves of its own
+        low[-4:-2], high[-4:-2] = -5, ~np.int64(9)  # the plain values that differ between ranks
         return [*low.tolist(), *high.tolist()]
 
 
 @dataclasses.dataclass
 class Row:
-    """What was measured; seconds of processor time, and the most memory of Python at a time, of one rank.
+    """What one rank needed: CPU seconds, and the peak memory of Python.
 
     Attributes:
-        received_mb: of what the other ranks, or the file that commits, have told it.
-        collectives: how many there were.
-        parts, ranks: of which its state is made, and of how many old ranks: so many files it opens.
+        received_mb: size of what the other ranks sent, or of the file that commits.
+        collectives: number of collectives.
+        parts: number of parts of its state.
+        ranks: number of old ranks that hold these parts, which is the number of files that it opens.
     """
 
     what: str
@@ -121,7 +122,7 @@ class Row:
 
 
 def measured(what: str, work: Callable[[Row], None]) -> Row:
-    """Measure seconds, and once more memory, which is slower."""
+    """Measure seconds, then run again to measure memory, which is slower."""
     row = Row(what, 0.0, 0.0)
     begun = time.process_time()
     work(row)
@@ -135,7 +136,7 @@ def measured(what: str, work: Callable[[Row], None]) -> Row:
 
 
 def in_memory(row: Row, others: Others, rank: int, new: int) -> None:
-    """As `OpenInMemory` and `resharding` do it."""
+    """Learn and plan as `OpenInMemory` and `resharding` do it."""
     steps, answers, answer = gathering({rank: others.described(rank)}), others.answers(rank), None
     while True:
         try:
@@ -154,7 +155,7 @@ def _nbytes(told: Any) -> int:
 
 
 def in_directory(row: Row, raw: bytes, own: bytes, others: Others, rank: int, new: int) -> None:
-    """As `OpenInDirectory` and `resharding` do it; ``own`` is the index of one rank's file."""
+    """Learn and plan as `OpenInDirectory` and `resharding` do it. ``own`` is the index of one rank's file."""
     row.received_mb, row.collectives = len(raw) / 1e6, 1
     index = file_index.decode(own, "rank-00000.h5", 1 << 60)
     assert len(index.manifest.entries) == others.leaves
@@ -174,7 +175,7 @@ def _plan(row: Row, olds: OldRanks, others: Others, rank: int, new: int) -> None
 
 
 def master_of(others: Others) -> bytes:
-    """The index of the file that would commit such a checkpoint, compressed as it is told."""
+    """Give the index of the file that would commit the checkpoint, compressed as ranks receive it."""
     olds = {rank: dataclasses.replace(others.first, row=others.row_of(rank), plain=plain_of(rank), more=(-1, -1, -1))
             for rank in range(others.old)}  # fmt: skip
     files = [Stored(f"rank-{rank:05d}.h5", 1, 1, f"rank-{rank:05d}.h5", 1) for rank in range(others.old)]
@@ -182,26 +183,26 @@ def master_of(others: Others) -> bytes:
 
 
 def index_of(text: bytes, entries: Sequence[Entry]) -> bytes:
-    """The index of a rank's file."""
+    """Give the index of a rank's file."""
     of = {n: Place(its.start, its.nbytes, 0, its.shape[0], n, False) for n, its in enumerate(entries)}
     places = Places("rank-00000.h5", 1 << 20, np.zeros(len(entries), dtype="<u8"), of)
     return file_index.encode(text, 1 << 60, places)[0]
 
 
 def before(row: Row, text: bytes, old: int) -> None:
-    """Read manifests, as each rank did with those of all."""
+    """Read manifests, as each rank did with the manifests of all ranks."""
     kept = [manifest.decode(text, 1 << 60) for _ in range(_BEFORE)]
     row.received_mb, row.ranks = len(text) * old / 1e6, len(kept) and old
 
 
 def manifest_of(others: Others, entries: Sequence[Entry]) -> bytes:
-    """The manifest of the first rank."""
+    """Give the manifest of the first rank."""
     tree = manifest.encode_tree(others.first.structure.tree)
     return manifest.join(manifest.encode_entries(tuple(entries)), tree, others.first.plain)
 
 
 def learn(old: int, leaves: int) -> dict[str, Row]:
-    """Measure what a rank needs to learn what so many old ranks hold, where a node of 8 is gone."""
+    """Measure what a rank needs to learn what the old ranks hold if a node of 8 is lost."""
     others, entries, new = Others(old, leaves), entries_of(0, old, old, leaves), old - 8
     raw, own = master_of(others), index_of(manifest_of(others, entries), entries)
     rank = new // 2
@@ -215,8 +216,8 @@ def main() -> int:
     parser.add_argument(
         "--new", type=int, nargs="+", default=[10_000, 9_992, 5_000, 100], help="numbers of ranks that restore it"
     )
-    parser.add_argument("--leaves", type=int, default=3_000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--leaves", type=int, default=3_000, help="number of leaves of each rank")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
     others = Others(args.old, args.leaves)
     entries = entries_of(0, args.old, args.old, args.leaves)
@@ -226,13 +227,13 @@ def main() -> int:
     raw, own, wrong = master_of(others), index_of(text, entries), False
     for new in args.new:
         rank = new // 2
-        rows.append(measured(f"memory, to {new:,}", lambda row: in_memory(row, others, rank, new)))  # noqa: B023
-        rows.append(measured(f"directory, to {new:,}", lambda row: in_directory(row, raw, own, others, rank, new)))  # noqa: B023
+        rows.append(measured(f"from memory, on {new:,}", lambda row: in_memory(row, others, rank, new)))  # noqa: B023
+        rows.append(measured(f"from directory, on {new:,}", lambda row: in_directory(row, raw, own, others, rank, new)))  # noqa: B023
         wrong |= any(row.mb > MOST_MB or row.seconds > MOST_S for row in rows[-2:])
-    print(f"{args.old:,} old ranks x {args.leaves:,} leaves, one rank of those that restore:")
-    print(f"{'':24}{'CPU s':>10}{'MB':>10}{'told MB':>10}{'collectives':>13}{'parts':>10}{'old ranks':>11}")
+    print(f"{args.old:,} old ranks with {args.leaves:,} leaves each; numbers of one rank that restores:")
+    print(f"{'':24}{'CPU s':>10}{'MB':>10}{'MB received':>13}{'collectives':>13}{'parts':>10}{'old ranks':>11}")
     for row in rows:
-        print(f"{row.what:24}{row.seconds:10.2f}{row.mb:10.1f}{row.received_mb:10.2f}{row.collectives:13}{row.parts:10}"
+        print(f"{row.what:24}{row.seconds:10.2f}{row.mb:10.1f}{row.received_mb:13.2f}{row.collectives:13}{row.parts:10}"
               f"{row.ranks:11}")  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))

@@ -1,4 +1,4 @@
-"""The numbers that the model takes: machines, fabrics, file systems, failures; each with its source.
+"""The input of the model: machines, fabrics, file systems and failures, each number with its source.
 
 "Measured" numbers come from a run of `run.py` (see README.md). "Published" ones name their source. All others are
 marked as an "assumption".
@@ -13,23 +13,23 @@ GB, TB, DAY_S = 1e9, 1e12, 86_400.0
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node and what its ranks can do, bytes per second unless said otherwise.
+    """A node and the rates of its ranks, in bytes per second if no other unit is named.
 
     Attributes:
-        gpus: ranks on the node, one for each.
-        nics: ports of the fabric that these share.
-        copy_Bps: from a GPU to host memory and back, all GPUs of the node at once, each.
-        check_Bps: checksums on one core.
-        xor_Bps, rs_Bps: data coded on one core, for one and for two parities.
-        poll_s: how long the end of a collective may go unseen: the courier sleeps up to this between two looks.
-        start_s, restore_s: what a rank computes at its start, and to restore, in seconds for each rank of the job.
-        inventory_nbytes: what a node tells of its files.
+        gpus: GPUs of the node, with one rank each.
+        nics: ports of the fabric that these ranks share.
+        copy_Bps: rate of each GPU to host memory and back, while all GPUs of the node copy.
+        check_Bps: rate of checksums on one core.
+        xor_Bps, rs_Bps: rate of data coded on one core, with one and with two parities.
+        poll_s: longest sleep of the courier between two looks at a collective, in seconds.
+        start_s, restore_s: time that a rank computes at its start and in a restore, for each rank of the job.
+        inventory_nbytes: size of a node's inventory.
     """
 
     gpus: int = 8
     nics: int = 4  # published: Frontier, 4 ports of 200 Gb/s for 8 GCDs (OLCF, Frontier User Guide)
-    # Published: 26 GB/s for one A100 over PCIe 4 (github.com/jdh4/della-gpu-A100). Assumption: half of it where all
-    # eight GPUs of a node copy at once, as 8 x 26 GB/s are what the memory of the host gives.
+    # Published: 26 GB/s for one A100 over PCIe 4 (github.com/jdh4/della-gpu-A100). Assumption: half of it if all eight
+    # GPUs of a node copy at once, because 8 x 26 GB/s is all that the host's memory can do.
     copy_Bps: float = 13 * GB
     check_Bps: float = 14.0 * GB  # measured: XXH3-64 over blocks of 1 MiB
     xor_Bps: float = 19.0 * GB  # measured: 7 + 1, ISA-L
@@ -45,10 +45,10 @@ class Fabric:
     """The network between nodes, as alpha and beta.
 
     Attributes:
-        name: of it.
+        name: name of the fabric.
         alpha_s: latency of a small message.
-        beta_Bps: bytes per second of one port between two nodes that are otherwise idle.
-        loaded: the share of this that is left where all nodes send to nodes far away at once.
+        beta_Bps: bytes per second of one port between two otherwise idle nodes.
+        loaded: share of this rate that remains when all nodes send to distant nodes at once.
     """
 
     name: str
@@ -72,10 +72,10 @@ class FileSystem:
     """A parallel file system that one job has to itself.
 
     Attributes:
-        name: of it.
-        write_Bps, read_Bps: all clients together.
-        client_Bps: of one node.
-        creates_per_s: files made or opened in a second, by all.
+        name: name of the file system.
+        write_Bps, read_Bps: rates of all clients together.
+        client_Bps: rate of one node.
+        creates_per_s: files created or opened in a second by all clients.
     """
 
     name: str
@@ -92,22 +92,22 @@ class FileSystem:
 # faster.
 PERLMUTTER = FileSystem("all-flash Lustre, 4.65 TB/s", 4.65 * TB, 4.65 * TB, 4.54 * GB)
 # Published: Tectonic under Llama 3, 2 TB/s sustained, 7 TB/s at its peak (arXiv:2407.21783, 3.3.1). Assumption: a node
-# alone gets what one of Perlmutter's gets.
+# alone is as fast as one of Perlmutter's.
 TECTONIC = FileSystem("2 TB/s, as under Llama 3", 2.0 * TB, 2.0 * TB, 4.54 * GB)
 
 
 @dataclasses.dataclass(frozen=True)
 class WireUp:
-    """How couriers find each other: one store, and the addresses of all nodes, which go from node to node.
+    """How couriers find each other, through one store. The addresses of all nodes go from node to node.
 
     Attributes:
-        name: of what makes the addresses.
-        address_nbytes: of a node.
-        serve_Bps: addresses that the store, or a node, gives out in a second, on one core.
-        rank_s: what the store works besides, for each rank of the job.
-        put_s: what it works besides, for the address of each node: more than a segment takes it more.
-        node_s: what each node works for itself, for each node of the job.
-        fixed_s: couriers and a Checkpointer of a few ranks.
+        name: name of the library that creates the addresses.
+        address_nbytes: size of a node's address.
+        serve_Bps: bytes of addresses that the store or a node sends in a second, on one core.
+        rank_s: further time of the store for each rank of the job.
+        put_s: further time of the store for each node, if its address has more than one segment.
+        node_s: time of each node for each node of the job.
+        fixed_s: time of couriers and a Checkpointer of a few ranks.
     """
 
     name: str
@@ -120,7 +120,7 @@ class WireUp:
 
 
 LIBFABRIC = WireUp("libfabric", 1e3)  # counted: the address of a node in MPICH 5.0.2, one segment
-# Counted: nine segments. Measured: wireup.py, 512 nodes; the store with a rank on each, from node to node.
+# Counted: nine segments. Measured: wireup.py, 512 nodes with one rank each, addresses from node to node.
 UCX = WireUp("UCX", 9e3, put_s=0.75e-3, node_s=309e-6)
 
 # Published: "1 MB to 4 GB per GPU" (arXiv:2407.21783, 3.3.1): the upper end.
@@ -129,9 +129,9 @@ STATE_NBYTES = 4.0 * GB
 NODE_MTBF_S = 54 * DAY_S * 16_384 / 8 / 419
 # Published: 1.8 h on 16,384 GPUs (projected from smaller jobs; Kokolis et al., arXiv:2410.21680).
 NODE_MTBF_RSC_S = 1.8 * 3600 * 16_384 / 8
-RELAUNCH_S = 120.0  # assumption: from a failure until the new ranks run; the same for all that is compared
-# Measured on one H100 that three ranks shared: until all have left their step, NCCL aborted: 0.5 to 1.1 s
+RELAUNCH_S = 120.0  # assumption: from a failure until new ranks run, the same for all compared ways
+# Measured on one H100 that three ranks shared: 0.5 to 1.1 s until all have left their step, with NCCL aborted
 # (docs/keep_alive.md).
 LEAVE_S = 1.1
-LOST_AFTER_S = 10.0  # the default of --lost-after: how long a node is silent until it counts as lost
+LOST_AFTER_S = 10.0  # default of --lost-after: a node that is silent for longer counts as lost
 DRAIN_EVERY_S = 3600.0  # assumption: how often a checkpoint also goes to the file system

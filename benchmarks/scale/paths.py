@@ -1,7 +1,7 @@
 """What each operation on a checkpoint costs a rank: counts and bytes of commits, drains and restores, simulated.
 
-The state is a tensor cut over the nodes. It is restored on the same number of ranks, and on twice as many on the same
-nodes.
+The state is a tensor sharded over the nodes. It is restored on the same number of ranks, and on twice as many ranks on
+the same nodes.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ OUT_OF_DIRECTORY = "restore, from a directory"
 RESHARD, RESHARD_OUT_OF_DIRECTORY = "reshard, a node lost", "reshard, from a directory"
 PATHS = (START, COMMIT, DRAIN, RESTORE, LOST, OUT_OF_DIRECTORY, RESHARD, RESHARD_OUT_OF_DIRECTORY)
 _MESSAGES = ("Isend", "Rput")
-_BEAT = "beat"  # an allreduce a second while a drain goes on: their number says how long it took
+_BEAT = "beat"  # one allreduce a second during a drain, so their number only depends on its duration
 _OPENS = ("read", "open", "write")
 
 
 @dataclasses.dataclass
 class Row:
-    """What one rank did on one way, once; the larger of two live ranks where nothing else is said.
+    """What one rank did in one operation. Counts are the larger ones of the two live ranks unless described otherwise.
 
     Attributes:
-        path: of `PATHS`.
-        cpu_s: seconds of processor time of a rank, the simulation of MPI in it.
-        allreduces: over the world.
-        collectives: all others, those of the first ranks of the nodes in it.
-        messages, sent_nbytes: to single ranks.
-        leader_nbytes, rank_nbytes: what collectives give to the first rank of a node, which is not rank 0, and to any
-            other one.
-        first_nbytes: to rank 0.
-        dealt_nbytes: of these to any rank by an all-to-all, where each rank has a number for each.
-        files, requests: files that a rank opens, which is not rank 0, and how often it asks the directory.
-        first_files, first_requests: by rank 0.
-        alone_s: seconds that rank 0 took for what it alone does.
+        path: the operation, one of `PATHS`.
+        cpu_s: CPU seconds of a rank, with the simulation of MPI.
+        allreduces: allreduces over the world.
+        collectives: all other collectives, including those of the first ranks of the nodes.
+        messages, sent_nbytes: messages to single ranks.
+        leader_nbytes, rank_nbytes: bytes that the first rank of a node, and any other rank, receive from collectives.
+            Neither is rank 0.
+        first_nbytes: bytes that rank 0 receives.
+        dealt_nbytes: the part of these bytes that any rank receives in an all-to-all of one number a rank.
+        files, requests: files that a rank other than rank 0 opens, and its requests to the directory.
+        first_files, first_requests: the same for rank 0.
+        alone_s: seconds of rank 0 for what it alone does.
     """
 
     ranks: int
@@ -62,13 +62,13 @@ class Row:
 
 
 def measure(ranks: int) -> Iterator[Row]:
-    """Go all ways with a job of so many ranks, 8 on a node."""
+    """Run all operations with this number of ranks, 8 on a node."""
     yield from as_many(ranks)
     yield from doubled(ranks)
 
 
 def as_many(ranks: int) -> Iterator[Row]:
-    """Start, commit, drain, and restore on as many ranks."""
+    """Start, commit, drain, and restore on the same number of ranks."""
     with simulated(ranks, SCHEME, TRANSPORT, False, cut=True) as job:
         job.directory = job.memory / "directory"
         yield _row(ranks, START, job.start())
@@ -84,7 +84,7 @@ def as_many(ranks: int) -> Iterator[Row]:
 
 
 def doubled(ranks: int) -> Iterator[Row]:
-    """Restore on so many ranks what half of them have saved, on the same nodes."""
+    """Restore on this number of ranks what half as many saved on the same nodes."""
     with simulated(ranks // 2, SCHEME, TRANSPORT, False, cut=True, per_node=PER_NODE // 2) as half:
         half.directory = half.memory / "directory"
         half.start()
@@ -110,7 +110,7 @@ def _restored(ranks: int, path: str, job: SimulatedJob) -> Row:
     phase, right = job.restore(COMMITS)
     job.stop()
     row = _row(ranks, path, phase)
-    row.wrong = "" if right else "a restore did not give back the step that was saved"
+    row.wrong = "" if right else "a restore did not return the saved step"
     return row
 
 
@@ -131,7 +131,10 @@ def _row(ranks: int, path: str, phase: Phase) -> Row:
 
 
 def _beside_leader(call: Call) -> int:
-    """What the other ranks of a node get where its first one makes this call: it alone is among the first ranks."""
+    """Give the bytes that the other ranks of a node receive if its first rank makes this call.
+
+    Only the first rank takes part in collectives of the first ranks.
+    """
     if call.comm == "leaders":
         return 0
     return call.nbytes if call.what == "Ibcast" and not call.received else call.received
@@ -142,5 +145,5 @@ def _asked(asked: collections.Counter[tuple[str, str]]) -> tuple[int, int]:
 
 
 def of_path(rows: Sequence[Row], path: str) -> list[Row]:
-    """Those of one way, by size."""
+    """Give the rows of one operation, ordered by size."""
     return sorted((row for row in rows if row.path == path), key=lambda row: row.ranks)

@@ -1,7 +1,6 @@
-"""What phantoms report about the checkpoint that they hold, in the form in which ranks do, and their requests to the
-directory.
+"""Generates what phantoms report about the checkpoint that they hold, and counts the requests to the directory.
 
-A phantom holds the same as the lowest live rank, except that tensors cut over the nodes have the rows of its own node.
+A phantom holds the same as the lowest live rank. Only tensors sharded over the nodes have the rows of its own node.
 """
 
 from __future__ import annotations
@@ -34,20 +33,22 @@ Pack = Callable[[Any], bytes]
 Answer = Callable[[], list[bytes | None]]
 
 here = threading.local()
-"""Of a thread that stands for a trainer: its ``rank`` and its ``fabric``."""
+"""The ``rank`` and the ``fabric`` of a thread that runs a trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Olds:
-    """Who describes which rank of a checkpoint: a rank on its node, or on that which has the copies of a lost node.
+    """Tells which rank describes which rank of a checkpoint.
+
+    It is a rank on the same node. For a lost node it is a rank on the node that holds its copies.
 
     Attributes:
-        ranks: of the job that saved it.
-        size: of the job that describes it, on the same nodes, at least as many.
-        nodes: of both.
-        live: ranks of the second job that describe what they have themselves.
-        told: ranks of the checkpoint that these have.
-        lost: a node, and the one that has its copies; None: none is.
+        ranks: ranks of the job that saved the checkpoint.
+        size: ranks of the job that describes it, at least as many, on the same nodes.
+        nodes: number of nodes of both jobs.
+        live: live ranks of the second job. They describe what they hold themselves.
+        told: ranks of the checkpoint that the live ranks hold.
+        lost: the lost node, and the node that holds its copies. None if no node is lost.
     """
 
     ranks: int
@@ -58,11 +59,11 @@ class Olds:
     lost: tuple[int, int] | None = None
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank of the checkpoint was on."""
+        """Give the node of a rank of the checkpoint."""
         return rank * self.nodes // self.ranks
 
     def of(self, process: int) -> list[int]:
-        """The ranks that a phantom describes."""
+        """Give the ranks that a phantom describes."""
         now, before = self.size // self.nodes, self.ranks // self.nodes
         node, local = divmod(process, now)
         on = [node] if self.lost is None else {self.lost[0]: [], self.lost[1]: [node, self.lost[0]]}.get(node, [node])
@@ -72,11 +73,11 @@ class Olds:
 
 def of_ranks(mine: Mapping[int, Described], olds: Olds, pack: Pack, more: Callable[[int, int, Any], Any]
              ) -> list[Answer]:  # fmt: skip
-    """What phantoms bring to the three gathers of `describe_ranks`, where a live rank brings ``mine``.
+    """Generate what phantoms contribute to the three gathers of `describe_ranks` when a live rank contributes ``mine``.
 
     Args:
-        pack: how a value is packed on its way.
-        more: gives `Described.more` of an old rank that a process describes, from that of a live one.
+        pack: packs a value for its way.
+        more: gives `Described.more` of an old rank, from that process and from the value of a live rank.
     """
     one = mine[min(mine)]
     key = one.structure.key
@@ -96,13 +97,13 @@ def of_ranks(mine: Mapping[int, Described], olds: Olds, pack: Pack, more: Callab
 
 
 def _moved(row: np.ndarray, node: int) -> bytes:
-    """The numbers of a rank of another node: of the only class, which has one dimension and is cut over the nodes."""
+    """Give the row of a rank on another node. The only tensor has one dimension, which is sharded over the nodes."""
     whole, _, size = row.tolist()
     return np.array([whole, size * node % whole if size < whole else 0, size], dtype="<i8").tobytes()
 
 
 def of_files(value: Sequence[tuple[Stored, Receipt]], olds: Olds, sizes: dict[str, int]) -> Answer:
-    """What phantoms hand in when a drain has written all files; their sizes are added to ``sizes``."""
+    """Generate what phantoms hand in after a drain wrote all files, and add the sizes of the files to ``sizes``."""
     ((stored, receipt),) = value
 
     def handed_in(rank: int) -> bytes:
@@ -118,13 +119,13 @@ def of_files(value: Sequence[tuple[Stored, Receipt]], olds: Olds, sizes: dict[st
 
 
 class CountedDirectory(Directory):
-    """A directory that counts what a rank asks it for; of the files of phantoms it knows the size."""
+    """A directory that counts the requests of a rank. It knows the sizes of the files of phantoms."""
 
     asked: collections.Counter[tuple[str, str]]
     sizes: Mapping[str, int]
 
     def count(self, asked: collections.Counter[tuple[str, str]], sizes: Mapping[str, int]) -> CountedDirectory:
-        """Count from now on. Gives itself."""
+        """Count from now on. Returns the directory itself."""
         self.asked, self.sizes = asked, sizes
         return self
 
@@ -158,16 +159,16 @@ class CountedDirectory(Directory):
 
 @contextlib.contextmanager
 def standing_in(module: Callable[[], Any]) -> Iterator[None]:
-    """Let phantoms answer what ranks gather, and requests to the directory be counted, until the block ends.
+    """Generate what phantoms contribute, and count requests to the directory, until the block ends.
 
     Args:
-        module: makes what mlflash takes for the module mpi4py.MPI.
+        module: creates the object that replaces the module mpi4py.MPI.
     """
     gather_ranks, collect, begin = open_in_memory.gather_ranks, BackgroundCollectives.collect, DrainQueue.__init__
     gather, commit = _OnItsWay._gather, _OnItsWay._commit
 
     def of_memory(ranks: Any, mine: Mapping[int, Described]) -> Any:
-        twice: Pack = lambda value: pickle.dumps(pickle.dumps(value))  # by `Ranks`, and by `World`
+        twice: Pack = lambda value: pickle.dumps(pickle.dumps(value))  # packed by `Ranks`, and again by `World`
         fabric: Fabric = here.fabric
         if ranks.rank == fabric.live[0]:
             fabric.answers["world"] += of_ranks(mine, fabric.olds, twice, lambda rank, process, _: (process, rank, {}))

@@ -1,4 +1,4 @@
-"""Seconds and bytes on one rank for planning, the inventory and the choice of what to restore; checks their results.
+"""Measures planning, the inventory and the choice of what to restore on one rank, in seconds and bytes; checks results.
 
 Random losses go through `Survival.survives`, and some also through the choice of what to restore. They are compared
 with the exact probability.
@@ -27,26 +27,26 @@ from mlflash.startup.choose_checkpoint import choose
 SCHEMES = ("copy", "xor:8", "rs:6+2")
 RANKS = (1024, 4096, 16_384, 65_536, 131_072)
 PLANNING_S, INVENTORY_MB, AIMED_RANKS = 1.0, 4.0, 16_384
-_CHOICES = 3  # losses that also go through the choice of what to restore
+_CHOICES = 3  # number of losses that also go through the choice of what to restore
 
 
 @dataclasses.dataclass
 class Row:
-    """What was measured for one scheme and size; seconds of processor time on one rank.
+    """What was measured for one scheme and size. Seconds are CPU time of one rank.
 
     Attributes:
-        groups: redundancy groups of ranks.
-        domains_s: reading a file of rows and racks.
-        planning_s: topology, placement, who holds what of whom, what it survives, in words.
-        lost: nodes lost at once in the simulation.
-        exact, simulated, error: probability that memory is enough; the standard error of the simulated one.
-        sent_nbytes: inventory of one node on the wire.
-        received_mb: those of all nodes, which each node gets.
-        table_mb: what every rank holds of them while it chooses.
-        encode_s: of one node.
-        join_s: decoding them and putting them together.
-        choose_s: the choice of what to restore, with one node lost.
-        wrong: what contradicts what; "": nothing.
+        groups: number of redundancy groups.
+        domains_s: time to read a file of rows and racks.
+        planning_s: time for topology, placement, holders of copies, and the description of what the job survives.
+        lost: number of nodes lost at once in the simulation.
+        exact, simulated, error: probability that memory is enough, and the standard error of the simulated one.
+        sent_nbytes: size of one node's inventory on the wire.
+        received_mb: size of the inventories of all nodes, which each node receives.
+        table_mb: size of the table that every rank holds while it chooses.
+        encode_s: time to encode the inventory of one node.
+        join_s: time to decode and join the inventories of all nodes.
+        choose_s: time for the choice of what to restore, with one node lost.
+        wrong: the contradiction between two numbers. Empty if there is no contradiction.
     """
 
     ranks: int
@@ -68,7 +68,7 @@ class Row:
 
 
 def measure(ranks: int, scheme: str, samples: int, seed: int) -> Row:
-    """Measure one scheme with so many ranks."""
+    """Measure one scheme with this number of ranks."""
     row = Row(ranks, scheme)
     row.domains_s, places = timed(lambda: places_of(ranks // PER_NODE))
     row.planning_s, (topology, placed, found) = timed(lambda: plan(ranks, scheme, places))
@@ -86,16 +86,16 @@ def measure(ranks: int, scheme: str, samples: int, seed: int) -> Row:
     one = without(everything, [found.nodes // 2])
     row.choose_s, choice = timed(lambda: choose(one, topology.node_of))
     if choice is None or choice.attempt.generation != 42:
-        row.wrong = "one lost node was too much"
+        row.wrong = "the checkpoint did not survive one lost node"
     for number in {*range(_CHOICES), *(outcomes.index(outcome) for outcome in set(outcomes))}:
         restorable = choose(without(everything, losses[number]), topology.node_of) is not None
         if restorable != outcomes[number]:
-            row.wrong = f"nodes {sorted(losses[number])}: survived {outcomes[number]}, restorable {restorable}"
+            row.wrong = f"loss of nodes {sorted(losses[number])}: survived {outcomes[number]}, restorable {restorable}"
     return row
 
 
 def lose_at_random(row: Row, found: Survival, samples: int, seed: int) -> tuple[list[list[int]], list[bool]]:
-    """Lose random nodes, compare how often that is survived with the exact chance; gives losses and outcomes."""
+    """Lose random nodes, and compare how often that is survived with the exact chance. Gives losses and outcomes."""
     rng = random.Random(seed)
     row.lost, row.exact = open_loss(found)
     losses = [rng.sample(range(found.nodes), row.lost) for _ in range(samples)]
@@ -103,19 +103,19 @@ def lose_at_random(row: Row, found: Survival, samples: int, seed: int) -> tuple[
     row.simulated = sum(outcomes) / samples
     row.error = math.sqrt(row.exact * (1 - row.exact) / samples)
     if abs(row.simulated - row.exact) > 5 * row.error:
-        row.wrong = f"simulated {row.simulated}, exact {row.exact} ± {row.error}"
+        row.wrong = f"chance that memory is enough: simulated {row.simulated}, exact {row.exact} ± {row.error}"
     return losses, outcomes
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Do something; returns the seconds of processor time, and its result."""
+    """Call a function, and return the seconds of CPU time and its result."""
     start = time.process_time()
     result = work()
     return time.process_time() - start, result
 
 
 def places_of(nodes: int) -> list[tuple[str, ...]]:
-    """Read the file of failure domains of so many nodes; gives row and rack of each."""
+    """Read a file of failure domains for this number of nodes, and give the row and rack of each."""
     lines = ["levels: row rack"]
     for first in range(0, nodes, NODES_PER_RACK):
         rack = first // NODES_PER_RACK
@@ -126,7 +126,7 @@ def places_of(nodes: int) -> list[tuple[str, ...]]:
 
 
 def plan(ranks: int, scheme: str, places: Sequence[tuple[str, ...]]) -> tuple[Topology, Placement, Survival]:
-    """What every rank plans when a Checkpointer is made."""
+    """Plan what every rank plans when it creates a Checkpointer."""
     topology = from_node_ids([(rank // PER_NODE * PER_NODE, f"n{rank // PER_NODE:06d}") for rank in range(ranks)])
     placed = place(topology, parse(scheme), places)
     assert placed.owners and placed.connected and placed.parity_group_of is not None
@@ -136,7 +136,7 @@ def plan(ranks: int, scheme: str, places: Sequence[tuple[str, ...]]) -> tuple[To
 
 
 def open_loss(found: Survival) -> tuple[int, float]:
-    """A number of nodes of which a random loss is neither surely survived nor surely not, and the exact chance."""
+    """Find the number of nodes whose random loss is survived with a chance nearest to a half, and give that chance."""
     most = round(found.nodes ** (2 / 3))
     good = found.surviving(most)
     chances = [count / math.comb(found.nodes, lost) for lost, count in enumerate(good)]
@@ -145,5 +145,5 @@ def open_loss(found: Survival) -> tuple[int, float]:
 
 
 def without(everything: Inventory, nodes: Sequence[int]) -> Inventory:
-    """All but what some nodes hold."""
+    """Give the inventory without what some nodes hold."""
     return Inventory(everything.rows[~np.isin(everything.rows["node"], list(nodes))], everything.groups)

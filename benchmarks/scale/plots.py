@@ -18,7 +18,7 @@ _STYLE = {"svg.fonttype": "none", "axes.edgecolor": _GREY, "axes.labelcolor": _G
 
 
 def draw_ranks(path: Path, plans: Sequence[planning.Row], jobs: Sequence[agreement.Row]) -> None:
-    """Draw what the code takes on one rank: a band for each quantity, from the scheme with least to that with most."""
+    """Draw what one rank needs. The band of each quantity reaches from the scheme with least to the one with most."""
     with _figure(path, 2) as (left, right):
         aims = [
             (left, planning.PLANNING_S, "aim for planning"),
@@ -34,17 +34,17 @@ def draw_ranks(path: Path, plans: Sequence[planning.Row], jobs: Sequence[agreeme
         _band(left, [job for job in jobs if not job.alike], "restore_s", "restore of 4 MiB", _SHADES[4])
         _band(right, plans, "table_mb", "table of a rank", _SHADES[0])
         _band(right, plans, "received_mb", "inventory, to each node", _SHADES[1])
-        for axes, title in ((left, "seconds of processor time on a rank"), (right, "megabytes")):
+        for axes, title in ((left, "seconds of CPU time of a rank"), (right, "megabytes")):
             _scales(axes, sorted({row.ranks for row in plans}), "ranks, 8 on a node", title)
 
 
 _GROWN = (
-    (f"{paths.START}: B given to another rank", "start"),
-    (f"{paths.RESTORE}: B given to another rank", "restore"),
-    (f"{paths.RESHARD}: B given to another rank", "reshard, out of memory"),
-    (f"{paths.RESHARD_OUT_OF_DIRECTORY}: B given to another rank", "reshard, from a directory"),
-    (f"{paths.DRAIN}: B given to another rank", "drain"),
-    (f"{paths.DRAIN}: B given to rank 0", "drain, to rank 0"),
+    (f"{paths.START}: B received by another rank", "start"),
+    (f"{paths.RESTORE}: B received by another rank", "restore"),
+    (f"{paths.RESHARD}: B received by another rank", "reshard, out of memory"),
+    (f"{paths.RESHARD_OUT_OF_DIRECTORY}: B received by another rank", "reshard, from a directory"),
+    (f"{paths.DRAIN}: B received by another rank", "drain"),
+    (f"{paths.DRAIN}: B received by rank 0", "drain, to rank 0"),
 )
 _TOOK = (
     (f"{paths.COMMIT}: s of a rank", "commit"),
@@ -57,11 +57,11 @@ _TOOK = (
 
 
 def draw_growth(path: Path, grown: Sequence[Series]) -> None:
-    """Draw bytes and seconds of each way against ranks; a thin line has the slope of linear growth."""
+    """Draw bytes and seconds of each operation against ranks. A thin line has the slope of linear growth."""
     known = {one.what: one for one in grown}
     with _figure(path, 2) as (left, right):
-        for axes, named, factor, title in ((left, _GROWN, 1e-6, "megabytes that collectives give to a rank"),
-                                           (right, _TOOK, 1.0, "seconds of processor time of a rank")):  # fmt: skip
+        for axes, named, factor, title in ((left, _GROWN, 1e-6, "megabytes that a rank receives from collectives"),
+                                           (right, _TOOK, 1.0, "seconds of CPU time of a rank")):  # fmt: skip
             there = [(known[what], label) for what, label in named if what in known]
             for shade, (one, label) in zip(_SHADES, there, strict=False):
                 ranks, values = zip(*one.points, strict=True)
@@ -74,7 +74,7 @@ def draw_growth(path: Path, grown: Sequence[Series]) -> None:
 
 
 def draw_model(path: Path, points: Sequence[Point]) -> None:
-    """Draw seconds to a commit, to a restored state, and from a failure to all restored, against GPUs."""
+    """Draw the seconds of a commit, of a restore, and from a failure to a state on all GPUs, against GPUs."""
     gpus = sorted({point.gpus for point in points})
     with _figure(path, 3) as (left, middle, right):
         for axes, name, title in ((left, "committed_s", "seconds to committed"), (middle, "restored_s", "to restored")):
@@ -137,7 +137,7 @@ def _scales(axes: Any, across: Sequence[int], label: str, title: str, room: floa
 
 
 class _figure:
-    """A transparent figure of some panels, written where the block ends."""
+    """A transparent figure of some panels. It is written when the block ends."""
 
     def __init__(self, path: Path, panels: int):
         self._path, self._panels = path, panels

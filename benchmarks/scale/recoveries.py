@@ -1,9 +1,9 @@
-"""From a failure to a state on all GPUs: this model, what others published, and what would make mlflash slower.
+"""Computes the time from a failure to a state on all GPUs, and compares it with what others published.
 
     python benchmarks/scale/recoveries.py [--json FILE] [--plot benchmarks/scale/plot-model.svg]
 
-The model's figures do not include process groups of torch.distributed, compilation and the first step; nor do most of
-those that others published.
+It also computes what would make mlflash slower. The model's figures do not include process groups of torch.distributed,
+compilation and the first step. Most of the published figures do.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ COPY = parse("copy")
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to get over a failure.
+    """One way to recover from a failure.
 
     Attributes:
-        label: of it.
-        seconds: of a machine.
+        label: its name in tables and plots.
+        seconds: gives the seconds on a machine.
         wire_up: how couriers find each other.
         is_ours: whether mlflash does it.
     """
@@ -62,22 +62,22 @@ class Way:
     is_ours: bool = True
 
     def of(self, gpus: int, node: Node) -> float:
-        """Seconds on so many GPUs."""
+        """Give the seconds on this number of GPUs."""
         return self.seconds(Machine(gpus, node, SLINGSHOT_11, wire_up=self.wire_up))
 
 
 def in_place_s(machine: Machine, node_lost: bool, noticed_s: float = 0.0) -> float:
-    """Survivors leave their step, couriers find each other anew, all restore; processes and imports stay.
+    """Compute a recovery in place: survivors leave their step, couriers reconnect, and all ranks restore.
 
     Args:
         node_lost: whether the spare is on another node, and fetches what it lacks.
-        noticed_s: from the failure until it is noticed: none where a process ends, or a connection does.
+        noticed_s: time until the failure is noticed. It is 0 if a process or a connection ends.
     """
     return noticed_s + LEAVE_S + model.restored_s(machine, COPY, node_lost)
 
 
 def relaunched_s(machine: Machine) -> float:
-    """All ranks start anew, and restore from memory; a node was lost."""
+    """Compute a relaunch of all ranks and a restore from memory, after a node was lost."""
     return RELAUNCH_S + model.restored_s(machine, COPY)
 
 
@@ -101,12 +101,12 @@ class Published:
     """A recovery that somebody else published.
 
     Attributes:
-        system: its name.
-        gpus: on how many.
-        seconds: of it.
-        sign: "≤" or "≥" where it was published as a bound, else "".
-        conditions: of the figure.
-        source, address: title and place.
+        system: name of the system.
+        gpus: number of GPUs.
+        seconds: time of the recovery.
+        sign: "≤" or "≥" if a bound was published, else empty.
+        conditions: conditions of the figure.
+        source, address: title and URL.
     """
 
     system: str
@@ -126,44 +126,44 @@ _HYPERPOD = (
 _FT_HSDP = ("Training LLMs with Fault Tolerant HSDP on 100,000 GPUs", "https://arxiv.org/abs/2602.00277")
 PUBLISHED = (
     Published(
-        "HyperPod, checkpointless", 256, 47, "", "Llama 3 70B, H100; out of checkpoints 4 min 52 s", *_HYPERPOD
+        "HyperPod, checkpointless", 256, 47, "", "Llama 3 70B, H100; from checkpoints 4 min 52 s", *_HYPERPOD
     ),
     Published(
-        "HyperPod, checkpointless", 2304, 120, "≤", "an internal model, H100; out of checkpoints 15 to 30 min",
+        "HyperPod, checkpointless", 2304, 120, "≤", "an internal model, H100; from checkpoints 15 to 30 min",
         *_HYPERPOD,
     ),
     Published(
-        "FlashRecovery", 4800, 150, "", "out of healthy replicas, without checkpoints; devices, not GPUs",
+        "FlashRecovery", 4800, 150, "", "from healthy replicas, without checkpoints; devices, not GPUs",
         "FlashRecovery: Fast and Low-Cost Recovery from Failures for Large-Scale Training of LLMs",
         "https://arxiv.org/abs/2509.03047",
     ),
     Published(
         "ByteDance, before ByteRobust", 10_000, 600, "≥",
-        "failover is \"often more than 10 minutes\"; of its own only ratios: 10.87 times faster than to queue again",
+        "failover is \"often more than 10 minutes\". ByteRobust: only ratios, 10.87 times faster than to queue again",
         "Robust LLM Training Infrastructure at ByteDance", "https://arxiv.org/abs/2509.16293",
     ),
     Published(
         "MegaScale", 12_288, 900, "≤",
-        "catches up \"within 15 minutes\": lost steps are in it; on \"more than 10,000 GPUs\", here its largest run",
+        "catches up \"within 15 minutes\", lost steps included; on \"more than 10,000 GPUs\", here its largest run",
         "MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs", "https://arxiv.org/abs/2402.15627",
     ),
     Published(
         "Llama 3", 16_384, 0.1 * 54 * 86_400 / 466, "≤",
-        "divided here: more than 90 % effective training time, 54 days, 466 interruptions; lost steps are in it",
+        "computed here from more than 90 % effective training time, 54 days, 466 interruptions; lost steps included",
         "The Llama 3 Herd of Models, 3.3.4", "https://arxiv.org/abs/2407.21783",
     ),
     Published("Meta, synchronous", 100_000, 600, "", "stall of a recovery, \"O(100K) GPUs\"", *_FT_HSDP),
-    Published("Meta, FT-HSDP", 100_000, 180, "", "the same; other replicas train on meanwhile", *_FT_HSDP),
+    Published("Meta, FT-HSDP", 100_000, 180, "", "the same; other replicas continue to train", *_FT_HSDP),
 )  # fmt: skip
 
 
 def lettered() -> Iterator[tuple[str, Published]]:
-    """Give what others published, each with the letter that it has in plot and table."""
+    """Give what others published, each with its letter in plot and table."""
     return zip(string.ascii_lowercase, PUBLISHED, strict=False)
 
 
 def terms(machine: Machine) -> dict[str, float]:
-    """What a recovery in place after a crashed node is made of, seconds."""
+    """Give the parts of a recovery in place after a node crashed, in seconds."""
     moved = model.moved_s(machine, COPY, node_lost=False)
     return {
         "leave the step": LEAVE_S,
@@ -192,10 +192,10 @@ def main() -> int:
     others = [[letter, one.system, f"{one.gpus:,}", f"{one.sign} {one.seconds:,.0f}".strip(), one.conditions,
                f"[{one.source}]({one.address})"] for letter, one in lettered()]  # fmt: skip
     grids = [
-        Grid("From a failure to a state on all GPUs, s: the model", ["way", *heads], ways),
-        Grid("Of it, in place, a node crashes, s", ["what", *heads], parts),
+        Grid("From a failure to a state on all GPUs in the model, s", ["way", *heads], ways),
+        Grid("Parts of a recovery in place after a node crashed, s", ["what", *heads], parts),
         Grid("Published by others", ["", "system", "GPUs", "s", "conditions", "source"], others),
-        Grid("mlflash is slower where", ["what", "assumed", *heads], list(_lines(found, few))),
+        Grid("When mlflash is slower", ["what", "assumed", *heads], list(_lines(found, few))),
     ]  # fmt: skip
     if args.markdown:
         print("\n".join(map(markdown, grids)))

@@ -2,9 +2,10 @@
 
     python benchmarks/scale/run.py [--ranks N ...] [--samples 20000] [--seed 1] [--quick] [--json FILE] [--plot FILE]
 
-It needs no MPI: it runs the code of every rank on the tables and messages of 1,024 to 131,072 ranks, 8 on a node, and a
-model of machines whose parameters are measured here or published. It ends with 1 if numbers contradict each other or an
-aim is missed. README.md in this folder has formulas, sources and results.
+It needs no MPI. It runs the code of one rank on the tables and messages of 1,024 to 131,072 ranks, 8 on a node. It also
+computes a model of machines whose parameters are measured here or published. It exits with 1 if numbers contradict each
+other, if something grows too fast, or if a commit takes too many allreduces. README.md in this folder has formulas,
+sources and results.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from bench.question import begin, finish, parser_of  # noqa: E402
 from scale import agreement, drain_commit, forecast, growth, kernels, old_ranks, paths, planning, rows  # noqa: E402
 from scale.parameters import Node  # noqa: E402
 
-QUICK = (256, 1024)  # ranks of which growth is told in a quick run
-LEAVES, LEARNT_LEAVES = 2, 300  # of a rank whose drain is committed; of one that learns what old ranks hold
+QUICK = (256, 1024)  # job sizes from which a quick run computes growth
+LEAVES, LEARNT_LEAVES = 2, 300  # leaves of a rank: where a drain is committed; where a rank learns about old ranks
 
 
 def main() -> int:
@@ -52,8 +53,10 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=None, repetitions=None)
-    parser.add_argument("--ranks", type=int, nargs="+", default=planning.RANKS, help="sizes of the job, multiples of 8")
-    parser.add_argument("--samples", type=int, default=20_000, help="number of random losses")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=planning.RANKS, help="numbers of ranks, multiples of 64"
+    )
+    parser.add_argument("--samples", type=int, default=20_000, help="number of random losses of nodes")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random losses")
     args = parser.parse_args()
     if any(ranks < 128 or ranks % 64 for ranks in args.ranks):
@@ -65,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 def draw(path: Path, plans: list[planning.Row], jobs: list[agreement.Row], points: list[forecast.Point],
          grown: list[growth.Series]) -> None:  # fmt: skip
-    """Draw plots: to the path, two beside it that are the same for any --ranks, and one of growth, given three."""
+    """Draw the plot of ranks to the path. Draw the plots of the model, and of three or more sizes, in its folder."""
     from scale import plots
 
     plots.draw_ranks(path, plans, jobs)

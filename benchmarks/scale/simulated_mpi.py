@@ -1,9 +1,9 @@
-"""MPI for a few live ranks of a world of many: what they send is counted, and what other ranks would send is generated.
+"""MPI for a few live ranks of a large world. Counts what they send, and generates what other ranks would send.
 
-Live ranks are threads of this process. They run the unchanged code of mlflash on a module and communicators that look
-like those of mpi4py, as far as mlflash calls them. All other ranks are *phantoms*. In a reduction they bring what the
-live ranks bring, in a gather what `meeting.Fabric.phantoms` generates, and in an all-to-all nothing. Nobody sends them
-messages. The live ranks must be whole redundancy groups of first ranks of their nodes, including rank 0.
+Live ranks are threads of this process. They run the unchanged code of mlflash on a module and communicators that have
+all the functions of mpi4py which mlflash calls. All other ranks are *phantoms*. In a reduction they contribute what the
+live ranks contribute, in a gather what `meeting.Fabric.phantoms` generates, and in an all-to-all nothing. Live ranks
+send them no messages. The live ranks must be whole redundancy groups of first ranks of their nodes, including rank 0.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from scale.meeting import Call, Done, Fabric, Later, Made, Receive, raw_bytes
 
 _DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data", "drain", "beat")}
-"""As `world.World` makes them, and `BackgroundCollectives` two more."""
+"""Names of duplicates, in the order in which `world.World` and `BackgroundCollectives` create them."""
 
 
 class Group:
-    """The ranks of a communicator, as numbers of all ranks."""
+    """The ranks of a communicator, as numbers in the world."""
 
     def __init__(self, members: Sequence[int]):
         self._members = members
 
     def Translate_ranks(self, ranks: Sequence[int], all_ranks: Group) -> list[int]:
-        """Give the numbers that some ranks have of all."""
+        """Give the numbers of some ranks in the world."""
         return [self._members[rank] for rank in ranks]
 
     def Free(self) -> None:
@@ -52,21 +52,21 @@ class Comm:
         return (*self._key, self._count)
 
     def Idup(self) -> tuple[Comm, Done]:
-        """Begin making another one of the same ranks."""
+        """Begin to create another communicator of the same ranks."""
         return Comm(self.fabric, next(self._names, "aside"), self._next(), self._members, self._me), Done()
 
     def Split(self, color: int, key: int) -> Comm:
-        """Make the next one of `Fabric.splits`."""
+        """Create the next communicator of `Fabric.splits`."""
         kind = next(self._splits)
         members = self.fabric.members(kind, self._me)
         return Comm(self.fabric, kind, (*self._next(), kind, members[0]), members, self._me)
 
     def Get_group(self) -> Group:
-        """Give its ranks."""
+        """Give the ranks of the communicator."""
         return Group(self._members)
 
     def Free(self) -> None:
-        """Forget that it was made."""
+        """Forget the object."""
         self.fabric.made.remove(self._made)
 
     # Collectives
@@ -75,14 +75,14 @@ class Comm:
         self.fabric.calls.append(Call(self._me, self.name, what, nbytes, received))
 
     def Ibarrier(self) -> Later:
-        """Begin waiting for all live ranks."""
+        """Begin to wait for all live ranks."""
         key = self._next()
         self._note("Ibarrier", 0)
         self.fabric.meet(key, self._me, True)
         return Later(lambda: self.fabric.outcome(key, len(self.live), lambda met: True) is not None)
 
     def Iallreduce(self, values: np.ndarray, out: np.ndarray, op: str) -> Later:
-        """Begin taking the minimum of each number, or the sum."""
+        """Begin to reduce each number to the minimum or the sum."""
         key = self._next()
         self._note("Iallreduce", values.nbytes)
         self.fabric.meet(key, self._me, values.copy())
@@ -103,12 +103,12 @@ class Comm:
         return Later(finish)
 
     def Iallgather(self, mine: np.ndarray, out: np.ndarray) -> Later:
-        """Begin telling all ranks how many bytes each will bring to the next gather."""
+        """Begin to tell all ranks how many bytes each contributes to the next gather."""
         self._note("Iallgather", mine.nbytes, out.nbytes)
         return self._tell_sizes(int(mine[0]), out)
 
     def Igather(self, mine: np.ndarray, out: np.ndarray | None) -> Later:
-        """Begin telling the first rank the same."""
+        """Begin to tell the first rank how many bytes each contributes to the next gather."""
         self._note("Igather", mine.nbytes, 0 if out is None else out.nbytes)
         return self._tell_sizes(int(mine[0]), out)
 
@@ -133,12 +133,12 @@ class Comm:
         return Later(finish)
 
     def Iallgatherv(self, mine: np.ndarray, into: list[Any]) -> Later:
-        """Begin giving everybody what everybody brings, of the sizes that were told before."""
+        """Begin to give all ranks what each contributes. The sizes were told before."""
         self._note("Iallgatherv", mine.nbytes, into[0].nbytes)
         return self._give(mine, into[0])
 
     def Igatherv(self, mine: np.ndarray, into: list[Any] | None) -> Later:
-        """Begin giving it to the first rank."""
+        """Begin to give the first rank what each contributes."""
         self._note("Igatherv", mine.nbytes, 0 if into is None else into[0].nbytes)
         return self._give(mine, None if into is None else into[0])
 
@@ -161,7 +161,7 @@ class Comm:
         return Later(finish)
 
     def Ialltoall(self, mine: np.ndarray, out: np.ndarray) -> Later:
-        """Begin giving each rank one number of each; those of phantoms are 0."""
+        """Begin to give each rank one number of each other rank. The numbers of phantoms are 0."""
         key = self._next()
         self._note("Ialltoall", mine.nbytes, out.nbytes)
         self.fabric.meet(key, self.rank, mine.copy())
@@ -177,7 +177,7 @@ class Comm:
         return Later(finish)
 
     def Ibcast(self, buffer: np.ndarray, root: int) -> Later:
-        """Begin giving everybody what one live rank has."""
+        """Begin to give all ranks the value of one live rank."""
         key = self._next()
         mine = self.rank == root
         self._note("Ibcast", buffer.nbytes if mine else 0, 0 if mine else buffer.nbytes)
@@ -196,7 +196,7 @@ class Comm:
     # Messages
 
     def Isend(self, message: Any, to: int, tag: int) -> Done:
-        """Send, buffered."""
+        """Send a buffered message."""
         raw = raw_bytes(message).tobytes()
         self._note("Isend", len(raw))
         key = (*self._key, self.rank, to, tag)
@@ -205,16 +205,16 @@ class Comm:
         return Done()
 
     def Irecv(self, into: Any, source: int, tag: int) -> Receive:
-        """Begin to receive."""
+        """Begin to receive a message."""
         return Receive(self.fabric, (*self._key, source, self.rank, tag), into[0] if isinstance(into, list) else into)
 
     def Iprobe(self, *_: object) -> bool:
-        """Nobody asks who is alive."""
+        """Find no message. Nobody asks which ranks are alive."""
         return False
 
 
 class Window:
-    """Memory of the ranks of a communicator, open to Put; or that of a node, as `Allocate_shared` gives it."""
+    """Memory of the ranks of a communicator for Put, or the memory of a node from `Allocate_shared`."""
 
     def __init__(self, memory: np.ndarray | None, comm: Comm | None):
         self._memory, self._comm = memory, comm
@@ -226,7 +226,7 @@ class Window:
             comm.fabric.made.append(self._made)
 
     def Rput(self, message: list[Any], target: int, where: list[Any]) -> Later:
-        """Put, as soon as the target has its window."""
+        """Put a message once the target has its window."""
         assert self._comm is not None
         comm, raw, key = self._comm, raw_bytes(message).copy(), self._key
         comm._note("Rput", raw.nbytes)
@@ -240,23 +240,23 @@ class Window:
         return Later(finish)
 
     def Shared_query(self, rank: int) -> tuple[Any, int]:
-        """The memory of a node."""
+        """Give the memory of a node."""
         assert self._memory is not None
         return self._memory.data, 8
 
     def Free(self) -> None:
-        """Forget that it was made."""
+        """Forget the object."""
         if self._comm is not None:
             self._comm.fabric.made.remove(self._made)
 
     def nothing(self, *_: object) -> None:
-        """Do nothing: locks, and completion of what is complete."""
+        """Do nothing. Locks are not needed, and every Put is complete."""
 
     Lock = Unlock = Lock_all = Unlock_all = Flush = Flush_all = Sync = nothing
 
 
 def module() -> Any:
-    """Make what mlflash takes for the module mpi4py.MPI."""
+    """Create the object that replaces the module mpi4py.MPI."""
     windows = SimpleNamespace(
         Create=lambda memory, unit, comm: Window(memory, comm),
         Allocate=lambda nbytes, unit, comm: Window(np.zeros(nbytes, np.uint8), None),

@@ -1,4 +1,4 @@
-"""The tables that each rank would get in a job of many ranks: places, failure domains, what all nodes hold."""
+"""Generates the tables that each rank gets in a large job: where ranks are, failure domains, what all nodes hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)
 
 
 def inventories(topology: Topology, placed: Placement) -> list[Inventory]:
-    """What the leader of each node finds: two slots of each rank, and two of each copy and parity file it holds."""
+    """Generate what the first rank of each node finds: two slots of each rank, and two of each copy and parity file."""
     found = []
     for node, ranks in enumerate(topology.ranks_on):
         groups = list(dict.fromkeys(placed.parity_group_of[rank] for rank in ranks if placed.parity_group_of[rank]))
@@ -40,20 +40,20 @@ def inventories(topology: Topology, placed: Placement) -> list[Inventory]:
 
 
 def whole_inventories(topology: Topology, placed: Placement, memory: Path, live: Sequence[int]) -> list[Inventory]:
-    """What each node holds of a job of which only some ranks live: their real files, and such of all other ranks.
+    """Give what each node holds in a job with some live ranks: their real files, and generated ones of all other ranks.
 
     Args:
-        topology: of the job.
-        placed: who protects whom.
-        memory: directory in which the nodes of the live ranks are.
-        live: first ranks of their nodes.
+        topology: topology of the job.
+        placed: which rank protects which.
+        memory: directory that contains the nodes of the live ranks.
+        live: the live ranks. Each is the first of its node.
     """
     real = {}
     for node in (topology.node_of[rank] for rank in live):
         with contextlib.closing(NodeDirectory(str(memory), "scale", node)) as held:
             real[node] = scan(held, node)
     newest = max((row for part in real.values() for row in part.rows), key=lambda row: int(row["generation"]))
-    # Of those that do not live only the newest attempt, with numbers of files that no live rank has.
+    # Other ranks get only the newest attempt, under file numbers that no live rank uses.
     found = []
     for node, part in enumerate(inventories(topology, placed)):
         rows = part.rows[(part.rows["generation"] == 42) & ~_of_group(part, live)]

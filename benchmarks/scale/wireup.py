@@ -1,11 +1,11 @@
-"""The simulated wire-up of thousands of couriers: what MPI asks our PMI-1 servers while it starts, over one store.
+"""Simulates how thousands of couriers find each other: the requests of MPI to our PMI-1 servers, over one store.
 
     python benchmarks/scale/wireup.py [--nodes 512] [--ranks-per-node 8] [--segments 9]
 
-Store, clients and PMI servers are those of mlflash, and talk over loopback. The store has a process of its own, like
-rank 0's zygote. The questions of MPI are replayed as MPICH 5.0.2 with UCX sends them: on each node one rank puts its
-address, in segments of a kilobyte, all ranks come to a barrier, and that rank gets the addresses of all nodes. A real
-start waits for the time of the store's process. The time of the others is spread over all nodes there.
+Store, clients and PMI servers are those of mlflash, and talk over loopback. The store has its own process, like the
+zygote of rank 0. The program replays the requests that MPICH 5.0.2 with UCX sends. On each node one rank puts its
+address, in segments of a kilobyte. All ranks enter a barrier. Then that rank gets the addresses of all nodes. In a real
+start all ranks wait for the store's process. The other work is spread over all nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEGMENT = "F" * 1000
 
 
 def lines_of(epoch: str, node: int, is_first: bool, nodes: int, segments: int) -> Iterator[str]:
-    """What the MPI of one rank asks, a line at a time."""
+    """Yield the requests of one rank's MPI, one line each."""
     yield from ("init pmi_version=1 pmi_subversion=1", "get_maxes", "get_appnum", "get_my_kvsname")
     yield f"get kvsname={epoch} key=PMI_process_mapping"
     if is_first:
@@ -49,7 +49,7 @@ def lines_of(epoch: str, node: int, is_first: bool, nodes: int, segments: int) -
 
 
 class Rank:
-    """One rank: what its zygote has for it, and the MPI that talks to that."""
+    """One rank: the store client and PMI server of its zygote, and the MPI that talks to them."""
 
     def __init__(
         self, epoch: str, rank: int, node_of: list[int], lines: Iterator[str], address: tuple[str, int], token: str
@@ -65,7 +65,7 @@ class Rank:
 
     @property
     def is_over(self) -> bool:
-        """Whether MPI is up, and the store has done all that it was asked for."""
+        """Whether MPI is up and the store has answered all requests."""
         return self._is_up and not self.store._then
 
     def watches(self) -> Iterator[Watch]:
@@ -92,7 +92,7 @@ class Rank:
 def work(
     mine: list[int], epoch: str, args: argparse.Namespace, address: tuple[str, int], token: str, told: object
 ) -> None:
-    """Be all ranks of some nodes."""
+    """Run all ranks of some nodes."""
     allow_descriptors()
     size = args.nodes * args.ranks_per_node
     node_of = [rank // args.ranks_per_node for rank in range(size)]
@@ -106,7 +106,7 @@ def work(
         left += 1
     while left:
         for fd, _ in poll.poll():
-            if fd not in watched:  # closed since
+            if fd not in watched:  # it was closed meanwhile
                 continue
             one, act = watched[fd]
             was_over = one.is_over
@@ -121,7 +121,7 @@ def work(
 
 
 def watch(poll: select.epoll, watched: dict[int, tuple[Rank, Callable[[], None]]], one: Rank) -> None:
-    """Wait for what a rank waits for now."""
+    """Poll the descriptors that a rank waits for now."""
     wanted = {fd: (events, act) for fd, events, act in one.watches() if fd >= 0}
     for fd in one.watched.keys() - wanted.keys():
         del watched[fd]
@@ -142,7 +142,7 @@ def allow_descriptors() -> None:
 
 
 def serve(size: int, pipe: object, over: Event) -> None:
-    """Be the store, until it is over."""
+    """Run the store until the event is set."""
     allow_descriptors()
     store = KeyValueStore("127.0.0.1", limits=Limits(strangers=64 + 2 * size))
     pipe.send((store.address, store.token))  # type: ignore[attr-defined]
@@ -156,8 +156,8 @@ def serve(size: int, pipe: object, over: Event) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=512)
-    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=512, help="number of nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks on each node")
     parser.add_argument("--segments", type=int, default=9, help="segments of a node's address: UCX has 9, libfabric 1")
     args = parser.parse_args()
     size, epoch = args.nodes * args.ranks_per_node, new_epoch_name(1)
