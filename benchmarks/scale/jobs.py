@@ -1,4 +1,4 @@
-"""Checkpointers of a few live ranks in a job of many: start, commits, relaunch and restore, with the unchanged code."""
+"""Runs Checkpointers of a few live ranks in a large job, with unchanged code: start, commits, relaunch and restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of memory_of_ranks.py: it reports the memory of its processes after each thing that they do."""
+"""One rank of memory_of_ranks.py: it reports the memory of its processes after each step."""
 
 from __future__ import annotations
 

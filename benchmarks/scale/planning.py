@@ -1,4 +1,4 @@
-"""Measures planning, the inventory and the choice of what to restore on one rank, in seconds and bytes; checks results.
+"""Measures planning, the inventory and the choice of what to restore on one rank, and checks their results.
 
 Random losses go through `Survival.survives`, and some also through the choice of what to restore. They are compared
 with the exact probability.
@@ -126,7 +126,7 @@ def places_of(nodes: int) -> list[tuple[str, ...]]:
 
 
 def plan(ranks: int, scheme: str, places: Sequence[tuple[str, ...]]) -> tuple[Topology, Placement, Survival]:
-    """Plan what every rank plans when it creates a Checkpointer."""
+    """Plan as every rank does when it creates a Checkpointer."""
     topology = from_node_ids([(rank // PER_NODE * PER_NODE, f"n{rank // PER_NODE:06d}") for rank in range(ranks)])
     placed = place(topology, parse(scheme), places)
     assert placed.owners and placed.connected and placed.parity_group_of is not None
@@ -136,7 +136,7 @@ def plan(ranks: int, scheme: str, places: Sequence[tuple[str, ...]]) -> tuple[To
 
 
 def open_loss(found: Survival) -> tuple[int, float]:
-    """Find the number of nodes whose random loss is survived with a chance nearest to a half, and give that chance."""
+    """Find the number of lost nodes that memory survives with a chance closest to a half, and give that chance."""
     most = round(found.nodes ** (2 / 3))
     good = found.surviving(most)
     chances = [count / math.comb(found.nodes, lost) for lost, count in enumerate(good)]

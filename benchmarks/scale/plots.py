@@ -1,4 +1,4 @@
-"""Draws the plots: seconds and bytes over ranks; committed, restored and wasted time over GPUs, with file systems."""
+"""Draws the plots: seconds and bytes against ranks, and committed, restored and wasted time against GPUs."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 def draw(path: Path, plans: list[planning.Row], jobs: list[agreement.Row], points: list[forecast.Point],
          grown: list[growth.Series]) -> None:  # fmt: skip
-    """Draw the plot of ranks to the path. Draw the plots of the model, and of three or more sizes, in its folder."""
+    """Draw ranks to the path, and the model, and growth if there are three sizes or more, in the same folder."""
     from scale import plots
 
     plots.draw_ranks(path, plans, jobs)
