@@ -10,14 +10,14 @@ from memory import descendants
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, of its children that have ended, and of its descendants that run."""
+    """CPU seconds of this process, its ended children and its running descendants."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_of, descendants(os.getpid())))
 
 
 def _of(pid: int) -> float:
-    # As clock_getcpuclockid gives it: finer than the hundredths of a second in /proc.
+    # The id that clock_getcpuclockid returns. This clock is finer than the hundredths of a second in /proc.
     try:
         return time.clock_gettime((~pid << 3) | 2)
-    except OSError:  # ended just now
+    except OSError:  # it has just ended
         return 0.0

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.async_save by a process, with a stager that keeps its shared memory."""
+"""torch.distributed.checkpoint.async_save that writes in a process, with a stager that keeps its shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 
 class Library(dcp_thread.Library):
-    """As the thread; the process is started by the first save and stays."""
+    """The same as the variant with a thread. The first save starts the process, and later saves use it again."""
 
     kind = AsyncCheckpointerType.PROCESS

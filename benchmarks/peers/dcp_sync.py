@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint.save, which stops training, and what this module shares with the two asynchronous ones.
+"""torch.distributed.checkpoint.save, which stops training, and the code that the two asynchronous variants share.
 
-The state is like that of FSDP2: DTensors, and each rank holds a shard of each. Plans are cached, as in PyTorch's own
-measurements of asynchronous checkpoints. Files are not synced, because memory has no disk behind it.
+The state is like that of FSDP2. It consists of DTensors, and each rank holds a shard of each. Plans are cached, as in
+PyTorch's own measurements of asynchronous checkpoints. Files are not synced, because memory has no disk behind it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class Library(Peer):
-    """Files of a step are a directory; the one before is deleted by the user."""
+    """Writes a directory for each step. The user deletes the previous one."""
 
     def __init__(self, place: Place, state: State):
         mesh = init_device_mesh("cpu", (place.comm.size,))
         self._model = {"model": {name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
                                  for name, value in state.items()}}  # fmt: skip
-        self._group = dist.new_group(backend="gloo")  # an asynchronous save talks while training does
+        self._group = dist.new_group(backend="gloo")  # an asynchronous save communicates at the same time as training
         self._directories = Directories(place, "dcp")
 
     def save(self, step: int, state: State) -> None:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.async_save by a thread, with a stager that keeps its memory."""
+"""torch.distributed.checkpoint.async_save that writes in a thread, with a stager that keeps its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 
 class Library(dcp_sync.Library):
-    """One stager for all saves; what of it needs CUDA is on where there is CUDA."""
+    """Uses one stager for all saves. The options that need CUDA are on if this machine has CUDA."""
 
     kind = AsyncCheckpointerType.THREAD
 

@@ -1,10 +1,10 @@
 """DLRover's flash checkpoint in memory: DdpCheckpointer with a shard per rank, saved with StorageType.MEMORY.
 
-dlrover-run starts the saver of a node before training. Here the saver is started by the function that the checkpointer
-would call by itself, and gets a second to start. Otherwise its queue may accept a request before it can answer
-(SharedQueue.__init__ of 0.6.1 makes the socket, then the queue) and lose it, and the rank would wait for a minute and
-fail. Each rank is a node, so each has its own name for segments. Sockets are put into the memory of the run, because
-nothing removes those in /tmp.
+dlrover-run starts the saver of a node before training. Here this module calls the function that the checkpointer would
+call by itself, and gives the saver a second to start. Without this second the saver may lose the first request, because
+SharedQueue.__init__ of 0.6.1 makes the socket before the queue. The rank would then wait for a minute and fail. Each
+rank is a node, so each has its own name for segments. The sockets are in the memory of the run, because DLRover does
+not remove them from /tmp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAVER_S = 1.0
 
 
 class Library(Peer):
-    """The state is copied into a segment while training waits, and that is all."""
+    """Copies the state into a segment while training waits. It does nothing afterwards."""
 
     replicas = 0
 
@@ -41,7 +41,7 @@ class Library(Peer):
 
     def save(self, step: int, state: State) -> None:
         self._checkpointer.save_checkpoint(step, dict(state), storage_type=StorageType.MEMORY)
-        assert self._checkpointer._engine._cached_step == step, "skipped"  # which it only logs
+        assert self._checkpointer._engine._cached_step == step, "DLRover skipped the save"  # it only logs this
 
     def load(self, state: State) -> State:
         loaded: State = self._checkpointer.load_checkpoint()

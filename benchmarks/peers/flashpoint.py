@@ -1,11 +1,11 @@
-"""ML Flashpoint by its core and its PyTorch adapter, in the order in which its Megatron adapter calls them.
+"""ML Flashpoint, through its core and its PyTorch adapter, in the order in which its Megatron adapter calls them.
 
-It plans, stages and begins while training waits, and writes in a thread (their process would copy once more, on its way
-there). Then it replicates, writes metadata and finalizes. Their code drops the futures of the replicas and calls the
-checkpoint complete; here it counts as whole when the replicas have been acknowledged. Buffers come from the pool of
-their NeMo adapter, and plans are cached as there.
+It plans, stages and begins to write while training waits. A thread writes, because ML Flashpoint's own process would
+copy the tensors once more. Then it replicates, writes metadata and finalizes. ML Flashpoint drops the futures of the
+replicas and calls the checkpoint complete. Here a checkpoint counts as whole when the replicas have been acknowledged.
+As in its NeMo adapter, buffers come from a pool and plans are cached.
 
-Both nodes write the same paths, so each needs its own tmpfs there: a mount that only this rank sees.
+Both nodes write to the same paths. So each rank needs its own tmpfs there, as a mount that only this rank sees.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DEADLINE_S = 60.0
 
 
 def as_from_gpu(bucket: Any) -> Any:
-    """Copy the tensors: 0.0.10 stages by ``to("cpu")``, which leaves those of a CPU where training will change them."""
+    """Copy the tensors. Version 0.0.10 stages with ``to("cpu")``, which does not copy tensors that are on a CPU."""
     return dataclasses.replace(bucket, tensor_data=[(item, tensor.clone()) for item, tensor in bucket.tensor_data])
 
 
 class Library(Peer):
-    """The strategy of replication is theirs, made here: by itself it asks for GPUs."""
+    """Makes ML Flashpoint's replication strategy itself, because ML Flashpoint looks for GPUs when it makes one."""
 
     def __init__(self, place: Place, state: State):
         self._base = self._own_directory(place)
@@ -54,7 +54,7 @@ class Library(Peer):
         mesh = init_device_mesh("cpu", (place.comm.size,))
         self._model = {"model": {name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
                                  for name, value in state.items()}}  # fmt: skip
-        size = nbytes + (len(state) << 10) + (1 << 20)  # headers too
+        size = nbytes + (len(state) << 10) + (1 << 20)  # with headers
         pool = BufferPoolConfig(pool_dir_path=f"{self._base}/buffer_pool", rank=place.rank, num_buffers=2,
                                 buffer_size=size)  # fmt: skip
         objects = CheckpointObjectManager(pool_config=pool)
@@ -111,11 +111,11 @@ class Library(Peer):
             path.mkdir(exist_ok=True)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(CLONE_NEWNS) or libc.mount(bytes(own), bytes(seen), None, MS_BIND, None):
-            raise OSError(ctypes.get_errno(), "ML Flashpoint on emulated nodes needs mounts: run as root")
+            raise OSError(ctypes.get_errno(), "ML Flashpoint on emulated nodes needs its own mounts: run this as root")
         return seen
 
     def _replication(self, objects: Any, place: Place) -> Any:
-        os.environ |= {"NNODES": str(place.comm.size), "LOCAL_RANK": "0"}  # one rank on each
+        os.environ |= {"NNODES": str(place.comm.size), "LOCAL_RANK": "0"}  # one rank on each node
         service = transfer_service_ext.TransferService()
         port = service.initialize(0, global_rank=place.rank)
         addresses = place.comm.allgather(f"127.0.0.1:{port}")

@@ -18,8 +18,8 @@ class Place:
     """Where a library works.
 
     Attributes:
-        comm: mpi4py communicator of all ranks; torch.distributed is set up over gloo with the same ones.
-        memory: directory in /dev/shm that all ranks share; it goes with the run.
+        comm: mpi4py communicator of all ranks. torch.distributed uses gloo with the same ranks.
+        memory: directory in /dev/shm that all ranks share. It is removed after the run.
     """
 
     comm: Any
@@ -31,14 +31,14 @@ class Place:
 
 
 class Directories:
-    """A directory in memory for each checkpoint, for libraries that leave it to their user to delete the older ones."""
+    """A directory in memory for each checkpoint, for libraries whose user must delete old checkpoints."""
 
     def __init__(self, place: Place, name: str):
         self._place, self._name = place, name
         self._paths: list[Path] = []
 
     def add(self, step: int) -> Path:
-        """Name that of the next checkpoint; nobody has made it yet."""
+        """Return the path for the next checkpoint. The directory does not exist yet."""
         self._paths.append(self._place.memory / f"{self._name}-{step}")
         return self._paths[-1]
 
@@ -47,7 +47,7 @@ class Directories:
         return self._paths[-1]
 
     def tidy(self) -> None:
-        """Delete all but the newest. Collective."""
+        """Delete all directories except the newest. Collective."""
         self._place.comm.Barrier()
         while len(self._paths) > 1:
             path = self._paths.pop(0)
@@ -57,11 +57,11 @@ class Directories:
 
 
 class Peer(ABC):
-    """One library, in the way that its own documentation calls the fast one.
+    """One library, used in the fast way that its own documentation describes.
 
     Args:
         place: where it works.
-        state: live tensors like those that will be saved; allocating for them in advance is allowed.
+        state: live tensors like those that will be saved. A library may allocate memory for them in advance.
     """
 
     @abstractmethod
@@ -69,21 +69,21 @@ class Peer(ABC):
 
     @abstractmethod
     def save(self, step: int, state: State) -> None:
-        """Begin a checkpoint; training is kept waiting until this returns, and may then change the state."""
+        """Begin a checkpoint. Training waits until this returns, and may then change the state."""
 
     def wait(self) -> None:  # noqa: B027  nothing to do for most
-        """Return once the checkpoint is whole on this rank, in the words of the library; sync ones have it by now."""
+        """Return when the library calls the checkpoint complete on this rank. Synchronous libraries have it already."""
 
     @abstractmethod
     def load(self, state: State) -> State | None:
         """Load the newest checkpoint.
 
         Returns:
-            Its tensors, or None where they were put into ``state``.
+            Its tensors, or None if they were loaded into ``state``.
         """
 
     def tidy(self) -> None:  # noqa: B027  nothing to do for most
-        """Delete what is older than the newest checkpoint, for those that leave that to their user; not timed."""
+        """Delete checkpoints older than the newest, if the library does not do it by itself. This is not timed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do for most
         """End processes and threads."""

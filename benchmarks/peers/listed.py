@@ -1,4 +1,4 @@
-"""The libraries, how each is installed, and what its checkpoint guarantees, which the tables show next to its times."""
+"""The libraries: how to install each one, what it writes, and what it guarantees for a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-NONE, COPY = "mlflash, none", "mlflash, copy"  # ours without redundancy, and with a copy on the other node
+NONE, COPY = "mlflash, none", "mlflash, copy"  # mlflash without redundancy, and with a copy on the other node
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,13 @@ class Listed:
 
     Attributes:
         name: on the command line and in tables.
-        module: beside this file; has a class ``Library``, a `Peer`.
-        package: that must be importable.
-        distribution: whose version is told.
-        install: how, in words for a shell.
-        writes: what it writes, and where to.
-        whole: what is true when it says that a checkpoint is whole.
-        beside: which of ours does the same: `NONE` or `COPY`.
+        module: a module in this folder; its class ``Library`` is a `Peer`.
+        package: the package to import.
+        distribution: the distribution whose version is shown.
+        install: the shell command that installs it.
+        writes: what it writes, and where.
+        whole: what is true when the library calls a checkpoint complete.
+        beside: the kind of mlflash to compare it with: `NONE` or `COPY`.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Listed:
     beside: str = NONE
 
     def version(self) -> str:
-        """Give the version; "" where it is not installed."""
+        """Return the version, or "" if the library is not installed."""
         if importlib.util.find_spec(self.package) is None:
             return ""
         try:

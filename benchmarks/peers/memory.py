@@ -1,7 +1,7 @@
-"""How much memory a tree of processes holds: what is private to them, and what is in /dev/shm.
+"""Measures how much memory a tree of processes holds: their private pages, and everything in /dev/shm.
 
-As a program it measures again and again until its input ends, and then prints the maximum. A separate process also sees
-what happens while the ranks hold the GIL.
+Run as a program, it measures again and again until its input ends, and then prints the maximum. It is a separate
+process, so it also measures while the ranks hold the GIL.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INTERVAL_S = 0.005
 
 
 def held(root: int, besides: int = 0) -> int:
-    """Bytes that the descendants of a process hold, but for one of them, and /dev/shm.
+    """Return the bytes that the descendants of a process hold, except ``besides``, plus the bytes in /dev/shm.
 
-    Pages that a forked child shares with its parent count once: the kernel tells shares of them.
+    Pages that a forked child shares with its parent count once, because the kernel reports proportional shares.
     """
     private = sum(_private(pid) for pid in descendants(root) if pid != besides)
     shm = os.statvfs("/dev/shm")
@@ -31,7 +31,7 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with contextlib.suppress(OSError):  # ended just now
+            with contextlib.suppress(OSError):  # it has just ended
                 fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry))
     found, todo = [], [root]
@@ -45,18 +45,18 @@ def descendants(root: int) -> list[int]:
 def _private(pid: int) -> int:
     try:
         lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()
-    except OSError:  # ended just now
+    except OSError:  # it has just ended
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
 
 
 @contextlib.contextmanager
 def watching(root: int, most: list[int]) -> Iterator[None]:
-    """Append the most that is held while the block runs."""
+    """Append the maximum that is held while the block runs."""
     argv = [sys.executable, "-S", __file__, str(root)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
         assert watcher.stdout is not None
-        watcher.stdout.readline()  # it has looked once
+        watcher.stdout.readline()  # it has measured once
         yield
         most.append(int(watcher.communicate(timeout=60)[0]))
 

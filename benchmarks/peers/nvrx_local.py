@@ -1,7 +1,7 @@
 """NVRx's local checkpoints with replication: cliques of two ranks on two nodes, saved asynchronously.
 
-According to its documentation the queue must not be persistent with local checkpoints. It sends replicas through
-"cuda"; without a GPU the CPU takes its place.
+According to its documentation the queue must not be persistent with local checkpoints. NVRx sends replicas through
+"cuda". Without a GPU the CPU is used instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import Cli
 
 
 class Library(Peer):
-    """A process is forked for each save, which writes own and other file."""
+    """Forks a process for each save. It writes the file of this rank and that of the other rank."""
 
     def __init__(self, place: Place, state: State):
         strategy = CliqueReplicationStrategy.from_replication_params(1, 2)
@@ -32,7 +32,7 @@ class Library(Peer):
 
     def load(self, state: State) -> State:
         with on_cpu():
-            self._local.latest_iteration = -1  # as in a new process, it has to look
+            self._local.latest_iteration = -1  # as in a new process, so that it looks for the newest
             assert self._local.find_latest() > 0
             loaded, _ = self._local.load()
         return dict(zip(state, loaded.tensors, strict=True))

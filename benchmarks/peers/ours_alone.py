@@ -1,4 +1,4 @@
-"""mlflash without redundancy: a slot in the memory of the rank's own node, checksummed."""
+"""mlflash without redundancy: it writes a slot with checksums into the memory of the rank's own node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TIMEOUT_S = 60.0
 
 
 class Library(Peer):
-    """Slots are made in advance, as the README of mlflash advises."""
+    """Makes the slots in advance, as the README of mlflash advises."""
 
     redundancy = "none"
 

@@ -1,4 +1,4 @@
-"""mlflash with a copy of each slot on the other node, checksummed at both ends."""
+"""mlflash with a copy of each slot on the other node. Both ends check every byte."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import ours_alone
 
 
 class Library(ours_alone.Library):
-    """As alone, and copied."""
+    """The same as without redundancy, with a copy in addition."""
 
     redundancy = "copy"

@@ -1,6 +1,7 @@
-"""Starts each of the two ranks; rounds.py is what they do.
+"""Starts each of the two ranks. The work is in rounds.py.
 
-Some libraries start processes that import this file again. These must not import MPI, because they cannot have it.
+Some libraries start processes that import this file again. Such a process must not import MPI, because MPI cannot start
+in it.
 """
 
 if __name__ == "__main__":

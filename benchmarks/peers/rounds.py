@@ -1,6 +1,6 @@
-"""What each of the two ranks does: it runs one library, memcpy and mlflash, with one state.
+"""The program of each of the two ranks: it times one library, memcpy and mlflash with one state.
 
-A round runs all of them one after the other, on both ranks at once; the slowest rank counts. Ratios are made within a
+A round runs all of them one after the other, on both ranks at once. The slowest rank counts. Ratios are made within a
 round.
 """
 
@@ -29,19 +29,19 @@ from mpi4py import MPI
 from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
-UNTIMED = 2  # saves of each after its first, before those that are timed
+UNTIMED = 2  # saves of each library after its first one and before those that are timed
 
 Seconds = dict[str, float]
 
 
 class Bench:
-    """This rank's state, its copy, and what is measured."""
+    """The state of this rank, a copy of it, and the measurements."""
 
     def __init__(self, out: Path, root: int, count: int, nbytes: int):
         bits = torch.Generator().manual_seed(COMM.rank)
         self.state: State = {f"layer{i}": torch.empty(nbytes // 4 // count) for i in range(count)}
         for value in self.state.values():
-            value.view(torch.int32).random_(-(1 << 31), 1 << 31, generator=bits)  # any bits, NaN as well
+            value.view(torch.int32).random_(-(1 << 31), 1 << 31, generator=bits)  # any bits, including NaN
         self.kept = {name: value.clone() for name, value in self.state.items()}
         self.nbytes = sum(value.nbytes for value in self.state.values())
         self.out, self.root, self.step = out, root, 0
@@ -51,11 +51,11 @@ class Bench:
             self.kept[name].copy_(value)
 
     def change(self) -> None:
-        """Do what a training step does: every tensor is new."""
+        """Change every tensor, like a training step."""
         torch._foreach_add_([value.view(torch.int32) for value in self.state.values()], 1)
 
     def save(self, peer: Peer) -> Seconds:
-        """Save the state and wait until that is whole."""
+        """Save the state and wait until the checkpoint is whole."""
         self.step += 1
         COMM.Barrier()
         cpu, start = cpu_s(), time.perf_counter()
@@ -63,11 +63,11 @@ class Bench:
         stall = time.perf_counter() - start
         peer.wait()
         whole = time.perf_counter() - start
-        COMM.Barrier()  # what it does for the other rank counts too
+        COMM.Barrier()  # the work for the other rank counts too
         return {"stall": stall, "whole": whole, "CPU": cpu_s() - cpu}
 
     def restore(self, peer: Peer, what: str) -> Seconds:
-        """Lose the state, load it into the same tensors, compare bits."""
+        """Overwrite the state, load it into the same tensors, and compare all bits."""
         for value in self.state.values():
             value.view(torch.int32).fill_(-1)
         COMM.Barrier()
@@ -105,7 +105,7 @@ class Bench:
             with self.peak(most):
                 self.step += 1
                 peer.save(self.step, self.state)
-                self.change()  # at once: what is saved must not see it
+                self.change()  # at once: the checkpoint must not contain this change
                 peer.wait()
         COMM.Barrier()
         peer.tidy()
@@ -119,7 +119,7 @@ class Bench:
         return peer
 
     def rounds(self, peers: dict[str, Peer], rounds: int) -> None:
-        """Time everything, and write all samples: first saves, one after the other as in a training, then restores."""
+        """Time all saves, one after the other as in a training, and then all restores. Write all samples."""
         samples: dict[str, list[Seconds]] = {who: [] for who in (MEMCPY, *peers)}
         for _ in range(rounds):
             self.change()
@@ -127,7 +127,7 @@ class Bench:
             for who, peer in peers.items():
                 samples[who].append(slowest(lambda: self.save(peer)))  # noqa: B023
                 peer.tidy()
-        for i in range(rounds):  # of what was saved last: all of them have the same
+        for i in range(rounds):  # of the last save: all libraries saved the same state
             again = slowest(self.time_memcpy)
             samples[MEMCPY][i]["memcpy, restoring"] = again[MEMCPY]
             for who, peer in peers.items():
@@ -147,7 +147,7 @@ class Bench:
 
     @contextlib.contextmanager
     def peak(self, most: list[int]) -> Any:
-        """Let rank 0 watch the memory of both."""
+        """Let rank 0 watch the memory of both ranks."""
         with watching(self.root, most) if COMM.rank == 0 else contextlib.nullcontext():
             COMM.Barrier()
             yield
@@ -160,7 +160,7 @@ class Bench:
 
 
 def slowest(action: Callable[[], Seconds]) -> Seconds:
-    """Do it on all ranks at once; gives the largest of each number, and the mean of CPU seconds."""
+    """Run an action on all ranks at once. Return the maximum of each number, but the mean of the CPU seconds."""
     COMM.Barrier()
     mine = action()
     most, total = np.empty(len(mine)), np.empty(len(mine))
@@ -179,7 +179,7 @@ def main() -> None:
     init_process_group(comm=COMM)
     place = Place(COMM, memory)
     peers = {one.name: bench.opened(one.name, place) for one in OURS}
-    warnings.resetwarnings()  # from here on they are those of the library: not ours to mend, and not to be errors
+    warnings.resetwarnings()  # the later ones come from the other library, and must not be errors
     warnings.simplefilter("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
     peers[name] = bench.opened(name, place)

@@ -1,4 +1,4 @@
-"""Turns the output of the launches into rows: a table per state, a line per library, a column per time."""
+"""Turns the output of the launches into rows. Each state has a table, each library a line, and each time a column."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from bench.rows import Row, Samples, row
 from listed import BY_NAME, COPY, NONE
 
 TIMES = ("stall", "whole", "CPU", "load", "restore")
-YARDSTICKS = {"CPU": "CPU", "load": "memcpy, restoring", "restore": "memcpy, restoring"}  # of the same round
+YARDSTICKS = {"CPU": "CPU", "load": "memcpy, restoring", "restore": "memcpy, restoring"}  # each from the same round
 FIRST, HELD = "stall of the first save", "bytes held per byte of state: at rest, saving, restoring"
-OURS = "mlflash"  # the one of ours that does the same
+OURS = "mlflash"  # mlflash without or with a copy, like the library
 
 Line = Mapping[str, Any]
 
 
 def rows_of(lines: Sequence[Line]) -> Iterator[Row]:
-    """Make all rows; those of ours are of all launches with this state.
+    """Make all rows. The rows of mlflash use all launches with the same state.
 
     Args:
-        lines: of all launches; each has "launch" and "shape", and of whom ("who") it says "samples", or "first" and
-            "memory".
+        lines: of all launches. Each has "launch", "shape" and "who" (the library), and either "samples", or "first"
+            and "memory".
     """
     for shape in dict.fromkeys(line["shape"] for line in lines):
         mine = [line for line in lines if line["shape"] == shape]
@@ -41,7 +41,7 @@ def rows_of(lines: Sequence[Line]) -> Iterator[Row]:
 
 
 def _of(time: str, rounds: Sequence[Line], mine: Sequence[Line]) -> tuple[np.ndarray, Samples]:
-    """Give the seconds of one library, and the yardsticks of the same rounds."""
+    """Return the seconds of one library, and the yardsticks of the same rounds."""
     who = rounds[0]["who"]
     over = {MEMCPY: _beside(MEMCPY, YARDSTICKS.get(time, MEMCPY), rounds, mine)}
     if who not in (NONE, COPY):
@@ -55,7 +55,7 @@ def _beside(who: str, time: str, rounds: Sequence[Line], mine: Sequence[Line]) -
 
 
 def together(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Put the rows of several runs together; where two have the same, it gets the medians of their numbers."""
+    """Combine the rows of several runs. A row that several runs have gets the median of their numbers."""
     same: dict[tuple[str, str, str], list[Row]] = {}
     for one in (one for rows in runs for one in rows):
         same.setdefault((one.get("case", ""), one["what"], one.get("column", "")), []).append(one)

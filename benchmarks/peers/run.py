@@ -1,10 +1,10 @@
-"""Compares other checkpoint libraries with mlflash: how long training waits, when the checkpoint is whole, its cost.
+"""Compares other checkpoint libraries with mlflash: how long training waits, when a checkpoint is whole, what it costs.
 
     python benchmarks/peers/run.py [--peers NAME ...] [--shapes NAME ...] [--mib 256] [--repetitions 5] [--quick] ...
 
-Each library and each state is a launch of its own on two ranks, on emulated nodes, with memcpy and mlflash in the same
-rounds. All write to /dev/shm. Libraries that are not installed are named, with the command that installs them, and left
-out.
+It starts two ranks, each on an emulated node, for each library and each state. A launch times the library, memcpy and
+mlflash in the same rounds. All libraries write to /dev/shm. Libraries that are not installed are left out, and the
+result names the command that installs them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
-    """Start all launches; gives what they said, what of it is for the header, and what went wrong."""
+    """Start all launches. Return their lines, the entries for the header, and what went wrong."""
     lines: list[dict[str, Any]] = []
     said: dict[str, Any] = {}
     wrong: list[str] = []
@@ -83,7 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="shapes of the state")
     parser.add_argument("--mib", type=in_eights, default=256, help="MiB per rank, a multiple of 8")
     parser.add_argument(
-        "--again", type=Path, nargs="+", metavar="FILE", help="show files that --json wrote, measure nothing"
+        "--again", type=Path, nargs="+", metavar="FILE", help="show files that --json wrote, and measure nothing"
     )
     parser.add_argument("--list", action="store_true", help="list what is installed, and how to install the rest")
     args = parser.parse_args()
@@ -101,7 +101,7 @@ def list_peers() -> int:
 
 
 def own_shm() -> None:
-    """Start again with a /dev/shm of our own, where we may: then what is in it is ours, and it goes with us."""
+    """As root, start this program again with its own /dev/shm. It holds only our files and is removed with us."""
     if OWN in os.environ or os.geteuid() != 0:
         return
     os.environ[OWN] = "1"

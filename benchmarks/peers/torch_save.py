@@ -1,4 +1,4 @@
-"""torch.save to /dev/shm, each rank by itself; torch.load with mmap, as its documentation advises for large files."""
+"""torch.save to /dev/shm on each rank, and torch.load with mmap, as its documentation advises for large files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from interface import Peer, Place, State
 
 
 class Library(Peer):
-    """A file is written beside the last one and renamed, else a crash would leave none."""
+    """Writes a second file and renames it, so that a crash leaves the previous one."""
 
     def __init__(self, place: Place, state: State):
         self._path = place.memory / f"torch-save-{place.rank}.pt"

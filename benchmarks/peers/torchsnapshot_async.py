@@ -1,4 +1,4 @@
-"""torchsnapshot's async_take, as its documentation advises if saving stops training; restored in place."""
+"""torchsnapshot's async_take, as its documentation advises if saving stops training. It restores in place."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torchsnapshot import Snapshot, StateDict
 
 
 class Library(Peer):
-    """A snapshot is a directory that must not exist; the one before is deleted by the user."""
+    """Writes each snapshot to a new directory. The user deletes the previous one."""
 
     def __init__(self, place: Place, state: State):
-        self._app = {"state": StateDict(**state)}  # of each rank its own: nothing is replicated
+        self._app = {"state": StateDict(**state)}  # each rank has its own state: nothing is replicated
         self._directories = Directories(place, "snapshot")
 
     def save(self, step: int, state: State) -> None:
