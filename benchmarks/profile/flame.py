@@ -1,4 +1,4 @@
-"""Draws stacks as a flame graph of each thread: callers are below, and the width is the time they took."""
+"""Draws stacks as a flame graph of each thread. Callers are below, and the width of a box is its time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from stacks import Stacks
 
 INK, WARM = "#808890", ("#c4704a", "#c48a4a", "#b05a3c")
-LEAST = 0.01  # of the width: narrower ones are not drawn
-LETTERS = 150  # that fit into the whole width
+LEAST = 0.01  # part of the whole width: narrower boxes are not drawn
+LETTERS = 150  # number of letters that fit into the whole width
 MOST_DEEP = 14
 
 
 def draw(path: Path, trees: Mapping[str, Stacks]) -> None:
-    """Draw one below the other."""
+    """Draw the graphs, one below the other."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What each of the two ranks does: it repeats one action while a profiler samples rank 0 from outside."""
+"""The program of each of the two ranks: it repeats one action while a profiler samples rank 0 from outside."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from mpi4py import MPI
 from stacks import Stacks, by_thread
 
 RATE = 1000  # looks per second
-LEAST = 0.03  # of a thread's seconds: what takes less is not told
+LEAST = 0.03  # part of a thread's seconds: functions with less are left out
 DEADLINE_S = 20.0
 Work = Callable[[], None]
 
 
 @contextlib.contextmanager
 def watched(bench: Bench, into: Path) -> Iterator[None]:
-    """Let py-spy look at rank 0. Collective."""
+    """Let py-spy sample rank 0 while the block runs. Collective."""
     spy = None
     if bench.comm.rank == 0:
         program = [Path(sys.executable).with_name("py-spy"), "record", "--pid", str(os.getpid()), "--rate", str(RATE),
                    "--format", "raw", "--function", "--nonblocking", "--output", into]  # fmt: skip
         spy = subprocess.Popen([*map(str, program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        time.sleep(2.0)  # until it looks
+        time.sleep(2.0)  # until it samples
     bench.comm.Barrier()
     yield
     bench.comm.Barrier()
@@ -51,9 +51,9 @@ def rows_of(case: str, threads: dict[str, list[str]], seconds: float, times: int
 
     Args:
         case: what was done.
-        threads: the stacks of each.
-        seconds: that all of it took.
-        times: how often it was done.
+        threads: the stacks of each thread, by name.
+        seconds: the time of all repetitions together.
+        times: the number of repetitions.
     """
     for name, lines in threads.items():
         tree = Stacks.from_lines(lines)
@@ -67,7 +67,7 @@ def rows_of(case: str, threads: dict[str, list[str]], seconds: float, times: int
 
 
 def profile(bench: Bench, case: str, work: Work) -> dict[str, list[str]]:
-    """Do something again and again, and write where its seconds went. Collective."""
+    """Repeat an action, and write how many seconds each function took. Collective."""
     for _ in range(bench.warm_up):
         work()
     raw = bench.memory / "raw"
@@ -112,7 +112,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     bench = Bench(comm, Path(out), Path(memory), int(repetitions))
     warnings.filterwarnings("ignore", "step 1 was restored")
-    logging.getLogger("mlflash").setLevel(logging.ERROR)  # it says how often a step was restored
+    logging.getLogger("mlflash").setLevel(logging.ERROR)  # it logs how often a step was restored
     each = int(nbytes) // int(tensors) // 4
     state = {f"layer{i}": torch.full((each,), float(i)) for i in range(int(tensors))}
     case = f"{int(nbytes) >> 20} MiB in {tensors} tensors"

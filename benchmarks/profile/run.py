@@ -1,9 +1,9 @@
-"""Where the seconds of one save and of one restore go: a profile of rank 0, by thread and function.
+"""Shows which functions take the time of a save and of a restore: a profile of rank 0, by thread and function.
 
     python benchmarks/profile/run.py [--mib 256] [--tensors 32] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own (ranks.py). Rank 0 has
-py-spy (pip install py-spy) sample it from outside, a thousand times a second. Without py-spy nothing is measured.
+It starts two ranks on this machine under mpiexec, each on an emulated node of its own (ranks.py). py-spy samples rank 0
+from outside, a thousand times a second. Without py-spy (pip install py-spy) nothing is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=100, repetitions=60)
     parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank")
-    parser.add_argument("--tensors", type=int, default=32, help="number of tensors; 3000 shows what each costs")
+    parser.add_argument("--tensors", type=int, default=32, help="number of tensors; 3000 shows the cost per tensor")
     args = parser.parse_args()
     if not Path(sys.executable).with_name("py-spy").exists():
         print("profile: py-spy is not installed: pip install py-spy", file=sys.stderr)

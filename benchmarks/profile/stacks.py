@@ -8,17 +8,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 _SOURCE = re.compile(r"^(?P<function>.+) \((?:[^()]*/)?(?P<file>[^()/]+?)(?:\.py)?(?::[0-9]+)?\)$")
-_FIRST = ("(checkpointer)", "(courier)")  # modules that training, and the courier, come into the library by
+_FIRST = ("(checkpointer)", "(courier)")  # the modules through which training and courier enter the library
 
 
 @dataclasses.dataclass
 class Stacks:
-    """What was seen of one thread: a tree of functions.
+    """The samples of one thread, as a tree of functions.
 
     Attributes:
-        name: of the function, with its file.
+        name: the function, with its file.
         seen: how often it was on the stack.
-        itself: how often it was the last of it.
+        itself: how often it was the innermost function.
         calls: the functions that it called, by name.
     """
 
@@ -29,7 +29,7 @@ class Stacks:
 
     @classmethod
     def from_lines(cls, lines: Iterable[str]) -> Stacks:
-        """Read ``outer (file:line);inner (file:line) 17`` and the like; what is not in mlflash is left out."""
+        """Read lines such as ``outer (file:line);inner (file:line) 17``. Frames outside of mlflash are left out."""
         tree = cls("")
         for line in lines:
             frames, _, count = line.rpartition(" ")
@@ -46,7 +46,7 @@ class Stacks:
             self.itself += count
 
     def walk(self, least: float, depth: int = 0) -> Iterator[tuple[int, Stacks]]:
-        """Depth and function of all that were seen ``least`` times or more, callers first, the most seen first."""
+        """Yield depth and function of all seen ``least`` times or more: callers first, and the most frequent first."""
         for one in sorted(self.calls.values(), key=lambda one: -one.seen):
             if one.seen >= least:
                 yield depth, one
@@ -60,7 +60,7 @@ def _tidy(frame: str) -> str:
 
 
 def by_thread(text: str) -> Mapping[str, list[str]]:
-    """Split what ``py-spy record --format raw`` wrote by thread: "courier", and "training" for all others."""
+    """Split the output of ``py-spy record --format raw`` by thread: "courier", and "training" for all others."""
     threads: dict[str, list[str]] = {}
     for line in text.splitlines():
         inside = "(mlflash/mpi/job_thread.py" in line or "JobThread._run" in line
