@@ -1,1 +1,1 @@
-"""What the benchmarks share: they start and time ranks, and make tables, plots and files of the results."""
+"""The code that all benchmarks share. It starts and times ranks, and makes tables, plots and files of the results."""

@@ -1,7 +1,7 @@
-"""The clock of all ranks: an action that runs on all ranks at once takes as long as on the slowest rank.
+"""Times actions that run on all ranks at once. The time of an action is its time on the slowest rank.
 
-A repetition runs its actions one after the other, including the yardsticks. Ratios are made within a repetition, and
-their median is taken, so that a temporary load affects both sides alike.
+A repetition runs its actions one after the other, including the yardsticks. Ratios are made within a repetition, so
+that a temporary load affects both times alike. The tables show the median of the ratios.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mlflash import Checkpointer
 from .rows import Row, Samples
 
 Seconds = Mapping[str, float]
-Action = Callable[[], Seconds | None]  # gives further seconds by name
+Action = Callable[[], Seconds | None]  # returns further seconds by name
 
 WARM_UP = 2
 
 
 class Bench:
-    """The clock, and the file to which its ranks write their results.
+    """Times actions on all ranks and writes the results to a file.
 
     Args:
-        comm: its ranks.
-        out: a file; rank 0 adds lines to it.
+        comm: all ranks.
+        out: the file. Rank 0 appends lines of JSON to it.
         memory: a directory in memory.
-        repetitions: number of repetitions; the median counts.
+        repetitions: number of repetitions. The median counts.
         warm_up: number of repetitions before them that do not count.
     """
 
@@ -59,11 +59,11 @@ class Bench:
                 file.write(json.dumps(line) + "\n")
 
     def repeat(self, actions: Mapping[str, Action], before: Callable[[], object] = lambda: None) -> Samples:
-        """Time actions, in their order, in each repetition. Collective.
+        """Time all actions, one after the other, in each repetition. Collective.
 
         Args:
-            actions: by name.
-            before: called before each repetition, not timed.
+            actions: the actions, by name.
+            before: called before each repetition. It is not timed.
 
         Returns:
             Seconds of the slowest rank by name, shape ``(repetitions,)``, and CPU seconds by name + " CPU".
@@ -86,7 +86,7 @@ class Bench:
 
     @contextlib.contextmanager
     def job(self, name: str) -> Iterator[str]:
-        """Yield a unique job name; at the end remove what the job left in memory. Collective."""
+        """Yield a unique job name. Afterwards remove what the job left in memory. Collective."""
         yield name
         self.comm.Barrier()
         if self.comm.rank == 0:
@@ -94,18 +94,18 @@ class Bench:
         self.comm.Barrier()
 
     def checkpointer(self, job: str, **settings: Any) -> Checkpointer:
-        """Make a Checkpointer that raises errors of saves. Collective."""
+        """Make a Checkpointer that raises the errors of saves. Collective."""
         settings = {"strict": True, "timeout_s": 60, **settings}
         return Checkpointer(memory=str(self.memory), job=job, comm=self.comm, **settings)
 
 
 def slowest(comm: MPI.Comm, seconds: Seconds) -> dict[str, float]:
-    """The largest of each number, over all ranks. Collective."""
+    """Return the maximum of each number over all ranks. Collective."""
     most = np.empty(len(seconds))
     comm.Allreduce(np.array(list(seconds.values())), most, MPI.MAX)
     return dict(zip(seconds, most.tolist(), strict=True))
 
 
 def cpu(samples: Samples) -> Samples:
-    """The CPU seconds, by the same names as the seconds."""
+    """Return the CPU seconds, under the same names as the seconds."""
     return {name.removesuffix(" CPU"): values for name, values in samples.items() if name.endswith(" CPU")}

@@ -28,16 +28,16 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
 
     Args:
         ranks: number of ranks.
-        script: their program. Its first argument is a file to which they write lines of JSON, its second a directory in
-            memory for everything that they make there, which is removed with them.
+        script: the program of a rank. Its first argument is a file to which the ranks write lines of JSON. Its second
+            argument is a directory in memory for all their files, which is removed afterwards.
         arguments: further arguments.
         timeout_s: seconds after which the ranks are killed.
         per_node: ranks on each node.
         environment: variables for MPI, in addition to the environment of this process.
-        python: the Python of an environment that has what they need.
+        python: the Python of an environment that has the packages that the ranks need.
 
     Returns:
-        What went wrong ("": nothing), and the lines that they wrote.
+        What went wrong ("" if nothing did), and the lines that the ranks wrote.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
@@ -45,7 +45,7 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
         command, env = mpiexec(
             ranks, argv, {**(environment or {}), **env, "MLFLASH_RANKS_PER_NODE": str(per_node), "TMPDIR": memory}
         )
-        before = signal.signal(signal.SIGTERM, _end)  # else ranks and memory would stay behind
+        before = signal.signal(signal.SIGTERM, _end)  # otherwise ranks and files in memory would stay behind
         try:
             why = run_until(command, timeout_s, KILL_S, env=env)
         finally:
@@ -55,7 +55,7 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
 
 def program(script: Path, out: Path, memory: str, arguments: Sequence[str], python: str = sys.executable
             ) -> tuple[list[str], dict[str, str]]:  # fmt: skip
-    """The command of a rank, and its environment. With -m mpi4py an exception on one rank ends the others, too."""
+    """Return the command of a rank and its environment. With -m mpi4py an exception on one rank ends all ranks."""
     path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     argv = [python, "-m", "mpi4py", str(script), str(out), memory, *arguments]
     return argv, {"PYTHONWARNINGS": "error", "PYTHONPATH": path}
@@ -65,13 +65,13 @@ def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options
     """Run a program. End it and its session when its time is over or this process is interrupted.
 
     Args:
-        command: of the program.
+        command: the command line.
         timeout_s: how long it may take.
-        kill_s: seconds from SIGTERM, which mpiexec passes on to ranks in other sessions, to SIGKILL.
-        options: for `subprocess.Popen`; with ``stderr=PIPE`` the result includes its last output.
+        kill_s: seconds from SIGTERM to SIGKILL. mpiexec forwards the SIGTERM to ranks in other sessions.
+        options: options of `subprocess.Popen`. With ``stderr=PIPE`` the result includes the end of its output.
 
     Returns:
-        What went wrong ("": nothing).
+        What went wrong ("" if nothing did).
     """
     try:
         done = ask_within(command, timeout_s, kill_s, **{"stdout": None, "stderr": None, **options})
@@ -82,7 +82,7 @@ def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options
 
 
 def lines_of(out: Path) -> Lines:
-    """The lines of JSON that ranks wrote to a file."""
+    """Read the lines of JSON that ranks wrote to a file."""
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 

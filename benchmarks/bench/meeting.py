@@ -1,4 +1,4 @@
-"""Lets ranks that MPI has started, and whose couriers are processes, meet by a port, as under torchrun."""
+"""Lets ranks that MPI has started use courier processes, which find each other through a port, as under torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlflash.wireup.launcher_variables import as_torchrun
 
 @contextlib.contextmanager
 def meeting_anew(comm: MPI.Comm) -> Iterator[None]:
-    """Make couriers possible that are processes: ranks meet as under torchrun, because MPI uses the launcher's way."""
+    """Set the variables of torchrun, so that courier processes can start: MPI already uses those of the launcher."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = comm.bcast(sock.getsockname()[1], 0)

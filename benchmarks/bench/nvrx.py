@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Aware:
-    """A list of tensors that can be taken out and put back, the form of a state for NVRx."""
+    """A list of tensors that can be removed and inserted again. NVRx needs a state in this form."""
 
     def __init__(self, tensors: list[torch.Tensor]):
         self.tensors = tensors
@@ -32,7 +32,7 @@ class Aware:
         self.tensors = [torch.empty(shape) for shape in self.shapes]
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Copy, as from a GPU."""
+        """Copy the tensors, as NVRx does from a GPU."""
         self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
@@ -40,7 +40,7 @@ class Aware:
 
 
 class _OnCpu(TorchFunctionMode):
-    """The CPU in the place of "cuda", through which replicas are sent."""
+    """Uses the CPU instead of "cuda", through which NVRx sends replicas."""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -53,7 +53,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let NVRx work without a GPU; with a GPU, do nothing."""
+    """Let NVRx work without a GPU. If there is a GPU, change nothing."""
     if torch.cuda.is_available():
         yield
         return

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from .rows import Row, aims_of
 
-# Seen on white and on black: no background, and colours of middling brightness.
+# Readable on white and on black: no background, and colours of medium brightness.
 INK, BAR, AIM = "#808890", "#4a90c4", "#e0662f"
-LOG_FROM, LOG_LEAST = 12.0, 0.1  # ratios: where a linear scale would hide the small ones
+LOG_FROM, LOG_LEAST = 12.0, 0.1  # the scale is logarithmic if a ratio is larger, and starts here
 WIDTH = 60  # letters of a label
 MOST = 40  # bars
 
 
 def draw(path: Path, rows: Sequence[Row], yardstick: str) -> None:
-    """Draw the rows that have this yardstick, the first at the top, in groups by case; nothing if there are none."""
+    """Draw the rows that have this yardstick, grouped by case, the first at the top. Without rows, draw nothing."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def draw(path: Path, rows: Sequence[Row], yardstick: str) -> None:
 
 
 def _lines(bars: Sequence[Row]) -> Iterator[Row | str]:
-    """Bars, and a heading before those of each case."""
+    """Yield the bars, with a heading before the bars of each case."""
     case = ""
     for one in bars:
         if one.get("case", "") != case:

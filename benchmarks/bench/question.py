@@ -1,4 +1,4 @@
-"""What every run.py does: it reads arguments, starts ranks, and prints, draws and keeps their results."""
+"""The part that every run.py shares: it reads arguments, starts ranks, and prints, draws and keeps their results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Part(NamedTuple):
 
     Attributes:
         ranks: number of ranks.
-        script: their program.
-        arguments: of the program.
+        script: the program of a rank.
+        arguments: the arguments of the program.
         per_node: ranks on each emulated node.
-        python: the Python that runs them.
+        python: the Python that runs the ranks.
     """
 
     ranks: int
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def parser_of(doc: str | None, timeout_s: float | None, repetitions: int | None) -> argparse.ArgumentParser:
-    """Make a parser with the arguments of all questions; None leaves out an argument that this one does not use."""
+    """Make a parser with the arguments of all questions. With None, the parser does not have that argument."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if repetitions is not None:
         parser.add_argument(
@@ -49,29 +49,29 @@ def parser_of(doc: str | None, timeout_s: float | None, repetitions: int | None)
         parser.add_argument(
             "--timeout-s", type=float, default=timeout_s, help="seconds after which the ranks are killed"
         )
-    parser.add_argument("--quick", action="store_true", help="small and few, to check that it works, in under 30 s")
+    parser.add_argument("--quick", action="store_true", help="a run of under 30 s, only to check that everything works")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the ratios to this file (needs matplotlib)")
-    parser.add_argument("--readme", action="store_true", help="write table and plot into the folder of the question")
+    parser.add_argument("--plot", type=Path, help="draw the ratios into this file (needs matplotlib)")
+    parser.add_argument("--readme", action="store_true", help="write table and plot into the folder of this benchmark")
     return parser
 
 
 class Begun(NamedTuple):
-    """When a question was begun, by the monotonic clock, and the load then."""
+    """The start of a question on the monotonic clock, and the load average at that time."""
 
     start_s: float
     load: float
 
 
 def begin(args: argparse.Namespace) -> Begun:
-    """Note both, before anything is timed."""
+    """Note the time and the load, before anything is timed."""
     if args.readme and args.quick:
-        sys.exit("do not write a quick run to README.md: use --readme without --quick")
+        sys.exit("the results of a quick run must not go to README.md: use --readme without --quick")
     return Begun(time.monotonic(), os.getloadavg()[0])
 
 
 def in_eights(text: str) -> int:
-    """Read MiB of tensors of 8 MiB."""
+    """Read a number of MiB that tensors of 8 MiB add up to."""
     mib = int(text)
     if mib < 8 or mib % 8:
         raise argparse.ArgumentTypeError("must be a multiple of 8")
@@ -87,9 +87,9 @@ def run(
     """Start the ranks, one launch after the other, and print what they wrote.
 
     Args:
-        args: from `parser_of`; ``timeout_s`` is for all launches together.
+        args: from `parser_of`. ``timeout_s`` is the limit of all launches together.
         parts: the launches.
-        yardstick: of the plot.
+        yardstick: the yardstick of the plot.
         drawn: selects the rows of the plot.
 
     Returns:
@@ -103,7 +103,7 @@ def run(
         arguments = list(map(str, part.arguments))
         why, found = launch(part.ranks, part.script, arguments, max(1.0, left_s), part.per_node, python=part.python)
         lines += found
-        ended += [f"{why}; the table ends where its ranks did"] * bool(why)
+        ended += [f"{why}; the table has only the rows that its ranks wrote before"] * bool(why)
     rows: list[Row] = [line for line in lines if "what" in line]  # type: ignore[misc]
     said: dict[str, Any] = {}
     for line in lines:
@@ -119,15 +119,15 @@ def finish(
     wrong: Sequence[str],
     plot: Callable[[Path], object],
 ) -> int:
-    """Print what was found, draw it and keep it.
+    """Print, draw and keep the results.
 
     Args:
         args: from `parser_of`.
         begun: from `begin`.
-        said: further entries of the header, or better values for some.
+        said: further entries of the header. They replace entries of the same name.
         rows: the results.
-        wrong: what did not run, or contradicts something.
-        plot: draws into a file.
+        wrong: what did not run, and contradictions in the results.
+        plot: draws the results into a file.
 
     Returns:
         The exit status.

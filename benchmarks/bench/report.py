@@ -13,7 +13,7 @@ from .rows import Row
 from .table import Grid, grids, header_in_words, markdown, ratio
 from .why_not import NOT_MEASURED, why_not
 
-QUICK = "**A quick run, which only shows that everything works. Not to be kept as RESULTS.md.**\n"
+QUICK = "**This was a quick run. It only shows that everything works. Do not keep it as RESULTS.md.**\n"
 HEADS = ["what", "best of others", "aim", "measured", "median (quartiles)", "reached", "why not"]
 
 
@@ -21,22 +21,22 @@ def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Ma
     """Write the whole report.
 
     Args:
-        header: of the whole run.
-        results: by question.
+        header: the header of the whole run.
+        results: the results, by question.
         missing: why a question has no results, by question.
-        quick: whether the run was quick, so that the numbers mean nothing.
+        quick: whether this was a quick run, whose numbers mean nothing.
     """
     asked = {one.question for one in AIMS.values()} - set(results)
-    missing = {**{question: f"`{question}` was not asked" for question in sorted(asked)}, **missing}
+    missing = {**{question: f"`{question}` did not run" for question in sorted(asked)}, **missing}
     rows = [(question, one) for question, result in results.items() for one in result.rows]
     parts = [
         "# Results\n",
-        "Written by `make bench` (benchmarks/run_all.py), not by hand. Ratios are made within one repetition of one "
-        "run; given are their median and quartiles. What each question means, and how it is measured, is in the "
-        "README.md of its folder.\n",
+        "`make bench` (benchmarks/run_all.py) writes this file. Do not edit it by hand. A ratio compares two times of "
+        "the same repetition. The tables show the median and the quartiles of the ratios. The README.md of each folder "
+        "says what its question means and how it is measured.\n",
         *([QUICK] if quick else []),
         header_in_words(header),
-        "## What was to be reached\n",
+        "## The aims of the design\n",
         markdown(Grid("", HEADS, list(aims(rows, missing)))),
     ]
     for question, result in results.items():
@@ -49,7 +49,7 @@ def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Ma
 
 
 def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterable[list[str]]:
-    """A line for each row that shows an aim, and for each aim that no row shows."""
+    """Make a line for each row that shows an aim, and for each aim that no row shows."""
     for name, one in AIMS.items():
         first = [one.what, one.peer, in_words(one)]
         shown = [(question, row) for question, row in rows if row.get("shows") == name]
@@ -58,7 +58,7 @@ def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterabl
             yield [*first, "not measured", "", "", why]
         for question, row in shown:
             what = f"{question}: " + ", ".join(filter(None, (row.get("case"), row["what"], row.get("column"))))
-            # A row may have further aims, which are not the design's; and none of it where it never came to an end.
+            # A row may have other aims than those of the design. A row that never ended has no ratio.
             good = row.get("over", {}).get(one.over, math.inf) <= one.most
             figures = f"{ratio(row, one.over)} x {one.over}" if row.get("over") else row.get("note", "")
             yield [*first, what, figures, "yes" if good else "no", "" if good else why_not(row)]

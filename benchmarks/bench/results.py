@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """The part of the header that is the same for all questions."""
+    """Return the part of the header that is the same for all questions."""
     found = {"mlflash": __version__, "commit": commit(), "python": platform.python_version(),
              "torch": torch.__version__, "numpy": np.__version__, "cpu": _cpu(), "cpus": os.cpu_count(),
              "when": datetime.date.today().isoformat()}  # fmt: skip
@@ -41,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The last commit that changed the code, with a + if there are changes since; "" without git."""
+    """Return the last commit that changed the code, with a + if the code has changed since, or "" without git."""
     try:
         name = _git("log", "-1", "--abbrev=10", "--format=%h", "--", *CODE)
         return name + ("+" if _git("status", "--porcelain", "--", *CODE) else "")

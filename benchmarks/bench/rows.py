@@ -1,4 +1,4 @@
-"""The common form of all numbers: a row has a time, its yardsticks from the same repetition, and its aim."""
+"""The common form of all results. A row has a time, its ratios to yardsticks of the same repetitions, and its aim."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy as np
 
 from .aims import AIMS
 
-Samples = Mapping[str, np.ndarray]  # seconds of the slowest rank, shape (repetitions,), by name
+Samples = Mapping[str, np.ndarray]  # by name: seconds of the slowest rank, shape (repetitions,)
 
 
 class Row(TypedDict, total=False):
     """A line of a table.
 
     Attributes:
-        what: its title.
+        what: the title.
         seconds: the median.
-        samples: of each repetition.
-        over: median ratio, by yardstick.
-        spread: quartiles of that ratio, by yardstick.
-        aim: a yardstick, and the largest allowed multiple of it; or None.
+        samples: the seconds of each repetition.
+        over: the median ratio, by yardstick.
+        spread: the quartiles of that ratio, by yardstick.
+        aim: a yardstick and the largest allowed multiple of it, or None.
         also: further aims.
-        shows: the aim of bench/aims.py with which it is compared.
-        case: the table it belongs to; "" if there is only one.
-        column: in a table with several times per line.
-        note: a remark; a row that never ended or failed has nothing else.
+        shows: the aim of bench/aims.py with which the row is compared.
+        case: the table to which the row belongs, or "" if there is only one.
+        column: the column, in a table with several times per line.
+        note: a remark. A row that never ended, or that failed, has a note and no times.
     """
 
     what: str
@@ -48,10 +48,10 @@ def row(
     """Make a row.
 
     Args:
-        what: its title.
+        what: the title.
         samples: seconds, shape ``(repetitions,)``.
-        over: yardsticks by name: seconds of the same repetitions, or a number.
-        shows: name of an aim of the design; its yardstick must be in ``over``.
+        over: yardsticks by name. Each is the seconds of the same repetitions, or a number.
+        shows: name of an aim of the design. Its yardstick must be in ``over``.
         aim: another aim.
         more: other fields.
     """
@@ -71,12 +71,12 @@ def row(
 
 
 def aims_of(one: Row) -> list[tuple[str, float]]:
-    """All aims of a row."""
+    """Return all aims of a row."""
     first = one.get("aim")
     return ([first] if first else []) + one.get("also", [])
 
 
 def reached(one: Row) -> bool | None:
-    """Whether all its aims are reached; None if it has none."""
+    """Return whether a row reaches all its aims, or None if it has no aim."""
     aims = aims_of(one)
     return all(one.get("over", {}).get(of, np.inf) <= most for of, most in aims) if aims else None

@@ -1,4 +1,4 @@
-"""States to save, and what saves them."""
+"""States to save, and a class that saves them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def bytes_of(state: State) -> Sequence[np.ndarray]:
 
 
 def change(state: State) -> None:
-    """Change a state like a training step: every tensor is new."""
+    """Change every tensor of a state, like a training step."""
     torch._foreach_add_(list(state.values()), 1.0)
 
 
 class Saver:
-    """Saves a state at growing steps and waits until it is committed. An action that returns the stall."""
+    """An action that saves a state under the next step, waits until it is committed, and returns the stall."""
 
     def __init__(self, ckpt: Checkpointer, state: State):
         self._ckpt, self._state, self._step = ckpt, state, 0

@@ -24,7 +24,7 @@ class Grid(NamedTuple):
 
 
 def grids(rows: Sequence[Row]) -> list[Grid]:
-    """Make a table for each case, in the order of the rows."""
+    """Make one table for each case, in the order of the rows."""
     cases: dict[str, list[Row]] = {}
     for one in rows:
         cases.setdefault(one.get("case", ""), []).append(one)
@@ -32,7 +32,7 @@ def grids(rows: Sequence[Row]) -> list[Grid]:
 
 
 def _long(case: str, rows: Sequence[Row]) -> Grid:
-    """One row, one line: a column for each yardstick."""
+    """Make a table with one line per row and one column per yardstick."""
     yardsticks = list(dict.fromkeys(name for one in rows for name in one.get("over", ())))
     has_aims, has_notes = any(map(aims_of, rows)), any(one.get("note") for one in rows)
     heads = ["what", "median, s", *(f"/ {name}" for name in yardsticks)]
@@ -46,9 +46,9 @@ def _long(case: str, rows: Sequence[Row]) -> Grid:
 
 
 def _wide(case: str, rows: Sequence[Row]) -> Grid:
-    """Several times of one thing per line, as seconds and ratios. The title names the common yardstick."""
+    """Make a table with several times per line, as seconds and ratios. The title names the common yardstick."""
     columns = list(dict.fromkeys(one.get("column", "") for one in rows))
-    timed = [one["over"] for one in rows if one.get("over")]  # some count, or never came to an end
+    timed = [one["over"] for one in rows if one.get("over")]  # some rows only count, or never ended
     common = [name for name in timed[0] if all(name in over for over in timed)] if timed else []
     cells: dict[str, dict[str, str]] = {}
     for one in rows:
@@ -72,8 +72,8 @@ def number(value: float) -> str:
 
 
 def ratio(one: Row, name: str) -> str:
-    """Median and quartiles."""
-    if name not in one.get("over", ()):  # some count, and time nothing
+    """Format median and quartiles of a ratio."""
+    if name not in one.get("over", ()):  # some rows only count, and have no time
         return ""
     spread = one.get("spread", {}).get(name)
     return number(one["over"][name]) + (f" ({number(spread[0])}–{number(spread[1])})" if spread else "")
@@ -110,5 +110,5 @@ def markdown(grid: Grid) -> str:
 
 
 def header_in_words(header: Mapping[str, Any]) -> str:
-    """Where, when and with what it was measured."""
+    """Write where, when and with what the results were measured."""
     return ", ".join(f"{name} {value}" for name, value in header.items() if value != "") + ".\n"

@@ -1,4 +1,4 @@
-"""Two nodes made of namespaces, each with its own network, and a rank on each. Only root can make them."""
+"""Makes two nodes from namespaces, each with its own network and one rank. Only root can make them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from cluster.nodes import TOOLS, Nodes  # noqa: E402
 HOSTS = ("host1", "host2")
 KILL_S = 10.0  # between SIGTERM and SIGKILL
 NETWORKS: dict[str, dict[str, str]] = {name: NETMODS[name] for name in NETMODS_HERE}
-"""By name, what sends MPI over the cables between the nodes; the first is what users get."""
+"""The variables, by name, that make MPI send over the cables between the nodes. The first is the default of users."""
 
 __all__ = ["HOSTS", "NETWORKS", "Nodes", "launch_on", "why_not_here"]
 
 
 def why_not_here() -> str:
-    """Why this machine cannot make such nodes; "" if it can."""
+    """Return why this machine cannot make two nodes, or "" if it can."""
     if os.geteuid() != 0:
-        return "only root can make nodes of namespaces: run it as root, on Linux"
+        return "only root can make nodes of namespaces: run this as root, on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    return f"it needs {', '.join(missing)} (packages hostname, iproute2, mount, util-linux)" if missing else ""
+    return f"this needs {', '.join(missing)} (packages hostname, iproute2, mount, util-linux)" if missing else ""
 
 
 def launch_on(
     nodes: Nodes, script: Path, arguments: list[str], timeout_s: float, environment: Mapping[str, str]
 ) -> tuple[str, Lines]:
-    """Run a script on one rank of each node, like `bench.launch.launch` on this host; then stop everything there."""
+    """Run a script on one rank of each node, like `bench.launch.launch`. Afterwards end all processes of the nodes."""
     out = nodes.path / "out.jsonl"
     out.unlink(missing_ok=True)
     argv, env = program(script, out, "/dev/shm", arguments)

@@ -1,4 +1,4 @@
-"""Why an aim is missed or not measured, by the name of the aim and the part of it. Written by hand, from profiles.
+"""Says why an aim is missed or not measured. These sentences are written by hand, from profiles.
 
 If a row of RESULTS.md misses its aim and has no sentence here, RESULTS.md says that the reason is not known yet.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from .rows import Row
 
 NOT_MEASURED = {
-    "committed between hosts": "this run had one node: transport makes two of network namespaces, which needs root",
+    "committed between hosts": "this run had one node: only root can make two nodes of network namespaces",
     "gpu stall": "this machine has no GPU",
     "gpu lazy": "this machine has no GPU",
 }
 
-# (aim, beginning of case or what): why. The longest that fits counts.
+# (aim, beginning of case or what): why. If several keys fit, the longest counts.
 NOT_REACHED: dict[tuple[str, str], str] = {
     ("stall", "8 ranks"): (
         "8 ranks and their 8 couriers share 2 cores, so a rank also waits for other ranks' couriers; during the "
@@ -81,7 +81,7 @@ NOT_REACHED: dict[tuple[str, str], str] = {
 
 
 def why_not(one: Row) -> str:
-    """Why a row does not reach the aim that it shows."""
+    """Return why a row does not reach the aim that it shows."""
     where = (one.get("case", ""), one["what"])
     fitting = [
         (len(start), text)

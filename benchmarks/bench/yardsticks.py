@@ -16,16 +16,16 @@ from .clock import Action
 from .rows import Samples
 
 PUT_NBYTES = 4 << 20
-Pieces = Sequence[np.ndarray]  # of bytes
+Pieces = Sequence[np.ndarray]  # arrays of bytes
 
 
 class Yardsticks:
-    """Warm memory to copy to, and a window over a file in memory of each rank.
+    """Memory whose pages exist already, to copy to, and a window over a file in the memory of each rank.
 
     Collective over comm.
 
     Args:
-        comm: the ranks; each puts to the next one.
+        comm: the ranks. Each rank puts into the memory of the next one.
         memory: directory in memory.
         nbytes: size of the largest copy.
     """
@@ -44,7 +44,7 @@ class Yardsticks:
         self._window.Free()
 
     def of(self, pieces: Pieces) -> dict[str, Action]:
-        """Both as actions: memcpy copies pieces one after the other, Put moves as many bytes."""
+        """Return both as actions. memcpy copies the pieces one after the other. Put moves as many bytes."""
         nbytes = sum(piece.nbytes for piece in pieces)
         return {MEMCPY: lambda: self.memcpy(pieces), "Put": lambda: self.put(nbytes)}
 
@@ -55,7 +55,7 @@ class Yardsticks:
             at += piece.nbytes
 
     def put(self, nbytes: int) -> None:
-        """Put into the next rank's file, while another does the same to ours."""
+        """Put into the file of the next rank, while another rank puts into ours."""
         self._window.Lock(self._peer)
         for at in range(0, nbytes, PUT_NBYTES):
             length = min(PUT_NBYTES, nbytes - at)
@@ -64,5 +64,5 @@ class Yardsticks:
 
 
 def both(samples: Samples) -> Samples:
-    """The yardsticks of what was timed together with `Yardsticks.of`."""
+    """Return the yardsticks from samples that were timed together with `Yardsticks.of`."""
     return {MEMCPY: samples[MEMCPY], MEMCPY_AND_PUT: samples[MEMCPY] + samples["Put"]}
