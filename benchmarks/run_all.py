@@ -2,11 +2,11 @@
 
     python benchmarks/run_all.py [--only NAME ...] [--quick] [--out FILE]
 
-Each question is a program of its own (benchmarks/NAME/run.py) with its own time limit. Its README.md gets the tables,
-and its folder gets plot.svg.
+Each question is a separate program (benchmarks/NAME/run.py) with its own time limit. Its tables go to its README.md,
+and its plot goes to plot.svg in its folder.
 
 The numbers are kept in benchmarks/results, which is not under version control. With --only, the numbers of the other
-questions are taken from there if they are of the same commit, so a long run can be done in parts. --only without names
+questions come from there if they belong to the same commit. So you can do a long run in parts. --only without names
 runs nothing.
 """
 
@@ -28,9 +28,9 @@ from bench.results import KEPT, Result, commit, fill_readme, machine, read  # no
 
 FIRST = ("save", "sizes", "restore", "startup", "training", "walltime", "gpu", "dcp", "megatron", "own_files", "parity",
          "drain", "transport", "peers", "scale", "profile")  # fmt: skip
-LIMIT_S, QUICK_LIMIT_S = 300.0, 200.0  # of a question; its ranks have less
+LIMIT_S, QUICK_LIMIT_S = 300.0, 200.0  # limits of a question; the limits of its ranks are shorter
 END_S = 20.0  # between SIGTERM and SIGKILL
-# What takes minutes by itself is asked less, so that all is done within a quarter of an hour.
+# Questions that take minutes by themselves measure less here, so that all are done within a quarter of an hour.
 LESS = {
     "transport": ["--main", "idle", "matmul", "--repetitions", "3", "--deadline-s", "3"],
     "walltime": ["--repetitions", "3", "--steps", "10"],
@@ -41,11 +41,13 @@ LESS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="only these questions; default: all")
-    parser.add_argument("--quick", action="store_true", help="check that all works; do not write RESULTS.md")
-    parser.add_argument("--out", type=Path, help="file to write instead of benchmarks/RESULTS.md")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="run only these questions; default: all")
+    parser.add_argument(
+        "--quick", action="store_true", help="only check that everything works; do not write RESULTS.md"
+    )
+    parser.add_argument("--out", type=Path, help="write this file instead of benchmarks/RESULTS.md")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the question that runs is ended too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # also ends the question that is running
     known = questions()
     if unknown := set(args.only or ()) - set(known):
         parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -82,13 +84,13 @@ def main() -> int:
 
 
 def questions() -> list[str]:
-    """Name the folders that have a run.py, the first ones first."""
+    """Return the names of the folders that have a run.py, in the order of FIRST."""
     found = sorted(path.parent.name for path in HOME.glob("*/run.py"))
     return sorted(found, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
 
 def run(name: str, file: Path, quick: bool) -> str:
-    """Ask a question; says what went wrong. What it found until then is kept."""
+    """Run a question. Return what went wrong, or "". The results up to an error are kept."""
     file.parent.mkdir(exist_ok=True)
     script, plot = HOME / name / "run.py", HOME / name / "plot.svg"
     arguments = ["--json", str(file), *(["--quick"] if quick else ["--plot", str(plot), *LESS.get(name, ())])]
@@ -104,13 +106,13 @@ def run(name: str, file: Path, quick: bool) -> str:
 
 
 def here_or_elsewhere(name: str, file: Path) -> Result:
-    """What was found; where this machine lacks what the question needs, what was found on one that has it, if any."""
+    """Return the results. If this machine lacks what the question needs, return the kept ones of another machine."""
     found, elsewhere = read(file), HOME / name / "measured.json"
     return read(elsewhere) if "status" in found.header and elsewhere.exists() else found
 
 
 def is_current(file: Path) -> bool:
-    """Whether what was kept is of this very commit."""
+    """Return whether the kept results belong to the current commit."""
     now = commit()
     return file.exists() and bool(now) and not now.endswith("+") and read(file).header.get("commit") == now
 
