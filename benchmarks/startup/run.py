@@ -2,7 +2,7 @@
 
     python benchmarks/startup/run.py [--ranks 1 2 4] [--repetitions 9] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-It starts start.py again and again, alone for one rank and under mpiexec for more, each time as a new program.
+It starts start.py again and again, each time as a new program. Several ranks start under mpiexec.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ BARE = "import numpy, MPI_Init"
 IMPORTS = "import numpy, mlflash"
 KINDS = {"bare": BARE, "imports": IMPORTS, "thread": "Checkpointer, a thread", "process": "Checkpointer, a process"}
 CALL = ": the call alone"
-A_BIT_S = 0.15  # what a Checkpointer may take more than a bare start
-WARM_UP = 1  # it writes the bytecode that an installed package has
-PATIENCE_S = 60.0  # for one start
+A_BIT_S = 0.15  # how much longer than a bare start a Checkpointer may take
+WARM_UP = 1  # it writes the bytecode, which an installed package already has
+PATIENCE_S = 60.0  # limit of one start
 
 
 def main() -> int:
     args = arguments()
     begun = begin(args)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else what it has in memory would stay
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # otherwise its files in memory would stay
     rows: list[Row] = []
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(ranks: int, repetitions: int, memory: Path) -> tuple[Samples, list[str]]:
-    """Start all kinds of programs in turns; gives seconds by name, and what went wrong."""
+    """Start all kinds of programs in turn. Return the seconds by name, and what went wrong."""
     rounds = []
     for number in range(WARM_UP + repetitions):
         seconds: dict[str, float] = {}
@@ -79,7 +79,7 @@ def measure(ranks: int, repetitions: int, memory: Path) -> tuple[Samples, list[s
 
 
 def start(ranks: int, kind: str, out: Path, memory: Path) -> tuple[str, float]:
-    """Run a program to its end; gives what went wrong, and when it was started, by the monotonic clock."""
+    """Run a program until it ends. Return what went wrong, and its start on the monotonic clock."""
     argv = [sys.executable, str(START_PY), kind, str(out), str(memory)]
     env = {"TMPDIR": str(memory), "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(memory / "bytecode"),
            "PYTHONDONTWRITEBYTECODE": ""}  # fmt: skip
@@ -91,7 +91,7 @@ def start(ranks: int, kind: str, out: Path, memory: Path) -> tuple[str, float]:
 
 
 def rows_of(ranks: int, samples: Samples) -> list[Row]:
-    """The lines of one table."""
+    """Make the rows of one table."""
     case = "One rank, started by itself" if ranks == 1 else f"{ranks} ranks, under mpiexec"
     bare = samples[BARE]
     over = {BARE: bare, BARE_AND_A_BIT: bare + A_BIT_S}

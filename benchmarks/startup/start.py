@@ -1,4 +1,4 @@
-"""What each rank runs: a program that reports when its imports, its MPI or its Checkpointer are ready."""
+"""The program of each rank: it reports when its imports, its MPI or its Checkpointer are ready."""
 
 import sys
 import time
