@@ -1,4 +1,4 @@
-"""Chooses the cores of training and courier, alike on a machine with two cores and on one with a hundred."""
+"""Chooses the cores of training and courier, in the same way on a machine with two cores and on one with a hundred."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class Cores:
     """The cores of a rank.
 
     Args:
-        kind: one core for training and courier of each rank; or training on one core, by rank 0 alone, and the
-            couriers of all ranks on others.
+        kind: `ONE_CORE`: training and courier of a rank share one core. `OWN_CORE`: only rank 0 trains, on one core,
+            and the couriers of all ranks are on other cores.
         rank: 0 or 1.
 
     Attributes:
-        trains: whether this rank does.
+        trains: whether this rank trains.
         courier: the core of its courier.
     """
 
     def __init__(self, kind: str, rank: int):
         allowed = sorted(os.sched_getaffinity(0))
         self.trains = kind == ONE_CORE or rank == 0
-        # Two cores: {0: training, 1: couriers}; more: a core for each courier.
+        # With two cores: {0: training, 1: couriers}. With more cores, each courier has its own.
         alone = kind == OWN_CORE and rank == 0
         self._main = allowed[0] if rank == 0 else allowed[-1]
         self.courier = allowed[1] if alone else self._main
@@ -33,7 +33,7 @@ class Cores:
 
     @contextlib.contextmanager
     def of_courier(self) -> Iterator[None]:
-        """Threads that are made in here stay on the courier's core."""
+        """Bind the threads that the block starts to the courier's core."""
         os.sched_setaffinity(0, {self.courier})
         try:
             yield
@@ -42,5 +42,5 @@ class Cores:
 
 
 def enough() -> bool:
-    """Whether there are two cores."""
+    """Return whether this process has at least two cores."""
     return len(os.sched_getaffinity(0)) > 1

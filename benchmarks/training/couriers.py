@@ -1,7 +1,7 @@
-"""What each of the two ranks does with --couriers: steps during saves by a thread and by a process, in turn.
+"""The program of each of the two ranks with --couriers: it times steps during saves by a thread and by a process.
 
-A repetition has four parts, in random order: no save; a save whose courier is a thread; one whose courier is a process;
-and a program in C that moves the same bytes on the couriers' core. Rank 0 trains on a core of its own.
+A repetition has four parts in random order: no save, a save whose courier is a thread, a save whose courier is a
+process, and a C program that moves the same bytes on the couriers' core. Rank 0 trains on its own core.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Action = Callable[[], dict[str, float]]
 
 
 class Control:
-    """The program in C, on the couriers' core; rank 0 has it."""
+    """The C program, which runs on the couriers' core. Rank 0 starts it."""
 
     def __init__(self, folder: str, nbytes: int, core: int):
         program = Path(folder, "control")
@@ -45,7 +45,7 @@ class Control:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
     def move(self) -> Callable[[], bool]:
-        """Have it move the bytes once; gives what tells whether it has."""
+        """Let it move the bytes once. Return a function that says whether it has done so."""
         assert self._process.stdin is not None and self._process.stdout is not None
         output = self._process.stdout
         self._process.stdin.write(b".")
@@ -61,7 +61,7 @@ class Control:
 
 def actions_of(measured: Measured, ckpts: dict[str, Checkpointer], state: object, control: Control | None
                ) -> dict[str, Action]:  # fmt: skip
-    """What is timed: steps beside something, and the same of saves beside a main thread that waits."""
+    """Return the actions to time: steps during something, and saves during which the main thread waits."""
 
     def beside_control() -> dict[str, float]:
         if control is None:
@@ -83,7 +83,7 @@ def actions_of(measured: Measured, ckpts: dict[str, Checkpointer], state: object
 
 
 def rounds(bench: Bench, measured: Measured, actions: dict[str, Action]) -> dict[str, dict[str, np.ndarray]]:
-    """Time all actions, each between two spans of steps alone, in another order each time. Collective."""
+    """Time all actions in a new order each time, each one between two spans of steps without it. Collective."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in actions}
     for number in range(WARM_UP + bench.repetitions):
         order = sorted(actions)
@@ -104,12 +104,12 @@ def rounds(bench: Bench, measured: Measured, actions: dict[str, Action]) -> dict
 def tell(bench: Bench, does: str, nbytes: int, found: dict[str, dict[str, np.ndarray]]) -> None:
     """Write the tables."""
     slowed = {name: of["beside"] / of[ALONE] for name, of in found.items()}
-    title = f"A step ({does}) beside the save of {nbytes >> 20} MiB, couriers on a core of their own"
+    title = f"A step ({does}) during a save of {nbytes >> 20} MiB, couriers on a core of their own"
     for name in (IDLE, CONTROL, THREAD, PROCESS):
         beside = found[name]["beside"]
         over = {ALONE: found[name][ALONE], CONTROL: beside / (slowed[name] / slowed[CONTROL])}
         bench.rows(row(name, beside, over, case=title))
-    title = f"Until {nbytes >> 20} MiB are committed while a step ({does}) follows the other"
+    title = f"Until {nbytes >> 20} MiB are committed, during steps ({does})"
     for name in (THREAD, PROCESS):
         bench.rows(row(name, found[name]["committed"], {WAITED: found[name]["waited"]}, case=title))
 

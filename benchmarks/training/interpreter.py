@@ -1,7 +1,7 @@
-"""The courier next to a main thread that never releases the interpreter by itself, for several switch intervals.
+"""Measures the courier during a main thread that never releases the interpreter, for several switch intervals.
 
-A thread that waits for the interpreter's lock asks for it after the switch interval, 5 ms. The courier needs the lock
-after each chunk, so next to a loop of pure Python each of its moves begins 5 ms late.
+A thread that waits for the interpreter's lock asks for it after the switch interval, 5 ms by default. The courier needs
+the lock after each chunk. So during a loop of pure Python each of its transfers begins 5 ms late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ranks import Measured
 from steps import PYTHON, step_of
 
 IDLE = "committed, main thread idle"
-INTERVALS_S = (5e-3, 5e-4, 5e-5)  # Python's own first
+INTERVALS_S = (5e-3, 5e-4, 5e-5)  # the first is Python's default
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     bench.rows(row(IDLE, samples[IDLE], {IDLE: samples[IDLE]}, case=title))
     for each in INTERVALS_S:
         step = float(np.median(samples[f"{each} beside"] / samples[f"{each} {ALONE}"]))
-        bench.rows(row(f"beside a Python loop, switch interval {each * 1e3:g} ms", samples[f"{each} committed"],
+        bench.rows(row(f"during a Python loop, switch interval {each * 1e3:g} ms", samples[f"{each} committed"],
                        {IDLE: samples[IDLE]}, case=title,
                        note=f"a step takes {step:.2f} times as long"))  # fmt: skip
 

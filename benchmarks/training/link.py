@@ -1,4 +1,4 @@
-"""Two nodes made of namespaces, and a slow cable between them that training and courier share."""
+"""Makes two nodes from namespaces, with a slow cable between them that training and courier share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = Path(__file__).with_name("link_ranks.py")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train across the cable, print what was found; gives the exit status."""
+    """Train across the cable and print the results. Return the exit status."""
     if why := why_not_here():
         print(f"training --link: {why}", file=sys.stderr)
         return 1
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def across(mbit: int, arguments: list[str], timeout_s: float) -> tuple[str, Lines]:
-    """Run two ranks, one at each end of a cable of so many Mbit/s; gives what went wrong, and their lines."""
+    """Run two ranks, one at each end of a cable of ``mbit`` Mbit/s. Return what went wrong, and their lines."""
     with Nodes(HOSTS, shm="2g") as nodes:
         for host in HOSTS:
             nodes.limit_rate(host, mbit)

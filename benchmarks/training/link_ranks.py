@@ -1,4 +1,4 @@
-"""What the ranks at both ends of a slow cable do: they train with an allreduce in every step, and save now and then."""
+"""The program of the ranks at both ends of a slow cable: it trains with an allreduce in every step, and saves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mpi4py import MPI
 from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
-COMPUTES_S = 0.02  # of a step: on a device, so that nothing but the cable is shared
+COMPUTES_S = 0.02  # seconds of a step on a device, so that only the cable is shared
 GRADIENT_NBYTES = 128 << 10
 STATE_NBYTES = 4 << 20
-LARGE, SMALL = 1 << 20, 1 << 17  # transfers, which take a cable of 200 Mbit/s 42 ms and 5 ms
-EVERY = 320  # steps: so long that a 50th of the cable would do for a save
-LAST = 3  # saves that count: until then the rate is found
-# max_slowdown= (0: nobody looks), chunk_nbytes=, saves
+LARGE, SMALL = 1 << 20, 1 << 17  # transfers: 42 ms and 5 ms on a cable of 200 Mbit/s
+EVERY = 320  # steps: so many that a 50th of the cable is enough for a save
+LAST = 3  # the last saves count: the rate is found before them
+# max_slowdown= (0: not set), chunk_nbytes=, saves
 SETTINGS = ((0.0, LARGE, 2), (0.0, SMALL, 2), (0.1, LARGE, 10), (0.1, SMALL, 6), (0.03, SMALL, 7))
 
 
@@ -38,7 +38,7 @@ class Training:
         self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
     def step(self) -> float:
-        """Make one; gives its seconds."""
+        """Make one step. Return its seconds."""
         start = time.perf_counter()
         time.sleep(COMPUTES_S)
         dist.all_reduce(self._gradient)
@@ -48,7 +48,7 @@ class Training:
 
 
 def saved(training: Training, ckpt: Any, state: State, number: int, every: int) -> dict[str, float]:
-    """Save, and train for so many steps; gives the means of those beside the save and of the others."""
+    """Save, and train for ``every`` steps. Return the mean step during the save and the median of the others."""
     snapshot = ckpt.save(number, state)
     beside: list[float] = []
     without: list[float] = []
@@ -65,7 +65,7 @@ def saved(training: Training, ckpt: Any, state: State, number: int, every: int) 
 
 
 def trained(bench: Bench, training: Training, aim: float, chunk: int, every: int, saves: int) -> None:
-    """Train with one setting, and say how steps are slowed when the rate is found."""
+    """Train with one setting, and write how much steps are slowed after the rate has been found."""
     state = {f"layer{i}": torch.full((1 << 18,), float(i)) for i in range(STATE_NBYTES >> 20)}
     settings = {"redundancy": "copy", "max_slowdown": aim, "chunk_nbytes": chunk, "block_nbytes": SMALL}
     with bench.job(f"link{aim}") as job, bench.checkpointer(job, **settings) as ckpt:

@@ -1,4 +1,4 @@
-"""What each of the two ranks does: steps without a save and during one, in turn, for each setting."""
+"""The program of each of the two ranks: for each setting, it makes steps without a save and steps during a save."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from steps import COMPUTES, WAITS, Step, step_of, steps_for, steps_until
 
 from mlflash import Checkpointer
 
-SLOWDOWN = 0.03  # that max_slowdown= asks for
+SLOWDOWN = 0.03  # the value of max_slowdown=
 NICE = 10
-ADAPTS = 6  # saves until max_slowdown= has found its rate
+ADAPTS = 6  # number of saves in which max_slowdown= finds its rate
 
 
 class Settled:
-    """What a setting is called, and what it means for a Checkpointer."""
+    """The name of a setting, and the arguments of a Checkpointer that it stands for."""
 
     def __init__(self, name: str, saves_before: int = 1, **settings: Any):
         self.name, self.saves_before, self.settings = name, saves_before, settings
@@ -41,12 +41,12 @@ def settings_of(kind: str, rate: float) -> list[Settled]:
 
 
 class Measured:
-    """A training and how its steps are timed; a rank that does not train waits.
+    """A training whose steps are timed. A rank that does not train only waits.
 
     Args:
-        step: of the training; also an attribute.
-        trains: whether this rank does.
-        window_s: for how long steps are made without a save.
+        step: makes a step of the training. It is also an attribute.
+        trains: whether this rank trains.
+        window_s: seconds of training without a save.
     """
 
     def __init__(self, step: Step, trains: bool, window_s: float):
@@ -59,11 +59,11 @@ class Measured:
         return {name: float(np.mean(steps))}
 
     def around(self, action: Action) -> dict[str, Action]:
-        """Train without, with and without: the mean of both is what to compare with."""
+        """Train before, during and after an action. The yardstick is the mean of before and after."""
         return {"before": lambda: self.without("early"), "with": action, "after": lambda: self.without("late")}
 
     def beside(self, ckpt: Checkpointer, state: Any) -> Action:
-        """Train while a save is in flight: from when `save` has returned until it is committed."""
+        """Train while a save is in flight, which means from the return of `save` until the commit."""
 
         def action() -> dict[str, float]:
             self.saves += 1
@@ -83,12 +83,12 @@ class Measured:
 
 
 def slowed(bench: Bench, cores: Cores, kind: str, does: str, nbytes: int, window_s: float) -> None:
-    """Time one kind of step beside saves with each setting."""
+    """Time one kind of step during saves with each setting."""
     measured, state = Measured(step_of(does), cores.trains, window_s), large_state(nbytes)
     rate = 0.0
     title = f"A step of a training ({does}); {kind}"
     for setting in settings_of(kind, 1e8):
-        bench.warm_up = min(setting.saves_before, bench.repetitions + 1)  # one that is made once measures nothing
+        bench.warm_up = min(setting.saves_before, bench.repetitions + 1)  # a quick run has fewer
         with bench.job("training") as job:
             with cores.of_courier():
                 ckpt = bench.checkpointer(job, redundancy="copy", copy_threads=1, **setting.settings)
@@ -117,7 +117,7 @@ def said(samples: Samples) -> str:
 
 
 def beside_memcpy(bench: Bench, cores: Cores, does: str, nbytes: int, window_s: float) -> None:
-    """Time steps while the other rank only copies memory: what the machine itself makes of a busy core beside."""
+    """Time steps while the other rank only copies memory. This is the effect of a busy neighbor core."""
     measured = Measured(step_of(does), cores.trains, window_s)
     beside = Yardsticks(bench.comm, bench.memory, nbytes)
     source = [np.ones(nbytes, dtype=np.uint8)]

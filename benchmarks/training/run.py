@@ -1,12 +1,12 @@
-"""How much a training step is slowed while the courier works.
+"""Measures how much the courier slows a training step.
 
     python benchmarks/training/run.py [--mib 64] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
     python benchmarks/training/run.py --couriers [--mib 64] [--repetitions 20] [--quick] [--json FILE]
     python benchmarks/training/run.py --link [--mbit 200] [--json FILE]
 
-It starts itself under mpiexec on two ranks of this machine, each on an emulated node (ranks.py, interpreter.py). With
---couriers it compares couriers that are threads and processes (couriers.py, which needs a C compiler). With --link, as
-root, it uses two nodes made of namespaces with a slow cable between them (link.py).
+It starts two ranks on this machine under mpiexec, each on an emulated node of its own (ranks.py, interpreter.py). With
+--couriers it compares couriers that are threads with couriers that are processes (couriers.py, which needs a C
+compiler). With --link, as root, it makes two nodes from namespaces, with a slow cable between them (link.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from bench.aims import ALONE  # noqa: E402
 from bench.question import Part, in_eights, parser_of, run  # noqa: E402
 from cores import ONE_CORE, OWN_CORE, enough  # noqa: E402
 
-WINDOW_S, QUICK_WINDOW_S = 0.3, 0.1  # of steps without a save, before and after one
+WINDOW_S, QUICK_WINDOW_S = 0.3, 0.1  # seconds of steps without a save, before and after each save
 
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
-    parser.add_argument("--link", action="store_true", help="measure a slow link instead")
+    parser.add_argument("--link", action="store_true", help="measure training over a slow link instead")
     parser.add_argument(
         "--couriers", action="store_true", help="compare couriers that are threads and processes instead"
     )

@@ -1,4 +1,4 @@
-"""Steps of a training, each about ten milliseconds long: what a main thread does while the courier works."""
+"""Training steps of about ten milliseconds, which the main thread makes while the courier works."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 COMPUTES, WAITS, PYTHON = "matrix products", "waits for a device", "a Python loop"
 STEP_S = 0.01
-LAUNCHES_S = 0.002  # of a step that waits
+LAUNCHES_S = 0.002  # seconds of calls in a step that waits
 WIDTH, TOKENS, HEADS = 256, 64, 4
 
 Step = Callable[[], None]
 
 
 def step_of(kind: str) -> Step:
-    """Make a step; it ends with one of a torch optimizer, as a `Checkpointer` with ``max_slowdown=`` times those."""
+    """Make a step. It ends with a step of a torch optimizer, which a `Checkpointer` with ``max_slowdown=`` times."""
     torch.set_num_threads(1)
     if kind == COMPUTES:
         return _computing()
@@ -31,7 +31,7 @@ def step_of(kind: str) -> Step:
 
 
 def _computing() -> Step:
-    """Forward, backward and step of a block of a GPT, in the caches of a core."""
+    """Make forward, backward and step of a GPT block that fits into the caches of a core."""
     block = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
     optimizer = torch.optim.SGD(block.parameters(), lr=1e-6)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(TOKENS)
@@ -47,9 +47,10 @@ def _computing() -> Step:
 
 
 def _waiting() -> Step:
-    """What a rank with a GPU does: many small calls, as launches of kernels are, and a wait that lets go of the GIL.
+    """Make steps like those of a rank with a GPU: many small calls, like kernel launches, and a wait without the GIL.
 
-    As if the device began only when all is launched: with a queue that never runs dry, slower launches cost less.
+    The wait begins after all calls, as if the device began only then. If the queue of a real device never runs empty,
+    slower launches cost less.
     """
     small = torch.zeros(16)
     times = _times(lambda: small.add_(1.0), LAUNCHES_S)
@@ -63,7 +64,7 @@ def _waiting() -> Step:
 
 
 def _python() -> Step:
-    """A loop that never lets go of the interpreter by itself."""
+    """Make a loop that never releases the interpreter by itself."""
 
     def loop(times: int = 1000) -> None:
         for _ in range(times):
@@ -74,7 +75,7 @@ def _python() -> Step:
 
 
 def _times(work: Callable[[], object], seconds: float) -> int:
-    """How often something can be done in so many seconds."""
+    """Return how often ``work`` can run in this number of seconds."""
     for _ in range(3):
         work()
     done, start = 0, time.perf_counter()
@@ -85,13 +86,13 @@ def _times(work: Callable[[], object], seconds: float) -> int:
 
 
 def steps_for(step: Step, seconds: float) -> list[float]:
-    """Make steps for so long; gives the seconds of each."""
+    """Make steps for this number of seconds. Return the seconds of each step."""
     end = time.perf_counter() + seconds
     return steps_until(step, lambda: time.perf_counter() >= end)
 
 
 def steps_until(step: Step, ended: Callable[[], bool]) -> list[float]:
-    """Make steps until something has ended; gives the seconds of those that were made before, of one at least."""
+    """Make steps until ``ended`` is true. Return the seconds of the steps before that, at least of one."""
     found: list[float] = []
     while True:
         start = time.perf_counter()
