@@ -1,4 +1,4 @@
-"""What each rank does: it makes parity and rebuilds slots, and does a memcpy, an XOR and a raw exchange to compare."""
+"""The program of each rank: it times parity, rebuilding of slots, a memcpy, an XOR loop and a raw exchange."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from mlflash.state.layout import PAGE_NBYTES, Extents
 
 COMM = MPI.COMM_WORLD
 EXCHANGE, XOR = "raw exchange", "xor"
-REDSET_RATE = {"xor": 1.20e9, "rs": 0.46e9}  # bytes a second of all slots together: what LLNL's redset reaches here
-EXCHANGES, XORS = 2.0, 1.5  # of xor over a raw exchange, of rs over xor: at most
+REDSET_RATE = {"xor": 1.20e9, "rs": 0.46e9}  # published rate of LLNL's redset: bytes per second of all slots together
+EXCHANGES, XORS = 2.0, 1.5  # aims: xor over a raw exchange, and rs over xor, at most
 CHUNK_NBYTES = 4 << 20
 
 
 class Slots:
-    """A slot of this rank, and everything that is done with it."""
+    """A slot of this rank, and all actions on it that are timed."""
 
     def __init__(self, memory: Path, nbytes: int, transport: str):
         self.world = World(COMM, 1, 60.0).connect()
@@ -71,7 +71,7 @@ class Slots:
         np.bitwise_xor(into, source, out=into)
 
     def exchange(self) -> None:
-        """Send the bytes to the next rank and receive those of the one before, in chunks, unchecked."""
+        """Send the bytes to the next rank and receive those of the previous rank, in chunks, without checksums."""
         mine, theirs = self.slot.body(self.extents), self.arrived.body(self.extents)
         to, come = (COMM.rank + 1) % COMM.size, (COMM.rank - 1) % COMM.size
         requests = []
@@ -81,7 +81,7 @@ class Slots:
         MPI.Request.Waitall(requests)
 
     def reduce_scatter(self) -> None:
-        """Let MPI make the XOR of all slots, a share at each rank: no rotation, no checksums."""
+        """Let MPI make the XOR of all slots, a share on each rank. No rotation, no checksums."""
         words = self.slot.body(self.extents).view("<u8")
         share = words.size // COMM.size
         COMM.Reduce_scatter_block([words[: share * COMM.size], MPI.UINT64_T],
@@ -89,7 +89,7 @@ class Slots:
                                   MPI.BXOR)  # fmt: skip
 
     def accumulate(self) -> None:
-        """Let MPI XOR a share of this rank's slot into the memory of each other rank: no checksums."""
+        """Let MPI XOR a share of this rank's slot into the memory of each other rank. No checksums."""
         words = self.slot.body(self.extents).view("<u8")
         share, others = words.size // (COMM.size - 1), [rank for rank in range(COMM.size) if rank != COMM.rank]
         self.window.Fence()
@@ -101,7 +101,7 @@ class Slots:
         self.window.Fence()
 
     def scheme(self, text: str) -> tuple[Callable[[], None], Callable[[], None] | None]:
-        """Give what protects all slots, checksums at both ends and all; and what rebuilds as many as may be lost."""
+        """Return a function that protects all slots, with checksums, and one that rebuilds as many as may be lost."""
         protection = Protection(
             self.world, place(self.world.topology, parse(text)), self.config.transport, self.config.chunk_nbytes,
             self.config.block_nbytes, self.config.job,
@@ -121,13 +121,13 @@ class Slots:
 
             protection.offer(pool, self.extents)
             source = Source(self.slot, self.extents, header)
-            assert protection.protect(pool, source, attempt), "redundancy did not arrive whole"
+            assert protection.protect(pool, source, attempt), "the redundancy did not arrive completely"
             pool.release(attempt, [self.slot], True)
 
         return protect, self.rebuild(pool, parse(text).losses) if parse(text).parity else None
 
     def rebuild(self, pool: SlotPool, losses: int) -> Callable[[], None]:
-        """Give what rebuilds the slots of the first ranks, each at its own."""
+        """Return a function that rebuilds the slots of the first ``losses`` ranks, each on its own rank."""
         group, lost_ranks = tuple(range(COMM.size)), range(losses)
         stripes = Stripes((self.extents.blocks,) * COMM.size, losses)
         lost = {stripes.unit(rank, False, block) for rank in lost_ranks for block in range(self.extents.blocks)}
@@ -142,13 +142,13 @@ class Slots:
             slots = {COMM.rank: self.arrived if COMM.rank in lost_ranks else self.slot}
             blocks = RepairedBlocks([repair], slots, {(known, COMM.rank): held})
             roles = roles_of(COMM.rank, repair.tasks, blocks.rank_of)
-            assert all(self.world.drive(exchange.moves(roles, blocks))), "a block is not what it was"
+            assert all(self.world.drive(exchange.moves(roles, blocks))), "a rebuilt block has the wrong bytes"
 
         return rebuild
 
 
 def write(bench: Bench, samples: Samples, slot_nbytes: int) -> None:
-    """Write a row of each action; its rate is that of all slots, of a rebuild that of the lost ones."""
+    """Write a row for each action. Its rate counts the bytes of all slots, or for a rebuild those of the lost slots."""
     xor = next(values for name, values in samples.items() if name == f"xor:{COMM.size}")
     over = {MEMCPY: samples[MEMCPY], EXCHANGE: samples[EXCHANGE], XOR: xor}
     nbytes = slot_nbytes * COMM.size

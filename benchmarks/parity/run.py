@@ -1,9 +1,9 @@
-"""How fast parity is made and lost slots are rebuilt, compared with a memcpy, a plain XOR loop and a raw exchange.
+"""Measures how fast parity is made and lost slots are rebuilt, over a memcpy, a plain XOR loop and a raw exchange.
 
     python benchmarks/parity/run.py [--ranks 4] [--mib 64] [--repetitions 9] [--transport p2p] [--quick] ...
 
-It starts itself under mpiexec, each rank on an emulated node of its own; ranks.py is what the ranks do. The time of a
-scheme includes the checksums of every block at both ends. The raw exchange and the XOR loop make none.
+It starts the ranks (ranks.py) under mpiexec, each on an emulated node of its own. The time of a scheme includes
+checksums of every block at both ends. The raw exchange and the XOR loop make no checksums.
 """
 
 from __future__ import annotations
