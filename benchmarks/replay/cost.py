@@ -1,7 +1,7 @@
-"""What a replayed step costs, in ordinary steps: `torchrun --nproc-per-node 2 benchmarks/replay/cost.py`.
+"""Measures what a replayed step costs, in ordinary steps: `torchrun --nproc-per-node 2 benchmarks/replay/cost.py`.
 
-Steps run in groups of three, in random order, and one of the three is replayed. A step is complete: forward, backward,
-optimizer. The program prints the median of the ratios within each group, with its 95 % interval. The control is the
+Steps run in groups of three, in random order, and one of the three is replayed. Each step has forward, backward and
+optimizer. The program prints the median of the ratios within the groups, with its 95 % interval. The control is the
 ratio of the two ordinary steps.
 """
 
@@ -42,7 +42,7 @@ def model_of(width: int, layers: int) -> nn.Module:
 
 
 def pairs(wrap: Callable[[nn.Module], nn.Module], args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """The ratios of replayed to ordinary steps, and of ordinary to ordinary ones. Collective."""
+    """Return the ratios of replayed to ordinary steps, and of ordinary to ordinary steps. Collective."""
     model = wrap(model_of(args.width, args.layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     check = Replay(model, 1, on_mismatch="raise")
@@ -89,7 +89,7 @@ def main() -> None:
     for wrap in (ddp, fsdp2):
         found, noise = pairs(wrap, args)
         if dist.get_rank() == 0:
-            print(f"{wrap.__name__}: a replayed step takes {told(found)} ordinary ones; control: {told(noise)}")
+            print(f"{wrap.__name__}: replayed step / ordinary step: {told(found)}; control: {told(noise)}")
     dist.destroy_process_group()
 
 
