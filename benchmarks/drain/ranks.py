@@ -1,4 +1,4 @@
-"""What each rank does: it writes the same bytes to the same disk by dd, by PyTorch's writer and by a drain."""
+"""The program of each rank: it writes the same bytes to the same disk by dd, by PyTorch's writer and by a drain."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def state_of(tensors: int, nbytes: int) -> State:
-    """Tensors of random numbers, so many bytes of each on this rank."""
+    """Make tensors of random numbers. This rank holds ``nbytes`` of each."""
     mesh, numbers, rows = init_device_mesh("cpu", (COMM.size,)), np.random.default_rng(0), nbytes // 4096
     whole = (torch.from_numpy(numbers.standard_normal((rows * COMM.size, 1024)).astype("f4")) for _ in range(tensors))
     return {f"t{i}": distribute_tensor(one, mesh, [Shard(0)]) for i, one in enumerate(whole)}
@@ -94,7 +94,7 @@ def to_disk(bench: Bench, state: State, disk: Path) -> None:
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """Time it from when all ranks are there."""
+    """Return the seconds of some work, which begins when all ranks are ready."""
     COMM.Barrier()
     start = MPI.Wtime()
     work()

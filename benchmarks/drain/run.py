@@ -1,10 +1,10 @@
-"""How fast checkpoints get from memory to a disk, compared with dd and PyTorch's writer, and how this slows training.
+"""Measures how fast checkpoints get from memory to a disk, over dd and PyTorch's writer, and how this slows training.
 
     python benchmarks/drain/run.py [--disk DIR] [--ranks 2] [--mib 128] [--repetitions 3] [--quick] [--json FILE] ...
 
-It starts itself under mpiexec, each rank on an emulated node of its own. ranks.py is what the ranks do, and steps.py
-measures how training is slowed. All write the same number of bytes to the same disk, and wait until the disk has them.
-dd writes zeros, which some disks take faster.
+It starts the ranks (ranks.py) under mpiexec, each on an emulated node of its own. steps.py measures how much training
+is slowed. All ways write the same number of bytes to the same disk, and wait until the disk has them. dd writes zeros,
+which some disks take faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=3)
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mib", type=int, default=128, help="MiB of each rank, in 64 tensors")
+    parser.add_argument("--mib", type=int, default=128, help="MiB per rank, in 64 tensors")
     parser.add_argument("--step-ms", type=float, default=50, help="milliseconds of a training step")
     args = parser.parse_args()
     if args.quick:

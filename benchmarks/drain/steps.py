@@ -1,4 +1,4 @@
-"""Steps of a training (matrix products on one thread, an allreduce of their result), with and without a drain."""
+"""Times training steps (matrix products on one thread and an allreduce) with and without a drain."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpi4py import MPI
 
 COMM = MPI.COMM_WORLD
 RATES = {"as fast as it goes": 0.0, "at 100 MB/s": 1e8, "at 30 MB/s": 3e7}  # bytes per second of all ranks
-WINDOW_S, QUICK_WINDOW_S = 3.0, 0.5  # of steps without
-MOST = 2000  # steps
-ALONE = "a step without"
+WINDOW_S, QUICK_WINDOW_S = 3.0, 0.5  # seconds of steps without a drain
+MOST = 2000  # largest number of steps
+ALONE = "a step without a drain"
 
 
 class Training:
-    """Steps that take about so many seconds."""
+    """Makes steps that take about ``step_s`` seconds."""
 
     def __init__(self, step_s: float):
         self._a = torch.randn(512, 512)
@@ -39,7 +39,7 @@ class Training:
         return done
 
     def steps(self, seconds: float) -> list[float]:
-        """Train for so long; gives the seconds of each step."""
+        """Train for this number of seconds. Return the seconds of each step."""
         found = []
         end = time.perf_counter() + seconds
         while COMM.bcast(time.perf_counter() < end):
@@ -51,7 +51,7 @@ class Training:
         return found
 
     def until(self, ended: Callable[[], bool]) -> list[float]:
-        """Train until all ranks have ended something, but not for many thousand steps."""
+        """Train until ``ended`` is true on all ranks, but stop after about `MOST` steps."""
         found: list[float] = []
         while not COMM.allreduce(int(ended()), MPI.MIN) and len(found) < MOST:
             found += self.steps(0.2)
@@ -59,7 +59,7 @@ class Training:
 
 
 def slowdown(bench: Bench, state: Any, disk: Path, step_s: float, quick: bool) -> None:
-    """Train beside a drain, and beside a process that only writes as much at the same rate."""
+    """Train during a drain, and during a process that only writes as many bytes at the same rate."""
     training, window_s = Training(step_s), QUICK_WINDOW_S if quick else WINDOW_S
     nbytes = sum(tensor.to_local().nbytes for tensor in state.values())
     directory = disk / "slowdown"
@@ -87,17 +87,17 @@ def slowdown(bench: Bench, state: Any, disk: Path, step_s: float, quick: bool) -
 
 
 def compared(what: str, before: list[float], during: list[float]) -> Row:
-    """Means, as a drain comes in bursts; the spread is that of single steps."""
+    """Compare the means, because a drain works in bursts. The quartiles are those of single steps."""
     alone = float(np.mean(before))
     mean, spread = (float(np.mean(during)), np.quantile(during, (0.25, 0.75))) if during else (alone, (alone, alone))
     return Row(
-        case="Steps of a training beside it, mean; the spread is that of steps", what=f"beside {what}", seconds=mean,
+        case="Steps of a training: the mean, with quartiles of single steps", what=f"during {what}", seconds=mean,
         samples=during, over={ALONE: mean / alone}, spread={ALONE: [float(one) / alone for one in spread]}, aim=None,
         note=f"{mean / alone - 1:+.1%}, {len(during)} steps",
     )  # fmt: skip
 
 
-# What any program has to do that brings so many bytes to the disk at that rate.
+# What any program must do that writes this number of bytes to the disk at this rate.
 WRITER = """
 import os, sys, time
 path, nbytes, rate = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
