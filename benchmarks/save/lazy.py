@@ -1,7 +1,7 @@
-"""What each rank does in a training whose saves copy during the next step: save(step, state, until=optimizer).
+"""The program of each rank of a training whose saves copy during the next step: save(step, state, until=optimizer).
 
-A step is forward, backward and Adam's step of an MLP, long enough for the copy to fit into it four times. Training
-waits for `save` itself and, in `optimizer.step()`, for what is not copied yet.
+A step is forward, backward and Adam's step of an MLP. It takes about four times as long as the copy. Training waits for
+`save` itself and, in `optimizer.step()`, for the bytes that are not copied yet.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mlflash import Checkpointer
 
 LAYERS = 5
-PER_PARAMETER = 3  # it, and two moments of Adam
+PER_PARAMETER = 3  # the parameter and two moments of Adam
 STEP, COPIES = "a step without a save", 4.0
 
 
 class Training:
-    """A model that is trained, and a clock for what its optimizer waits for before it steps."""
+    """A model that is trained. It times how long its optimizer waits before it steps."""
 
     def __init__(self, nbytes: int):
         width = round((nbytes / 4 / PER_PARAMETER / LAYERS) ** 0.5)
@@ -38,7 +38,7 @@ class Training:
         self.state = {"model": self.model, "optimizer": self.optimizer}
         self._batch = torch.randn(1, width)
         self._asked = self.waited_s = 0.0
-        # The first of all hooks, before those of any Checkpointer; and the last, the optimizer's own.
+        # The first hook runs before those of any Checkpointer, and the second, the optimizer's own, runs after them.
         register_optimizer_step_pre_hook(self._begin)
         self.optimizer.register_step_pre_hook(self._end)
         self.compute()
@@ -51,7 +51,7 @@ class Training:
         self.waited_s = time.perf_counter() - self._asked
 
     def lasting(self, seconds: float) -> int:
-        """Choose the batch so that forward and backward take about so long; gives its size."""
+        """Choose the batch so that forward and backward take about this number of seconds. Return its size."""
         size = 1
         for _ in range(4):
             start = time.perf_counter()
@@ -70,7 +70,7 @@ class Training:
         self.model(self._batch).square().mean().backward()
 
     def tensors(self) -> State:
-        """All that is saved of it, by name."""
+        """Return all tensors that a save of it contains, by name."""
         found = dict(self.model.state_dict())
         for number, of in self.optimizer.state_dict()["state"].items():
             found |= {f"{number}.{name}": value for name, value in of.items() if value.dim()}
@@ -78,7 +78,7 @@ class Training:
 
 
 def step_with(training: Training, ckpt: Checkpointer, numbers: list[int], name: str, until: Any) -> Action:
-    """Save, and train one step; the commit is waited for afterwards."""
+    """Return an action that saves and trains one step, and then waits for the commit."""
 
     def action() -> dict[str, float]:
         numbers[0] += 1
@@ -126,8 +126,8 @@ def main() -> None:
                      (STEP, STEP, ""),
                      ("eager: stall of save", "eager stall", ""),
                      ("lazy: stall of save and wait in optimizer.step()", "lazy both", "lazy"),
-                     ("lazy: of it in save", "lazy stall", ""),
-                     ("lazy: of it in optimizer.step()", "lazy wait", ""),
+                     ("lazy: the part in save", "lazy stall", ""),
+                     ("lazy: the part in optimizer.step()", "lazy wait", ""),
                      ("a step with an eager save", "eager step", ""),
                      ("a step with a lazy save", "lazy step", ""),
                  )))  # fmt: skip

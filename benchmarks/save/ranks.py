@@ -1,4 +1,4 @@
-"""What each of the two ranks does: it times every kind of save, a memcpy and a raw MPI Put."""
+"""The program of each of the two ranks: it times every kind of save, a memcpy and a raw MPI Put."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def yardsticks(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
     over = both(samples)
     bench.rows(
         row("memcpy, tensor by tensor", samples[MEMCPY], over),
-        row("memcpy in one piece", samples["whole"], over),  # glibc goes past the caches above about 20 MiB: faster
+        row("memcpy in one piece", samples["whole"], over),  # faster: above about 20 MiB glibc bypasses the caches
         row("raw MPI Put", samples["Put"], over),
     )
 
@@ -51,7 +51,7 @@ def save(bench: Bench, beside: Yardsticks, nbytes: int, redundancy: str, transpo
 
 
 def save_shared(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """What both ranks hold alike, as under DDP: protected by being there, beside the same save with no redundancy."""
+    """Save the same tensors on both ranks, as under DDP, and compare with a save without redundancy."""
     state = large_state(nbytes)
     with (
         bench.job("alone") as alone,
@@ -79,7 +79,7 @@ def save_shared(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
 
 def peer(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """PyTorch's DCP, each rank for itself, into /dev/shm: no copy elsewhere, no checksum of the content."""
+    """Save with PyTorch's DCP into /dev/shm, each rank by itself. It makes no copy on another node and no checksum."""
     state = large_state(nbytes)
     path = bench.memory / f"dcp-{bench.comm.rank}"
 
@@ -91,7 +91,7 @@ def peer(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
         change(state)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # said even with no_dist=True
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # it warns even with no_dist=True
         samples = bench.repeat({**beside.of(bytes_of(state)), "save": write}, before=forget)
     shutil.rmtree(path)
     bench.rows(row("peer: torch DCP save to /dev/shm", samples["save"], both(samples)))

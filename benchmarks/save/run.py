@@ -1,9 +1,9 @@
-"""How long a save stops training, how long it takes until it is committed, and what it costs in CPU seconds.
+"""Measures how long a save stops training, when it is committed, and how many CPU seconds it takes.
 
     python benchmarks/save/run.py [--mib 256] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own (ranks.py). It does so
-again on one rank, so that a core is left for the copies that are made during training (lazy.py).
+It starts two ranks on this machine under mpiexec, each on an emulated node of its own (ranks.py). Then it measures the
+lazy copy (lazy.py) on one rank, which leaves a core for copies during training, and on two ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     sizes = [args.mib << 20, args.repetitions]
     return run(args, [
         Part(2, HERE / "ranks.py", sizes), Part(1, HERE / "lazy.py", sizes), Part(2, HERE / "lazy.py", sizes)
-    ], drawn=lambda row: "of it" not in row["what"])  # fmt: skip
+    ], drawn=lambda row: "the part" not in row["what"])  # fmt: skip
 
 
 if __name__ == "__main__":
