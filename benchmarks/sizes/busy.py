@@ -1,7 +1,7 @@
-"""What each of two ranks does that saves at every step, while the courier still works on the save before.
+"""The program of each of two ranks: it saves at every step, while the courier still works on the previous save.
 
-A step computes for as long as a memcpy of the state takes, and changes all of it. A commit takes longer. ``when_busy``
-decides what training does then: wait for a slot, or skip the save.
+A step computes for as long as a memcpy of the state takes, and changes the whole state. A commit takes longer.
+``when_busy`` decides whether training then waits for a slot or skips the save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WITHOUT = "steps without saves"
 
 
 class Training:
-    """Steps that change all of a state."""
+    """Makes steps that change the whole state."""
 
     def __init__(self, state: State, step_s: float):
         self.state = state
@@ -47,7 +47,7 @@ class Training:
 
 
 def run(training: Training, ckpt: Checkpointer | None, first: int) -> dict[str, float]:
-    """Train; gives seconds until the last step is through, and how many saves were committed."""
+    """Train. Return the seconds per step, and how many saves were skipped."""
     start, snapshots = time.perf_counter(), []
     for number in range(STEPS):
         training.step()

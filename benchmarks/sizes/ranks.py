@@ -1,4 +1,4 @@
-"""What each of two ranks does: it saves states of awkward sizes, and makes the first saves of jobs."""
+"""The program of each of two ranks: it times saves of states of difficult sizes, and the first saves of jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 SMALL_COUNT, SMALL_NBYTES = 3000, 4096
 GROWS_EVERY, GROWTHS = 3, 3
-GROWN, NEXT, SAME = "grown", "the next", "the third"  # saves from one growth to the next
+GROWN, NEXT, SAME = "grown", "the next", "the third"  # the three saves from one growth to the next
 
 
 def small(bench: Bench, beside: Yardsticks) -> None:
@@ -45,8 +45,8 @@ def small(bench: Bench, beside: Yardsticks) -> None:
 
 
 def models(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """States like that of a model of 7B parameters, and of a mixture of experts, of fewer elements in each tensor."""
-    matrices_and_norms = [*(32 * [1.0, 1e-4]), 3.0, 3.0, 1e-4]  # of layers; embeddings come last
+    """Save states like those of a 7B model and of a mixture of experts, with fewer elements in each tensor."""
+    matrices_and_norms = [*(32 * [1.0, 1e-4]), 3.0, 3.0, 1e-4]  # relative sizes: layers, then embeddings
     for which, sizes, over_what in (
         ("7B", matrices_and_norms, "stall"),
         ("a mixture of experts", 3333 * [1.0], "small"),
@@ -74,7 +74,7 @@ def models(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
 
 def weights_and_moments(sizes: Sequence[float], nbytes: int) -> State:
-    """Weights in half precision, of such relative sizes, and two moments of each in single precision."""
+    """Make weights of these relative sizes in half precision, and two moments of each in single precision."""
     state: State = {}
     for number, size in enumerate(sizes):
         count = max(1, int(nbytes / 10 * size / sum(sizes)))
@@ -97,7 +97,7 @@ def huge(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
 
 def growing(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """A job whose state grows at every third save, as an optimizer's does in its first steps, or a cache."""
+    """Time a job whose state grows at every third save, as that of an optimizer or a cache does in its first steps."""
     begins = nbytes // LARGE_NBYTES // 2
     by = max(1, begins // GROWTHS - 1)
     whole = large_state((begins + GROWTHS * by) * LARGE_NBYTES)
@@ -116,7 +116,7 @@ def growing(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
                 start = time.perf_counter()
                 stall_s = saver()["stall"]
                 committed_s = time.perf_counter() - start
-                if number >= GROWS_EVERY:  # the first ones are those of a new job
+                if number >= GROWS_EVERY:  # the first saves are those of a new job
                     which = (GROWN, NEXT, SAME)[number % GROWS_EVERY]
                     found.setdefault(f"stall, {which}", []).append(stall_s)
                     found.setdefault(f"committed, {which}", []).append(committed_s)
@@ -124,16 +124,16 @@ def growing(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
     samples = bench.repeat({**beside.of(bytes_of(whole)), "job": job})
     case = f"A state of {begins * 8} MiB that grows by {by * 8} MiB at every third save; mean of {GROWTHS}"
-    notes = {GROWN: "room is made by all ranks, which training waits for", NEXT: "into the other slot"}
+    notes = {GROWN: "all ranks make room, and training waits for it", NEXT: "goes to the other slot"}
     for what in ("stall", "committed"):
-        over = {**both(samples), "that of the third": samples[f"{what}, {SAME}"]}
+        over = {**both(samples), "the third save": samples[f"{what}, {SAME}"]}
         for which in (GROWN, NEXT, SAME):
             note = notes.get(which, "")
             bench.rows(row(f"{what}, {which}", samples[f"{what}, {which}"], over, case=case, note=note))
 
 
 def first(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """Time the first save of a job against its fourth; prepared or not, at once or a while before."""
+    """Time the first save of a job against its fourth: not prepared, just prepared, and prepared a while before."""
     state = large_state(nbytes)
     all_made_s = 8 * nbytes / 1e9  # eight slots, at 1 GB/s
     cases = {"unprepared": (None, False), "unprepared, until=": (None, True), "just prepared": (0.0, False),
@@ -148,13 +148,13 @@ def first(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
 
 def four(bench: Bench, state: State, pause_s: float | None, is_until: bool) -> dict[str, float]:
-    """Save four times in a new job; gives times of the first and the last.
+    """Save four times in a new job. Return the times of the first and the last save.
 
     Args:
         bench: the clock.
-        state: what is saved.
-        pause_s: between `prepare` and the first save; None: not prepared.
-        is_until: whether the first is told of an optimizer.
+        state: the state that is saved.
+        pause_s: seconds between `prepare` and the first save. None: `prepare` is not called.
+        is_until: whether the first save gets an optimizer as ``until=``.
     """
     with bench.job("first") as job, bench.checkpointer(job, redundancy="copy") as ckpt:
         if pause_s is not None:

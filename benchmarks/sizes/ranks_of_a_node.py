@@ -1,4 +1,4 @@
-"""What each of eight ranks does that share one node or two: it saves, and does a memcpy together with the others."""
+"""The program of each of eight ranks that share one node or two: all ranks save and do a memcpy at the same time."""
 
 from __future__ import annotations
 

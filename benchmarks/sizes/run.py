@@ -1,9 +1,9 @@
-"""Sizes that cost most: small tensors, a huge one, a growing state, a save at every step, 8 ranks, the first save.
+"""Measures difficult cases: small tensors, a huge one, growth, a save at every step, 8 ranks, the first save.
 
     python benchmarks/sizes/run.py [--mib 128] [--repetitions 4] [--quick] [--json FILE] [--plot FILE] [--readme]
 
-It starts itself under mpiexec on two ranks of this machine, each on an emulated node of its own (ranks.py, busy.py),
-and on eight: as one node, and as two nodes of four (ranks_of_a_node.py).
+It starts two ranks on this machine under mpiexec, each on an emulated node of its own (ranks.py, busy.py). Then it
+starts eight ranks, once as one node and once as two nodes of four (ranks_of_a_node.py).
 """
 
 from __future__ import annotations
