@@ -1,4 +1,4 @@
-"""What each rank does: DeepSpeed trains some layers, and after the first step saves in each of the ways compared."""
+"""The program of each rank: DeepSpeed trains some layers, and after the first step saves in each compared way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import deepspeed  # noqa: E402
 from mlflash.adapters.deepspeed import attach  # noqa: E402
 from mlflash.adapters.distributed import init_process_group  # noqa: E402
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it would be compiled
 WIDTH, BATCH = 1024, 64
 
 

@@ -1,4 +1,4 @@
-"""What each rank does: Lightning trains some layers, and after the first step saves in each of the ways compared."""
+"""The program of each rank: Lightning trains some layers, and after the first step saves in each compared way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASYNC = "AsyncCheckpointIO"
 
 
 class Rows(Dataset[torch.Tensor]):
-    """So many."""
+    """A dataset with ``count`` rows."""
 
     def __init__(self, count: int):
         self._count = count
@@ -35,7 +35,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Model(pl.LightningModule):
-    """So many layers."""
+    """A model with ``layers`` layers."""
 
     def __init__(self, layers: int):
         super().__init__()
@@ -49,7 +49,7 @@ class Model(pl.LightningModule):
 
 
 class Saves(pl.Callback):
-    """Measures at the end of a step."""
+    """Runs the measurements at the end of a step."""
 
     def __init__(self, rounds: Rounds, flash: Any):
         self.rounds, self.flash = rounds, flash
@@ -63,7 +63,7 @@ class Saves(pl.Callback):
                 trainer.global_step, state_of(trainer), trainer.optimizers))  # fmt: skip
 
     def of_files(self, trainer: Any, module: Any) -> None:
-        """Time all ways of Lightning to save what it has."""
+        """Time all ways in which Lightning can save its state."""
         strategy, plain = trainer.strategy, trainer.strategy.checkpoint_io
         ours, peer = strategy.save_checkpoint, AsyncCheckpointIO(plain)
 

@@ -1,7 +1,7 @@
-"""What each rank does: Megatron's pretrain trains a GPT, and after the first step saves in each of the ways compared.
+"""The program of each rank: Megatron's pretrain trains a GPT and then saves in each compared way.
 
-CUDA is pretended as in the tests, whose training this is. Megatron starts processes that import this file, and these
-must not start MPI.
+The training is that of the tests, which pretend to have CUDA. Megatron starts processes that import this file. These
+processes must not start MPI.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-os.environ["OUT"] = sys.argv[2]  # for the notes of the tests' training
+os.environ["OUT"] = sys.argv[2]  # the training of the tests writes its notes there
 
 import torch.distributed as dist  # noqa: E402
 from megatron_pretrain import pretrain  # noqa: E402
@@ -38,7 +38,7 @@ def in_memory(asked: Any, iteration: int, model: Any, optimizer: Any, scheduler:
 
 
 def measure(asked: Any, iteration: int, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Time all ways of Megatron to save what it has."""
+    """Time all ways in which Megatron can save its state."""
     from megatron.training import async_utils, get_args
     from rounds import COMM, DCP, ITSELF, OURS, Way, dcp_way
 

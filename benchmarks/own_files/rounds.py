@@ -1,4 +1,4 @@
-"""Times several ways to save a training, one after the other, and a memcpy of the bytes that one has written."""
+"""Times several ways to save a training, one after the other, and a memcpy of the bytes that one of them wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("ignore")  # those of frameworks, which are imported after this
+warnings.simplefilter("ignore")  # warnings of frameworks, which are imported after this
 
 import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -25,10 +25,10 @@ from mlflash import Checkpointer  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 ITSELF, OURS, DCP = "by itself", "in_background=True", "dcp.async_save of the same tensors"
-PER_PARAMETER = 12  # bytes: it, and two moments of Adam
-TENSOR_NBYTES = 4 << 20  # of most in these models
+PER_PARAMETER = 12  # bytes: the parameter and two moments of Adam
+TENSOR_NBYTES = 4 << 20  # size of most tensors in these models
 STALL, STEP = "stall", "step"
-IN_MEMORY_BEFORE = 4  # saves that are not counted: slots are made, and optimizers heard of
+IN_MEMORY_BEFORE = 4  # saves that do not count: they make the slots and register the optimizers
 
 
 @dataclasses.dataclass
@@ -36,8 +36,8 @@ class Way:
     """One way to save.
 
     Attributes:
-        save: into a directory; training waits until it returns.
-        finish: waits until all is written.
+        save: saves into a directory. Training waits until it returns.
+        finish: waits until everything is written.
     """
 
     save: Callable[[Path], object]
@@ -45,12 +45,12 @@ class Way:
 
 
 class Rounds:
-    """What run.py asks for.
+    """The measurements that run.py asks for.
 
     Attributes:
-        memory: for the Checkpointer.
-        parameters: how many a model has.
-        steps: of a training; one before saves in memory, and one after those that are counted.
+        memory: the directory in memory for the Checkpointer.
+        parameters: the number of parameters of the model.
+        steps: the number of training steps, with one before the saves in memory and one after them.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class Rounds:
         self._ended = 0.0
         self.parameters = (int(mib) << 20) // PER_PARAMETER
         self._saves = list[dict[str, float]]()
-        self.steps = 1 + IN_MEMORY_BEFORE + 2 * int(repetitions) + 1  # before all, and after all
+        self.steps = 1 + IN_MEMORY_BEFORE + 2 * int(repetitions) + 1  # one before all saves, and one after them
 
     def measure(self, case: str, ways: Mapping[str, Way]) -> None:
         """Time all ways, and write their rows. Collective.
 
         Args:
-            case: the framework, for the table.
-            ways: by name; the first one is the framework's own.
+            case: the framework, for the title of the table.
+            ways: the ways, by name. The first one is the framework's own.
         """
         folder = self._disk / "saves"
         next(iter(ways.values())).save(folder / "first")
@@ -88,13 +88,13 @@ class Rounds:
                 self._bench.rows(row(what, samples[f"{what} {column}"], over, case=case, column=column))
 
     def in_memory(self, checkpointer: Checkpointer, save: Callable[[], object]) -> None:
-        """Save in memory at the end of a step, and time it with what the next step waits for. Collective.
+        """Save in memory at the end of a step. Time the save and the wait in the next step. Collective.
 
-        Every second save copies all before it returns.
+        Every second save copies everything before it returns.
 
         Args:
-            checkpointer: that it saves with.
-            save: does what the adapter does at the end of a step.
+            checkpointer: the Checkpointer of the save.
+            save: saves in the same way as the adapter at the end of a step.
         """
         lazy = checkpointer._saves.lazy
         if not self._saves:
@@ -128,7 +128,7 @@ class Rounds:
         return timed_wait
 
     def show_in_memory(self, case: str) -> None:
-        """Write the rows of all saves in memory but the first ones. Collective."""
+        """Write the rows of all saves in memory, except the first ones. Collective."""
         kept = [slowest(COMM, one) for one in self._saves[IN_MEMORY_BEFORE:-1]]
         late, eager = kept[::2], kept[1::2]
         memcpy = np.array([one[MEMCPY] for one in kept])
@@ -151,13 +151,13 @@ def timed(what: str, way: Way, folder: Path, nbytes: int) -> Seconds:
     COMM.Barrier()
     if COMM.rank == 0:
         sync(folder)
-        if size_of(folder) < nbytes * 0.9:  # formats differ in what is no tensor
-            raise RuntimeError(f"{what} has written {size_of(folder)} bytes, and not {nbytes}")
+        if size_of(folder) < nbytes * 0.9:  # formats store different things in addition to tensors
+            raise RuntimeError(f"{what} wrote {size_of(folder)} bytes instead of {nbytes}")
     return {f"{what} stall": stall_s, f"{what} on disk": MPI.Wtime() - start}
 
 
 def dcp_way(state: Callable[[], dict[str, Any]]) -> Way:
-    """PyTorch's asynchronous save, by a thread."""
+    """Return PyTorch's asynchronous save, which writes in a thread."""
     group, saves = dist.new_group(backend="gloo"), list[Any]()
 
     def save(folder: Path) -> None:
@@ -176,14 +176,14 @@ def size_of(folder: Path) -> int:
 
 
 def sync(folder: Path) -> None:
-    """Wait until the disk has what was written; what is there already costs nothing."""
+    """Wait until the disk has all files. Files that it already has cost no time."""
     for path in files_of(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def clean(folder: Path) -> None:
-    """Remove what the ways of a round have written. Collective."""
+    """Remove everything that the ways of a round have written. Collective."""
     COMM.Barrier()
     if COMM.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,13 +1,13 @@
-"""How long frameworks' own checkpoints stop training: written as usual, with in_background=, and by other libraries.
+"""Measures how long frameworks' own checkpoints stop training: as usual, with in_background=, and by other libraries.
 
     python benchmarks/own_files/run.py [--disk DIR] [--ranks 2] [--mib 200] [--repetitions 7] [--quick] ...
 
-Each framework that can be imported here, or in the environment of its tests (such as .venv-lightning, if it exists),
-trains a model for a step and then saves again and again (*_ranks.py). --quick runs only the first framework that can be
-imported here, because other environments may be incomplete. If there is none, it says so and ends with 0.
+Each framework that can be imported here, or in the environment of its tests (such as .venv-lightning), trains a model
+for a step and then saves again and again (*_ranks.py). --quick runs only the first framework that can be imported here,
+because other environments may be incomplete. If no framework can be imported, the program says so and exits with 0.
 
-    stall    until the save returns, and training goes on
-    on disk  until all files have their names and the disk has them
+    stall    time until the save returns and training continues
+    on disk  time until all files have their final names and the disk has them
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.question import Part, parser_of, run  # noqa: E402
 from bench.results import keep, machine  # noqa: E402
 
 HERE = Path(__file__).parent
-FRAMEWORKS = {  # what each imports, and the environment of its tests
+FRAMEWORKS = {  # the module to import, and the environment of its tests
     "transformers": ("transformers", ".venv-transformers"),
     "lightning": ("lightning", ".venv-lightning"),
     "deepspeed": ("deepspeed", ".venv-transformers"),
@@ -33,9 +33,9 @@ FRAMEWORKS = {  # what each imports, and the environment of its tests
 
 
 def python_with(module: str, environment: str) -> str:
-    """The Python that has a framework; "": none."""
+    """Return the Python that has a framework, or "" if no Python has it."""
     there = HERE.parents[1] / environment / "bin" / "python"
-    with contextlib.suppress(ModuleNotFoundError):  # the package that it is in
+    with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
         if importlib.util.find_spec(module):
             return sys.executable
     return str(there) if there.exists() else ""
@@ -46,7 +46,9 @@ def main() -> int:
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks of each training")
     parser.add_argument("--mib", type=int, default=200, help="approximate MiB of a checkpoint")
-    parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="only these frameworks")
+    parser.add_argument(
+        "--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="measure only these frameworks"
+    )
     args = parser.parse_args()
     found = {name: python_with(*FRAMEWORKS[name]) for name in args.only}
     if args.quick:
@@ -54,7 +56,7 @@ def main() -> int:
         found = dict([(name, python) for name, python in found.items() if python == sys.executable][:1])
     if not any(found.values()):
         status = f"needs one of {', '.join(args.only)}"
-        print(f"own_files: {status}, and none can be imported, here or in the environments of the tests")
+        print(f"own_files: {status}. None can be imported here or in the environments of the tests")
         if args.json is not None:
             keep(args.json, {**machine(), "status": status}, [])
         return 0

@@ -1,4 +1,4 @@
-"""What each rank does: Hugging Face's Trainer trains a GPT-2, and then saves in each of the ways compared."""
+"""The program of each rank: Hugging Face's Trainer trains a GPT-2 and then saves in each compared way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, TOKENS, BATCH = 512, 512, 8
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """So many rows."""
+    """A dataset with ``count`` rows."""
 
     def __init__(self, count: int):
         self._count = count
@@ -32,7 +32,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Saves(TrainerCallback):
-    """Measures at the end of a step."""
+    """Runs the measurements at the end of a step."""
 
     def __init__(self, rounds: Rounds):
         self.rounds, self.trainer = rounds, None
