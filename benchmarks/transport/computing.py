@@ -1,4 +1,4 @@
-"""What the main thread does while a second one drives MPI: it waits, or it computes like a training."""
+"""The work of the main thread while a second thread drives MPI: it waits, or it computes like a training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Computing:
     """A main thread's work, in loops of about a tenth of a millisecond to a millisecond.
 
     Args:
-        kind: ``idle``; ``python``, a loop that never lets go of the interpreter by itself; ``matmul``, small products
-            of torch, each of which lets go of it.
+        kind: ``idle`` waits. ``python`` is a loop that never releases the interpreter by itself. ``matmul`` is small
+            matrix products of torch, and each of them releases the interpreter.
     """
 
     def __init__(self, kind: str):
         self._loop: Callable[[], object] | None = {IDLE: lambda: None, PYTHON: _python, MATMUL: _matmul}[kind]()
 
     def until(self, done: threading.Event, at_most_s: float) -> int:
-        """Compute until something is done, and not longer than so many seconds; returns how many loops."""
+        """Compute until ``done`` is set, but at most ``at_most_s`` seconds. Return the number of loops."""
         if self._loop is None:
             done.wait(at_most_s)
             return 0
@@ -34,7 +34,7 @@ class Computing:
         return loops
 
     def loops_per_s(self) -> float:
-        """See how fast it is when nothing else runs in this process."""
+        """Measure the speed while nothing else runs in this process."""
         start = time.monotonic()
         return self.until(threading.Event(), ALONE_S if self._loop else 0.0) / (time.monotonic() - start)
 
@@ -48,7 +48,7 @@ def _python() -> Callable[[], object]:
 
 
 def _matmul() -> Callable[[], object]:
-    import torch  # here, since it takes seconds
+    import torch  # here, because the import takes seconds
 
     torch.set_num_threads(1)
     a, out = torch.rand(256, 256), torch.empty(256, 256)

@@ -31,8 +31,8 @@ class Exchange:
         comm: two ranks.
         memory: a directory in memory.
         source: what this rank sends, ``(nbytes,)`` uint8.
-        chunk_nbytes: per transfer.
-        way: one of `ways.WAYS`; ways with an epoch of their own get a window that is not locked.
+        chunk_nbytes: bytes per transfer.
+        way: one of `ways.WAYS`. Ways that open epochs themselves get a window that is not locked.
     """
 
     def __init__(self, comm: MPI.Intracomm, memory: Path, source: np.ndarray, chunk_nbytes: int, way: str):
@@ -55,7 +55,7 @@ class Exchange:
         self.forget()
 
     def forget(self) -> None:
-        """Make ready for the next exchange: nothing has arrived, nothing is checked. Not collective."""
+        """Prepare the next exchange: no chunk has arrived or is checked. Not collective."""
         self.inbox[:: BLOCK_NBYTES // 16] ^= 1
         self._is_summed = [False] * len(self.chunks)
         self._notices: deque[tuple[int, Any]] = deque()
@@ -68,25 +68,25 @@ class Exchange:
         self.window.Free()
         self.world.free()
 
-    # What every way does around its transfers
+    # The steps that all ways have in common
 
     def begin(self) -> None:
-        """Expect the checksums of all chunks."""
+        """Start to receive the checksums of all chunks."""
         for i, expected in enumerate(self._expected):
             self._notices.append((i, self.comm.Irecv(expected, self.peer, _CHECKS)))
 
     def sum(self, i: int) -> None:
-        """Make the checksums of a chunk, if there is one that has none yet."""
+        """Make the checksums of a chunk, if the chunk exists and has none yet."""
         if i < len(self.chunks) and not self._is_summed[i]:
             self._sums[i][:] = _sums(self.source[self.chunks[i]])
             self._is_summed[i] = True
 
     def notify(self, i: int) -> None:
-        """Tell the other rank that a chunk is there, with its checksums."""
+        """Tell the other rank that a chunk was sent, and send its checksums."""
         self._sent.append(self.comm.Isend(self._sums[i], self.peer, _CHECKS))
 
     def check_arrived(self, wait: bool = False) -> None:
-        """Check the chunks whose notices have arrived; or wait for all of them."""
+        """Check the chunks whose notices have arrived. With ``wait``, wait for all chunks."""
         while self._notices and (wait or self._notices[0][1].Test()):
             self.check_one()
 
@@ -98,28 +98,28 @@ class Exchange:
         self._notices.popleft()
 
     def end(self) -> None:
-        """Check what has not been checked, and wait until the other rank has checked all of ours."""
+        """Check the remaining chunks, and wait until the other rank has checked all of ours."""
         self.check_arrived(wait=True)
         arrived = np.zeros(1, np.int64)
         self.world.finish(self.comm.Isend(np.ones(1, np.int64), self.peer, _ACK),
                           self.comm.Irecv(arrived, self.peer, _ACK), *self._sent)  # fmt: skip
 
     def arrived(self) -> int:
-        """How many bytes have been checked, of an exchange that did not end."""
+        """Return how many bytes have been checked in an exchange that did not end."""
         waiting = sum(self._sums[i].size for i, _ in self._notices)
         return int(self.source.nbytes - waiting * BLOCK_NBYTES)
 
     def _check(self, i: int) -> None:
         end = time.monotonic() + VISIBLE_S
         while not np.array_equal(_sums(self.inbox[self.chunks[i]]), self._expected[i]):
-            assert time.monotonic() < end, "what arrived is not what was sent"
+            assert time.monotonic() < end, "the bytes that arrived differ from those that were sent"
             self.world.pause()
             if self._is_locked:
                 self.window.Sync()
 
 
 def mapped(memory: Path, nbytes: int) -> np.ndarray:
-    """Map a file without a name, with all its pages there."""
+    """Map a file without a name. All its pages exist."""
     with tempfile.TemporaryFile(dir=memory) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         exposed = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)

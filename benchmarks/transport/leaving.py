@@ -6,11 +6,11 @@ import os
 import time
 from pathlib import Path
 
-LINGER_S = 1.0  # the other rank comes to its deadline too before MPI hears of our end
+LINGER_S = 1.0  # the other rank reaches its deadline too, before MPI notices that we ended
 
 
 def leave() -> None:
-    """End this process at once, and remove the shared memory that MPI would leave behind. Does not return."""
+    """End this process at once and remove the shared memory that MPI would leave. This does not return."""
     time.sleep(LINGER_S)
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split()[-1])

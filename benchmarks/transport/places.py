@@ -1,4 +1,4 @@
-"""Where the two ranks run: on this host, or on two nodes made of namespaces; and over which software fabric."""
+"""The places where the two ranks run (this host, or two nodes made of namespaces), and the software fabrics."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from bench import two_nodes as nodes_apart
 from bench.launch import Lines, launch
 
 Launch = Callable[[Path, list[str], float], tuple[str, Lines]]
-"""Runs a script with arguments (after a file for lines of JSON and a directory in memory) on two ranks, at most so
-many seconds; returns what went wrong ("": nothing) and the lines."""
+"""Runs a script on two ranks, with arguments and a limit in seconds. Before these arguments the ranks get a file for
+lines of JSON and a directory in memory. Returns what went wrong ("" if nothing did) and the lines."""
 Places = dict[str, Callable[[], contextlib.AbstractContextManager[Launch]]]
-"""By name, what opens a place."""
+"""Functions that open a place, by name."""
 
 _UCX = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx"}
 _OFI = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi"}
-# What UCX and libfabric have without a network card, by name; MPICH takes its network for all messages. The first is
-# the only one whose Put needs no call at its target, as with RDMA: the kernel copies between the processes.
+# The ways of UCX and libfabric to send without a network card, by name. MPICH uses its network for all messages. The
+# first one is like RDMA: only its Put needs no call at its target, because the kernel copies between the processes.
 _ON_ONE_HOST = {
     "UCX cma": {**_UCX, "UCX_TLS": "posix,cma,self"},
     "UCX posix": {**_UCX, "UCX_TLS": "posix,self"},
@@ -32,7 +32,7 @@ _BETWEEN_NODES = {"libfabric sockets": {**_OFI, "FI_PROVIDER": "sockets"}}
 
 
 def places() -> Places:
-    """The places that there are on this machine, with this MPI as its users have it."""
+    """Return the places of this machine, with the default settings of this MPI."""
     found: Places = {"one host": lambda: _one_host_over({})}
     if not nodes_apart.why_not_here():
         for name, environment in nodes_apart.NETWORKS.items():
@@ -41,7 +41,7 @@ def places() -> Places:
 
 
 def fabrics() -> Places:
-    """The fabrics of software that stand in for those of hardware, on one host and between nodes; of MPICH only."""
+    """Return the software fabrics that replace hardware ones, on one host and between nodes. Only MPICH has them."""
     if "ucx" not in nodes_apart.NETWORKS:
         return {}
     found: Places = {}

@@ -1,4 +1,4 @@
-"""Draws the table of run.py: a panel per place, a mark per way and main thread, readable in light and dark."""
+"""Draws the table of run.py, readable in light and dark: a panel per place, and a mark per way and main thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREY = "#808080"
 
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:
-    """Draw ratios with their quartiles; what never ended stands at the right edge as a cross."""
+    """Draw ratios with their quartiles. A way that never ended is a cross at the right edge."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -56,11 +56,11 @@ def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     figure.subplots_adjust(left=1.3 / width, right=1 - 0.2 / width, bottom=0.25, top=0.88, wspace=0.1)
     figure.savefig(path, transparent=True, metadata={"Date": None})
     drawn = re.sub(r"<!--.*?-->|(?<=\d\.\d\d)\d+|(?<=\n)\s+", "", path.read_text())
-    path.write_text(re.sub(r"\s+(?=/?>)", "", drawn))  # as small without comments and with two digits
+    path.write_text(re.sub(r"\s+(?=/?>)", "", drawn))  # without comments and with two digits the file is smaller
 
 
 def main() -> None:
-    """Draw what several runs wrote: ``plot.py FILE.svg RUN.json...``."""
+    """Draw the results of several runs: ``plot.py FILE.svg RUN.json...``."""
     rows: list[Row] = []
     for path in map(Path, sys.argv[2:]):
         run = read(path)

@@ -1,4 +1,4 @@
-"""What each of the two ranks of run.py does: it times every way to send, memcpy, a raw Sendrecv and a raw Put.
+"""The program of each of the two ranks of run.py: it times every way to send, memcpy, a raw Sendrecv and a raw Put.
 
 The way runs in a second thread, like mlflash's courier, while the main thread waits or computes. During the yardsticks
 the main thread always waits. If a way is not done within its deadline, this process ends, because MPI cannot be
@@ -29,16 +29,16 @@ MEMCPY_AND_SENDRECV = "memcpy + Sendrecv"
 
 
 class Clock:
-    """Times the ways and writes what it finds.
+    """Times the ways and writes the results.
 
     Args:
-        out: rank 0 adds lines of JSON to it.
+        out: a file. Rank 0 appends lines of JSON to it.
         memory: a directory in memory.
-        nbytes: per rank and direction.
-        chunk_nbytes: per transfer.
-        repetitions: how often; the median counts.
-        main: what the main thread does meanwhile, see `computing`.
-        deadline_s: of one exchange.
+        nbytes: bytes per rank and direction.
+        chunk_nbytes: bytes per transfer.
+        repetitions: number of repetitions. The median counts.
+        main: the work of the main thread during an exchange, see `computing`.
+        deadline_s: limit of one exchange in seconds.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Clock:
             kept = loops / seconds[WHOLE] / alone if alone else 0.0
             rounds.append({**slowest(self.comm, seconds), "kept": self.comm.allreduce(kept) / self.comm.size})
             if i == 0 and rounds[0][WHOLE] > self._deadline_s / 2:
-                break  # slow enough to be known from one
+                break  # it is so slow that one exchange is enough
         timed.free()
         counted = rounds[WARM_UP:] or rounds
         taken = {name: np.array([one[name] for one in counted]) for name in rounds[0]}
@@ -109,7 +109,7 @@ class Clock:
         thread.start()
         loops = self._computing.until(done, self._deadline_s)
         if not done.is_set():
-            came = f", {timed.arrived() >> 20} MiB came" if timed.arrived() >= 0 else ""
+            came = f", {timed.arrived() >> 20} MiB arrived" if timed.arrived() >= 0 else ""
             note = f"never: not done after {self._deadline_s:g} s{came}"
             self._bench.rows(Row(what=way, note=note))
             leave()
@@ -124,7 +124,7 @@ class Clock:
         action()
         return time.perf_counter() - start
 
-    # Yardsticks: the main thread alone, no checksums
+    # Yardsticks: only the main thread, without checksums
 
     def _memcpy(self) -> None:
         np.copyto(self._target, self._source)

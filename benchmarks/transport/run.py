@@ -1,11 +1,11 @@
-"""Times the ways of MPI to send a slot to another node: on one host, between nodes, next to a busy main thread.
+"""Times the ways of MPI to send a slot to another node: on one host, between nodes, with a busy main thread.
 
     python benchmarks/transport/run.py [--mib 64] [--chunk-mib 4 ...] [--repetitions 7] [--main idle ...]
                                        [--place "one host" ...] [--fabrics] [--way "Isend + Irecv" ...] [--quick]
                                        [--json FILE] ...
 
-Both ranks send to each other at once, with checksums at both ends. Two nodes are namespaces (as root, on Linux). It
-uses the MPI of this Python environment, so run it once in an environment of each MPI.
+Both ranks send to each other at once, with checksums at both ends. The two nodes are made of namespaces (as root, on
+Linux). The program uses the MPI of its Python environment. To compare MPIs, run it in an environment of each.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from places import Launch, fabrics, places  # noqa: E402
 WAYS = ("Put + flush", "Rput", "Rput, pushed", "Put + unlock", "PSCW", "fence", "Isend + Irecv",
         "mlflash, p2p", "mlflash, rma")  # fmt: skip
 QUICK_WAYS = ("Rput, pushed", "Isend + Irecv")
-FABRIC_WAYS = ("Rput, pushed", "Isend + Irecv", "mlflash, p2p", "mlflash, rma")  # what `auto` chooses between
-START_S = 60.0  # a launch with its imports
+FABRIC_WAYS = ("Rput, pushed", "Isend + Irecv", "mlflash, p2p", "mlflash, rma")  # the choices of transport="auto"
+START_S = 60.0  # limit of a launch with its imports
 APART = "committed between hosts"
 
 
@@ -67,11 +67,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=64, help="MiB per rank and direction")
     parser.add_argument("--chunk-mib", type=int, nargs="+", default=[4], help="MiB per transfer")
     parser.add_argument(
-        "--deadline-s", type=float, default=12.0, help="seconds of one exchange; a longer one counts as never"
+        "--deadline-s", type=float, default=12.0, help="limit of one exchange in seconds; a longer one counts as never"
     )
-    parser.add_argument("--main", nargs="+", choices=MAINS, default=MAINS, help="what the main thread does")
+    parser.add_argument("--main", nargs="+", choices=MAINS, default=MAINS, help="the work of the main thread")
     parser.add_argument("--place", nargs="+", choices=there + stand_ins, default=there, help="places of the two ranks")
-    parser.add_argument("--fabrics", action="store_true", help="over all software fabrics that stand in for hardware")
+    parser.add_argument("--fabrics", action="store_true", help="measure all software fabrics that replace hardware")
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS, help="ways to send")
     args = parser.parse_args()
     if args.fabrics:
@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
 def sweep(
     launch: Launch, args: argparse.Namespace, main_does: str, chunk_mib: int, said: dict[str, Any]
 ) -> tuple[list[Row], list[str]]:
-    """Time all ways beside one kind of main thread; a way that does not end costs a launch, not those after it.
+    """Time all ways with one kind of main thread. After a way that does not end, a new launch times the rest.
 
     Returns:
         Rows, and what went wrong.
@@ -101,7 +101,7 @@ def sweep(
         found: list[Row] = lines[1:]  # type: ignore[assignment]
         rows += found
         left = left[len(found) :]
-        if found and "over" not in found[-1]:  # never; those after it are still to be timed
+        if found and "over" not in found[-1]:  # this way never ended: time the ways after it
             continue
         if left:
             wrong.append(f"{left[0]}: {ended or 'wrote nothing'}")

@@ -25,8 +25,8 @@ class Saves:
         comm: two ranks.
         memory: a directory in memory.
         source: the state, ``(nbytes,)`` uint8.
-        chunk_nbytes: per transfer.
-        transport: mlflash's.
+        chunk_nbytes: bytes per transfer.
+        transport: the ``transport=`` of mlflash.
     """
 
     def __init__(self, comm: MPI.Intracomm, memory: Path, source: np.ndarray, chunk_nbytes: int, transport: str):
@@ -46,12 +46,12 @@ class Saves:
         self._snapshot = self._ckpt.save(self._step, self._state)
 
     def wait(self) -> None:
-        """Wait until it is committed."""
+        """Wait until the save is committed."""
         assert self._snapshot is not None
         self._snapshot.wait()
 
     def arrived(self) -> int:
-        """Not known."""
+        """Return -1: unknown."""
         return -1
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""The smallest exchange that starves: one Rput each way, and a second thread that tests it once, naps, tests again."""
+"""The smallest exchange that starves: one Rput each way, and a second thread that tests it, sleeps, and tests again."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("nbytes", type=int)
     parser.add_argument("deadline_s", type=float)
     parser.add_argument("main")
-    parser.add_argument("window", choices=("create", "allocate", "none"), help="none: Isend and Irecv")
-    parser.add_argument("push", help="number of Iprobes before each nap, or: lock")
+    parser.add_argument("window", choices=("create", "allocate", "none"), help="none means Isend and Irecv")
+    parser.add_argument("push", help="number of Iprobes before each sleep, or lock")
     parser.add_argument("nap_s", type=float)
     parser.add_argument("switch_s", type=float, help="how long a thread may hold the interpreter; 0: the default")
     return parser.parse_args()
@@ -69,7 +69,7 @@ def main() -> None:
             wait(arriving)
         else:
             wait(window.Rput([source, MPI.BYTE], peer, [0, args.nbytes, MPI.BYTE]))
-        wait(comm.Ibarrier())  # the other one's has left too
+        wait(comm.Ibarrier())  # the Rput of the other rank has left too
         done.set()
 
     comm.Barrier()

@@ -1,4 +1,4 @@
-"""The ways to send bytes from one rank to another. All check each MiB at both ends, a chunk while the next is sent."""
+"""The ways to send bytes from one rank to another. All check each MiB at both ends while the next chunk is sent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from exchange import Exchange
 from mpi4py import MPI
 
 _BODY = 3
-_DEPTH = 4  # chunks on their way at a time
+_DEPTH = 4  # number of chunks in flight
 
 
 def put_and_flush(x: Exchange) -> None:
-    """Put and Flush each chunk, under one Lock_all; Flush has no deadline."""
+    """Put and Flush each chunk under one Lock_all. Flush has no deadline."""
 
     def send(i: int) -> None:
         _put(x, i)
@@ -25,7 +25,7 @@ def put_and_flush(x: Exchange) -> None:
 
 
 def rput(x: Exchange) -> None:
-    """Rput, and test until its bytes have left; they are there when their checksums are right."""
+    """Rput each chunk and test until its bytes have left. They have arrived when their checksums are right."""
 
     def send(i: int) -> None:
         request = x.window.Rput([x.source[x.chunks[i]], MPI.BYTE], x.peer, _place(x, i))
@@ -49,7 +49,7 @@ def lock(x: Exchange) -> None:
 
 
 def pscw(x: Exchange) -> None:
-    """Post, Start, Complete, Wait: an epoch for each chunk, of these two ranks only."""
+    """Post, Start, Complete and Wait: each chunk has an epoch of these two ranks only."""
 
     def send(i: int) -> None:
         x.window.Post(x.group)
@@ -63,7 +63,7 @@ def pscw(x: Exchange) -> None:
 
 
 def fence(x: Exchange) -> None:
-    """A fence after each chunk: all ranks of the window wait for all."""
+    """Make a fence after each chunk, in which all ranks of the window wait for each other."""
 
     def send(i: int) -> None:
         _put(x, i)
@@ -74,7 +74,7 @@ def fence(x: Exchange) -> None:
 
 
 def two_sided(x: Exchange) -> None:
-    """Isend from the source, Irecv straight into the file."""
+    """Isend from the source, and Irecv directly into the file."""
     sent: deque[Any] = deque()
     arriving: deque[Any] = deque()
     x.begin()
