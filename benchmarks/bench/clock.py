@@ -36,7 +36,7 @@ class Bench:
         out: the file. Rank 0 appends lines of JSON to it.
         memory: a directory in memory.
         repetitions: number of repetitions. The median counts.
-        warm_up: number of repetitions before them that do not count.
+        warm_up: number of further repetitions before these, which do not count.
     """
 
     def __init__(self, comm: MPI.Intracomm, out: Path, memory: Path, repetitions: int, warm_up: int = WARM_UP):
@@ -86,7 +86,7 @@ class Bench:
 
     @contextlib.contextmanager
     def job(self, name: str) -> Iterator[str]:
-        """Yield a unique job name. Afterwards remove what the job left in memory. Collective."""
+        """Yield a unique job name. Afterward remove what the job left in memory. Collective."""
         yield name
         self.comm.Barrier()
         if self.comm.rank == 0:

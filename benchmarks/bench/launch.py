@@ -29,7 +29,7 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
     Args:
         ranks: number of ranks.
         script: the program of a rank. Its first argument is a file to which the ranks write lines of JSON. Its second
-            argument is a directory in memory for all their files, which is removed afterwards.
+            argument is a directory in memory for all their files, which is removed afterward.
         arguments: further arguments.
         timeout_s: seconds after which the ranks are killed.
         per_node: ranks on each node.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .rows import Row, aims_of
 
-# Readable on white and on black: no background, and colours of medium brightness.
+# Readable on white and on black: no background, and colors of medium brightness.
 INK, BAR, AIM = "#808890", "#4a90c4", "#e0662f"
 LOG_FROM, LOG_LEAST = 12.0, 0.1  # the scale is logarithmic if a ratio is larger, and starts here
 WIDTH = 60  # letters of a label

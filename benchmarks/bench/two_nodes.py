@@ -35,7 +35,7 @@ def why_not_here() -> str:
 def launch_on(
     nodes: Nodes, script: Path, arguments: list[str], timeout_s: float, environment: Mapping[str, str]
 ) -> tuple[str, Lines]:
-    """Run a script on one rank of each node, like `bench.launch.launch`. Afterwards end all processes of the nodes."""
+    """Run a script on one rank of each node, like `bench.launch.launch`. Afterward end all processes of the nodes."""
     out = nodes.path / "out.jsonl"
     out.unlink(missing_ok=True)
     argv, env = program(script, out, "/dev/shm", arguments)
