@@ -21,7 +21,7 @@ SAVER_S = 1.0
 
 
 class Library(Peer):
-    """Copies the state into a segment while training waits. It does nothing afterwards."""
+    """Copies the state into a segment while training waits. It does nothing afterward."""
 
     replicas = 0
 

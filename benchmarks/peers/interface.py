@@ -15,7 +15,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a library works.
+    """The ranks and the directory that a library uses.
 
     Attributes:
         comm: mpi4py communicator of all ranks. torch.distributed uses gloo with the same ranks.

@@ -88,7 +88,7 @@ class Bench:
         return {"load": load, "restore": restore}
 
     def opened(self, name: str, place: Place) -> Peer:
-        """Open a library and do its first saves: timed apart; its memory; and whether what it saved was frozen."""
+        """Open a library and make first saves. Write times and memory. Check that later changes are not in them."""
         before = self.level()
         start = time.perf_counter()
         peer: Peer = importlib.import_module(BY_NAME[name].module).Library(place, self.state)
