@@ -1,4 +1,4 @@
-"""How long a program takes until its Checkpointer is ready, compared with a bare `import numpy` and a bare MPI_Init.
+"""Measures how long a program takes until its Checkpointer is ready, and compares this with NumPy and MPI_Init alone.
 
     python benchmarks/startup/run.py [--ranks 1 2 4] [--repetitions 9] [--quick] [--json FILE] [--plot FILE] [--readme]
 
