@@ -1,4 +1,4 @@
-"""Measures how fast parity is made and lost slots are rebuilt, over a memcpy, a plain XOR loop and a raw exchange.
+"""Measures how fast parity is made and lost slots are rebuilt, compared with a memcpy, an XOR loop and an exchange.
 
     python benchmarks/parity/run.py [--ranks 4] [--mib 64] [--repetitions 9] [--transport p2p] [--quick] ...
 
