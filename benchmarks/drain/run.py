@@ -1,10 +1,10 @@
-"""Measures how fast checkpoints get from memory to a disk, over dd and PyTorch's writer, and how this slows training.
+"""Measures how fast checkpoints get from memory to a disk, and how this slows training.
 
     python benchmarks/drain/run.py [--disk DIR] [--ranks 2] [--mib 128] [--repetitions 3] [--quick] [--json FILE] ...
 
 It starts the ranks (ranks.py) under mpiexec, each on an emulated node of its own. steps.py measures how much training
-is slowed. All ways write the same number of bytes to the same disk, and wait until the disk has them. dd writes zeros,
-which some disks take faster.
+is slowed. A drain, dd and PyTorch's writer write the same number of bytes to the same disk, and wait until the disk has
+them. dd writes zeros, which some disks take faster.
 """
 
 from __future__ import annotations
