@@ -97,7 +97,7 @@ def huge(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
 
 def growing(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """Time a job whose state grows at every third save, as that of an optimizer or a cache does in its first steps."""
+    """Time a job whose state grows at every third save, like that of an optimizer in its first steps, or a cache."""
     begins = nbytes // LARGE_NBYTES // 2
     by = max(1, begins // GROWTHS - 1)
     whole = large_state((begins + GROWTHS * by) * LARGE_NBYTES)
