@@ -1,7 +1,7 @@
-/* The control of couriers.py: for each byte on its standard input it moves as many bytes as two couriers do on their core.
+/* The control program of couriers.py. For each byte on its standard input it moves as many bytes as two couriers do.
 
-   A courier reads its slot for checksums, gives it to MPI, takes the partner's from MPI and reads that for checksums:
-   two copies and two reads of each rank's bytes. Its argument is how many bytes those are. */
+   A courier reads its slot for checksums, gives it to MPI, takes the partner's slot from MPI and reads it for checksums.
+   These are two copies and two reads of each rank's bytes. The argument is the number of bytes per rank. */
 
 #include <stdint.h>
 #include <stdio.h>

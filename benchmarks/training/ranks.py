@@ -88,7 +88,7 @@ def slowed(bench: Bench, cores: Cores, kind: str, does: str, nbytes: int, window
     rate = 0.0
     title = f"A step of a training ({does}); {kind}"
     for setting in settings_of(kind, 1e8):
-        bench.warm_up = min(setting.saves_before, bench.repetitions + 1)  # a quick run has fewer
+        bench.warm_up = min(setting.saves_before, bench.repetitions + 1)  # fewer in a quick run
         with bench.job("training") as job:
             with cores.of_courier():
                 ckpt = bench.checkpointer(job, redundancy="copy", copy_threads=1, **setting.settings)
