@@ -23,7 +23,7 @@ TENSORS = 64
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=3)
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
     parser.add_argument("--mib", type=int, default=128, help="MiB per rank, in 64 tensors")
     parser.add_argument("--step-ms", type=float, default=50, help="milliseconds of a training step")
     args = parser.parse_args()
