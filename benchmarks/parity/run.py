@@ -20,7 +20,7 @@ def main() -> int:
     parser = parser_of(__doc__, timeout_s=180, repetitions=9)
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks, 4 or more")
     parser.add_argument("--mib", type=int, default=64, help="MiB per rank")
-    parser.add_argument("--transport", choices=("p2p", "rma"), default="p2p")
+    parser.add_argument("--transport", choices=("p2p", "rma"), default="p2p", help="the transport= of mlflash")
     args = parser.parse_args()
     if args.ranks < 4:
         parser.error("--ranks must be 4 or more")
