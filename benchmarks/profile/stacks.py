@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 _SOURCE = re.compile(r"^(?P<function>.+) \((?:[^()]*/)?(?P<file>[^()/]+?)(?:\.py)?(?::[0-9]+)?\)$")
-_FIRST = ("(checkpointer)", "(courier)")  # the modules through which training and courier enter the library
+_COURIER = "JobThread._run (job_thread)"  # below everything that the courier's thread does
+_FIRST = ("(checkpointer)", _COURIER)  # the ends of the frames with which training and the courier enter the library
 
 
 @dataclasses.dataclass
@@ -63,6 +64,6 @@ def by_thread(text: str) -> Mapping[str, list[str]]:
     """Split the output of ``py-spy record --format raw`` by thread: "courier", and "training" for all others."""
     threads: dict[str, list[str]] = {}
     for line in text.splitlines():
-        inside = "(mlflash/mpi/job_thread.py" in line or "JobThread._run" in line
+        inside = _COURIER in map(_tidy, line.rpartition(" ")[0].split(";"))
         threads.setdefault("courier" if inside else "training", []).append(line)
     return threads
