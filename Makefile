@@ -24,7 +24,7 @@
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
 #   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it, and so does style
-#   make style           the words and sentences of README.md and docs/, by the lists of tools/style: seconds
+#   make style           the words and sentences of the pages, by the lists of tools/style: seconds
 #   make package         wheel and source distribution, each extra in an environment of its own: five minutes
 #   make clean           remove the environments and reports
 
@@ -319,7 +319,7 @@ docs: .venv-docs/.installed
 style: .venv-docs/.style
 	@echo "None is to be had." | $(TEXTLINT) --stdin --stdin-filename bad.md | grep -q available || \
 	  { echo "tools/style: textlint does not find a bad sentence"; exit 1; }
-	$(TEXTLINT) README.md CONTRIBUTING.md benchmarks/README.md docs/*.md
+	$(TEXTLINT) README.md ARCHITECTURE.md CHANGES.md CONTRIBUTING.md benchmarks/README.md docs/*.md
 
 # Anew where something that becomes a page is newer.
 site/index.html: mkdocs.yml $(wildcard *.md docs/* docs/*/* benchmarks/*.md benchmarks/*/*.md) $(SOURCES)
