@@ -191,7 +191,7 @@ def test_a_heal_by_another_number_of_processes_says_how_many_it_takes(shm: Path)
     train_and_die(cluster, 4, 2)
     cluster.wipe(1)
     text = command(cluster, "heal", ranks=2, per_node=1, code=2)
-    assert "step 2 is of 4 ranks" in text and "mpiexec -n 4" in text
+    assert "step 2 was saved by 4 ranks, and you started 2" in text and "mpiexec -n 4" in text
     document(cluster, "heal", ranks=4, per_node=2)
 
 
