@@ -164,5 +164,5 @@ def test_a_job_that_loses_its_first_node_is_scavenged_and_requeued(slurm: Slurm,
     training.job.wait("COMPLETED")
     assert [end["digest"] for end in training.ends()] == expected and all(end["start"] >= 19 for end in training.ends())
     (guard,) = training.events("guard")
-    assert guard["scavenged"] is True and guard["requeued"] is True and guard["why"].startswith("host1 died")
+    assert guard["scavenged"] is True and guard["requeued"] is True and guard["why"].startswith("node host1 died")
     assert "host1" not in training.job.hosts()
