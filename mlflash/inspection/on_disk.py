@@ -12,7 +12,7 @@ from ..draining import index_version_1, rank_table
 from ..draining.checkpoint_directory import MASTERS, Listed, is_folder, list_checkpoints, read_index
 from ..errors import CorruptSlot, MlflashError
 from ..human_readable.wording import many
-from ..memory.slot_header import Verdict
+from ..memory.wanted_step import NEWEST
 from ..mpi.world import World
 from ..restoring.open_in_directory import OpenInDirectory
 from ..storage.store import Store, open_store
@@ -39,12 +39,12 @@ class DirectoryContents:
     @property
     def newest(self) -> Listed | None:
         """The checkpoint that a restore takes: the newest one that is not marked bad. None if there is none."""
-        return next((one for one in self.listed if one.verdict is not Verdict.BAD), None)
+        return next((one for one in self.listed if NEWEST.fits(one.step, one.verdict)), None)
 
     @property
     def passed_over(self) -> tuple[Listed, ...]:
         """The checkpoints that are marked bad and newer than the one that a restore takes, newest first."""
-        return tuple(itertools.takewhile(lambda one: one.verdict is Verdict.BAD, self.listed))
+        return tuple(itertools.takewhile(lambda one: not NEWEST.fits(one.step, one.verdict), self.listed))
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..human_readable.wording import listed
 from ..memory.inventory import Inventory
 from ..memory.slot_header import Attempt, Header, Kind, Verdict
-from ..memory.wanted_step import WantedStep
+from ..memory.wanted_step import NEWEST, WantedStep
 from ..placement.redundancy_scheme import Scheme, parse
 from ..startup.choose_checkpoint import Choice, choose
 from .node_memory import Node, inventory_of
@@ -67,7 +67,7 @@ class Restorability:
     @property
     def newest(self) -> Prospect | None:
         """The attempt that a restore takes: the newest one that is not marked bad. None if there is none."""
-        good = (one for one in self.prospects if one.choice is not None and one.verdict is not Verdict.BAD)
+        good = (one for one in self.prospects if one.choice is not None and NEWEST.fits(one.step, one.verdict))
         return next(good, None)
 
     @property

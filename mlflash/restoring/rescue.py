@@ -9,7 +9,6 @@ from __future__ import annotations
 from ..draining.drain import Drain
 from ..draining.drain_input import DrainInput
 from ..draining.drain_queue import DrainQueue
-from ..memory.slot_header import Verdict
 from ..memory.wanted_step import NEWEST
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
@@ -28,8 +27,8 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
         The drain. None if the directory has what memory has, or something newer that is not marked bad.
     """
     listed = drains.listed()
-    good = (one for one in listed if one.verdict is not Verdict.BAD)  # a restore passes over the others
-    newest = max((one.card.attempt.generation for one in good), default=0)
+    restorable = (one for one in listed if NEWEST.fits(one.step, one.verdict))
+    newest = max((one.card.attempt.generation for one in restorable), default=0)
     found = from_memory.find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
     if found is None:
         return None
