@@ -80,9 +80,9 @@ def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set
         its = commit_records.trace(memory, world.node_index)
         newer = [one for one in its if one.committed and one.damage and one.step > step]
         if newer and world.rank == 0:
-            log.warning("memory has newer steps that cannot be read (%s), and step %d is taken. They are deleted when "
-                        "this run has committed a save. To get them back, end this job before it saves, and start it "
-                        "with the version of mlflash that wrote them",
+            log.warning("memory has steps that cannot be read (%s). They are newer than step %d, the newest that "
+                        "memory can give, and are deleted when this run has committed a save. To get them back, end "
+                        "this job before it saves, and start it with the version of mlflash that wrote them",
                         ", ".join(map(str, sorted({one.step for one in newer}))), step)  # fmt: skip
     return set(world.tell_node([one.place[1] for one in newer]))
 
