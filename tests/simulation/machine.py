@@ -1,0 +1,144 @@
+"""The machine of simulated processes: what of Python and of mlflash is replaced, once for all histories.
+
+No file of mlflash is changed: its modules get other modules `threading` and `queue`, and mpi4py is ours. Slots and
+drained files are real files in a directory of the history's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import pkgutil
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mpi
+import numpy as np
+import threads
+
+MPI = mpi.Mpi()
+_ROOMS = ("memory", "mpi", "courier", "saving", "restoring", "draining", "protocol", "redundancy", "placement", "startup",
+          "state", "telemetry", "checkpointer", "value_checks", "storage")  # fmt: skip
+_REAL = {name: getattr(os, name) for name in ("urandom", "getpid", "posix_fallocate", "fsync", "_exit")}
+
+
+class Faults:
+    """How the operating system fails at the moment, drawn by a generator of its own.
+
+    Attributes:
+        no_space: probability that memory has no room for a file.
+        bad_sync: probability that a file system fails when a file is written to it.
+    """
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+        self.no_space = self.bad_sync = 0.0
+        self.count = 0
+
+    def raise_sometimes(self, probability: float, number: int) -> None:
+        if probability and self.random.random() < probability:
+            self.count += 1
+            raise OSError(number, os.strerror(number))
+
+
+FAULTS = Faults()
+
+
+def install() -> None:
+    """Replace what must be replaced, before mlflash is imported."""
+    threads.replace_time()
+    package: Any = type(sys)("mpi4py")
+    package.MPI = MPI
+    sys.modules["mpi4py"], sys.modules["mpi4py.MPI"] = package, MPI  # type: ignore[assignment]
+    for name in [name for name in os.environ if name.startswith(("MLFLASH_", "PMI", "SLURM", "OMPI"))]:
+        del os.environ[name]
+    _fill_new_arrays()
+    _replace_modules()
+    import mlflash.mpi.rma_windows as rma_windows
+
+    rma_windows.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
+
+
+def _fill_new_arrays() -> None:
+    """Let np.empty have the same content in each run: what is not initialized must not decide anything."""
+    empty = np.empty
+
+    def filled(*shape: Any, **how: Any) -> np.ndarray:
+        made: np.ndarray = empty(*shape, **how)
+        if made.dtype != object:
+            made.reshape(-1).view(np.uint8)[:] = 0xA5
+        return made
+
+    np.empty = filled
+    np.empty_like = lambda like: filled(like.shape, like.dtype)
+
+
+def _replace_modules() -> None:
+    import mlflash
+
+    root = Path(mlflash.__file__).parent
+    for room in _ROOMS:
+        for module in pkgutil.iter_modules([str(root / room)]):
+            importlib.import_module(f"mlflash.{room}.{module.name}")
+    stands_for = {"threading": threads.Threading(), "queue": threads.Queues()}
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("mlflash"):
+            for attribute, ours in stands_for.items():
+                if getattr(loaded, attribute, None) is sys.modules[attribute]:
+                    setattr(loaded, attribute, ours)
+
+
+def begin(seed: int) -> None:
+    """Let the operating system do as this history's seed says."""
+    noise = random.Random(seed)
+    FAULTS.random, FAULTS.count, FAULTS.no_space, FAULTS.bad_sync = random.Random(seed + 1), 0, 0.0, 0.0
+    os.urandom = noise.randbytes
+    os.getpid = lambda: _REAL["getpid"]() if _running() is None else _running().pid
+    os.posix_fallocate = _failing(_REAL["posix_fallocate"], lambda: FAULTS.no_space, errno.ENOSPC)
+    os.fsync = _failing(_REAL["fsync"], lambda: FAULTS.bad_sync, errno.EIO)
+    os._exit = lambda code: _REAL["_exit"](code) if _running() is None else threads.scheduler().exit(_running())
+
+
+def end() -> None:
+    """Give the operating system back to the process that simulates."""
+    for name, real in _REAL.items():
+        setattr(os, name, real)
+
+
+def real_pid() -> int:
+    pid: int = _REAL["getpid"]()
+    return pid
+
+
+def exit_now(code: int) -> None:
+    _REAL["_exit"](code)
+
+
+def _running() -> Any:
+    kernel = threads.SCHEDULER
+    return None if kernel is None or kernel.current is None else kernel.current.process
+
+
+def _failing(real: Callable[..., Any], probability: Callable[[], float], number: int) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if _running() is not None:
+            FAULTS.raise_sometimes(probability(), number)
+        return real(*args)
+
+    return call
+
+
+def process_globals() -> dict[tuple[Any, str], Any]:
+    """The module variables that each process has of its own, as they are in a new process."""
+    import mlflash.checkpointer.unclosed as unclosed
+    import mlflash.courier.linked as linked
+    import mlflash.memory.node_directory as node_directory
+
+    return {
+        (linked, "_link"): None, (linked, "_making"): None, (linked, "_left"): set(),
+        (node_directory, "_locked_here"): set(), (unclosed, "_open"): {}, (sys, "excepthook"): sys.__excepthook__,
+    }  # fmt: skip
