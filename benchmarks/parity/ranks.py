@@ -133,7 +133,7 @@ class Slots:
         lost = {stripes.unit(rank, False, block) for rank in lost_ranks for block in range(self.extents.blocks)}
         lost |= {stripes.unit(rank, True, block) for rank in lost_ranks for block in range(stripes.parity_blocks)}
         known = ParityGroup(group, losses, tuple(None if rank in lost_ranks else (rank, 0) for rank in group))
-        exchange = ParityExchange(self.world, COMM, group, self.transport, self.extents.block_nbytes, COMM.size)
+        exchange = ParityExchange(self.world, self.extents.block_nbytes, COMM.size)
 
         def rebuild() -> None:
             held = next(slot for slot in pool.inbox[COMM.rank] if slot.use is Use.HOLDS)

@@ -39,20 +39,15 @@ class Parity:
     Args:
         world: the communicators.
         placement: which rank protects which.
-        transport: "p2p" or "rma".
         block_nbytes: bytes per checksum, and of a parity block.
         job: name of the job, for headers.
     """
 
-    def __init__(self, world: World, placement: Placement, transport: str, block_nbytes: int, job: str):
-        self._world, self._transport, self._block_nbytes, self._job = world, transport, block_nbytes, job
+    def __init__(self, world: World, placement: Placement, block_nbytes: int, job: str):
+        self._world, self._block_nbytes, self._job = world, block_nbytes, job
         self.group = placement.parity_group_of[world.rank]
         self.scheme = placement.scheme.sized(len(self.group))
         self._others = [rank for rank in self.group if rank != world.rank]
-        number = {group: nth for nth, group in enumerate(placement.parity_groups)}
-        self._comm = None
-        if placement.parity_groups and transport == "rma":
-            self._comm = world.split(number.get(self.group, len(number)))
         self._exchange: ParityExchange | None = None
         self._planned: tuple[tuple[Stripes, tuple[int, ...]], Roles] | None = None
         self._lacking: Sequence[int] = ()  # ranks whose parity is missing
@@ -77,13 +72,6 @@ class Parity:
         blocks = [-(-nbytes_of[rank] // self._block_nbytes) for rank in self.group]
         return {self._world.rank: parity_extents(blocks, self.scheme.losses, self._block_nbytes).nbytes}
 
-    def free(self) -> None:
-        """Free window and communicator. Collective over the group."""
-        if self._exchange is not None:
-            self._exchange.free()
-        if self._comm is not None:
-            self._world.drop(self._comm)
-
     def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
         """Tell the group the size of this rank's slot; return the parity slot needed, with its bytes.
 
@@ -102,7 +90,8 @@ class Parity:
             return []
         self._extents = {rank: size for rank, size in known.items() if size is not None}
         block_nbytes = max(size.block_nbytes for size in self._extents.values())  # if they differ, `moves` refuses
-        self._prepare(block_nbytes)
+        if self._exchange is None or self._exchange.block_nbytes != block_nbytes:
+            self._exchange = ParityExchange(self._world, block_nbytes, len(self.group))
         self._holders = self._lacking if again else self.group
         if self._world.rank not in self._holders:
             return []
@@ -143,7 +132,6 @@ class Parity:
         heads = yield from self._swap_heads(source)
         if target is None:
             return good
-        exchange.flush()  # every rank that has sent its head has received everything
         reach("parity.received")
         good = good and self._seal(target, attempt, heads, blocks)
         reach("parity.sealed")
@@ -156,14 +144,6 @@ class Parity:
             roles = roles_of(self._world.rank, stripes.encode(positions), lambda unit: self.group[unit.member])
             self._planned = (key, roles)
         return self._planned[1]
-
-    def _prepare(self, block_nbytes: int) -> None:
-        """Make the buffers, once. Collective over the group."""
-        if self._exchange is None or self._exchange.block_nbytes != block_nbytes:
-            if self._exchange is not None:
-                self._exchange.free()
-            self._exchange = ParityExchange(self._world, self._comm, self.group, self._transport, block_nbytes,
-                                      len(self.group))  # fmt: skip
 
     def _swap_heads(self, source: Source) -> Operation:
         """Send this rank's head to those that get parity, and receive theirs; return raw heads and tables, by rank."""

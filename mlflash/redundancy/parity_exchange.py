@@ -5,17 +5,17 @@ its own tasks, and receives the outputs that belong to it. A few tasks are in pr
 block per unit. The rank that codes blocks makes a checksum of each, which is compared with the table of its slot; coded
 blocks travel with their checksums.
 
-There are two transports, as in `slot_transfer`: ``p2p`` (Isend/Irecv) and ``rma`` (Rput into the receiver's buffer,
-which it names when it is free).
+Blocks always travel by messages (Isend/Irecv). A Put into a buffer that is used again cannot be told from what the
+buffer held before: if both are equal, such as zeros, the receiver takes the block for arrived, uses the buffer for
+another block, and the Put then overwrites that one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -24,13 +24,11 @@ from ..crash_points import reach
 from ..memory.parity_layout import Task, Unit
 from ..memory.slot_header import MAX_GROUP
 from ..mpi.nonblocking import Operation, done, side_by_side
-from ..mpi.rma_windows import OpenMemory
 from ..mpi.send_rate import SendRate
 from ..mpi.world import World
 from . import erasure_codes
-from .slot_transfer import ARRIVAL_S
 
-_BODY, _CHECK, _READY = 0, 1, 2
+_BODY, _CHECK = 0, 1
 _FIRST_TAG, _TAGGED = 100, 64  # tasks end in any order: a tag tells the task, modulo this, and the unit
 _DEPTH = 3  # tasks in progress at a time
 
@@ -98,35 +96,19 @@ def roles_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -
 
 
 class ParityExchange:
-    """Buffers, and the window over them.
-
-    Collective over ``comm`` with the transport rma.
+    """Buffers of the blocks that are coded here.
 
     Args:
         world: the communicators.
-        comm: communicator of all ranks that take part, for the window.
-        ranks: world ranks of that communicator, in its order.
-        transport: "p2p" or "rma".
         block_nbytes: bytes of the longest block.
         units: units of a stripe, data and parity.
     """
 
-    def __init__(self, world: World, comm: Any, ranks: Sequence[int], transport: str, block_nbytes: int, units: int):
+    def __init__(self, world: World, block_nbytes: int, units: int):
         self.block_nbytes = block_nbytes
-        self._world, self._ranks = world, list(ranks)
-        self._lanes: np.ndarray = np.empty((2 * _DEPTH * units, block_nbytes), dtype=np.uint8)
+        self._world = world
+        self._lanes: np.ndarray = np.empty((_DEPTH * units, block_nbytes), dtype=np.uint8)
         self._free = list(range(len(self._lanes)))
-        self._window = OpenMemory(world, comm, self._lanes.reshape(-1)) if transport == "rma" else None
-
-    def flush(self) -> None:
-        """Complete what this rank has put. It has no deadline: call it only once the receivers have taken all of it."""
-        if self._window is not None:
-            self._window.flush_all()
-
-    def free(self) -> None:
-        """Free the window. Collective over the communicator with the transport rma."""
-        if self._window is not None:
-            self._window.free()
 
     def moves(self, roles: Roles, blocks: Blocks) -> list[Operation]:
         """This rank's part in some tasks, as operations whose result is whether every block was whole.
@@ -142,18 +124,12 @@ class ParityExchange:
 
     def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Operation:
         yield from blocks.pace.send(blocks.nbytes(unit))
-        raw, check = blocks.read(unit)
-        yield from self._send(coder, tag, raw, check, tell=False)
+        raw, _ = blocks.read(unit)
+        yield from self._send(coder, tag, raw, None)
         return True
 
     def _take(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Operation:
-        into = blocks.place(unit)
-        lane = self._free.pop() if self._window is not None else -1
-        buffer = into if lane < 0 else self._lanes[lane][: into.nbytes]
-        good, check = yield from self._receive(coder, tag, buffer, lane, told=True)
-        if lane >= 0:
-            np.copyto(into, buffer)
-            self._free.append(lane)
+        good, check = yield from self._receive(coder, tag, blocks.place(unit), is_told=True)
         reach("parity.arrived")
         return good and blocks.placed(unit, check)
 
@@ -192,7 +168,7 @@ class ParityExchange:
             check = xxhash.xxh3_64_intdigest(raw.data)
             if (taker := blocks.rank_of(unit)) != me:
                 yield from blocks.pace.send(raw.nbytes)
-                yield from self._send(taker, _tag(number, nth), raw, check, tell=True)
+                yield from self._send(taker, _tag(number, nth), raw, check)
                 continue
             into = blocks.place(unit)
             if into.nbytes < self.block_nbytes:
@@ -203,55 +179,35 @@ class ParityExchange:
 
     def _input(self, holder: int, tag: int, unit: Unit, lane: int, blocks: Blocks) -> Operation:
         buffer = self._lanes[lane][: blocks.nbytes(unit)]
-        good, check = yield from self._receive(holder, tag, buffer, lane, told=False)
+        yield from self._receive(holder, tag, buffer, is_told=False)
         if blocks.compares:
-            blocks.took(unit, check or xxhash.xxh3_64_intdigest(buffer.data))
-        return good
+            blocks.took(unit, xxhash.xxh3_64_intdigest(buffer.data))
+        return True
 
-    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int, tell: bool) -> Operation:
-        """Send a block; with ``tell`` also its checksum, which a Put always needs as its notice."""
+    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int | None) -> Operation:
+        """Send a block, and its checksum if there is one."""
         mpi, comm = self._world.mpi, self._world.data
-        digest = np.array([check], dtype="<u8")
-        if self._window is None:
-            body = comm.Isend([raw, mpi.BYTE], peer, tag + _BODY)
-            told = comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK) if tell else None
-            reach("parity.sent")
-            yield True
-            yield from done(body)
-            if told is not None:
-                yield from done(told)
-            return None
-        lane = np.empty(1, dtype=np.int64)
-        yield from done(comm.Irecv(lane, peer, tag + _READY))
-        at = int(lane[0]) * self.block_nbytes
-        yield from done(self._window.put(raw, self._ranks.index(peer), at))
+        digest = np.array([check or 0], dtype="<u8")
+        requests = [comm.Isend([raw, mpi.BYTE], peer, tag + _BODY)]
+        if check is not None:
+            requests.append(comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK))
         reach("parity.sent")
-        yield from done(comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK))
-        # The receiver polls for the bytes. Flush has no deadline, so it comes when everything is acknowledged.
-        return None
+        yield True
+        for request in requests:
+            yield from done(request)
 
-    def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int, told: bool) -> Operation:
-        """Receive a block; return whether it matches the checksum ``told``, if there is one, and its checksum."""
+    def _receive(self, peer: int, tag: int, into: np.ndarray, is_told: bool) -> Operation:
+        """Receive a block; return whether it matches the checksum that follows, if one does, and this checksum."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.empty(1, dtype="<u8")
-        if self._window is None:
-            body = comm.Irecv([into, mpi.BYTE], peer, tag + _BODY)
-            notice = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK) if told else None
-            yield True
-            yield from done(body)
-            if notice is None:
-                return True, 0
-        else:
-            notice = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK)
-            yield from done(comm.Isend(np.array([lane], dtype=np.int64), peer, tag + _READY))
+        body = comm.Irecv([into, mpi.BYTE], peer, tag + _BODY)
+        notice = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK) if is_told else None
+        yield True
+        yield from done(body)
+        if notice is None:
+            return True, 0
         yield from done(notice)
-        check, end = int(digest[0]), time.monotonic() + ARRIVAL_S
-        while xxhash.xxh3_64_intdigest(into.data) != check:
-            if self._window is None or time.monotonic() > end:
-                return False, check
-            self._window.sync()
-            yield False
-        return True, check
+        return xxhash.xxh3_64_intdigest(into.data) == int(digest[0]), int(digest[0])
 
 
 def _tag(task: int, unit: int) -> int:

@@ -38,7 +38,7 @@ class Protection:
         world.form_groups(placement.connected)
         self.transport = choose_transport(world, transport)
         self._copies = PartnerCopies(world, placement, self.transport, chunk_nbytes)
-        self._parity = Parity(world, placement, self.transport, block_nbytes, job)
+        self._parity = Parity(world, placement, block_nbytes, job)
         self._parts = (self._copies, self._parity)
 
     @property
@@ -113,6 +113,5 @@ class Protection:
         return [slot for part in self._parts for slot in part.kept(pool, attempt)]
 
     def free(self) -> None:
-        """Free windows and communicators. Collective over the world."""
+        """Free windows. Collective over the world."""
         self._copies.close_windows()
-        self._parity.free()

@@ -155,15 +155,11 @@ class Repairs:
             home.unseal()
         block_nbytes = max(repair.extents[0].block_nbytes for repair in self._repairs)
         units = max(len(repair.group.ranks) for repair in self._repairs)
-        exchange = ParityExchange(
-            world, world.world, range(world.size), context.protection.transport, block_nbytes, units
-        )
+        exchange = ParityExchange(world, block_nbytes, units)
         blocks = RepairedBlocks(self._repairs, {**self._slots, **homes}, self._parity)
         tasks = itertools.chain.from_iterable(repair.tasks for repair in self._repairs)
         good = all(world.drive(exchange.moves(roles_of(world.rank, tasks, blocks.rank_of), blocks)))
         every = world.gather(good)  # then all have received everything sent to them
-        exchange.flush()
-        exchange.free()
         reach("restore.rebuilt")
         for rank, home in homes.items():
             header, table = heads[rank]

@@ -332,9 +332,6 @@ def test_a_byte_that_is_not_the_slots_when_it_is_sent_is_found_and_nothing_is_co
     options: dict[str, Any], nodes: Nodes, scheme: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(options, 1, redundancy=scheme)
-    monkeypatch.setattr(
-        "mlflash.redundancy.parity_exchange.ARRIVAL_S", 1.0
-    )  # seconds that a Put byte may take to become visible
     really = _GroupBlocks.read
 
     def read(blocks: _GroupBlocks, unit: Unit) -> tuple[np.ndarray, int]:

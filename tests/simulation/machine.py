@@ -104,7 +104,9 @@ def begin(seed: int) -> None:
 
 
 def end() -> None:
-    """Give the operating system back to the process that simulates."""
+    """Give the operating system and the module variables back to the process that simulates."""
+    for (module, name), value in process_globals().items():
+        setattr(module, name, value)
     for name, real in _REAL.items():
         setattr(os, name, real)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 
-from mlflash.errors import MlflashError
+from mpi import MpiError
+
+from mlflash.errors import MlflashError, Unrestorable
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import Survival, of
@@ -75,7 +77,8 @@ class Oracle:
         is_calm = not launch.died and not launch.triggered and not history.setting.stops and not launch.plan.stop
         is_calm &= launch.is_last or not history.setting.no_space
         for record in launch.of("error"):
-            if not isinstance(record.error, MlflashError) or is_calm:
+            is_known = isinstance(record.error, (MlflashError, MpiError))
+            if not is_known or (is_calm and not isinstance(record.error, Unrestorable)):
                 problems.append(f"rank {record.rank}: {record.text}")
         if is_calm:
             may_skip = history.setting.when_busy == "skip"
