@@ -1,4 +1,357 @@
-"""Couriers as processes."""
-def begin(kernel, history): raise NotImplementedError
-def finish(): return ""
-def processes(): return []
+"""Couriers that are processes: the same trainer's and courier's code, over sockets and epochs that are simulated.
+
+Real are everything in `mlflash.courier`: messages, sessions, restarts. Simulated is what `mlflash.wireup` does: it
+forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the others who has left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import socket
+from collections import deque
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import machine
+import mpi
+import threads
+from scheduler import Process, Scheduler
+
+from mlflash.courier import choice, connect, courier_link, linked, process_main
+from mlflash.errors import DeadlineExceeded
+from mlflash.wireup.departures import Departure, RankDeparted
+from mlflash.wireup.running_courier import CourierEnded, StartFailed
+
+if TYPE_CHECKING:
+    from history import History
+
+_FIRST_FD = 1_000_000  # numbers of simulated descriptors
+_TOLD_S = 0.01  # until other ranks hear of an end, at the least
+
+
+class Socket:
+    """One end of a stream. What is sent arrives later, in parts."""
+
+    def __init__(self, kernel: Scheduler, network_delay: Any):
+        self._kernel, self._delay = kernel, network_delay
+        self._arrived: deque[bytes] = deque()
+        self._fds: list[int] = []
+        self.peer: Socket
+        self.owner: Process | None = None
+        self.is_over = self.is_closed = False  # the peer sends nothing more; this end is closed
+        self._last = 0.0
+        WORLD.numbers += 1
+        self._number = _FIRST_FD + WORLD.numbers
+
+    def fileno(self) -> int:
+        return self._number
+
+    @property
+    def is_readable(self) -> bool:
+        return bool(self._arrived) or self.is_over
+
+    def sendall(self, data: bytes, fds: list[int] | None = None) -> None:
+        self._kernel.point("socket.send")
+        if self.is_closed or self.peer.is_closed or (self.peer.owner is not None and not self.peer.owner.is_alive):
+            raise BrokenPipeError("the other end is closed")
+        random = self._kernel.random
+        cuts = sorted({0, len(data), *([random.randrange(len(data) + 1)] if random.random() < 0.2 else [])})
+        for first, last in zip(cuts, cuts[1:], strict=False):
+            self._later(lambda part=data[first:last], given=fds if not first else None: self.peer._arrive(part, given))
+
+    def _later(self, call: Any) -> None:
+        self._last = max(self._last, self._kernel.now + self._delay())  # in order
+        self._kernel.at(self._last, call)
+
+    def _arrive(self, data: bytes, fds: list[int] | None = None) -> None:
+        self._arrived.append(data)
+        self._fds += fds or []
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.owner is not None:
+            for task in WORLD.readers.pop(self, []):
+                self._kernel.wake(task)
+            self._kernel.tell_news(self.owner)
+
+    def wait_readable(self) -> None:
+        while not self.is_readable:
+            task = self._kernel.current
+            assert task is not None
+            WORLD.readers.setdefault(self, []).append(task)
+            self._kernel.block()
+
+    def recv(self, _: int) -> bytes:
+        self._kernel.point("socket.recv")
+        self.wait_readable()
+        if self.is_closed:
+            raise OSError("this end is closed")
+        return self._arrived.popleft() if self._arrived else b""
+
+    def take_fds(self) -> list[int]:
+        fds, self._fds = self._fds, []
+        return fds
+
+    def shutdown(self, _: int) -> None:
+        self._later(self.peer.end)
+
+    def end(self) -> None:
+        """Let this end read no more than what is there."""
+        self.is_over = True
+        self._tell()
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.end()
+            self._later(self.peer.end)
+
+
+class Sockets:
+    """Stands for the module socket."""
+
+    SHUT_WR = socket.SHUT_WR
+
+    @staticmethod
+    def send_fds(sock: Socket, parts: list[bytes], fds: list[int]) -> int:
+        sock.sendall(parts[0], [os.dup(fd) for fd in fds])
+        return len(parts[0])
+
+    @staticmethod
+    def recv_fds(sock: Socket, nbytes: int, _: int) -> tuple[bytes, list[int], int, None]:
+        return sock.recv(nbytes), sock.take_fds(), 0, None
+
+
+class Poll:
+    """Stands for select.poll: a courier polls the socket to its trainer, and the pidfd of that."""
+
+    def __init__(self) -> None:
+        self._socket: Socket
+        self._pidfd: int
+
+    def register(self, what: Any, _: int) -> None:
+        if isinstance(what, Socket):
+            self._socket = what
+        else:
+            self._pidfd = what
+
+    def poll(self) -> list[tuple[int, int]]:
+        self._socket._kernel.point("poll")
+        trainer = WORLD.trainers[self._pidfd]
+        if trainer.is_alive:
+            self._socket.wait_readable()
+        ready = [self._socket.fileno()] if self._socket.is_readable else []
+        return [(fd, select.POLLIN) for fd in [*ready, *([] if trainer.is_alive else [self._pidfd])]]
+
+
+@dataclasses.dataclass
+class Epoch:
+    """One epoch of couriers.
+
+    Attributes:
+        came: the ranks whose trainers have come to it, and what each has seen freed.
+        couriers: a process for each rank, once all have come.
+        ended: whether a rank has announced its end.
+    """
+
+    number: int
+    came: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    couriers: list[Process] = dataclasses.field(default_factory=list)
+    network: mpi.Network | None = None
+    ended: bool = False
+
+
+class World:
+    """All couriers of a launch, and what trainers know of each other.
+
+    Attributes:
+        departures: ranks that have left the job.
+        trainers: by the number of their pidfd.
+        readers: tasks that wait for a socket.
+    """
+
+    def __init__(self) -> None:
+        self.history: History
+        self.kernel: Scheduler
+        self.epochs: dict[int, Epoch] = {}
+        self.departures: list[Departure] = []
+        self.trainers: dict[int, Process] = {}
+        self.readers: dict[Socket, list[Any]] = {}
+        self.waiters: list[Any] = []
+        self.numbers = 0
+
+    def tell(self) -> None:
+        """Wake the trainers that wait for an epoch, or for its end."""
+        waiters, self.waiters = self.waiters, []
+        for task in waiters:
+            self.kernel.wake(task)
+
+    def wait(self, end: float) -> None:
+        task = self.kernel.current
+        assert task is not None
+        self.waiters.append(task)
+        self.kernel.block(end)
+
+    def depart(self, departure: Departure) -> None:
+        if all(departure.rank != other.rank for other in self.departures):
+            self.departures.append(departure)
+            self.tell()
+
+    def check(self) -> None:
+        if self.departures:
+            raise RankDeparted(self.departures[0])
+
+
+WORLD = World()
+
+
+class Couriers:
+    """Stands for `mlflash.wireup.launch.Couriers`."""
+
+    def __init__(self, entry_point: str, environment: Any, timeout_s: float, **more: Any):
+        self._trainer = WORLD.kernel.current.process  # type: ignore[union-attr]
+        self.rank, self.size = self._trainer.rank, WORLD.history.setting.ranks
+        self.met, self.freed, self._number = "simulated", frozenset[str](), 0
+        self.zygote = SimpleNamespace(left=set(), process=SimpleNamespace(kill=lambda: None))
+        self._running: Any = None
+        self.next_epoch(timeout_s)
+
+    @property
+    def courier(self) -> Any:
+        if self._running is None:
+            raise CourierEnded("there is no courier")
+        return self._running
+
+    def next_epoch(self, timeout_s: float, freed: Any = ()) -> None:
+        kernel, number = WORLD.kernel, self._number + 1
+        self._kill()
+        end = kernel.now + timeout_s
+        kernel.point("epoch")
+        epoch = WORLD.epochs.setdefault(number, Epoch(number))
+        epoch.came[self.rank] = list(freed)
+        WORLD.tell()
+        while len(epoch.came) < self.size:
+            WORLD.check()
+            if kernel.now >= end:
+                raise DeadlineExceeded("some ranks have not come", ranks=sorted({*range(self.size)} - epoch.came.keys()))
+            WORLD.wait(end)
+        if epoch.network is None:
+            self._make(epoch)
+        self.freed = frozenset(name for names in epoch.came.values() for name in names)
+        self._number = number
+        self._fork(epoch)
+
+    def _make(self, epoch: Epoch) -> None:
+        history, kernel = WORLD.history, WORLD.kernel
+        for rank in range(self.size):
+            pid = 1000 * (history.launch.number + 1) + 100 * (epoch.number % 9) + 50 + rank
+            epoch.couriers.append(Process(rank, pid, "courier", globals=machine.process_globals()))
+        setting = history.setting
+        epoch.network = mpi.Network(kernel, epoch.couriers, setting.pace, setting.has_errors)
+        history.launch.networks.append(epoch.network)
+
+    def _fork(self, epoch: Epoch) -> None:
+        kernel, courier, trainer = WORLD.kernel, epoch.couriers[self.rank], self._trainer
+        network = epoch.network
+        assert network is not None
+        ours, theirs = Socket(kernel, network.delay), Socket(kernel, network.delay)
+        ours.peer, theirs.peer, ours.owner, theirs.owner = theirs, ours, trainer, courier
+        courier.at_death.append(lambda: theirs._later(ours.end))
+        trainer.at_death.append(lambda: ours._later(theirs.end))
+        pidfd = -trainer.pid
+        WORLD.trainers[pidfd] = trainer
+        machine.MPI.worlds[courier] = network.world(courier)
+        running = SimpleNamespace(number=epoch.number, trainer=ours, pid=courier.pid, cores=None, process=courier, is_up=False)
+        forked = SimpleNamespace(trainer=theirs, trainer_pidfd=pidfd, has_mpi=True, trains_on=frozenset(),
+                                 tell_mpi_is_up=lambda: setattr(running, "is_up", True))  # fmt: skip
+
+        def main() -> None:
+            process_main.run(forked)  # type: ignore[arg-type]
+            kernel.exit(courier)
+
+        self._running = running
+        kernel.spawn(courier, "main", main)
+
+    def _kill(self) -> None:
+        if self._running is not None:
+            WORLD.kernel.kill(self._running.process)
+            self._running.trainer.close()
+            self._running = None
+
+    def announce_end(self, timeout_s: float) -> None:
+        WORLD.kernel.after(_TOLD_S, lambda epoch=WORLD.epochs[self._number]: self._end(epoch))
+
+    @staticmethod
+    def _end(epoch: Epoch) -> None:
+        epoch.ended = True
+        WORLD.tell()
+
+    def wait_for_end(self) -> None:
+        while not WORLD.epochs[self._number].ended:
+            WORLD.check()
+            WORLD.wait(float("inf"))
+
+    def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
+        WORLD.kernel.after(_TOLD_S, lambda: WORLD.depart(Departure(self.rank, why, ends_job)))
+
+    def give_up(self) -> None:
+        self._kill()
+
+    def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
+        if self._running is not None and not kill:
+            self._running.trainer.shutdown(socket.SHUT_WR)
+            end = WORLD.kernel.now + timeout_s
+            while self._running.process.is_alive and WORLD.kernel.now < end:
+                WORLD.kernel.sleep(0.01)
+            WORLD.kernel.after(_TOLD_S, lambda: WORLD.depart(Departure(self.rank, "its process has ended", False)))
+        self._kill()
+
+
+def _check_start(running: Any, zygote: Any) -> None:
+    if running.number == 1 and not running.is_up:
+        raise StartFailed("the first courier has ended before MPI was up")
+
+
+def install() -> None:
+    """Replace what would start real couriers, once."""
+    courier_link.Couriers, courier_link.check_start = Couriers, _check_start  # type: ignore[misc,assignment]
+    courier_link.socket = process_main.socket = Sockets  # type: ignore[assignment]
+    process_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
+    process_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
+    choose = connect.choose
+    connect.choose = lambda courier, comm: (
+        choice.Choice(True, "simulated") if courier == "process" else choose(courier, comm)
+    )
+
+
+def begin(kernel: Scheduler, history: History) -> None:
+    """Begin a launch."""
+    WORLD.__init__()  # type: ignore[misc]
+    WORLD.kernel, WORLD.history = kernel, history
+    for trainer in history.launch.trainers:
+        trainer.at_death.append(lambda trainer=trainer: _left(trainer))
+
+
+def _left(trainer: Process) -> None:
+    """Let the others hear that a trainer has ended, unless its node is dead, too."""
+    kernel, ending = WORLD.kernel, Departure(trainer.rank, "its process has ended", False)
+    if not WORLD.history.launch.node_died:
+        kernel.after(_TOLD_S + kernel.random.random(), lambda: WORLD.depart(ending))
+    for reader, tasks in list(WORLD.readers.items()):  # the courier polls the pidfd of its trainer, too
+        if reader.owner is not None and reader.owner.rank == trainer.rank and reader.owner.name == "courier":
+            for task in tasks:
+                kernel.after(0.0, lambda task=task: kernel.wake(task))
+            tasks.clear()
+
+
+def exit_trainer() -> None:
+    """Do what a trainer does at its interpreter's end."""
+    linked.close_link()
+
+
+def processes() -> list[Process]:
+    """The couriers that run."""
+    return [courier for epoch in WORLD.epochs.values() for courier in epoch.couriers if courier.is_alive]

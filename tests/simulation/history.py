@@ -66,6 +66,7 @@ class Launch:
     snapshots: list[tuple[int, int, Any]] = dataclasses.field(default_factory=list)
     ended: set[int] = dataclasses.field(default_factory=set)
     died: bool = False
+    node_died: bool = False
     triggered: bool = False
     phases: Counter[str] = dataclasses.field(default_factory=Counter)
     ends_at: dict[Process, int] = dataclasses.field(default_factory=dict)
@@ -152,19 +153,19 @@ class History:
         kernel.note(f"launch {launch.number}: {setting if not launch.number else ''} {launch.plan}")
         machine.FAULTS.no_space = 0.0 if launch.is_last else setting.no_space
         launch.trainers = [self._process(rank, 1000 * (launch.number + 1) + rank) for rank in range(setting.ranks)]
+        couriers.begin(kernel, self)
         if setting.courier == "thread":
             network = mpi.Network(kernel, launch.trainers, setting.pace, setting.has_errors)
             launch.networks.append(network)
             machine.MPI.worlds = {process: network.world(process) for process in launch.trainers}
-        else:
-            couriers.begin(kernel, self)
         for process in launch.trainers:
             kernel.spawn(process, "main", lambda process=process: self._main(process))
         kernel.at_point = None if launch.is_last else self._at_point
         why = kernel.run(lambda: len(launch.ended) == setting.ranks)
         kernel.at_point = None
-        if setting.courier == "process" and not why:
-            why = couriers.finish()
+        if not why:  # couriers bring to its end what they were given, unless their node is taken away before
+            why = kernel.run(lambda: not couriers.processes(), max_s=30.0)
+            why = "" if launch.died else why and f"couriers go on after their trainers: {why}"
         if not launch.died and not why:
             self.oracle.judge_end(launch)
         for process in [*launch.trainers, *couriers.processes()]:
@@ -203,6 +204,9 @@ class History:
                 self.launch.died = True  # a launcher ends the others when a rank fails
                 self._end_others(mean=3000)
                 self.kernel.kill(process)
+        if self.setting.courier == "process" and process.is_alive:
+            couriers.exit_trainer()
+            self.kernel.kill(process)
         self.launch.ended.add(process.rank)
 
     def _train(self, process: Process) -> None:
@@ -298,6 +302,7 @@ class History:
             "courier": [one for one in launch.trainers if one.rank == plan.who],
             "node": [one for one in everyone if one.rank // self.setting.per_node == node],
         }[plan.dies]  # fmt: skip
+        launch.node_died = plan.dies in ("node", "all")
         self._die(dead)
         self._end_others(plan.others)
         if plan.second:

@@ -61,6 +61,9 @@ def install() -> None:
     import mlflash.mpi.rma_windows as rma_windows
 
     rma_windows.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
+    import couriers
+
+    couriers.install()
 
 
 def _fill_new_arrays() -> None:
