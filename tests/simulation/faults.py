@@ -7,7 +7,7 @@ import math
 from random import Random
 
 LEAST_NODES = {"copy": 2, "copy:2": 3, "xor:3": 3, "rs:2+1": 3, "rs:2+2": 4}
-_LAYOUTS = [(2, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (4, 2)]  # ranks, and ranks per node
+LAYOUTS = [(2, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (4, 2)]  # ranks, and ranks per node
 _SPECIAL = ("drain", "lazy", "elastic", "values", "mend", "grow", "common", "zeros")
 
 
@@ -17,6 +17,8 @@ class Setting:
 
     Attributes:
         special: what this history is about, in addition to saves, kills and restores.
+        no_space, bad_sync: probabilities that a file in memory gets no room, and that a drained file is not written.
+        format: of drained files.
         courier: thread or process.
         pace: of messages; see `mpi.Network`.
         one_by_one: how many saves are waited for: all, some or none, but for the last.
@@ -33,6 +35,8 @@ class Setting:
     has_errors: bool
     when_busy: str
     no_space: float
+    bad_sync: float
+    format: str
     stops: bool
     flips: bool
     launches: int
@@ -75,7 +79,7 @@ class Plan:
 def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
     """Draw a setting; ``fixed`` has fields that are given."""
     while True:
-        ranks, per_node = random.choice(_LAYOUTS)
+        ranks, per_node = random.choice(LAYOUTS)
         scheme = str(fixed.get("scheme") or random.choice(["copy", "copy", "copy:2", "xor:3", "xor:3", "rs:2+1", "rs:2+2"]))
         if ranks // per_node >= LEAST_NODES[scheme] and fixed.get("ranks", ranks) == ranks:
             break
@@ -84,6 +88,7 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
         ranks, per_node, scheme, random.choice(["p2p", "rma"]), random.choice([3000, 9000, 20_000]), frozenset(special),
         random.choice(["thread", "thread", "process"]), random.choice(["fast", "mixed", "mixed", "slow"]),
         random.random() < 0.3, random.choice(["wait", "wait", "skip"]), random.choice([0, 0, 0, 0, 0.1]),
+        random.choice([0, 0, 0.1]), random.choice(["hdf5", "dcp"]),
         random.random() < 0.15, random.random() < 0.2, random.choice([1, 2, 2, 3]),
     )  # fmt: skip
     return dataclasses.replace(setting, **fixed)  # type: ignore[arg-type]

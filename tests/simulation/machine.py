@@ -12,6 +12,7 @@ import os
 import pkgutil
 import random
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _fill_new_arrays() -> None:
         return made
 
     np.empty = filled
-    np.empty_like = lambda like: filled(like.shape, like.dtype)
+    np.empty_like = lambda like, dtype=None, **how: filled(np.shape(like), dtype or like.dtype)
 
 
 def _replace_modules() -> None:
@@ -140,10 +141,13 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
     import mlflash.checkpointer.unclosed as unclosed
+    import mlflash.saving.optimizer_steps as optimizer_steps
     import mlflash.courier.linked as linked
     import mlflash.memory.node_directory as node_directory
 
     return {
         (linked, "_link"): None, (linked, "_making"): None, (linked, "_left"): set(),
-        (node_directory, "_locked_here"): set(), (unclosed, "_open"): {}, (sys, "excepthook"): sys.__excepthook__,
+        (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
+        (optimizer_steps.HOOK, "listeners"): weakref.WeakSet(), (optimizer_steps.HOOK, "heard"): weakref.WeakSet(),
+        (sys, "excepthook"): sys.__excepthook__,
     }  # fmt: skip

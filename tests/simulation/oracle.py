@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-
 from mpi import MpiError
 
 from mlflash.errors import MlflashError, Unrestorable
@@ -15,7 +14,10 @@ from mlflash.placement.topology import from_node_ids
 
 if TYPE_CHECKING:
     from faults import Setting
-    from history import History, Launch
+    from history import History, Launch, Record
+
+Pair = tuple[int, int]
+"""Launch and step of a save."""
 
 
 def survival_of(setting: Setting) -> Survival:
@@ -29,88 +31,120 @@ class Oracle:
     """Knows what a launch must find, and judges what it found.
 
     Attributes:
-        newest: launch and step of the newest save that some rank saw committed; None: there is none.
-        lost: nodes whose memory was lost or damaged since every copy of that was in place.
-        ranks_of_newest: number of ranks that saved it.
+        newest: the newest save that some rank saw committed, and that must come back; None: there is none.
+        drained: the newest save that is in the directory.
+        marked: what all ranks have marked bad.
+        lost: nodes whose memory was lost or damaged since every copy of the newest was in place.
+        ranks_of_newest: so many ranks, from rank 0, have state of their own in it.
     """
 
     def __init__(self, history: History):
         self._history = history
-        self.newest: tuple[int, int] | None = None
+        self.newest: Pair | None = None
+        self.drained: Pair | None = None
+        self.marked: set[Pair] = set()
         self.lost: set[int] = set()
+        self.ranks_of_newest = history.setting.ranks
         self._survival = survival_of(history.setting)
         self._healed: set[tuple[int, int]] = set()
-        self.ranks_of_newest = history.setting.ranks
 
-    def covers(self, node: int) -> bool:
-        """Whether the newest step survives the loss of one more node."""
-        return bool(self._survival.survives(self.lost | {node}))
+    def covers(self, *nodes: int) -> bool:
+        """Whether the newest step survives the loss of some more nodes."""
+        return bool(self._survival.survives(self.lost | {*nodes}))
 
     def healed(self, launch: Launch, rank: int) -> None:
+        """Note that a rank has seen the heal end."""
         self._healed.add((launch.number, rank))
 
     def judge(self, launch: Launch, why: str) -> None:
         """Judge a launch that is over; ``why`` says why it never ended by itself."""
-        for text in self._problems(launch, why):
-            self._history.problems.append(f"launch {launch.number}: {text}")
+        problems = [*self._of_what_came_back(launch), *self._of_what_failed(launch, why)]
+        self._history.problems += [f"launch {launch.number}: {text}" for text in problems]
         self._learn(launch)
 
-    def _problems(self, launch: Launch, why: str) -> list[str]:
-        history = self._history
-        problems = [f"logged: {text}" for text in launch.errors_logged]
-        if why and not launch.died:
-            problems.append(f"it hangs: {why}")
-        found = {(record.launch, record.step) for record in launch.of("restored")}
-        if len(found) > 1:
-            problems.append(f"a mixture: {sorted(found, key=str)}")
+    def _of_what_came_back(self, launch: Launch) -> list[str]:
+        restored = launch.of("restored") + launch.of("restored certified")
+        found = {_pair(record) for record in restored}
+        problems = [f"a mixture: {sorted(found, key=str)}"] if len(found) > 1 else []
         problems += [f"rank {record.rank}: step {record.step} of launch {record.launch}: other bits in {record.wrong}"
-                     for record in launch.of("restored") if record.wrong]  # fmt: skip
+                     for record in restored if record.wrong]  # fmt: skip
+        problems += [f"restored {pair}, which was marked bad" for pair in found & self.marked]
+        for pair in {_pair(record) for record in launch.of("restored certified")}:
+            if pair is not None and self._history.states.is_suspect(pair[1]):
+                problems.append(f"restored the suspect step {pair} as a certified one")
         covered = self._survival.survives(self.lost)
-        if covered and self.newest is not None:
-            problems += [f"restored {pair}, but {self.newest} was committed" for pair in found
-                         if pair[1] is None or pair < self.newest]  # type: ignore[operator]  # fmt: skip
-            problems += [f"rank {record.rank}: {self.newest} was committed, and nodes {self.lost} are lost: {record.text}"
+        least = max((pair for pair in (self.newest if covered else None, self.drained) if pair is not None), default=None)
+        if least is not None and not launch.wants_certified:
+            problems += [f"restored {pair}, but {least} was committed" for pair in found if pair is None or pair < least]
+            problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
                          for record in launch.of("unrestorable")]  # fmt: skip
+        return problems
+
+    def _of_what_failed(self, launch: Launch, why: str) -> list[str]:
+        history, setting = self._history, self._history.setting
+        problems = [f"logged: {text}" for text in launch.errors_logged]
+        problems += [f"it hangs: {why}"] if why and not launch.died else []
         for process, name, error in history.kernel.thread_errors:
             problems.append(f"thread {name} of {process.name} {process.rank}: {error!r}")
         history.kernel.thread_errors.clear()
-        is_calm = not launch.died and not launch.triggered and not history.setting.stops and not launch.plan.stop
-        is_calm &= launch.is_last or not history.setting.no_space
+        is_calm = not launch.died and not launch.triggered and launch.plan.stop is None
+        is_calm &= launch.is_last or not setting.no_space
         for record in launch.of("error"):
-            is_known = isinstance(record.error, (MlflashError, MpiError))
-            if not is_known or (is_calm and not isinstance(record.error, Unrestorable)):
+            is_expected = isinstance(record.error, (MlflashError, MpiError))
+            if not is_expected or (is_calm and not isinstance(record.error, Unrestorable)):
                 problems.append(f"rank {record.rank}: {record.text}")
-        if is_calm:
-            may_skip = history.setting.when_busy == "skip"
-            problems += [f"rank {record.rank}: step {record.step} failed without a fault: {record.text}"
-                         for record in launch.of("failed") if not (may_skip and "skipped" in record.text)]  # fmt: skip
-            if launch.is_last and launch.of("restored") and len(launch.of("end")) != history.setting.ranks:
-                problems.append(f"the last launch did not end: {launch.records[-8:]}")
+        if not is_calm:
+            return problems
+        may_skip = setting.when_busy == "skip"
+        problems += [f"rank {record.rank}: step {record.step} failed without a fault: {record.text}"
+                     for record in launch.of("failed") if not (may_skip and "skipped" in record.text)]  # fmt: skip
+        if launch.is_last or not setting.bad_sync:
+            problems += [f"rank {record.rank}: {record.text}" for record in launch.of("drain failed")
+                         if "nothing to drain" not in record.text]  # fmt: skip
+        if launch.is_last and launch.of("restored") and len(launch.of("end")) != setting.ranks:
+            problems.append(f"the last launch did not end: {launch.records[-8:]}")
         return problems
 
     def judge_end(self, launch: Launch) -> None:
         """Judge what a launch has left open that ended by itself."""
-        history = self._history
+        if any(launch.of(event) for event in ("failed", "error", "unrestorable")):
+            return
         for network in launch.networks:
-            alive = {(key, rank) for key, rank in network.open if key != "world" and network.processes[rank].is_alive}
-            if alive and not launch.of("failed") and not launch.of("error") and not launch.of("unrestorable"):
-                history.problems.append(f"launch {launch.number}: left open: {sorted(alive, key=str)[:4]}")
+            left = sorted({str(key) for key, rank in network.open if key != "world" and network.processes[rank].is_alive})
+            if left:
+                self._history.problems.append(f"launch {launch.number}: not freed: {left[:4]}")
 
     def _learn(self, launch: Launch) -> None:
         history, outcomes = self._history, self._history.outcomes
-        restored = {(record.launch, record.step) for record in launch.of("restored")}
-        committed = {step for _, step, snapshot in launch.snapshots if snapshot.committed}
+        restored = {_pair(record) for record in launch.of("restored") + launch.of("restored certified")}
+        marked = [(launch.number, step) for step in launch.marks
+                  if len([r for r in launch.of("marked") if r.step == step]) == history.setting.ranks]  # fmt: skip
+        self.marked |= {*marked}
+        committed = {(launch.number, step) for _, step, snapshot in launch.snapshots if snapshot.committed}
+        is_healed = all((launch.number, rank) in self._healed for rank in range(history.setting.ranks))
         outcomes["unrestorable"] += bool(launch.of("unrestorable"))
         outcomes["failed save"] += len(launch.of("failed"))
-        is_healed = all((launch.number, rank) in self._healed for rank in range(history.setting.ranks))
+        outcomes["marked"] += len(marked)
         if is_healed or committed:
             self.lost.clear()
+            self._survival = survival_of(history.setting)
         if len(restored) == 1:
             (pair,) = restored
-            outcomes["restored" if pair[1] is not None else "restored nothing"] += 1
-            if pair[1] is not None and is_healed:
-                self.newest = max(self.newest or pair, pair)  # type: ignore[assignment,type-var]
-        if committed:
-            self.newest = (launch.number, max(committed))
-            self.ranks_of_newest = history.setting.ranks
+            outcomes["restored nothing" if pair is None else "restored"] += 1
+            if pair is not None and (is_healed or launch.wants_certified):
+                self.newest = pair if launch.wants_certified else max(self.newest or pair, pair)
+        good = {pair for pair in committed if not history.states.is_suspect(pair[1])}
+        if good:
+            self.newest, self.ranks_of_newest = max(good), history.setting.ranks
             outcomes["committed"] += 1
+        self.lost |= {node for node, step in launch.flipped.items() if self.newest is None or self.newest[1] <= step}
+        if self.newest in self.marked or launch.of("marked"):
+            self.newest = None  # what was saved before it need not be kept
+        drained = [record.step for record in launch.of("drained") if record.step is not None]
+        if drained and (self.newest is None or self.newest[1] == max(drained)):
+            self.drained = self.newest
+            outcomes["drained"] += 1
+
+
+def _pair(record: Record) -> Pair | None:
+    return None if record.step is None or record.launch is None else (record.launch, record.step)

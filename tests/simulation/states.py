@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 _BLOCK_NBYTES = 8192
 _COMMON = 99  # stands for the rank, where all ranks have the same
+_LAZY_NBYTES = 70_000  # smaller tensors are never copied later
+_NOT_COMMON = ("weights", "frozen", "zeros", "noise", "values", "parameter")
+NO_LAUNCH = 77  # of states that are there before anything is restored
 
 
 def noise(rank: int, step: int, launch: int, nbytes: int) -> np.ndarray:
@@ -19,34 +23,64 @@ class States:
 
     Args:
         nbytes: of the weights of rank 0; others have a little more.
-        grows_at: the step from which weights are three times as large; 0: never.
+        special: what the history is about: see `faults.Setting`.
         frozen: whether there are weights that no step changes, and zeros.
-        common: whether there are weights that all ranks have alike.
-        zeros: pairs of a block of zeros and a block of noise.
     """
 
-    def __init__(self, nbytes: int, grows_at: int, frozen: bool, common: bool, zeros: int):
-        self._nbytes, self._grows_at, self._frozen, self._common, self._zeros = nbytes, grows_at, frozen, common, zeros
+    def __init__(self, nbytes: int, special: frozenset[str], frozen: bool):
+        self._nbytes, self._special, self._frozen = nbytes, special, frozen and "values" not in special
+
+    def is_suspect(self, step: int) -> bool:
+        """Whether values of a step are NaN on some rank."""
+        return "values" in self._special and step % 4 == 3
 
     def at(self, rank: int, step: int, launch: int) -> dict[str, Any]:
         """The state of a rank after a step."""
-        nbytes = self._nbytes * (3 if self._grows_at and step >= self._grows_at else 1) + 100 * rank
+        nbytes = self._nbytes * (3 if "grow" in self._special and step >= 4 else 1) + 100 * rank
         state: dict[str, Any] = {"weights": noise(rank, step, launch, nbytes), "step": step, "launch": launch}
         if self._frozen:
             state["frozen"] = np.concatenate([noise(rank, 0, 0, 9000), np.zeros(9000, np.uint8)])
-        for number in range(self._zeros):
+        for number in range(8 if "zeros" in self._special else 0):
             state[f"zeros{number}"] = np.zeros(_BLOCK_NBYTES, np.uint8)
             state[f"noise{number}"] = noise(rank + 100 * number, step, launch, _BLOCK_NBYTES)
-        if self._common:
+        if self._special & {"common", "elastic"}:
             state["common"] = noise(_COMMON, step, launch, 6000)
+        if "values" in self._special:
+            state["values"] = noise(rank, step, launch, 1500).astype(np.float32) + 1
+            if self.is_suspect(step) and rank == 1:
+                state["values"][7] = np.nan
+        if "lazy" in self._special:
+            state["parameter"] = torch.nn.Parameter(torch.from_numpy(self._parameter(rank, step, launch)))
         return state
 
-    def differences(self, state: dict[str, Any], rank: int, step: int, launch: int, only_common: bool = False) -> list[str]:
+    @staticmethod
+    def _parameter(rank: int, step: int, launch: int) -> np.ndarray:
+        return noise(rank, step, launch, _LAZY_NBYTES).astype(np.float32)
+
+    def differences(self, state: dict[str, Any], rank: int, step: int, launch: int, only_common: bool) -> list[str]:
         """The names of what is not, bit for bit, what it must be.
 
         Args:
-            only_common: only what all ranks have alike is compared: the rank is new.
+            only_common: only what all ranks have alike is compared, as the rank is a new one.
         """
         wanted = self.at(rank, step, launch)
-        names = [name for name in wanted if name in ("common", "step", "launch")] if only_common else list(wanted)
-        return [name for name in names if not np.array_equal(np.asarray(state.get(name)), np.asarray(wanted[name]))]
+        names = [name for name in wanted if not (only_common and name.rstrip("0123456789") in _NOT_COMMON)]
+        return [name for name in names if raw_of(state.get(name)) != raw_of(wanted[name])]
+
+
+def raw_of(value: Any) -> bytes:
+    """The bytes of a leaf, with its type and shape."""
+    array = value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()
+
+
+class Setter(torch.optim.Optimizer):
+    """An optimizer whose step gives its parameter a new content."""
+
+    def __init__(self, parameter: torch.nn.Parameter):
+        super().__init__([parameter], {})
+        self._parameter = parameter
+
+    @torch.no_grad()
+    def step(self, content: torch.Tensor) -> None:  # type: ignore[override]
+        self._parameter.copy_(content)
