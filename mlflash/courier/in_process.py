@@ -346,6 +346,7 @@ class CourierProcess:
                 return
             if time.monotonic() > end:
                 raise DeadlineExceeded("an answer to the last courier has not ended in time")
+        self.drain.lose()  # again: a report of its progress may have come after its end
         for job in [job for job in list(self._jobs.values()) if job.is_sent and job.is_commit]:
             self.fail_later(job)
         if not self.trainer.slots.wait_until_given(self._config.timeout_s, self._is_over):

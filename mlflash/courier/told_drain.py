@@ -39,6 +39,7 @@ class ToldDrain:
             drain.seconds = told.seconds
 
     def lose(self) -> None:
-        """Fail the drain, because its courier has ended."""
-        if self._drain is not None and not self._drain.done:
-            self._drain.end(DrainFailed("the courier of this rank has ended", step=self._drain.step))
+        """Fail the drain, because its courier has ended. The next courier counts its drains from one again."""
+        drain, self._drain = self._drain, None
+        if drain is not None and not drain.done:
+            drain.end(DrainFailed("the courier of this rank has ended", step=drain.step))

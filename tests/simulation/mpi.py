@@ -73,6 +73,7 @@ class Message:
 class Collective:
     """One collective call on a communicator."""
 
+    name: str
     needs: set[int]
     values: dict[int, Any] = dataclasses.field(default_factory=dict)
     requests: dict[int, Request] = dataclasses.field(default_factory=dict)
@@ -191,13 +192,15 @@ class Network:
 
     # Collectives
 
-    def collect(self, key: Any, needs: Iterable[int], rank: int, value: Any, end: Callable[[dict[int, Any]], None]
-                ) -> Request:  # fmt: skip
+    def collect(self, key: Any, name: str, needs: Iterable[int], rank: int, value: Any,
+                end: Callable[[dict[int, Any]], None]) -> Request:  # fmt: skip
         """Take part in a collective that is complete when the ranks ``needs`` have; then ``end`` gets all values."""
-        collective = self.collectives.get(key)
-        if collective is None:
-            collective = self.collectives[key] = Collective(set(needs))
+        collective = self.collectives.setdefault(key, Collective(name, set(needs)))
         request = Request(self.processes[rank])
+        if collective.name != name:
+            error = AssertionError(f"ranks call different collectives: {collective.name}, and {name} on rank {rank}")
+            self.kernel.thread_errors.append((request.process, "MPI", error))
+            return request
         collective.values[rank], collective.requests[rank], collective.ends[rank] = value, request, end
         if collective.is_complete:  # late to a broadcast
             self._return(collective, rank)
@@ -266,7 +269,7 @@ class Comm:
         self.network.kernel.point("Create_group")
         self._groups[tuple(group.members), tag] += 1
         key = (self.key, tuple(group.members), tag, self._groups[tuple(group.members), tag])
-        self._wait(self.network.collect(key, group.members, self.me, None, lambda values: None))
+        self._wait(self.network.collect(key, "Create_group", group.members, self.me, None, lambda values: None))
         return Comm(self.network, key, group.members, self.me)
 
     # Collectives
@@ -276,7 +279,7 @@ class Comm:
         self.network.kernel.point(name)
         self._calls += 1
         members = self.members if needs is None else needs
-        return self.network.collect((self.key, self._calls), members, self.me, value, end)
+        return self.network.collect((self.key, self._calls), name, members, self.me, value, end)
 
     def Ibarrier(self) -> Request:
         return self._collect("Ibarrier", None, lambda values: None)
@@ -326,7 +329,7 @@ class Comm:
                 raw_bytes(buffer)[:] = met[source]
 
         value = raw_bytes(buffer).copy() if self.rank == root else None
-        return self._collect("Ibcast", value, end, needs=[source])
+        return self._collect(f"Ibcast from {source}", value, end, needs=[source])
 
     # Messages
 
