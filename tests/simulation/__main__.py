@@ -1,16 +1,17 @@
-"""Simulate the histories of some seeds: `python tests/simulation 0:1000`."""
+"""Simulate histories of a job, by seeds.
+
+    python tests/simulation 0:1000                     run these seeds on all cores; print what fails
+    python tests/simulation 17 --trace                 run one, and print everything that happens in it
+    python tests/simulation 0:99 --set scheme=copy special=drain,lazy courier=process
+
+For each seed that fails it prints a command that runs it again, with no more faults than are needed.
+"""
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
-import select
 import sys
-import time
-from collections import Counter
-from typing import Any
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same in each run
     os.environ.update(PYTHONHASHSEED="0", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
@@ -20,76 +21,48 @@ import machine
 
 machine.install()
 
-from history import History  # noqa: E402
-import threads
+import runner  # noqa: E402
+from scheduler import NEVER  # noqa: E402
+from settings import parse  # noqa: E402
 
-monotonic = threads.REAL_TIME["monotonic"]
+from mlflash.crash_points import POINTS  # noqa: E402
 
-def run_seed(seed: int, fixed: dict[str, object], keeps_trace: bool = False) -> dict[str, Any]:
-    gc.disable()
-    began = time.process_time()
-    history = History(seed, fixed, keeps_trace)
-    history.run()
-    kernel = history.kernel
-    return {
-        "seed": seed, "problems": history.problems, "digest": kernel.digest.hexdigest(), "points": kernel.points,
-        "seconds": kernel.now, "cpu": time.process_time() - began, "outcomes": dict(history.outcomes),
-        "reached": dict(history.reached), "kills": dict(history.kills), "setting": str(history.setting), "trace": kernel.trace,
-    }
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("seeds")
-    parser.add_argument("--set", nargs="*", default=[])
-    parser.add_argument("--trace", action="store_true")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", help="one, or FIRST:AFTER_LAST")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of faults.Setting")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="seeds that run side by side")
+    parser.add_argument("--minutes", type=float, default=NEVER, help="begin no seed after so many")
+    parser.add_argument("--until", type=float, default=NEVER, metavar="POINTS", help="no fault after so many points")
+    parser.add_argument("--trace", action="store_true", help="print each event")
     args = parser.parse_args()
     first, _, last = args.seeds.partition(":")
-    fixed = {k: json.loads(v) if v[:1] and v[0] in "0123456789[" else v for k, v in (x.split("=") for x in args.set)}
-    if "special" in fixed: fixed["special"] = frozenset(fixed["special"]) if isinstance(fixed["special"], list) else frozenset(fixed["special"].split(",")) - {""}
-    run_seed(3, {**fixed, "launches": 1})
-    gc.collect(); gc.freeze()
-    if not last:
-        result = run_seed(int(first), fixed, args.trace)
-        for line in result.pop("trace") or (): print(line)
-        print(json.dumps(result, indent=1)); return
-    total = Counter(); began = monotonic(); bad = []
-    reached, kills, outcomes = Counter(), Counter(), Counter()
-    for seed in range(int(first), int(last)):
-        r = forked(seed, fixed)
-        total["points"] += r.get("points", 0); total["cpu"] += r.get("cpu", 0)
-        reached.update(r.get("reached", {})); kills.update(r.get("kills", {})); outcomes.update(r.get("outcomes", {}))
-        if r["problems"]:
-            bad.append(seed); print(f"--- seed {seed} {r.get('setting')}"); print("\n".join(r["problems"][:3])); sys.stdout.flush()
-    n = int(last) - int(first)
-    print(f"{n} seeds, {monotonic() - began:.1f} s, {1e3 * total['cpu'] / n:.0f} ms CPU each, {total['points'] / n:.0f} points")
-    print("outcomes", dict(outcomes)); print("reached", len(reached)); print("kills", dict(kills))
-    from mlflash import crash_points
-    print("never", sorted(set(crash_points.POINTS) - set(reached)))
-    print("bad", bad)
+    seeds = range(int(first), int(last or int(first) + 1))
+    fixed, summary = parse(args.set), runner.Summary()
+    runner.warm_up()
+    end = runner._now() + 60 * args.minutes
+    for result in runner.run_all(seeds, fixed, args.jobs, args.until, args.trace, end):
+        summary.add(result)
+        if args.trace:
+            print(result["trace"])
+        if result["problems"]:
+            _print_failure(result, args.set, fixed)
+    print(f"{summary.seeds} seeds, {len(summary.failed)} failed, {summary.cpu_s:.0f} s of CPU: "
+          f"{60 * summary.seeds / max(1e-9, summary.cpu_s):.0f} seeds per CPU minute, "
+          f"{summary.points / max(1, summary.seeds):.0f} scheduling points each")  # fmt: skip
+    print("outcomes:", ", ".join(f"{name} {count}" for name, count in summary.outcomes.most_common()))
+    print(f"crash points: {len(summary.reached)} of {len(POINTS)}; never: "
+          f"{', '.join(point for point in POINTS if point not in summary.reached) or 'none'}")  # fmt: skip
+    return int(bool(summary.failed))
 
-def forked(seed: int, fixed: dict[str, object]) -> dict[str, Any]:
-    out, into = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(out)
-        try:
-            text = json.dumps(run_seed(seed, fixed))
-        except BaseException as error:
-            import traceback
-            text = json.dumps({"seed": seed, "problems": ["CHILD: " + "".join(traceback.format_exception(error))[-3000:]]})
-        os.write(into, text.encode()) if len(text) < 60000 else None
-        machine.exit_now(0)
-    os.close(into)
-    raw = b""
-    end = monotonic() + 120
-    while True:
-        ready, _, _ = select.select([out], [], [], max(0, end - monotonic()))
-        if not ready:
-            os.kill(child, 9); raw = json.dumps({"seed": seed, "problems": ["the process hung"]}).encode(); break
-        part = os.read(out, 1 << 20)
-        if not part: break
-        raw += part
-    os.close(out); os.waitpid(child, 0)
-    return json.loads(raw)
 
-main()
+def _print_failure(result: runner.Result, given: list[str], fixed: dict[str, object]) -> None:
+    until = runner.shortest(result, fixed) if "points" in result else 0
+    more = f" --set {' '.join(given)}" if given else ""
+    print(f"--- seed {result['seed']}: {result.get('setting')}", *result["problems"][:4], sep="\n")
+    print(f"again: python tests/simulation {result['seed']}{more} --until {until} --trace", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Runs seeds, each in a forked process: it begins like all others, and ends without a trace."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import shutil
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import machine
+import threads
+from history import History
+from scheduler import NEVER
+
+Result = dict[str, Any]
+LIMIT_S = 120.0  # real seconds of a seed
+_now = threads.REAL_TIME["monotonic"]
+
+
+def run(seed: int, fixed: Mapping[str, object], until_points: float = NEVER, keeps_trace: bool = False) -> Result:
+    """Run a seed in this process. What became of it is plain data.
+
+    Args:
+        fixed: fields of `faults.Setting` that are given.
+        until_points: see `History`.
+    """
+    gc.disable()  # what is collected when must not decide anything
+    started = time.process_time()
+    history = History(seed, dict(fixed), keeps_trace, until_points)
+    try:
+        history.run()
+    except Exception as error:  # a mistake of the simulation
+        history.problems.append("the simulator failed: " + "".join(traceback.format_exception(error))[-3000:])
+    kernel = history.kernel
+    return {
+        "seed": seed, "problems": history.problems, "digest": kernel.digest.hexdigest(), "points": kernel.points,
+        "seconds": kernel.now, "cpu_s": time.process_time() - started, "outcomes": history.outcomes,
+        "reached": history.reached, "kills": history.kills, "setting": str(history.setting),
+        "trace": "\n".join(kernel.trace or ()),
+    }  # fmt: skip
+
+
+def warm_up() -> None:
+    """Import and cache what the first seed would, so that all seeds begin alike."""
+    for special in ("drain", "lazy", "elastic", "values"):
+        for courier in ("thread", "process"):
+            run(3, {"launches": 1, "special": frozenset({special}), "courier": courier})
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+class _Child:
+    """A process that runs a seed."""
+
+    def __init__(self, seed: int, *more: Any):
+        self.seed, self.end, self.output = seed, _now() + LIMIT_S, b""
+        self.out, into = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(self.out)
+            try:
+                text = json.dumps(run(seed, *more))
+            except BaseException as error:
+                text = json.dumps({"seed": seed, "problems": ["".join(traceback.format_exception(error))[-3000:]]})
+            with os.fdopen(into, "w") as pipe:
+                pipe.write(text)
+            machine.exit_now(0)
+        os.close(into)
+
+    def read(self) -> bool:
+        """Read what it has written; return whether that was all."""
+        part = os.read(self.out, 1 << 20)
+        self.output += part
+        return not part
+
+    def finish(self) -> Result:
+        os.close(self.out)
+        os.waitpid(self.pid, 0)
+        shutil.rmtree(Path(f"/dev/shm/simulation-{self.pid}"), ignore_errors=True)
+        try:
+            result: Result = json.loads(self.output)
+        except ValueError:
+            result = {"seed": self.seed, "problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
+        return result
+
+
+def run_all(seeds: Iterable[int], fixed: Mapping[str, object], jobs: int = 1, until_points: float = NEVER,
+            keeps_trace: bool = False, end: float = NEVER) -> Iterator[Result]:  # fmt: skip
+    """Run seeds side by side, each in a process of its own; yield each result when it is there.
+
+    Args:
+        end: by the real time.monotonic; no seed begins after it.
+    """
+    selector, waiting = selectors.DefaultSelector(), iter(seeds)
+    running: set[_Child] = set()
+    try:
+        while True:
+            while len(running) < jobs and _now() < end and (seed := next(waiting, None)) is not None:
+                child = _Child(seed, fixed, until_points, keeps_trace)
+                running.add(child)
+                selector.register(child.out, selectors.EVENT_READ, child)
+            if not running:
+                return
+            selector.select(timeout=max(0.0, min(child.end for child in running) - _now()))
+            for child in [child for child in running if _now() > child.end or _is_readable(child) and child.read()]:
+                if _now() > child.end:
+                    os.kill(child.pid, signal.SIGKILL)
+                selector.unregister(child.out)
+                running.discard(child)
+                yield child.finish()
+    finally:
+        for child in running:
+            os.kill(child.pid, signal.SIGKILL)
+            child.finish()
+        selector.close()
+
+
+def _is_readable(child: _Child) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.out, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def shortest(result: Result, fixed: Mapping[str, object]) -> int:
+    """The smallest number of scheduling points after which no more faults are needed for a seed to fail."""
+    low, high = 0, int(result["points"])
+    while low < high:
+        middle = (low + high) // 2
+        (tried,) = run_all([result["seed"]], fixed, until_points=middle)
+        low, high = (low, middle) if tried["problems"] else (middle + 1, high)
+    return high
+
+
+class Summary:
+    """Adds up results."""
+
+    def __init__(self) -> None:
+        self.seeds = self.points = 0
+        self.cpu_s = 0.0
+        self.outcomes, self.reached, self.kills = Counter[str](), Counter[str](), Counter[str]()
+        self.failed: list[Result] = []
+
+    def add(self, result: Result) -> None:
+        self.seeds += 1
+        self.points += result.get("points", 0)
+        self.cpu_s += result.get("cpu_s", 0.0)
+        for total, name in ((self.outcomes, "outcomes"), (self.reached, "reached"), (self.kills, "kills")):
+            total.update(result.get(name, {}))
+        if result["problems"]:
+            self.failed.append(result)
