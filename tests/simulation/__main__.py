@@ -35,14 +35,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="seeds that run side by side")
     parser.add_argument("--minutes", type=float, default=NEVER, help="begin no seed after so many")
     parser.add_argument("--until", type=float, default=NEVER, metavar="POINTS", help="no fault after so many points")
+    parser.add_argument("--twice", action="store_true", help="run each seed twice: both must do the same")
     parser.add_argument("--trace", action="store_true", help="print each event")
     args = parser.parse_args()
     first, _, last = args.seeds.partition(":")
-    seeds = range(int(first), int(last or int(first) + 1))
-    fixed, summary = parse(args.set), runner.Summary()
+    seeds = [seed for seed in range(int(first), int(last or int(first) + 1)) for _ in range(1 + args.twice)]
+    fixed, summary, digests = parse(args.set), runner.Summary(), dict[int, str]()
     runner.warm_up()
-    end = runner._now() + 60 * args.minutes
-    for result in runner.run_all(seeds, fixed, args.jobs, args.until, args.trace, end):
+    makes = runner.seeds(seeds, fixed, args.until, args.trace)
+    for result in runner.run_all(makes, args.jobs, end=runner.now() + 60 * args.minutes):
+        if digests.setdefault(result.get("seed", -1), result.get("digest", "")) != result.get("digest"):
+            result["problems"].append("a second run of this seed was another one: the simulation is not deterministic")
         summary.add(result)
         if args.trace:
             print(result["trace"])

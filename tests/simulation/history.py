@@ -52,6 +52,7 @@ class Launch:
         waits: which saves are waited for: all, some (every second one) or none.
         marks: steps that are marked bad after their save.
         wants_certified: whether it restores the newest certified step.
+        limit_s: virtual seconds after which it is over.
         ended: ranks whose trainers have ended.
         died: whether any process has died; its node, with all processes.
         triggered: whether the plan's death has come.
@@ -67,6 +68,7 @@ class Launch:
     is_last: bool
     marks: frozenset[int] = frozenset()
     wants_certified: bool = False
+    limit_s: float = NEVER
     trainers: list[Process] = dataclasses.field(default_factory=list)
     networks: list[mpi.Network] = dataclasses.field(default_factory=list)
     records: list[Record] = dataclasses.field(default_factory=list)
@@ -120,13 +122,13 @@ class History:
         handler = _listen(self)
         try:
             for number in range(self.setting.launches + 1):
-                self.launch = self._draw_launch(number)
+                self.launch = self.draw_launch(number)
                 why = self._run_launch()
                 self.oracle.judge(self.launch, why)
                 if self.problems:
                     break
                 if not self.launch.is_last:
-                    self._damage()
+                    self.damage()
                     self._resize()
         finally:
             logging.getLogger("mlflash").removeHandler(handler)
@@ -135,7 +137,7 @@ class History:
             threads.SCHEDULER = None
             shutil.rmtree(self.memory, ignore_errors=True)
 
-    def _draw_launch(self, number: int) -> Launch:
+    def draw_launch(self, number: int) -> Launch:
         random = self.kernel.random
         if number == self.setting.launches:
             return Launch(number, Plan("none", 0), 1, "all", True)
@@ -169,8 +171,8 @@ class History:
             machine.MPI.worlds = {process: network.world(process) for process in launch.trainers}
         for process in launch.trainers:
             kernel.spawn(process, "main", Training(self, process).run)
-        kernel.at_point = None if launch.is_last else self._at_point
-        why = kernel.run(lambda: len(launch.ended) == setting.ranks)
+        kernel.at_point = None if launch.is_last else self.at_point
+        why = kernel.run(lambda: len(launch.ended) == setting.ranks, launch.limit_s)
         kernel.at_point = None
         if not why:  # couriers bring to its end what they were given
             why = kernel.run(lambda: not couriers.processes(), max_s=30.0)
@@ -202,7 +204,7 @@ class History:
 
     # Deaths
 
-    def _at_point(self, task: Task, name: str) -> None:
+    def at_point(self, task: Task, name: str) -> None:
         """Decide whether somebody dies at this scheduling point."""
         kernel, launch, plan, process = self.kernel, self.launch, self.launch.plan, task.process
         if kernel.points > self.until_points:
@@ -267,23 +269,23 @@ class History:
     def node_path(self, node: int) -> Path:
         return self.memory / f"mlflash-{os.getuid()}" / "j" / f"node{node}"
 
-    def _damage(self) -> None:
+    def damage(self) -> None:
         """Lose what is lost between two launches: within what the scheme covers, or, rarely, beyond."""
         random, plan = self.kernel.random, self.launch.plan
         if random.random() < (0.3 if "drain" in self.setting.special else 0.05):
             for node in range(self.setting.nodes) if random.random() < 0.7 else [random.randrange(self.setting.nodes)]:
-                self._wipe(node)
+                self.wipe(node)
         for _ in range(plan.wipes):
             node = random.randrange(self.setting.nodes)
             if plan.dies == "node" and random.random() < 0.7:
                 node = plan.who // self.setting.per_node
             if self.oracle.covers(node):
-                self._wipe(node)
+                self.wipe(node)
         node = random.randrange(self.setting.nodes)
         if self.setting.flips and random.random() < 0.6 and self.oracle.covers(node):
             self._flip(node, sorted(self.node_path(node).glob("slot-*")))
 
-    def _wipe(self, node: int) -> None:
+    def wipe(self, node: int) -> None:
         if self.node_path(node).exists():
             shutil.rmtree(self.node_path(node))
             self.oracle.lost.add(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from mpi import MpiError
@@ -20,11 +21,12 @@ Pair = tuple[int, int]
 """Launch and step of a save."""
 
 
-def survival_of(setting: Setting) -> Survival:
-    """Which losses of nodes the scheme of a setting covers."""
-    nodes = [rank // setting.per_node for rank in range(setting.ranks)]
-    topology = from_node_ids([(node * setting.per_node, f"node{node}") for node in nodes])
-    return of(topology, place(topology, parse(setting.scheme)))
+@functools.cache
+def _survival(ranks: int, per_node: int, scheme: str) -> Survival:
+    """Which losses of nodes a scheme covers."""
+    nodes = [rank // per_node for rank in range(ranks)]
+    topology = from_node_ids([(node * per_node, f"node{node}") for node in nodes])
+    return of(topology, place(topology, parse(scheme)))
 
 
 class Oracle:
@@ -45,12 +47,17 @@ class Oracle:
         self.marked: set[Pair] = set()
         self.lost: set[int] = set()
         self.ranks_of_newest = history.setting.ranks
-        self._survival = survival_of(history.setting)
+        # The layouts that the newest may have: a restore on other ranks commits it in a new one.
+        self._layouts = {(history.setting.ranks, history.setting.per_node)}
         self._healed: set[tuple[int, int]] = set()
 
     def covers(self, *nodes: int) -> bool:
         """Whether the newest step survives the loss of some more nodes."""
-        return bool(self._survival.survives(self.lost | {*nodes}))
+        lost, scheme = self.lost | {*nodes}, self._history.setting.scheme
+        return all(
+            _survival(ranks, per_node, scheme).survives({node for node in lost if node < ranks // per_node})
+            for ranks, per_node in self._layouts
+        )
 
     def healed(self, launch: Launch, rank: int) -> None:
         """Note that a rank has seen the heal end."""
@@ -72,8 +79,7 @@ class Oracle:
         for pair in {_pair(record) for record in launch.of("restored certified")}:
             if pair is not None and self._history.states.is_suspect(pair[1]):
                 problems.append(f"restored the suspect step {pair} as a certified one")
-        covered = self._survival.survives(self.lost)
-        least = max((pair for pair in (self.newest if covered else None, self.drained) if pair is not None), default=None)
+        least = max((pair for pair in (self.newest if self.covers() else None, self.drained) if pair is not None), default=None)
         if least is not None and not launch.wants_certified:
             problems += [f"restored {pair}, but {least} was committed" for pair in found if pair is None or pair < least]
             problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
@@ -125,9 +131,11 @@ class Oracle:
         outcomes["unrestorable"] += bool(launch.of("unrestorable"))
         outcomes["failed save"] += len(launch.of("failed"))
         outcomes["marked"] += len(marked)
-        if is_healed or committed:
+        layout = history.setting.ranks, history.setting.per_node
+        if is_healed or committed or (restored - {None} and layout not in self._layouts):
             self.lost.clear()
-            self._survival = survival_of(history.setting)
+            self._layouts = {layout}
+        self._layouts.add(layout)
         if len(restored) == 1:
             (pair,) = restored
             outcomes["restored nothing" if pair is None else "restored"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from scheduler import NEVER
 
 Result = dict[str, Any]
 LIMIT_S = 120.0  # real seconds of a seed
-_now = threads.REAL_TIME["monotonic"]
+now = threads.REAL_TIME["monotonic"]
 
 
 def run(seed: int, fixed: Mapping[str, object], until_points: float = NEVER, keeps_trace: bool = False) -> Result:
@@ -59,18 +60,18 @@ def warm_up() -> None:
 
 
 class _Child:
-    """A process that runs a seed."""
+    """A process that makes one result."""
 
-    def __init__(self, seed: int, *more: Any):
-        self.seed, self.end, self.output = seed, _now() + LIMIT_S, b""
+    def __init__(self, make: Callable[[], Result]):
+        self.end, self.output = now() + LIMIT_S, b""
         self.out, into = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             os.close(self.out)
             try:
-                text = json.dumps(run(seed, *more))
+                text = json.dumps(make())
             except BaseException as error:
-                text = json.dumps({"seed": seed, "problems": ["".join(traceback.format_exception(error))[-3000:]]})
+                text = json.dumps({"problems": ["".join(traceback.format_exception(error))[-3000:]]})
             with os.fdopen(into, "w") as pipe:
                 pipe.write(text)
             machine.exit_now(0)
@@ -89,30 +90,35 @@ class _Child:
         try:
             result: Result = json.loads(self.output)
         except ValueError:
-            result = {"seed": self.seed, "problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
+            result = {"problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
         return result
 
 
-def run_all(seeds: Iterable[int], fixed: Mapping[str, object], jobs: int = 1, until_points: float = NEVER,
-            keeps_trace: bool = False, end: float = NEVER) -> Iterator[Result]:  # fmt: skip
-    """Run seeds side by side, each in a process of its own; yield each result when it is there.
+def seeds(numbers: Iterable[int], fixed: Mapping[str, object], until_points: float = NEVER, keeps_trace: bool = False
+          ) -> Iterator[Callable[[], Result]]:  # fmt: skip
+    """What makes the results of some seeds; see `run`."""
+    return (functools.partial(run, number, fixed, until_points, keeps_trace) for number in numbers)
+
+
+def run_all(makes: Iterable[Callable[[], Result]], jobs: int = 1, end: float = NEVER) -> Iterator[Result]:
+    """Make results side by side, each in a process of its own; yield each when it is there.
 
     Args:
-        end: by the real time.monotonic; no seed begins after it.
+        end: by the real time.monotonic; none is begun after it.
     """
-    selector, waiting = selectors.DefaultSelector(), iter(seeds)
+    selector, waiting = selectors.DefaultSelector(), iter(makes)
     running: set[_Child] = set()
     try:
         while True:
-            while len(running) < jobs and _now() < end and (seed := next(waiting, None)) is not None:
-                child = _Child(seed, fixed, until_points, keeps_trace)
+            while len(running) < jobs and now() < end and (make := next(waiting, None)) is not None:
+                child = _Child(make)
                 running.add(child)
                 selector.register(child.out, selectors.EVENT_READ, child)
             if not running:
                 return
-            selector.select(timeout=max(0.0, min(child.end for child in running) - _now()))
-            for child in [child for child in running if _now() > child.end or _is_readable(child) and child.read()]:
-                if _now() > child.end:
+            selector.select(timeout=max(0.0, min(child.end for child in running) - now()))
+            for child in [child for child in running if now() > child.end or _is_readable(child) and child.read()]:
+                if now() > child.end:
                     os.kill(child.pid, signal.SIGKILL)
                 selector.unregister(child.out)
                 running.discard(child)
@@ -135,7 +141,7 @@ def shortest(result: Result, fixed: Mapping[str, object]) -> int:
     low, high = 0, int(result["points"])
     while low < high:
         middle = (low + high) // 2
-        (tried,) = run_all([result["seed"]], fixed, until_points=middle)
+        (tried,) = run_all(seeds([result["seed"]], fixed, until_points=middle))
         low, high = (low, middle) if tried["problems"] else (middle + 1, high)
     return high
 
