@@ -43,6 +43,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_osc := ^ucx
 export OMP_NUM_THREADS := 1
 export MLFLASH_TEST_MPI := $(MPI)
+# Programs in tests/ that pytest does not start import from there, too.
+SUPPORT := PYTHONPATH=$(CURDIR)/tests/support
 # With more ranks than cores, a rank of MPICH that waits leaves its core to the others: a third less time.
 export MPIR_CVAR_ENABLE_HEAVY_YIELD := true
 export MPIR_CVAR_POLLS_BEFORE_YIELD := 10
@@ -168,9 +170,9 @@ endef
 	@touch $@
 
 # It wants older packages than those below it.
-.venv-nemo/.tests: tests/nemo.txt .venv-transformers/.tests .venv-lightning/.tests
+.venv-nemo/.tests: tests/frameworks/nemo.txt .venv-transformers/.tests .venv-lightning/.tests
 	$(call layer,.venv-lightning .venv-transformers .venv)
-	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-deps -r tests/nemo.txt
+	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-deps -r tests/frameworks/nemo.txt
 	@touch $@
 
 .venv-browser/.tests: .venv/.tests
@@ -209,13 +211,13 @@ demo: .venv/.installed
 	.venv/bin/mlflash demo
 
 test:
-	$(PYTHON) tests/steps.py --mpi $(MPI) $(if $(SHARE),--share $(SHARE)) test
+	$(SUPPORT) $(PYTHON) tests/steps.py --mpi $(MPI) $(if $(SHARE),--share $(SHARE)) test
 
 share:
-	$(PYTHON) tests/steps.py $(if $(SHARE),--share $(SHARE)) share
+	$(SUPPORT) $(PYTHON) tests/steps.py $(if $(SHARE),--share $(SHARE)) share
 
 shake: $(READY)
-	$(PYTHON) tests/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
+	$(SUPPORT) $(PYTHON) tests/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
 
 unit: $(READY)
 	$(BIN)/pytest tests/unit -n 2 --junitxml $(REPORTS)/unit.xml
@@ -287,17 +289,17 @@ slurm: $(READY)
 
 recoveries: $(READY)
 	@mkdir -p $(REPORTS)
-	$(BIN)/python tests/kept_campaign.py --faults $(LOSSES) --seed $(SEED) --out $(REPORTS)/recoveries.jsonl $(RECOVERIES)
+	$(SUPPORT):$(CURDIR)/tests $(BIN)/python tests/campaigns/kept_campaign.py --faults $(LOSSES) --seed $(SEED) --out $(REPORTS)/recoveries.jsonl $(RECOVERIES)
 
 corrupt: $(READY)
-	$(BIN)/mpiexec -n 3 $(BIN)/python tests/corrupt_campaign.py --seed $(SEED) --trials $(or $(TRIALS),100)
-	$(BIN)/python tests/clean_campaign.py --steps $(or $(STEPS),10000)
+	$(SUPPORT) $(BIN)/mpiexec -n 3 $(BIN)/python tests/campaigns/corrupt_campaign.py --seed $(SEED) --trials $(or $(TRIALS),100)
+	$(BIN)/python tests/campaigns/clean_campaign.py --steps $(or $(STEPS),10000)
 
 chaos: $(READY)
-	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
+	$(SUPPORT) $(BIN)/python tests/campaigns/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
 
 suites: .venv-suites/.installed
-	PYTHONPATH=tests .venv-suites/bin/python -m suites.run --src $(or $(SRC),$(error SRC= says where the checkouts are)) $(SUITES)
+	$(SUPPORT):$(CURDIR)/tests .venv-suites/bin/python -m suites.run --src $(or $(SRC),$(error SRC= says where the checkouts are)) $(SUITES)
 
 lint: .venv-lint/.tests
 	.venv-lint/bin/ruff check .

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import share
-from harness import own_memory
 from stacks import AFTER, FAILED, Watch
 
 try:
@@ -20,6 +19,11 @@ else:
     settings.register_profile("mlflash", deadline=None)  # a busy machine is no failure
     settings.load_profile("mlflash")
 
+
+# What tests start imports from support/, too: whatever starts it, and wherever it is.
+_SUPPORT = str(Path(share.__file__).with_name("support"))
+_PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join([_SUPPORT, *(path for path in _PATHS if path not in ("", _SUPPORT))])
 
 _WATCH = pytest.StashKey[Watch]()
 
@@ -104,5 +108,7 @@ def in_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """A directory of our own in /dev/shm, removed afterwards."""
+    from harness import own_memory  # not above: tests of this file run a copy of it, without support/
+
     with own_memory() as path:
         yield path

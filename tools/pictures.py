@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.append(str(REPO / "tests"))
+sys.path.append(str(REPO / "tests" / "support"))
 
 from browsing import browser, tab  # noqa: E402
 from PIL import Image  # noqa: E402

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .launch import HOME, Lines, lines_of, program, run_until
 
-sys.path.insert(0, str(HOME.parent / "tests"))  # the project's model of several nodes
+sys.path[:0] = [str(HOME.parent / "tests" / "support"), str(HOME.parent / "tests")]  # the project's model of nodes
 
 from cluster.jobs import NETMODS, NETMODS_HERE, mpiexec_on  # noqa: E402
 from cluster.nodes import TOOLS, Nodes  # noqa: E402

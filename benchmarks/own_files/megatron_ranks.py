@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 os.environ["OUT"] = sys.argv[2]  # the training of the tests writes its notes there
 
 import torch.distributed as dist  # noqa: E402

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import harness
 from cluster.nodes import HEAD, Nodes
-from harness import Launch, Result
+from harness import SUPPORT, TESTS, Launch, Result
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec, signal_group
 
-TESTS = Path(__file__).parents[1]
-TRAIN, OTHERS = TESTS / "worker.py", TESTS / "cluster" / "programs.py"
+TRAIN, OTHERS = SUPPORT / "worker.py", TESTS / "cluster" / "programs.py"
 
 # Between nodes TCP over their cables, within a node MPI's own shared memory: UCX would look for faster ways,
 # and on this machine it might find one that no cable is needed for.

@@ -1,4 +1,4 @@
-"""Rank programs for nodes whose cable is cut; `tests/worker.py` has the rest."""
+"""Rank programs for nodes whose cable is cut; `tests/support/worker.py` has the rest."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from traps import set_traps
 from waiting import take, until

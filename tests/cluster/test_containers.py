@@ -52,8 +52,7 @@ couriers.close(kill=False)
 
 def containers(memory: Path, spaces: Sequence[str], before: str = "", ranks: int = 2, script: str = TRAIN) -> list[str]:
     """Run one rank in each of some containers of this machine; gives what each printed."""
-    names = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "MLFLASH_MEMORY": memory,
-             "PYTHONPATH": Path(__file__).parents[1]}  # fmt: skip
+    names = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "MLFLASH_MEMORY": memory}
     started = []
     for rank in range(ranks):
         env = os.environ | {name: str(value) for name, value in {**names, "RANK": rank}.items()}

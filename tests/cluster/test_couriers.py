@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS, NETMODS_HERE, TESTS, VENDOR, mpiexec_on
+from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR, mpiexec_on
 from cluster.nodes import Nodes
+from harness import SUPPORT
 from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
-TRAINER = TESTS / "launch_trainer.py"
+TRAINER = SUPPORT / "launch_trainer.py"
 
 
 def trainer(folder: Path, *more: str, netmod: Mapping[str, str] = NETMODS[NETMODS_HERE[-1]], **options: Any
             ) -> list[str]:  # fmt: skip
     """The command of a trainer that runs two epochs, and writes what it knows into a folder."""
-    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    names = {**netmod, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    names = {**netmod, "PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     argv = [sys.executable, str(TRAINER), json.dumps({"do": "epochs", "epochs": 2, "folder": str(folder), **options})]
     return ["env", *(f"{name}={value}" for name, value in names.items()), *more, *argv]
 

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS, TESTS, VENDOR
+from cluster.jobs import NETMODS, VENDOR
 from cluster.nodes import Nodes
 from cluster.test_couriers import check, trainer
+from harness import SUPPORT, TESTS
 from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI's own launcher alone starts it")
 
-WORKER = TESTS / "elastic_worker.py"
+WORKER = SUPPORT / "elastic_worker.py"
 # Workers that are started again on some nodes only would find in the store of torchrun itself what dead ones left.
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -39,8 +40,7 @@ class Torchrun:
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, hosts: Sequence[str], options: Sequence[str], env: dict[str, str], *program: str) -> None:
-        paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-        names = {**NEW_STORE, **env, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OUT": str(self.out)}
+        names = {**NEW_STORE, **env, "OMP_NUM_THREADS": "1", "OUT": str(self.out)}
         settings = [f"{name}={value}" for name, value in names.items()]
         for host in hosts:
             command = self._nodes.command(host, ["env", *settings, *TORCHRUN, *options, *program])
@@ -96,7 +96,7 @@ def test_what_ranks_test_is_so_where_torchrun_starts_them_on_two_nodes(nodes: No
     arguments = ["--only-mpi", "-q", "-x", "--timeout=60", "-k", "not moved and not too_small and not torch_ranks"]
     # Started once: a rank that fails is not to be started again.
     options = [option for option in rendezvous("2", 2) if not option.startswith("--max-restarts")]
-    program = [str(TESTS / "rank_of_torchrun.py"), *arguments, *files]
+    program = [str(TESTS / "cluster" / "rank_of_torchrun.py"), *arguments, *files]
     torchrun.start(("host1", "host2"), options, {**NETMODS["ofi"], **own}, *program)
     # 76 tests, with two ranks on a core: a minute alone, and as long again beside others.
     assert torchrun.wait("host1", "host2", timeout_s=240) == [0, 0], torchrun.log()

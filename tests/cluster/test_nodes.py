@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster.nodes import HEAD, Nodes
+from harness import SUPPORT, TESTS
 from waiting import PATIENCE_S, until
 
 LISTEN = """
@@ -180,7 +181,7 @@ nodes = Nodes(["host1"])
 print(nodes.path, *(p.read_text() for p in sorted(nodes.path.glob("*.pid"))), flush=True)
 hang()
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SUPPORT, TESTS)))}
     maker = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
     path, *pids = maker.stdout.readline().split()

@@ -55,7 +55,7 @@ def faulty_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs a C compiler")
     library = tmp_path_factory.mktemp("faulty") / "faulty_files.so"
-    source = Path(harness.__file__).with_name("faulty_files.c")
+    source = Path(__file__).with_name("faulty_files.c")
     command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True, timeout=60)
     return library

@@ -239,7 +239,7 @@ def crash_and_relaunch(shm: Path, case: Case) -> None:
         state = {**state, "goes_on": True, "strict": False}
     trap = {"path": case.path, "action": case.dies, "rank": case.who}
     spec = {**state, **steps, "one_by_one": not in_a_row, "traps": [trap]}
-    job = cluster.start(ranks, "worker.py", json.dumps(spec), env=CHUNKS)
+    job = cluster.start(ranks, "support/worker.py", json.dumps(spec), env=CHUNKS)
     crashed = job.wait()
     sprung = any(job.out.glob("sprung*"))
     assert sprung or (case.who >= 0 and not steps.get("last") and not steps.get("more")), crashed.log
@@ -251,7 +251,7 @@ def crash_and_relaunch(shm: Path, case: Case) -> None:
     gone = {node for node in range(ranks // per_node) if not cluster.node(node).exists()}
     assert gone <= (set(range(ranks // per_node)) if case.dies == "wipe" else set())
     state = {name: value for name, value in state.items() if name not in ("goes_on", "strict")}
-    result = cluster.run(ranks, "worker.py", json.dumps({**state, "more": 1}), env=CHUNKS)
+    result = cluster.run(ranks, "support/worker.py", json.dumps({**state, "more": 1}), env=CHUNKS)
     restored = result.of("restored") or [{"step": -1, **told} for told in result.of("unrestorable")]
     found = {r["step"] for r in restored}
     assert len(restored) == ranks and len(found) == 1, result.log

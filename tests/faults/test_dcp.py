@@ -21,7 +21,7 @@ ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHU
 
 
 def run(cluster: Cluster, ranks: int, **spec: Any) -> Result:
-    return cluster.run(ranks, "dcp_worker.py", json.dumps(spec), env=ENV, timeout=90)
+    return cluster.run(ranks, "support/dcp_worker.py", json.dumps(spec), env=ENV, timeout=90)
 
 
 def losses(result: Result) -> dict[int, float]:
@@ -47,7 +47,7 @@ def test_a_job_killed_in_an_async_dcp_save_goes_on_where_it_was(
     cluster = Cluster(shm, 2)
     # Steps 1 to 3 are saved; in the save of the fourth, rank 3 dies, with its node, or with its node's memory.
     trap = {"path": [point] * 4, "action": dies, "rank": 3}
-    job = cluster.start(4, "dcp_worker.py", json.dumps({"last": LAST, "traps": [trap]}), env=ENV)
+    job = cluster.start(4, "support/dcp_worker.py", json.dumps({"last": LAST, "traps": [trap]}), env=ENV)
     crashed = job.wait(90)
     assert any(job.out.glob("sprung*")) and not crashed.of("end"), crashed.log
     committed = max((record["step"] for record in crashed.of("committed")), default=0)

@@ -116,7 +116,7 @@ def of_another(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory that another job drained its step 1 to."""
     root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
     directory = tmp_path_factory.mktemp("another")
-    result = Cluster(root, job="another").run(2, "worker.py", spec(directory, ["save"]), env=SMALL)
+    result = Cluster(root, job="another").run(2, "support/worker.py", spec(directory, ["save"]), env=SMALL)
     shutil.rmtree(root)
     assert files_in(directory) == files_of(1, 2), result.log
     return directory
@@ -145,7 +145,7 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
     drain_again = [["begin_drain"], ["save_while_it_drains"]] if case.busy else [["drain"]]
     put = ["run", f"cp -r {shm}/foreign/. {directory} && touch {directory}/step-00000002/foreign"]
     verbs = [["save", 2], ["drain"], put, ["save", 2], *drain_again, ["save", 200, 0.05]]
-    job = cluster.start(ranks, "worker.py", spec(directory, *verbs, traps=[trap], keep_last=1), env=SMALL)
+    job = cluster.start(ranks, "support/worker.py", spec(directory, *verbs, traps=[trap], keep_last=1), env=SMALL)
     crashed = job.wait()
     assert any(job.out.glob("sprung*")) and not crashed.of("end"), crashed.log
     foreign = [directory / f"step-{step:08d}" / "foreign" for step in (2, 4)]
@@ -165,7 +165,7 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
             shutil.rmtree(cluster.node(0).parent)
         expected = {in_directory} if is_lost or wiped else {newest, newest + case.busy}
         again = spec(directory, ["save"], ["drain"], ["save", 2], keep_last=1)
-        result = cluster.run(ranks, "worker.py", again, env=SMALL)
+        result = cluster.run(ranks, "support/worker.py", again, env=SMALL)
         found = {(r["step"], str(r["wrong"])) for r in result.of("restored")}
         assert len(found) == 1 and found <= {(step, "[]") for step in expected}, crashed.log + result.log
         assert len(result.of("end")) == ranks and [r["error"] for r in result.of("drain")] == [""] * ranks, result.log
@@ -188,7 +188,7 @@ def test_a_trainer_or_a_courier_that_dies_alone_while_it_drains_costs_no_checkpo
     who, keep = 0 if point in ON_RANK_0 else len(point) % 2, 1 if point == "drain.uncommitted" else 2
     trap = {"path": ["drain.ended", point], "action": dies, "rank": who}
     verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"], ["save", 4], ["drain"]]
-    job = cluster.start(2, "worker.py", spec(directory, *verbs, traps=[trap], keep_last=keep), env=SMALL)
+    job = cluster.start(2, "support/worker.py", spec(directory, *verbs, traps=[trap], keep_last=keep), env=SMALL)
     first = job.wait()
     assert any(job.out.glob("sprung*")), first.log
     newest = max(record["step"] for record in first.of("committed"))
@@ -199,13 +199,13 @@ def test_a_trainer_or_a_courier_that_dies_alone_while_it_drains_costs_no_checkpo
     else:
         is_late = list(POINTS).index(point) >= list(POINTS).index("drain.committed")
         assert newest == 4 and max(committed_in(directory)) in ((4,) if is_late else (2, 4)), first.log
-    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"], keep_last=keep), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"], keep_last=keep), env=SMALL)
     assert restored(result) == {(newest, "[]")}, first.log + result.log
     assert [record["error"] for record in result.of("drain")] == ["", ""], result.log
     kept = sorted(committed_in(directory))
     assert len(kept) == keep and files_in(directory) == set[str]().union(*(files_of(step, 2) for step in kept))
     lose_memory(cluster)
-    again = cluster.run(2, "worker.py", spec(directory, ["check", *kept]), env=SMALL)
+    again = cluster.run(2, "support/worker.py", spec(directory, ["check", *kept]), env=SMALL)
     assert restored(again) == {(newest + 1, "[]")}, again.log
     assert {str(record["wrong"]) for record in again.of("checked")} == {"[]"}, again.log
 
@@ -216,12 +216,12 @@ def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
 ) -> None:
     cluster, directory = Cluster(shm), faulty.directory
     verbs = [["save"], ["drain"], ["save"], ["rules", f"* {call} hold 0 rank"], ["begin_drain"], ["save", 1000, 0.01]]
-    job = cluster.start(2, "worker.py", spec(directory, *verbs), env=faulty.env)
+    job = cluster.start(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
     job.wait_for("committed", 30)
     job.kill()
     assert (directory / "step-00000002").exists() and committed_in(directory) == {1}
     assert len(files_in(directory) - files_of(1, 2)) == (0 if call == "create" else 2), "it got further"
-    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
     step = result.of("drain")[0]["step"]
     assert files_in(directory) == files_of(1, 2) | files_of(step, 2), result.log
     # Nothing in an empty folder says whose it is: it stays, until this step is drained.
@@ -231,7 +231,7 @@ def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
 def test_every_file_that_comes_and_goes_is_in_the_log(shm: Path) -> None:
     cluster, directory = Cluster(shm), shm / "pfs"
     verbs = [["save"], ["drain"], ["look", "first"], ["save"], ["drain"], ["look", "second"]]
-    job = cluster.start(2, "worker.py", spec(directory, *verbs, keep_last=1), env={**SMALL, "LOG_ALL": "1"})
+    job = cluster.start(2, "support/worker.py", spec(directory, *verbs, keep_last=1), env={**SMALL, "LOG_ALL": "1"})
     result = job.wait()
     assert set(result.of("first")[0]["files"]) == files_of(1, 2), result.log
     assert set(result.of("second")[0]["files"]) == files_of(2, 2), result.log
@@ -314,7 +314,7 @@ def failed(faulty_files: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
         verbs += [["save"], ["rules", rules], ["drain"], ["save", 2], ["drain"], ["rules", ""], ["look", fault]]
         verbs += [["save"], ["drain"]]
     verbs.append(["check", *range(2, 3 + 4 * len(FAULTS), 4)])
-    result = Cluster(root).run(2, "worker.py", spec(faulty.directory, *verbs), env=faulty.env)
+    result = Cluster(root).run(2, "support/worker.py", spec(faulty.directory, *verbs), env=faulty.env)
     shutil.rmtree(root)
     return result, faulty.directory
 
@@ -351,7 +351,7 @@ def test_a_full_file_system_costs_that_drain_only(
         ["run", f"fallocate -l $(( $(stat -f -c '%a * %S' {directory}) - 600000 )) {filler}"],
         ["drain"], ["save"], ["look", "during"], ["run", f"rm {filler}"], ["drain"], ["check", 2, 4],
     ]  # fmt: skip
-    result = Cluster(shm).run(2, "worker.py", spec(directory, *verbs, nbytes=400_000), env=SMALL)
+    result = Cluster(shm).run(2, "support/worker.py", spec(directory, *verbs, nbytes=400_000), env=SMALL)
     check_failed_drains(result, [[], [FULL, "rank ", str(directory), "step 3"], []])
     assert set(result.of("during")[0]["files"]) == files_of(2, 2) | {"filler"}
     assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (4, "[]")}, result.log
@@ -367,7 +367,7 @@ def test_a_read_only_file_system_costs_that_drain_only(
         ["drain"], ["save"], ["look", "during"], ["run", f"mount -o remount,rw {directory}"],
         ["drain"], ["check", 2, 4],
     ]  # fmt: skip
-    result = Cluster(shm).run(2, "worker.py", spec(directory, *verbs), env=SMALL)
+    result = Cluster(shm).run(2, "support/worker.py", spec(directory, *verbs), env=SMALL)
     check_failed_drains(result, [[], [READ_ONLY, "rank 0", str(directory), "step 3"], []])
     assert set(result.of("during")[0]["files"]) == files_of(2, 2)
     assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (4, "[]")}, result.log
@@ -385,12 +385,12 @@ def test_a_directory_that_disappears_never_gets_half_a_checkpoint(
     ]  # fmt: skip
     trap = {"path": ["drain.ended", point], "action": "vanish", "rank": rank}
     cluster = Cluster(shm)
-    result = cluster.run(2, "worker.py", spec(directory, *verbs, traps=[trap]), env=faulty.env)
+    result = cluster.run(2, "support/worker.py", spec(directory, *verbs, traps=[trap]), env=faulty.env)
     assert result.of("during")[0]["files"] == [], "half a checkpoint is where the directory was"
     check_failed_drains(result, [[], [str(directory)], []])
     assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (5, "[]")}, result.log
     lose_memory(cluster)
-    again = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    again = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
     assert restored(again) == {(5, "[]")}, again.log
     assert files_in(directory) == files_of(2, 2) | files_of(5, 2) | files_of(6, 2), "the next run cleans up"
 
@@ -402,13 +402,13 @@ def test_what_could_not_be_deleted_is_deleted_by_the_next_run(shm: Path, faulty:
         ["save", 2], ["drain"], ["save"], ["rules", r"1 rename 30 0 *\n* unlink 30 0 *"], ["drain"], ["look", "during"],
         ["save"], ["rules", ""], ["drain"],
     ]  # fmt: skip
-    result = cluster.run(2, "worker.py", spec(directory, *verbs), env=faulty.env)
+    result = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
     check_failed_drains(result, [[], [READ_ONLY, "rank 1", "step 3"], []])
     left = set(result.of("during")[0]["files"]) - files_of(2, 2)
     assert sorted(name.split("/")[1][:11] for name in left) == [".rank-00001", "rank-00000."]
     assert "what was drained of step 3 could not be deleted" in result.log
     lose_memory(cluster)
-    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
     assert restored(result) == {(4, "[]")}, result.log
     assert files_in(directory) == files_of(2, 2) | files_of(4, 2) | files_of(5, 2), result.log
 
@@ -421,14 +421,14 @@ def test_an_older_checkpoint_that_cannot_be_deleted_stays_or_goes_whole_and_goes
         ["save"], ["drain"], ["save"], ["rules", "* unlink 5 0 step"], ["drain"], ["look", "kept"],
         ["rules", "* unlink 5 0 rank"], ["save"], ["drain"], ["look", "half"], ["rules", ""], ["check", 3],
     ]  # fmt: skip
-    result = cluster.run(2, "worker.py", spec(directory, *verbs, keep_last=1), env=faulty.env)
+    result = cluster.run(2, "support/worker.py", spec(directory, *verbs, keep_last=1), env=faulty.env)
     assert [r["error"] for r in result.of("drain")] == [""] * 6, "the new checkpoint is there"
     assert result.log.count("older checkpoints could not be deleted: [Errno 5]") == 2, result.log
     assert set(result.of("kept")[0]["files"]) == files_of(1, 2) | files_of(2, 2)
     assert files_of(3, 2) <= set(result.of("half")[0]["files"])
     assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(3, "[]")}
     lose_memory(cluster)
-    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"], keep_last=1), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"], keep_last=1), env=SMALL)
     assert restored(result) == {(3, "[]")}, result.log
     assert files_in(directory) == files_of(4, 2), result.log
 
@@ -437,10 +437,10 @@ def test_leftovers_are_deleted_by_a_later_drain_where_the_first_one_could_not(sh
     cluster, directory = Cluster(shm), faulty.directory
     trap = {"path": ["drain.ended", "drain.committing"], "action": "rank", "rank": 0}
     verbs: list[list[object]] = [["save"], ["drain"], ["save"], ["drain"]]
-    crashed = cluster.run(2, "worker.py", spec(directory, *verbs, traps=[trap]), env=SMALL)
+    crashed = cluster.run(2, "support/worker.py", spec(directory, *verbs, traps=[trap]), env=SMALL)
     assert files_in(directory) - files_of(1, 2) == files_of(2, 2) - {f"step-00000002/{MASTER}"}, crashed.log
     verbs = [["save"], ["rules", "* unlink 5 0 *"], ["drain"], ["rules", ""], ["save"], ["drain"]]
-    result = cluster.run(2, "worker.py", spec(directory, *verbs), env=faulty.env)
+    result = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
     assert restored(result) == {(2, "[]")}, result.log
     assert [r["error"] for r in result.of("drain") if r["step"] == 4] == ["", ""], result.log
     drained = [files_of(r["step"], 2) for r in result.of("drain") if not r["error"]]
@@ -455,7 +455,7 @@ def test_a_slow_file_system_holds_up_no_save_and_gets_the_bits_of_its_step(shm: 
         ["save", 2], ["drain"], ["save", 100], ["rules", "* write hold 0 *"], ["begin_drain"],
         ["save", 30], ["look", "during"], ["rules", ""], ["end_drain"], ["check", 2, 102],
     ]  # fmt: skip
-    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs), env=faulty.env)
+    result = Cluster(shm).run(2, "support/worker.py", spec(faulty.directory, *verbs), env=faulty.env)
     assert [(r["step"], r["error"]) for r in result.of("drain")] == [(2, ""), (102, "")] * 2, result.log
     assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (102, "[]")}, result.log
     # Until they were committed no write came to its end: whatever waits for one would have waited for ever.
@@ -467,7 +467,7 @@ def test_a_slow_file_system_holds_up_no_save_and_gets_the_bits_of_its_step(shm: 
 def test_a_drain_that_begins_a_little_after_its_commit_is_waited_for(shm: Path, verbs: list[list[object]]) -> None:
     directory = shm / "pfs"
     traps = [{"path": ["commit.seen"], "action": "pause", "rank": rank} for rank in range(2)]
-    result = Cluster(shm).run(2, "worker.py", spec(directory, *verbs, traps=traps, drain_every=1), env=SMALL)
+    result = Cluster(shm).run(2, "support/worker.py", spec(directory, *verbs, traps=traps, drain_every=1), env=SMALL)
     assert result.returncode == 0 and {r["error"] for r in result.of("end")} == {""}, result.log
     assert files_in(directory) == files_of(1, 2), result.log
     for r in result.of("then"):
@@ -479,7 +479,7 @@ def test_drains_that_come_due_while_one_is_slow_are_put_off_and_counted(shm: Pat
         ["save"], ["drain"], ["rules", "* write hold 0 *"], ["save", 20], ["look", "during"], ["rules", ""],
         ["wait_drained"], ["look", "then"],
     ]  # fmt: skip
-    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs, drain_every=1), env=faulty.env)
+    result = Cluster(shm).run(2, "support/worker.py", spec(faulty.directory, *verbs, drain_every=1), env=faulty.env)
     assert set(result.of("then")[0]["files"]) == files_of(1, 2) | files_of(2, 2)
     assert "step-00000002/checkpoint.h5" not in result.of("during")[0]["files"], "nothing was held up"
     # The one at the end came as well: what was committed last.
@@ -498,7 +498,8 @@ def test_state_that_grows_while_a_slow_drain_goes_on_leaves_the_drained_slot_alo
         ["save", 2], ["rules", "* write hold 0 *"], ["begin_drain"], ["save"], ["grow"], ["save", 5], ["end_drain"],
         ["drain"], ["check", 2, 8],
     ]  # fmt: skip
-    job = Cluster(shm).start(2, "worker.py", spec(faulty.directory, *verbs, drain_every=drain_every), env=faulty.env)
+    told = spec(faulty.directory, *verbs, drain_every=drain_every)
+    job = Cluster(shm).start(2, "support/worker.py", told, env=faulty.env)
     # Without a slot more the save of step 4 waits for the drain; with one, none does.
     job.wait_for("committed", 2 * (8 if drain_every else 3))
     Path(faulty.env["FAULTY_RULES"]).write_text("\n")
@@ -516,7 +517,7 @@ def test_a_file_system_that_hangs_costs_the_drain_and_ends_every_wait(shm: Path,
         ["save", 2], ["drain"], ["save"], ["rules", f"{rank} {call} hold 0 *"], ["hurry", 3],
         ["begin_drain"], ["save", 3], ["wait_drained", 0.5], ["wait_drained"], ["save", 2],
     ]  # fmt: skip
-    result = cluster.run(2, "worker.py", spec(directory, *verbs), env=faulty.env)
+    result = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
     assert len(result.of("committed")) == 2 * 8 and not result.of("failed"), result.log
     waited = result.of("waited")
     for r in waited:
@@ -526,7 +527,7 @@ def test_a_file_system_that_hangs_costs_the_drain_and_ends_every_wait(shm: Path,
     assert len(result.of("end")) == 2, "what waits for the file system would wait for ever"
     assert all("DeadlineExceeded" in r["error"] and "step 3" in r["error"] for r in result.of("end")), result.log
     assert committed_in(directory) == {2}
-    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"], ["check", 2, 9]), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"], ["check", 2, 9]), env=SMALL)
     assert restored(result) == {(8, "[]")}, result.log
     assert files_in(directory) == files_of(2, 2) | files_of(9, 2), result.log
 
@@ -540,7 +541,7 @@ def drained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
     directory = tmp_path_factory.mktemp("drained")
     verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"]]
-    result = Cluster(root).run(2, "worker.py", spec(directory, *verbs), env=SMALL)
+    result = Cluster(root).run(2, "support/worker.py", spec(directory, *verbs), env=SMALL)
     shutil.rmtree(root)
     assert files_in(directory) == files_of(2, 2) | files_of(4, 2), result.log
     return directory
@@ -616,7 +617,7 @@ def of_damaged(drained: Path, tmp_path_factory: pytest.TempPathFactory) -> Resul
         shutil.copytree(drained, directory)
         do(Path(directory, "step-00000004"))
     verbs: list[list[object]] = [["restore_from", *directories]]
-    result = Cluster(root).run(2, "worker.py", spec(root / "pfs", *verbs), env=SMALL)
+    result = Cluster(root).run(2, "support/worker.py", spec(root / "pfs", *verbs), env=SMALL)
     shutil.rmtree(root)
     return result
 
@@ -636,10 +637,10 @@ def test_a_relaunch_restores_the_older_checkpoint_and_what_it_saves_is_newer_tha
     directory = shutil.copytree(drained, shm / "pfs")
     DAMAGES[damage][1](directory / "step-00000004")
     cluster = Cluster(shm)
-    result = cluster.run(2, "worker.py", spec(directory, ["save"]), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory, ["save"]), env=SMALL)
     assert restored(result) == {(2, "[]")} and len(result.of("end")) == 2, result.log
     lose_memory(cluster)
-    result = cluster.run(2, "worker.py", spec(directory), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory), env=SMALL)
     assert restored(result) == {(3, "[]")}, result.log
 
 
@@ -657,7 +658,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_older_one_restored(
 ) -> None:
     shutil.copytree(drained, faulty.directory)
     Path(faulty.env["FAULTY_RULES"]).write_text(rules + "\n")
-    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory), env=faulty.env)
+    result = Cluster(shm).run(2, "support/worker.py", spec(faulty.directory), env=faulty.env)
     assert restored(result) == {(2, "[]")} and len(result.of("end")) == 2, result.log
     assert f"step-00000004/{name}" in result.log
 
@@ -666,7 +667,7 @@ def test_it_is_told_where_every_checkpoint_is_damaged_and_how_and_saving_can_go_
     directory = shutil.copytree(drained, shm / "pfs")
     DAMAGES["bit in the data"][1](directory / "step-00000002")
     DAMAGES["rank file missing"][1](directory / "step-00000004")
-    result = Cluster(shm).run(2, "worker.py", spec(directory, ["save"], ["drain"], ["check", 1]), env=SMALL)
+    result = Cluster(shm).run(2, "support/worker.py", spec(directory, ["save"], ["drain"], ["check", 1]), env=SMALL)
     damaged = {"step_2": "block 0 is damaged in .*/step-00000002/rank-0000", "step_4": "No such file.*/rank-00000.h5"}
     assert_unrestorable(result, 2, **damaged)
     assert [(r["step"], r["wrong"]) for r in result.of("checked")] == [(1, [])] * 2, result.log
@@ -675,9 +676,9 @@ def test_it_is_told_where_every_checkpoint_is_damaged_and_how_and_saving_can_go_
 def test_memory_that_is_newer_than_a_damaged_directory_is_restored(shm: Path) -> None:
     cluster, directory = Cluster(shm), shm / "pfs"
     verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"], ["save", 2], ["run", "kill -9 $PPID"]]
-    crashed = cluster.run(2, "worker.py", spec(directory, *verbs), env=SMALL)
+    crashed = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=SMALL)
     assert committed_in(directory) == {2, 4}, crashed.log
     for step in (2, 4):
         DAMAGES["empty master"][1](directory / f"step-{step:08d}")
-    result = cluster.run(2, "worker.py", spec(directory), env=SMALL)
+    result = cluster.run(2, "support/worker.py", spec(directory), env=SMALL)
     assert restored(result) == {(6, "[]")}, result.log

@@ -24,7 +24,7 @@ from mlflash.state.layout import PAGE_NBYTES
 @pytest.mark.in_thread
 def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, ranks: int, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
-    job = cluster.start(ranks, "worker.py", json.dumps({"program": "wait_past_deadline", "stop_s": 3.0}))
+    job = cluster.start(ranks, "support/worker.py", json.dumps({"program": "wait_past_deadline", "stop_s": 3.0}))
     job.wait_for("ready", ranks)
     stop(job, ranks - 1)
     (job.out / "stopped").touch()
@@ -52,7 +52,7 @@ def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, r
 def test_without_thread_multiple_everything_happens_inside_save(shm: Path) -> None:
     cluster, env = Cluster(shm), {"THREAD_LEVEL": "serialized", "PYTHONWARNINGS": "default"}
     for start, lost in ((None, 0), (3, 1), (6, 0)):
-        result = cluster.run(3, "worker.py", json.dumps({"program": "inline"}), env=env)
+        result = cluster.run(3, "support/worker.py", json.dumps({"program": "inline"}), env=env)
         assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(start, [])] * 3, result.log
         assert len(result.of("end")) == 3, result.log
         cluster.wipe(lost)
@@ -61,7 +61,7 @@ def test_without_thread_multiple_everything_happens_inside_save(shm: Path) -> No
 def test_a_with_block_left_by_an_exception_waits_for_nobody(shm: Path) -> None:
     cluster = Cluster(shm)
     # The other rank hangs, and any wait for it would outlast the launch.
-    result = cluster.run(2, "worker.py", json.dumps({"program": "leave_by_exception"}))
+    result = cluster.run(2, "support/worker.py", json.dumps({"program": "leave_by_exception"}))
     assert "training went wrong" in result.log and result.of("raised")
     again = cluster.train(2, last=0, nbytes=10)
     assert "in the checkpoint" in again.log  # other sizes: the step is there, and is not this state
@@ -70,7 +70,7 @@ def test_a_with_block_left_by_an_exception_waits_for_nobody(shm: Path) -> None:
 
 def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     cluster = Cluster(shm)
-    first = cluster.start(2, "worker.py", json.dumps({"last": 100_000, "pause": 0.01}))
+    first = cluster.start(2, "support/worker.py", json.dumps({"last": 100_000, "pause": 0.01}))
     first.wait_for("committed", 2)
     second = cluster.train(2, last=1)
     assert second.returncode != 0
@@ -188,7 +188,7 @@ print('ok')
 def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, point: str, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
     trap = {"path": ["commit.seen", "commit.seen", point], "action": "fail", "rank": 1}
-    job = cluster.start(2, "worker.py", json.dumps({"program": "courier_fails", "traps": [trap]}))
+    job = cluster.start(2, "support/worker.py", json.dumps({"program": "courier_fails", "traps": [trap]}))
     job.wait_for("through", 2)
     job.kill()
     assert {(r["rank"], r["step"]) for r in job.records() if r["event"] == "committed"} == {

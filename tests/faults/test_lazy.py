@@ -16,7 +16,7 @@ ENV = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
 
 
 def run(cluster: Cluster, **spec: Any) -> Result:
-    return cluster.run(2, "lazy_worker.py", json.dumps({"last": LAST, **spec}), env=ENV, timeout=90)
+    return cluster.run(2, "faults/lazy_worker.py", json.dumps({"last": LAST, **spec}), env=ENV, timeout=90)
 
 
 def saved(result: Result) -> dict[tuple[int, int], str]:
@@ -71,7 +71,7 @@ def test_a_courier_killed_while_its_trainer_copies_costs_saves_and_nothing_else(
 ) -> None:
     cluster = Cluster(shm, 1)
     spec = {"last": LAST, "traps": [{"path": [point] * 4, "action": "courier", "rank": 1}], "strict": False}
-    job = cluster.start(2, "lazy_worker.py", json.dumps(spec), env=ENV)
+    job = cluster.start(2, "faults/lazy_worker.py", json.dumps(spec), env=ENV)
     result = job.wait()
     assert any(job.out.glob("sprung*")), result.log
     assert {r["rank"]: r["digest"] for r in result.of("end")} == uninterrupted, result.log

@@ -32,7 +32,7 @@ def run(cluster: Cluster, env: dict[str, str] | None = None, **spec: Any) -> Res
     """Train as the page on Megatron starts it; by MPI's launcher where couriers are threads."""
     launcher = "torchrun" if COURIER == "process" else "mpiexec"
     named = {**ENV, **(env or {})}
-    return cluster.run(4, "megatron_worker.py", json.dumps(spec), env=named, timeout=200, launcher=launcher)
+    return cluster.run(4, "faults/megatron_worker.py", json.dumps(spec), env=named, timeout=200, launcher=launcher)
 
 
 def losses(result: Result) -> dict[tuple[int, int], tuple[float, float]]:
@@ -143,7 +143,7 @@ def test_the_megatron_recipe_of_ml_flashpoints_guide_recovers(shm: Path) -> None
 @pytest.mark.timeout(400)
 def test_megatron_bridge_goes_on_from_memory_with_the_same_bits(shm: Path) -> None:
     """Its own train step; all ranks are killed, and a node is lost besides."""
-    cluster, program = Cluster(shm), ["bridge_job.py", str(shm / "bridge"), str(LAST)]
+    cluster, program = Cluster(shm), ["faults/bridge_job.py", str(shm / "bridge"), str(LAST)]
     killed = cluster.run(2, *program, "5", env=ENV, launcher="torchrun", timeout=150)
     assert {step for _, step in losses(killed)} == {1, 2, 3, 4, 5}, killed.log
     cluster.wipe(1)

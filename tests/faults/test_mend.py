@@ -103,7 +103,7 @@ def test_whatever_dies_while_damage_is_mended_costs_no_more_than_before(shm: Pat
              {"path": ["protect.announced", "protect.announced"], "action": "pause"}]  # fmt: skip
     env = {**ENV, "MLFLASH_REDUNDANCY": case.scheme}
     spec = {"program": "keep_saving", "last": 2, "hold_at": 2, "traps": traps}
-    job = cluster.start(case.ranks, "worker.py", json.dumps(spec), env=env)
+    job = cluster.start(case.ranks, "support/worker.py", json.dumps(spec), env=env)
     job.wait_for("committed", case.ranks)
     for one in case.damaged:
         damage(cluster, case.ranks, *one)
@@ -115,7 +115,7 @@ def test_whatever_dies_while_damage_is_mended_costs_no_more_than_before(shm: Pat
     assert (job.out / f"passed-{case.who}-0").stat().st_size == len(case.path), "it did not come so far"
     assert all(file.stat().st_size < 2 for file in job.out.glob("passed-*-1")), "it was over"
     for last in (3, 4):  # it goes on
-        result = cluster.run(case.ranks, "worker.py", json.dumps({"last": last}), env=env)
+        result = cluster.run(case.ranks, "support/worker.py", json.dumps({"last": last}), env=env)
         assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(1 if last == 3 else 3, [])] * case.ranks
         assert len(result.of("end")) == case.ranks, result.log
 

@@ -113,7 +113,7 @@ def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(
     # They are not stopped by a signal, as Open MPI's launcher lets them go on before it kills them.
     traps = [{"path": [*seen, "commit.agreed"], "action": "wait", "rank": rank} for rank in range(1, ranks)]
     traps.append({"path": [*seen, "commit.seen"], "action": "wipe", "rank": 0})
-    job = cluster.start(ranks, "worker.py", json.dumps({"last": 9, "one_by_one": True, "traps": traps}))
+    job = cluster.start(ranks, "support/worker.py", json.dumps({"last": 9, "one_by_one": True, "traps": traps}))
     crashed = job.wait()
     assert {r["step"] for r in crashed.of("committed") if r["rank"] > 0} == {1, 2}
     assert_restored(cluster.train(ranks, more=1), ranks, 3)
@@ -181,7 +181,7 @@ def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: P
                 file.seek(0)
                 file.write(bytes(HEADER_NBYTES))
     traps = [{"path": ["heal.begun"], "action": "wait", "rank": rank} for rank in range(4)]
-    job = cluster.start(4, "worker.py", json.dumps({"more": 1, "traps": traps}))
+    job = cluster.start(4, "support/worker.py", json.dumps({"more": 1, "traps": traps}))
     assert {r["step"] for r in job.wait_for("restored", 4)} == {3}
     job.wait_for("saving", 4)  # and the save of step 4 would be staged now
     pids = job.pids().values()
@@ -199,7 +199,7 @@ def test_a_kill_at_any_time_loses_nothing_that_was_committed(shm: Path, seed: in
     cluster = Cluster(shm, ranks_per_node=2, transport=TRANSPORTS[seed % 2])
     step = 0
     for _ in range(3):
-        job = cluster.start(4, "worker.py", json.dumps({"last": step + 1000, "nbytes": 2_000_000}))
+        job = cluster.start(4, "support/worker.py", json.dumps({"last": step + 1000, "nbytes": 2_000_000}))
         job.wait_for("committed", 4)
         take(rng.uniform(0, 0.3))
         node = rng.randrange(2)

@@ -27,11 +27,11 @@ def test_a_crash_while_it_is_put_together_for_other_ranks(shm: Path, point: str,
     cluster.ranks_per_node = 1
     # No save: it is the restore that passes the points of a commit.
     trap = {"path": [point], "action": dies, "rank": POINTS.index(point) % 2}
-    job = cluster.start(2, "worker.py", json.dumps({**state, "more": 0, "traps": [trap]}), env=CHUNKS)
+    job = cluster.start(2, "support/worker.py", json.dumps({**state, "more": 0, "traps": [trap]}), env=CHUNKS)
     crashed = job.wait()
     assert any(job.out.glob("sprung*")), crashed.log
     cluster.ranks_per_node = again // 2
-    result = cluster.run(again, "worker.py", json.dumps({**state, "more": 2}), env=CHUNKS)
+    result = cluster.run(again, "support/worker.py", json.dumps({**state, "more": 2}), env=CHUNKS)
     restored = result.of("restored")
     assert [(r["step"], r["wrong"]) for r in restored if r["rank"] < 2] == [(3, [])] * 2, crashed.log + result.log
     assert len(result.of("end")) == again, result.log

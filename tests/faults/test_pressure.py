@@ -44,7 +44,7 @@ def test_memory_full_at_the_start_costs_the_saves_and_not_the_training(
     cluster = Cluster(memory, out=tmp_path)
     # A trap that nobody reaches: no prepare, so that it is the saves that find no room.
     traps = [{"path": ["heal.copied"], "action": "rank"}]
-    job = cluster.start(2, "worker.py", spec(last=3, pause=0.1, busy_until="enough", traps=traps))
+    job = cluster.start(2, "support/worker.py", spec(last=3, pause=0.1, busy_until="enough", traps=traps))
     job.wait_for("failed", 4)
     filler.unlink()
     job.wait_for("committed", 4)
@@ -60,7 +60,7 @@ def test_a_small_state_is_saved_in_as_little_memory_as_docker_gives(
     small_memory: Callable[[int], Path], tmp_path: Path
 ) -> None:
     cluster = Cluster(small_memory(64 * MIB), ranks_per_node=1, out=tmp_path)
-    result = cluster.run(2, "worker.py", spec(last=2, nbytes=1_600_000))
+    result = cluster.run(2, "support/worker.py", spec(last=2, nbytes=1_600_000))
     assert outcomes(result, 0) == outcomes(result, 1) == {1: "committed", 2: "committed"}, result.log
 
 
@@ -69,7 +69,7 @@ def test_memory_full_in_the_middle_does_not_matter_until_the_state_grows(
 ) -> None:
     memory = small_memory(200 * MIB)
     cluster = Cluster(memory, out=tmp_path)
-    job = cluster.start(2, "worker.py", spec(last=8, grow_at=6, hold_at=3))
+    job = cluster.start(2, "support/worker.py", spec(last=8, grow_at=6, hold_at=3))
     job.wait_for("committed", 4)
     filler = fill(memory)
     (job.out / "go on").touch()
@@ -80,7 +80,7 @@ def test_memory_full_in_the_middle_does_not_matter_until_the_state_grows(
     assert [said[step] for step in range(6, 9)] == ["MemoryTooSmall"] * 3
     assert [r["steps"] for r in result.of("end")] == [[4, 5]] * 2
     filler.unlink()
-    again = cluster.run(2, "worker.py", spec(last=7, grow_at=6))
+    again = cluster.run(2, "support/worker.py", spec(last=7, grow_at=6))
     assert [(r["step"], r["wrong"]) for r in again.of("restored")] == [(5, [])] * 2, again.log
     assert outcomes(again) == {6: "committed", 7: "committed"}
 
@@ -94,7 +94,7 @@ def test_memory_that_runs_out_while_slots_grow(
     cluster = Cluster(memory, out=tmp_path, transport=transport)
     # Between the look at what is free and the allocation, on one rank; of its slots the first, or the inbox.
     trap = {"path": ["commit.seen", "commit.seen", point], "action": "fill", "rank": 1}
-    job = cluster.start(2, "worker.py", spec(last=3, grow_at=3, traps=[trap], pause=0.1, busy_until="enough"))
+    job = cluster.start(2, "support/worker.py", spec(last=3, grow_at=3, traps=[trap], pause=0.1, busy_until="enough"))
     failed = job.wait_for("failed", 2)
     assert {r["cause"] for r in failed} == {"MemoryTooSmall"}
     assert any("is full" in r["error"] for r in failed)
@@ -105,7 +105,7 @@ def test_memory_that_runs_out_while_slots_grow(
     assert result.returncode == 0 and len(result.of("end")) == 2, result.log
     last = max(r["step"] for r in result.of("committed"))
     cluster.wipe(0)
-    again = cluster.run(2, "worker.py", spec(last=0, grow_at=3))
+    again = cluster.run(2, "support/worker.py", spec(last=0, grow_at=3))
     assert [(r["step"], r["wrong"]) for r in again.of("restored")] == [(last, [])] * 2, again.log
     assert len(cluster.slot_files()) == 8
 
@@ -116,12 +116,12 @@ def test_a_job_killed_when_memory_ran_out_while_slots_grew_restores_the_step_bef
     memory = small_memory(200 * MIB)
     cluster = Cluster(memory, out=tmp_path)
     trap = {"path": ["commit.seen", "commit.seen", "room.begun"], "action": "fill", "rank": 1}
-    job = cluster.start(2, "worker.py", spec(last=4, grow_at=3, traps=[trap], hold_at=4))
+    job = cluster.start(2, "support/worker.py", spec(last=4, grow_at=3, traps=[trap], hold_at=4))
     job.wait_for("failed", 2)
     job.kill()
     (memory / "filler").unlink()
     cluster.wipe(1)
-    result = cluster.run(2, "worker.py", spec(last=3, grow_at=3))
+    result = cluster.run(2, "support/worker.py", spec(last=3, grow_at=3))
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(2, [])] * 2, result.log
     assert outcomes(result) == {3: "committed"}
 
@@ -131,11 +131,11 @@ def test_a_heal_that_finds_no_room_is_tried_again_by_later_saves(
 ) -> None:
     memory = small_memory(200 * MIB)
     cluster = Cluster(memory, ranks_per_node=1, out=tmp_path)
-    cluster.run(4, "worker.py", spec(last=2, nbytes=8 * MIB))
+    cluster.run(4, "support/worker.py", spec(last=2, nbytes=8 * MIB))
     cluster.wipe(0)
     # Room for the slot that is fetched, and not for the copies; checked before anything is allocated.
     filler = fill(memory, leave=10 * MIB)
-    job = cluster.start(4, "worker.py", spec(last=3, nbytes=8 * MIB, pause=0.1, busy_until="enough"))
+    job = cluster.start(4, "support/worker.py", spec(last=3, nbytes=8 * MIB, pause=0.1, busy_until="enough"))
     job.wait_for("failed", 4)
     filler.unlink()
     job.wait_for("committed", 8)
@@ -145,7 +145,7 @@ def test_a_heal_that_finds_no_room_is_tried_again_by_later_saves(
     assert "the restored step has no full redundancy" in result.log
     cluster.wipe(2)
     last = max(r["step"] for r in result.of("committed"))
-    again = cluster.run(4, "worker.py", spec(last=0, nbytes=8 * MIB))
+    again = cluster.run(4, "support/worker.py", spec(last=0, nbytes=8 * MIB))
     assert [(r["step"], r["wrong"]) for r in again.of("restored")] == [(last, [])] * 4, again.log
 
 
@@ -156,31 +156,32 @@ def test_a_memory_limit_of_a_cgroup_is_refused_before_the_kernel_kills(
     cluster = Cluster(shm, out=tmp_path)
     into = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
     traps = [{"path": ["heal.copied"], "action": "rank"}]
-    job = cluster.start(2, "worker.py", spec(last=2, nbytes=100 * MIB, traps=traps), before=into)
+    job = cluster.start(2, "support/worker.py", spec(last=2, nbytes=100 * MIB, traps=traps), before=into)
     result = job.wait()
     assert result.returncode == 0, result.log  # past the limit it would be 9
     assert f"memory limit of cgroup {group}" in result.log
     assert outcomes(result) == {1: "MemoryTooSmall", 2: "MemoryTooSmall"}
     assert sum(file.stat().st_size for file in cluster.slot_files()) == 0
-    small = cluster.start(2, "worker.py", spec(last=2, nbytes=10 * MIB), before=into)
+    small = cluster.start(2, "support/worker.py", spec(last=2, nbytes=10 * MIB), before=into)
     assert outcomes(small.wait()) == {1: "committed", 2: "committed"}
 
 
 def test_memory_taken_by_a_dead_job_is_named(small_memory: Callable[[int], Path], tmp_path: Path) -> None:
     memory = small_memory(200 * MIB)
     dead = Cluster(memory, job="yesterday", out=tmp_path)
-    dead.run(2, "worker.py", json.dumps({"last": 2, "die_at": 2, "die": "all", "nbytes": 10 * MIB}))
+    dead.run(2, "support/worker.py", json.dumps({"last": 2, "die_at": 2, "die": "all", "nbytes": 10 * MIB}))
     traps = [{"path": ["heal.copied"], "action": "rank"}]
-    result = Cluster(memory, job="today", out=tmp_path).run(2, "worker.py", spec(last=1, nbytes=30 * MIB, traps=traps))
+    told = spec(last=1, nbytes=30 * MIB, traps=traps)
+    result = Cluster(memory, job="today", out=tmp_path).run(2, "support/worker.py", told)
     assert "`mlflash clean JOB` frees those of a dead one" in result.log, result.log
     assert "    yesterday: 8" in result.log
-    again = dead.run(2, "worker.py", json.dumps({"last": 0, "nbytes": 10 * MIB}))
+    again = dead.run(2, "support/worker.py", json.dumps({"last": 0, "nbytes": 10 * MIB}))
     assert [(r["step"], r["wrong"]) for r in again.of("restored")] == [(2, [])] * 2, again.log
 
 
 def test_two_jobs_on_the_same_nodes_do_not_see_each_other(shm: Path) -> None:
     clusters = [Cluster(shm, job=name) for name in ("one", "two")]
-    jobs = [c.start(2, "worker.py", json.dumps({"last": 100_000, "pause": 0.01})) for c in clusters]
+    jobs = [c.start(2, "support/worker.py", json.dumps({"last": 100_000, "pause": 0.01})) for c in clusters]
     for job in jobs:
         job.wait_for("committed", 20)
     jobs[0].kill()
@@ -190,13 +191,14 @@ def test_two_jobs_on_the_same_nodes_do_not_see_each_other(shm: Path) -> None:
     for cluster, job in zip(clusters, jobs, strict=True):
         cluster.wipe(0)
         committed = max(r["step"] for r in job.records() if r["event"] == "committed")
-        result = cluster.run(2, "worker.py", json.dumps({"last": 0}))
+        result = cluster.run(2, "support/worker.py", json.dumps({"last": 0}))
         assert {r["step"] >= committed for r in result.of("restored")} == {True}, result.log
         assert [r["wrong"] for r in result.of("restored")] == [[], []]
 
 
 def test_a_partner_stopped_for_a_minute_is_late_and_not_lost(shm: Path) -> None:
-    job = Cluster(shm).start(2, "worker.py", spec(last=3, busy_until="enough", clock=30, options={"timeout_s": 30_000}))
+    told = spec(last=3, busy_until="enough", clock=30, options={"timeout_s": 30_000})
+    job = Cluster(shm).start(2, "support/worker.py", told)
     job.wait_for("committed", 4)
     stop(job, 1)
     end = time.monotonic() + 60 / 30

@@ -199,7 +199,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
     cluster = Cluster(shm, ranks_per_node=2)
     spec = {"program": "keep_saving", "last": 5, "busy_until": "enough", "pause": 0.01,
             "options": {"directory": str(directory)}}  # fmt: skip
-    job = cluster.start(4, "worker.py", json.dumps(spec))
+    job = cluster.start(4, "support/worker.py", json.dumps(spec))
     job.wait_for("committed", 40)
     pids = set(job.pids().values())
     files = set(cluster.node(0).parent.rglob("*"))
@@ -228,7 +228,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
 def test_a_request_that_no_job_takes_is_not_done_in_time(shm: Path, directory: Path) -> None:
     cluster = Cluster(shm)
     spec = {"program": "keep_saving", "last": 5, "busy_until": "enough", "pause": 0.01}
-    job = cluster.start(2, "worker.py", json.dumps(spec))  # it was given no directory
+    job = cluster.start(2, "support/worker.py", json.dumps(spec))  # it was given no directory
     job.wait_for("committed", 4)
     assert not document(cluster, "drain")["heard"]
     assert "committed no checkpoint within 0.5 s" in command(cluster, "drain", "--wait", 0.5, code=1)

@@ -36,7 +36,7 @@ def ended_late(result: Result, event: str, ranks: list[int]) -> list[dict[str, A
 def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refused(shm: Path, tmp_path: Path) -> None:
     cluster = Cluster(shm, transport="rma")
     spec = {"program": "every_wait", "stop_s": STOP_S, "directory": str(tmp_path)}
-    job = cluster.start(3, "stopped_worker.py", json.dumps(spec))
+    job = cluster.start(3, "faults/stopped_worker.py", json.dumps(spec))
     for event in ("before a call that blocks", "inside of it", "drain with a timeout", "close"):
         job.wait_for(event, 2)
         go_on(job, 2)
@@ -59,7 +59,7 @@ def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refuse
 
 @pytest.mark.in_thread
 def test_a_rank_that_comes_too_late_to_the_constructor_is_refused_and_an_exception_ends_all(shm: Path) -> None:
-    job = Cluster(shm).start(2, "stopped_worker.py", json.dumps({"program": "constructor", "stop_s": STOP_S}))
+    job = Cluster(shm).start(2, "faults/stopped_worker.py", json.dumps({"program": "constructor", "stop_s": STOP_S}))
     job.wait_for("constructor", 1)
     go_on(job, 1)
     result = job.wait()  # nobody lets it go on once more

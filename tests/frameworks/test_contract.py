@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import COURIER, HERE, UID, Cluster, Result, own_memory
+from harness import COURIER, UID, Cluster, Result, own_memory
 
 RANKS, LAST = 2, 7
-ENV = {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
+ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
        "MLFLASH_CHUNK_NBYTES": "65536", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 VARIANTS = {
     "lightning": ["ddp", "fsdp1", "fsdp2", "accumulate", "validate"],

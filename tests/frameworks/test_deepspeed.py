@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HERE, UID, Cluster, Result, own_memory
+from harness import UID, Cluster, Result, own_memory
 
 RANKS = 2
-ENV = {"PYTHONPATH": f"{HERE / 'frameworks'}:{HERE}", "PYTHONWARNINGS": "ignore"}
+ENV = {"PYTHONWARNINGS": "ignore"}
 OF_A_STAGE = ["late", "tags", "weights_only", "storage", "in_background", "failed", "again", "back", "newer_on_disk"]
 ONCE = ["closed", "universal", "refused", "tracker", "other_stage", "strict", "in_a_state"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HERE, UID, Cluster, Result, own_memory
+from harness import UID, Cluster, Result, own_memory
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-ENV = {"PYTHONPATH": f"{HERE}:{HERE / 'frameworks'}", "PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
+ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
        "MLFLASH_CHUNK_NBYTES": "65536"}  # fmt: skip
 DISK = {"interval": 1, "keep_latest_k": 2, "last_save_model_only": True, "export_dtype": "bfloat16"}
 ASYNC = {"interval": 2, "keep_latest_k": 0, "async_mode": "async"}

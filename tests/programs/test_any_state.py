@@ -42,7 +42,7 @@ def test_any_state_is_refused_on_all_ranks_or_read_by_a_new_process_bit_for_bit(
     cluster = Cluster(shm)
 
     def ran(what: str) -> Result:
-        result = cluster.run(RANKS, "states_worker.py", what, str(described), timeout=100.0 + EXAMPLES)
+        result = cluster.run(RANKS, "programs/states_worker.py", what, str(described), timeout=100.0 + EXAMPLES)
         at = max((r["job"] for r in result.records if "job" in r), default=0)
         assert result.returncode == 0 and len(result.of("end")) == RANKS, f"{told(at, 1)}\n{result.log}"
         return result

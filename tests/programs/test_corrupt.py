@@ -8,16 +8,18 @@ import sys
 from pathlib import Path
 
 import needs
-from harness import HERE
+from harness import TESTS
 from waiting import PATIENCE_S
 
 from mlflash.launcher.processes import mpiexec
+
+CAMPAIGNS = TESTS / "campaigns"
 
 
 @needs.MPI
 def test_each_class_of_faults_is_caught_before_its_step_is_certified_and_named(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    words = [sys.executable, str(HERE / "corrupt_campaign.py"), "--seed", "1", "--trials", "1", "--out", str(out)]
+    words = [sys.executable, str(CAMPAIGNS / "corrupt_campaign.py"), "--seed", "1", "--trials", "1", "--out", str(out)]
     command, environment = mpiexec(3, words, {"OMP_NUM_THREADS": "1"})
     done = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=False,
                           env=environment)  # fmt: skip
@@ -29,7 +31,7 @@ def test_each_class_of_faults_is_caught_before_its_step_is_certified_and_named(t
 
 
 def test_a_training_that_nothing_happens_to_is_no_alarm() -> None:
-    command = [sys.executable, str(HERE / "clean_campaign.py"), "--steps", "40"]
+    command = [sys.executable, str(CAMPAIGNS / "clean_campaign.py"), "--steps", "40"]
     done = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("40 of 40 steps saved, 0 called suspect") == 3

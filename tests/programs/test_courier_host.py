@@ -14,7 +14,7 @@ from typing import Any
 
 import needs
 import pytest
-from harness import HERE
+from harness import SUPPORT
 from processes import free_port, started_by
 from waiting import PATIENCE_S, until
 
@@ -51,7 +51,7 @@ class Job:
         out = self.root / f"out-{self._launches}"
         out.mkdir()
         settings = {"memory": str(self.root), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
-        program = [sys.executable, str(HERE / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
+        program = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OUT": str(out)}
         with (out / "log").open("wb") as log:
             self.trainers = [subprocess.Popen(program, env=self.environment | names | {"RANK": str(rank)}, stdout=log,

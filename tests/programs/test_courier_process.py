@@ -11,7 +11,7 @@ from typing import Any
 
 import needs
 import pytest
-from harness import HERE, Launch, Result
+from harness import SUPPORT, Launch, Result
 from processes import left_here
 from waiting import until
 
@@ -40,7 +40,7 @@ class Jobs:
         out.mkdir()
         settings = {"memory": str(self._shm), "job": "j", "ranks_per_node": 1, "timeout_s": 30.0,
                     "block_nbytes": 65_536, "chunk_nbytes": 262_144} | spec.pop("settings", {})  # fmt: skip
-        script = [sys.executable, str(HERE / "courier_worker.py")]
+        script = [sys.executable, str(SUPPORT / "courier_worker.py")]
         arguments = json.dumps({"program": program, "settings": settings, **spec})
         environment = {"OUT": str(out), "TMPDIR": str(out), "OMP_NUM_THREADS": "1"}
         command, environment = mpiexec(ranks, [*script, arguments], environment)

@@ -109,10 +109,8 @@ def test_what_another_user_has_opened_is_not_asked() -> None:
 
 def test_without_descriptors_it_rests_and_answers_as_soon_as_there_is_one(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with errors.open("w") as stderr, killed_in_the_end(
         [sys.executable, "-c", NO_DESCRIPTORS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-        env=env,
     ) as parent:  # fmt: skip
         address, key = json.loads(told_by(parent))
         door = Door(address, bytes.fromhex(key))

@@ -16,7 +16,7 @@ from typing import Any
 
 import needs
 import pytest
-from harness import HERE
+from harness import SUPPORT
 from processes import OPEN_MPI, by_open_mpi, free_port, runs
 from waiting import PATIENCE_S, until
 
@@ -61,7 +61,7 @@ class Job:
         self.out = self._root / f"out-{self._launches}"
         self.out.mkdir()
         settings = {"memory": str(self._root), "job": "j", "ranks_per_node": 1, "timeout_s": timeout_s}
-        program = [sys.executable, str(HERE / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
+        program = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         environment = {**os.environ, "OUT": str(self.out), "TMPDIR": str(self.out), "OMP_NUM_THREADS": "1"}
         if self._launcher == "none":
             names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -13,7 +13,7 @@ from typing import Any
 
 import needs
 import pytest
-from harness import HERE
+from harness import SUPPORT
 from processes import free_port, left_here
 from waiting import PATIENCE_S, until
 
@@ -31,7 +31,7 @@ class Trainers:
         settings = {"memory": str(out), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
         spec = json.dumps({"program": "one_leaves", "settings": settings, "how": how})
         names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OUT": str(out)}
-        command = [sys.executable, str(HERE / "courier_worker.py"), spec]
+        command = [sys.executable, str(SUPPORT / "courier_worker.py"), spec]
         self.processes = []
         with (out / "log").open("wb") as log:
             for rank in range(size):

@@ -12,7 +12,7 @@ from processes import left_here
 from waiting import PATIENCE_S, until
 
 pytestmark = [needs.MPI, needs.PMI_1]
-PROGRAM = Path(__file__).parents[1] / "given_up_rank.py"
+PROGRAM = Path(__file__).with_name("given_up_rank.py")
 
 
 def test_who_waits_for_couriers_of_others_is_interrupted() -> None:

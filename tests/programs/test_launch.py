@@ -15,13 +15,13 @@ from typing import Any
 
 import needs
 import pytest
+from harness import SUPPORT
 from processes import by_open_mpi, free_port, started_by
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec
 from mlflash.wireup.mpich_segments import named_after
 
-TESTS = Path(__file__).parents[1]
 SHM = Path("/dev/shm")
 
 pytestmark = [
@@ -45,12 +45,11 @@ class Job:
         """Start a launcher, or a trainer without one."""
         left = ("PMI", "SLURM", "OMPI", "MASTER_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_")
         plain = {name: value for name, value in os.environ.items() if not name.startswith(left)}
-        paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
         tuning = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "OMP_NUM_THREADS": "1"}
-        environment = {**plain, **tuning, "PYTHONPATH": paths, **names}
+        environment = {**plain, **tuning, **names}
         if not options.get("torch"):
             environment["PYTHONWARNINGS"] = "error"
-        program = [str(TESTS / "launch_trainer.py"), json.dumps({"folder": str(self.folder), **options})]
+        program = [str(SUPPORT / "launch_trainer.py"), json.dumps({"folder": str(self.folder), **options})]
         self.started.append(
             subprocess.Popen([*command, *program], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         )

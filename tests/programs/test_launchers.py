@@ -16,11 +16,11 @@ from typing import Any
 
 import needs
 import pytest
-from harness import HERE, LAUNCHERS
+from harness import LAUNCHERS, SUPPORT, TESTS
 from processes import free_port, left_here
 from waiting import PATIENCE_S, until
 
-REPO = HERE.parent
+REPO = TESTS.parent
 pytestmark = [needs.MPI, needs.PMI_1]
 
 
@@ -28,8 +28,7 @@ def environment(shm: Path, **more: object) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM", "MLFLASH"))
     }
-    paths = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    own = {"MLFLASH_MEMORY": shm, "OUT": shm, "OMP_NUM_THREADS": 1, "PYTHONPATH": paths, **more}
+    own = {"MLFLASH_MEMORY": shm, "OUT": shm, "OMP_NUM_THREADS": 1, **more}
     return kept | {name: str(value) for name, value in own.items()}
 
 
@@ -102,7 +101,7 @@ def test_ranks_find_each_other_by_what_launchers_set(shm: Path, launcher: str, i
             names = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             given = {name: str(value).format(rank=rank) for name, value in RANKS[launcher].items()}
             env = environment(shm, **{**names, "RANK": rank, **given})
-            program = [sys.executable, str(HERE / "elastic_worker.py"), json.dumps(spec)]
+            program = [sys.executable, str(SUPPORT / "elastic_worker.py"), json.dumps(spec)]
             processes.append(subprocess.Popen(program, env=env))
         assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]
         restored = records(shm, "restored")[-2:] if start is None else [

@@ -13,7 +13,7 @@ from waiting import PATIENCE_S
 
 torch_distributed = pytest.importorskip("torch.distributed")
 
-PROGRAM = Path(__file__).parents[1] / "left_step_rank.py"
+PROGRAM = Path(__file__).with_name("left_step_rank.py")
 
 
 @pytest.mark.parametrize(

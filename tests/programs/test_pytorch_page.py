@@ -66,7 +66,8 @@ def task(script: Path, job: str, stop: int | None = None) -> dict[str, Any]:
 
 def launch(cluster: Cluster, ranks: int, tasks: list[dict[str, Any]]) -> Result:
     """Run blocks one after the other; where the last one stops, a rank is killed there."""
-    job = cluster.start(ranks, "page_job.py", json.dumps(tasks), env={"PYTHONWARNINGS": "ignore"})  # torch's own
+    env = {"PYTHONWARNINGS": "ignore"}  # torch's own
+    job = cluster.start(ranks, "programs/page_job.py", json.dumps(tasks), env=env)
     if tasks[-1]["stop"] is not None:
         job.wait_for("middle", 1)
         job.signal([ranks - 1])

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def ran(cluster: Cluster, what: str) -> Result:
-    result = cluster.run(4, "sharded_job.py", what, env={"PYTHONWARNINGS": "ignore"})  # torch's own
+    result = cluster.run(4, "programs/sharded_job.py", what, env={"PYTHONWARNINGS": "ignore"})  # torch's own
     assert result.returncode == 0, result.log
     return result
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def ran(cluster: Cluster, *args: str) -> Result:
-    return cluster.run(4, "smp_job.py", *args, env={"PYTHONWARNINGS": "ignore"})  # torch's own
+    return cluster.run(4, "programs/smp_job.py", *args, env={"PYTHONWARNINGS": "ignore"})  # torch's own
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_all_replicas_go_on_with_the_step_and_the_bits_that_one_has_saved(
 
 def test_tensor_and_expert_parallelism_go_on_with_the_same_bits_after_a_kill_while_they_are_saved(shm: Path) -> None:
     cluster, environment = Cluster(shm), {"PYTHONWARNINGS": "ignore"}
-    killed = cluster.run(4, "smp_parallel_job.py", "6", "4", env=environment)
+    killed = cluster.run(4, "programs/smp_parallel_job.py", "6", "4", env=environment)
     assert killed.returncode != 0 and not killed.of("ended"), killed.log
-    again = cluster.run(4, "smp_parallel_job.py", "7", env=environment)
+    again = cluster.run(4, "programs/smp_parallel_job.py", "7", env=environment)
     assert again.returncode == 0, again.log
     ended = again.of("ended")
     kinds = {one["kind"] for one in ended}

@@ -24,7 +24,7 @@ from mlflash.wireup.mpich_segments import mapped_by, named_after
 from mlflash.wireup.pmi_server import new_epoch_name
 from mlflash.wireup.store_client import StoreClient
 
-TESTS = Path(__file__).parents[1]
+TRAINER = Path(__file__).with_name("wireup_trainer.py")
 RANKS = 3
 SHM = Path("/dev/shm")
 
@@ -54,10 +54,10 @@ class Job:
 
     def start(self, hydra: bool = False, site: Path | None = None) -> Job:
         """Start the trainers; what is to be done first in each Python is in ``sitecustomize.py`` of a directory."""
-        command = [sys.executable, str(TESTS / "wireup_trainer.py"), self.store.address[0], str(self.store.address[1])]
+        command = [sys.executable, str(TRAINER), self.store.address[0], str(self.store.address[1])]
         command.append(self.store.token)
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "SLURM", "OMPI"))}
-        paths = os.pathsep.join(filter(None, (site and str(site), str(TESTS), os.environ.get("PYTHONPATH"))))
+        paths = os.pathsep.join(filter(None, (site and str(site), os.environ["PYTHONPATH"])))
         environment = {**plain, "PYTHONPATH": paths, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp",
                        "PYTHONWARNINGS": "error"}  # fmt: skip
         if hydra:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import own_memory
+from harness import SUPPORT, TESTS, own_memory
 
 from . import outcomes, verdict
 from .suite import Suite
@@ -33,7 +33,7 @@ def run(suite: Suite, checkout: Path, results: Path, parts: str) -> list[outcome
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True)
     with own_memory() as memory, (results / "log").open("w") as out:
-        paths = [*(path for each in suite.paths for path in glob.glob(str(checkout / each))), HERE.parent]
+        paths = [*(path for each in suite.paths for path in glob.glob(str(checkout / each))), SUPPORT, TESTS]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "SLURM", "MLFLASH"))}
         own = {
             "SUITE": suite.name, "SUITE_PARTS": parts, "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from membership_job import KILLED, Job
+from unit.membership_job import KILLED, Job
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import states
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import Built, Spec, changed, differences, untied
-from stored import Store
+from unit.stored import Store
 
 from mlflash.errors import StateError
 from mlflash.memory.node_directory import NodeDirectory

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from drained_version_1 import Piece, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.drained_version_1 import Piece, encode
 from waiting import until
 
 from mlflash import Checkpointer, errors

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from kept_job import is_gone
 from processes import killed_in_the_end
+from unit.kept_job import is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.in_place import forked_spare

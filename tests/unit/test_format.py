@@ -201,7 +201,7 @@ def test_a_manifest_with_anything_wrong_in_it_is_refused_or_still_valid(data: st
         (b'{"entries":[["a","tensor","float32",[4],[2],[4],0,16]],"tree":["e",0],"plain":[]}', "not inside its tensor"),
         (b'{"entries":[["a","array","|O",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[["a","tensor","object",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "KeyError"),
-        # Found by tests/fuzz_format.py: numpy evaluates parts of a dtype; a scalar of no bytes.
+        # Found by tests/campaigns/fuzz_format.py: numpy evaluates parts of a dtype; a scalar of no bytes.
         (b'{"entries":[["a","array","(01)i4",[1],[0],[1],0,4]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[["a","array","<i4,<i4",[1],[0],[1],0,8]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[],"tree":["p",0],"plain":[["n","1 1","AAE="]]}', "not allowed"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import layout
+from unit.layouts import layout
 
 from mlflash.memory.file_assignment import assign
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, file_name, join

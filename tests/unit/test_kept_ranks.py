@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, sizes, speak
 from processes import described, killed_in_the_end, left_here, started_by
+from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, sizes, speak
 from waiting import until
 
 from mlflash.errors import LaunchFailed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from membership_job import KILLED, Job
+from unit.membership_job import KILLED, Job
 
 
 def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:

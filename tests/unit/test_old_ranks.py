@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from held_by_all import Held, fragments, is_private, merge_plain, private_plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.held_by_all import Held, fragments, is_private, merge_plain, private_plain
 
 from mlflash.draining.file_index import first_names
 from mlflash.errors import StructureMismatch

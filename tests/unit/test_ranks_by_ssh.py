@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kept_job import is_gone
 from processes import killed_in_the_end
+from unit.kept_job import is_gone
 from waiting import PATIENCE_S, until
 
 import mlflash.commands.run as run_command

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from held_by_all import Held, fragments, merge_plain
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.held_by_all import Held, fragments, merge_plain
 
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from stored import Store
+from unit.stored import Store
 
 from mlflash import errors
 from mlflash.state import dtypes

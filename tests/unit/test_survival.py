@@ -9,7 +9,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import SCHEMES, layout
+from unit.layouts import SCHEMES, layout
 
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse

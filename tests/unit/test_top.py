@@ -15,7 +15,6 @@ from typing import Any
 
 import needs
 import pytest
-import waiting
 from harness import own_memory
 from rich.console import Console
 from waiting import until
@@ -239,8 +238,7 @@ with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) a
         take(0.1)
 """)
     with own_memory() as memory:
-        path = {"PYTHONPATH": str(Path(waiting.__file__).parent)}
-        command, env = mpiexec(RANKS, [sys.executable, "-m", "mpi4py", str(script), str(memory)], path)
+        command, env = mpiexec(RANKS, [sys.executable, "-m", "mpi4py", str(script), str(memory)])
         job = spawn(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
         try:
             ready = tmp_path / "ended"

@@ -12,7 +12,7 @@ import pytest
 import waiting
 from waiting import is_in, until
 
-TESTS = Path(waiting.__file__).parent
+TESTS = Path(__file__).parents[1]
 DEADLINES = ("timeout", "timeout_s", "wait_s")
 SHORT_S = 10.0
 STUCK_S = 60.0  # what plays stuck does so for as long at least
@@ -102,7 +102,7 @@ def findings(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file that wait for a time, and what is wrong with that."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (name := getattr(node, "attr", getattr(node, "id", ""))) in ("sleep", "wait_for_timeout"):
-            yield node.lineno, f"{name} waits for a time: until(), take() and hang() of tests/waiting.py do not"
+            yield node.lineno, f"{name} waits for a time: until(), take() and hang() of tests/support/waiting.py do not"
         if isinstance(node, ast.Call):
             yield from short_waits(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

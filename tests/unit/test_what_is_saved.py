@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from states import Own, Thing, Wrapper, differences
-from stored import Store
+from unit.stored import Store
 
 from mlflash.errors import CorruptSlot, StateError
 from mlflash.state import layout, manifest

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS, NETMODS_HERE, TESTS, VENDOR
+from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
 from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MLFLASH
 from cluster.test_couriers import check, trainer
+from harness import SUPPORT
 from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
@@ -76,10 +76,9 @@ def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_kil
     for name in ("out1", "out2"):
         (slurm.path / name).mkdir()
     settings = {"memory": "/dev/shm", "job": "j", "timeout_s": PATIENCE_S}
-    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
-           "MLFLASH": str(MLFLASH), "TRAINER": str(TESTS / "dying_trainer.py"),
-           "KILL_ALL": str(TESTS / "cluster/slurm/kill_all.py"),
+    env = {**NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
+           "MLFLASH": str(MLFLASH), "TRAINER": str(SUPPORT / "dying_trainer.py"),
+           "KILL_ALL": str(Path(__file__).with_name("kill_all.py")),
            "DIES": json.dumps({"settings": settings, "who": "trainer", "how": "step killed"}),
            "RESTORES": json.dumps({"settings": settings})}  # fmt: skip
     job = slurm.sbatch(script, "--nodes=2", "--exclusive", env=env)
@@ -95,15 +94,14 @@ def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_kil
                                           ("zygote", "killed")])  # fmt: skip
 def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm: Slurm, who: str, how: str) -> None:
     """As tests/programs/test_deaths.py has it under other launchers, with the two ranks on two nodes."""
-    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     settings = {"memory": "/dev/shm", "job": f"{who}-{how}", "timeout_s": PATIENCE_S}
     two_nodes = ["-N2", "--nodelist=host1,host2", "--ntasks-per-node=1"]  # the same ones: that of memory
 
     def launch(name: str, **spec: Any) -> list[dict[str, Any]]:
         folder = slurm.path / name
         folder.mkdir()
-        env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OUT": str(folder)}
-        command = [sys.executable, str(TESTS / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
+        env = {**NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1", "OUT": str(folder)}
+        command = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         done = slurm.run("srun", *two_nodes, "--mpi=pmi2", *command, env=env, check=False)
         assert (done.returncode != 0) == (spec.get("who") == "trainer"), done.stdout + done.stderr
         lines = [line for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
@@ -120,9 +118,8 @@ def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm:
 
 def test_one_torchrun_on_each_node_is_started_by_srun(slurm: Slurm) -> None:
     """Workers are torchrun's, the name of the job is Slurm's, and a second launch goes on from memory."""
-    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OUT": str(slurm.path),
-           "PYTHON": sys.executable, "WORKER": str(TESTS / "elastic_worker.py")}  # fmt: skip
+    env = {**NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1", "OUT": str(slurm.path),
+           "PYTHON": sys.executable, "WORKER": str(SUPPORT / "elastic_worker.py")}  # fmt: skip
     script = """#!/bin/sh
 for last in 2 4; do
   srun --ntasks-per-node=1 --mpi=none "$PYTHON" -m torch.distributed.run --nnodes=2 --nproc-per-node=2 \\

@@ -14,6 +14,7 @@ import pytest
 from cluster.nodes import HEAD, Nodes
 from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, PMI
+from harness import SUPPORT, TESTS
 from waiting import PATIENCE_S, until
 
 WORLD = """
@@ -180,7 +181,7 @@ slurm = Slurm(Nodes(["host1"]))
 print(slurm.nodes.path, *slurm.nodes.running(HEAD), *slurm.nodes.running("host1"), flush=True)
 hang()
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SUPPORT, TESTS)))}
     maker = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
     path, *pids = maker.stdout.readline().split()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from cluster.slurm.daemons import Slurm
-from cluster.slurm.trained import TESTS, Losses, Training, uninterrupted
+from cluster.slurm.trained import Losses, Training, uninterrupted
+from harness import SUPPORT
 
 LAST = 40
-SCRIPT = TESTS / "megatron_pretrain.py"
+SCRIPT = SUPPORT / "megatron_pretrain.py"
 FLAGS = f"--use-distributed-optimizer --global-batch-size 4 --exit-interval {LAST}"
 NAMES = ("loss", "norm")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from cluster.slurm.daemons import Slurm
-from cluster.slurm.trained import TESTS, Losses, Training, uninterrupted
+from cluster.slurm.trained import Losses, Training, uninterrupted
 
 LAST = 60
-SCRIPT = TESTS / "nemo_pretrain.py"
+SCRIPT = Path(__file__).with_name("nemo_pretrain.py")
 NAMES = ("loss",)
 
 
@@ -20,5 +22,5 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 @pytest.mark.timeout(300)
 def test_nemo_loses_a_node_and_goes_on_with_a_spare(slurm: Slurm, expected: Losses) -> None:
     words = ["--log-dir", "$directory", "--flash", "$flash", "--last", str(LAST)]
-    training = Training(slurm, "nemo", SCRIPT, words, NAMES, {"PYTHONPATH": str(TESTS)})
+    training = Training(slurm, "nemo", SCRIPT, words, NAMES)
     training.loses_a_node_and_ends_as(expected)

@@ -15,7 +15,6 @@ from run_results import Results
 
 from mlflash.launcher.processes import mpiexec
 
-TESTS = Path(__file__).parents[2]
 # The frameworks' own warnings are many.
 ENV = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 
@@ -37,7 +36,7 @@ def uninterrupted(out: Path, names: Sequence[str], last: int, script: Path, *arg
     start = "import sys; from mlflash.adapters.distributed import init_process_group; init_process_group(); "
     start += "sys.argv = sys.argv[1:]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
     program = [sys.executable, "-m", "mpi4py", "-c", start, str(script), *arguments]
-    line, env = mpiexec(2, program, {**ENV, "OUT": str(out), "PYTHONPATH": str(TESTS)})
+    line, env = mpiexec(2, program, {**ENV, "OUT": str(out)})
     subprocess.run(line, env=env, check=True, timeout=100, capture_output=True, cwd=out)  # not in the checkout
     found = losses(out, names)
     assert len(found) == 2 * last

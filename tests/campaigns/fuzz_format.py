@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of what reads slots and drained files.
 
-`pip install atheris; python tests/fuzz_format.py -max_total_time=600`.
+`pip install atheris; python tests/campaigns/fuzz_format.py -max_total_time=600`.
 
 Not part of `make test`: what it finds becomes a case in tests/unit/test_format.py.
 """

@@ -1,6 +1,6 @@
 """Kill a training job at random moments, again and again, and hold mlflash to what it promises.
 
-    python tests/chaos.py --minutes 10 --seed 1
+    PYTHONPATH=tests/support python tests/campaigns/chaos.py --minutes 10 --seed 1
 
 After each relaunch: all ranks restored the same step, none older than the newest that any rank saw committed, and
 bit for bit what a run that nothing interrupts has at that step. At the end: the same final state.

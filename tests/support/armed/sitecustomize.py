@@ -1,7 +1,7 @@
 """Arms the named points of mlflash in the couriers of a test that are processes: Python imports it where it starts.
 
-Whoever starts trainers puts this folder on their PYTHONPATH; MLFLASH_TEST_ARMS names a module of tests/ whose ``arm``
-is called in each zygote, before it forks couriers.
+Whoever starts trainers puts this folder on their PYTHONPATH; MLFLASH_TEST_ARMS names a module beside it whose
+``arm`` is called in each zygote, before it forks couriers.
 """
 
 import importlib

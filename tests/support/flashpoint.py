@@ -16,7 +16,7 @@ def assert_it_recovers(root: Path, form: str, first: int) -> None:
         first: step of the long-term checkpoint, from which the first run goes on.
     """
     cluster, env = Cluster(root), {"PYTHONWARNINGS": "ignore"}  # of PyTorch's and Megatron's own
-    arguments = ["flashpoint_job.py", form, str(root / "long-term"), "5"]
+    arguments = ["support/flashpoint_job.py", form, str(root / "long-term"), "5"]
     killed = cluster.run(2, *arguments, "4", env=env, launcher="torchrun", timeout=150)
     assert [(one["step"], one["memory"]) for one in killed.of("recovered")] == [(first, False)] * 2, killed.log
     assert len(killed.of("saved")) == 2 and not killed.of("ended"), killed.log

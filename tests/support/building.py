@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 
 
 def call(*command: object, timeout: float = 240, **more: object) -> str:

@@ -1,6 +1,6 @@
 """Train three small models for thousands of steps, save each step, and see that no value is called suspect.
 
-    python tests/clean_campaign.py --steps 10000
+    python tests/campaigns/clean_campaign.py --steps 10000
 
 A transformer in float32, the same in bfloat16 with its optimizer's state in float32, and a mixture of experts whose
 router leaves some of them out. All of the values are looked at in each save.

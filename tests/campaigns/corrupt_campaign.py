@@ -1,6 +1,6 @@
 """Corrupt what is saved, one bit or value at a time, and hold mlflash to what it claims of each class of faults.
 
-    mpiexec -n 3 python tests/corrupt_campaign.py --seed 1 --trials 100
+    PYTHONPATH=tests/support mpiexec -n 3 python tests/campaigns/corrupt_campaign.py --seed 1 --trials 100
 
 The classes are fixed here. Within each, rank, step, tensor, byte and bit are drawn uniformly; of bits in values those
 that the checks claim to see, and those that no check can see, are rows of their own. In each trial three ranks on

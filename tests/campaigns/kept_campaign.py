@@ -1,6 +1,6 @@
 """Lose ranks and nodes of a training that is kept alive, again and again, and hold each recovery to what is promised.
 
-    python tests/kept_campaign.py --faults 200 --seed 1 --out faults.jsonl
+    PYTHONPATH=tests/support:tests python tests/campaigns/kept_campaign.py --faults 200 --seed 1 --out faults.jsonl
 
 Four nodes train and a fifth has a process that waits; a node that has crashed is booted again, but under Slurm, whose
 jobs do not get it back: there, the next training begins when this one has ended, and the node that has `mlflash run`

@@ -22,7 +22,8 @@ from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent
+TESTS = SUPPORT.parent
 UID = os.getuid()
 COURIER = os.environ.get("MLFLASH_COURIER") or (
     "thread" if os.environ.get("MLFLASH_TEST_MPI") == "openmpi" else "process"
@@ -127,7 +128,7 @@ class Cluster:
         self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None, before: Sequence[str] = (),
         launcher: str = "mpiexec",
     ) -> Launch:  # fmt: skip
-        """Start a script of this folder on so many ranks.
+        """Start a script, by its path in tests/, on so many ranks.
 
         Args:
             before: a command that runs mpiexec.
@@ -149,10 +150,11 @@ class Cluster:
         }
         python = [sys.executable] if environment["MLFLASH_COURIER"] == "process" else [sys.executable, "-m", "mpi4py"]
         if launcher == "mpiexec":
-            command, environment = mpiexec(ranks, [*python, str(HERE / script), *args], environment)
+            command, environment = mpiexec(ranks, [*python, str(TESTS / script), *args], environment)
         else:
             assert environment["MLFLASH_COURIER"] == "process"
-            command = [sys.executable, *(word.format(ranks) for word in LAUNCHERS[launcher]), str(HERE / script), *args]
+            words = [word.format(ranks) for word in LAUNCHERS[launcher]]
+            command = [sys.executable, *words, str(TESTS / script), *args]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         return Launch([*before, *command], environment, out)
 
@@ -164,8 +166,8 @@ class Cluster:
         return self.start(ranks, script, *args, env=env, launcher=launcher).wait(timeout)
 
     def train(self, ranks: int, **spec: object) -> Result:
-        """Run worker.py to its end; ``spec`` is what its ``train`` takes."""
-        return self.run(ranks, "worker.py", json.dumps(spec))
+        """Run support/worker.py to its end; ``spec`` is what its ``train`` takes."""
+        return self.run(ranks, "support/worker.py", json.dumps(spec))
 
 
 live: set[Launch] = set()
@@ -395,7 +397,7 @@ def train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] |
 
 def _train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] | None, spec: dict[str, Any]) -> None:
     spec = {**spec, "last": step, "die_at": step, "die": "all"}
-    result = cluster.run(ranks, "worker.py", json.dumps(spec), env=env)
+    result = cluster.run(ranks, "support/worker.py", json.dumps(spec), env=env)
     assert [r["step"] for r in result.of("committed")].count(step) == ranks, result.log
     assert not result.of("end")
 

@@ -1,6 +1,7 @@
 """Replay the steps of a small language model on a GPU: no alarm where there is no fault, each fault found and named.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 3 tests/replay_on_gpu.py [--on cpu] [--steps 100]
+    PYTHONPATH=tests/support python -m torch.distributed.run --standalone --nproc-per-node 3 \\
+        tests/campaigns/replay_on_gpu.py [--on cpu] [--steps 100]
 
 All ranks share one GPU, by NCCL: each says that it is on a machine of its own, as NCCL wants no two of one machine on
 the same GPU. For each wrapper, precision, attention kernel and with deterministic algorithms or without, it prints in

@@ -1,6 +1,7 @@
 """Kill ranks of a training on a GPU, one after the other, and see that the others go on with the same bits.
 
-    python tests/kept_on_gpu.py [--on cpu] [--kinds ddp fsdp] [--ranks 3] [--out FOLDER]
+    PYTHONPATH=tests/support \\
+        python tests/campaigns/kept_on_gpu.py [--on cpu] [--kinds ddp fsdp] [--ranks 3] [--out FOLDER]
 
 All ranks and a process that waits share one GPU, by NCCL: each says that it is on a machine of its own, as NCCL wants
 no two of one machine on the same GPU. For each kind of model one rank is killed at each place of a step; survivors
@@ -25,8 +26,8 @@ import torch
 from run_results import Results
 from waiting import until
 
-TRAINER = Path(__file__).with_name("kept_trainer.py")
-ROOT = TRAINER.parents[1]
+ROOT = Path(__file__).parents[2]
+TRAINER = ROOT / "tests" / "support" / "kept_trainer.py"
 PLACES = ("forward", "backward", "optimizer", "save", "fetch")
 EVERY = 10  # steps from one kill to the next
 LAST, DEADLINE_S = EVERY * (len(PLACES) + 1), 60.0

@@ -39,7 +39,7 @@ class Attacked:
         self.number = cluster.launches + 1
         self.ranks = ranks
         self.started = time.monotonic()
-        self.launch: Launch = cluster.start(ranks, "chaos_worker.py", arguments)
+        self.launch: Launch = cluster.start(ranks, "campaigns/chaos_worker.py", arguments)
         self.out = self.launch.out
         self._mark = f"OUT={self.out}".encode()
         self.killed_at = 0.0  # unix time
