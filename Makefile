@@ -1,8 +1,8 @@
-# Each of these makes the environment it needs by itself. Five are for everyday: lint type test bench docs.
+# Each of these makes the environment it needs by itself. Five are for everyday: lint type gate bench docs.
 #
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
-#   make test            unit, programs, 1 to 8 ranks, lost nodes: ten minutes; MPI=openmpi for Open MPI
-#   make share           exactly what CI runs for this commit: a share of the big matrices (SHARE=0 to 11, or all)
+#   make gate            exactly what CI runs before a change lands: the same tests every time, 15 minutes on two cores
+#   make full            all tests: 80 minutes on two cores
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
 #   make programs        commands, scripts and the blocks of docs/, in processes of their own
@@ -13,6 +13,7 @@
 #   make frameworks      trainings of other frameworks, killed and begun again: lightning transformers deepspeed
 #                        torchtitan nemo, each of them a target of its own, in an environment of its own
 #   make browser         the page of mlflash report, and the site, in a real browser (Debian's chromium)
+#   make simulate        SEEDS=0:1000: jobs in one process whose ranks die, whose messages are late and whose files fail
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
@@ -52,8 +53,11 @@ MINUTES ?= 10
 LOSSES ?= 200
 SEED ?= 1
 CHAOS ?=
-SHARE ?=
 COURIER ?=
+MARK ?=
+# MARK=gate: of a target's tests only those of the gate.
+MARKED = $(if $(MARK),-m '$(MARK)')
+SEEDS ?= 0:1000
 # What couriers are by default under this MPI.
 USUAL := $(if $(filter openmpi,$(MPI)),thread,process)
 TIMES ?= 20
@@ -66,7 +70,7 @@ FAULTS ?= $(if $(filter openmpi,$(MPI)),\
   tests/faults --ignore=tests/faults/test_megatron.py)
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
-.PHONY: help demo test share shake unit programs files browser adapters megatron frameworks $(TRAININGS) faults faults-full \
+.PHONY: help demo gate full shake unit programs files browser adapters megatron frameworks $(TRAININGS) simulation simulate faults faults-full \
   cluster slurm chaos corrupt recoveries suites lint type bench docs style package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -208,20 +212,17 @@ READY := .venv/.tests .venv/.installed $(VENV)/.tests $(VENV)/.installed
 demo: .venv/.installed
 	.venv/bin/mlflash demo
 
-test:
-	$(PYTHON) tests/steps.py --mpi $(MPI) $(if $(SHARE),--share $(SHARE)) test
-
-share:
-	$(PYTHON) tests/steps.py $(if $(SHARE),--share $(SHARE)) share
+gate full:
+	@cd tests && $(PYTHON) -m runner.steps $@
 
 shake: $(READY)
-	$(PYTHON) tests/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
+	$(PYTHON) tests/runner/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
 
 unit: $(READY)
-	$(BIN)/pytest tests/unit -n 2 --junitxml $(REPORTS)/unit.xml
+	$(BIN)/pytest tests/unit -n 2 $(MARKED) --junitxml $(REPORTS)/unit.xml
 
 programs: $(READY)
-	$(BIN)/pytest tests/programs --junitxml $(REPORTS)/programs.xml
+	$(BIN)/pytest tests/programs $(MARKED) --junitxml $(REPORTS)/programs.xml
 
 files: .venv-files/.installed
 	.venv-files/bin/pytest tests/files --junitxml $(REPORTS)/files.xml
@@ -234,7 +235,7 @@ define on_ranks
 	@mkdir -p $(REPORTS)
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) timeout -k 10 $(3) \
 	  $(1)/bin/mpiexec $(LAUNCH) -n $(2) $(1)/bin/python -m mpi4py $(1)/bin/pytest --only-mpi --timeout 100 --color no \
-	  -o stacks_after=25 -r fE --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
+	  -o stacks_after=25 -r fE $(MARKED) --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
 endef
 
 # COURIER=process: with couriers that are processes.
@@ -242,6 +243,8 @@ $(SIZES:%=test-%): export MLFLASH_COURIER := $(or $(COURIER),thread)
 $(SIZES:%=test-%): test-%: $(READY)
 	$(call on_ranks,$(VENV),$*,$(if $(COURIER),600,300),tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
 
+# What a gate has of them needs no S3.
+FILES := $(if $(filter gate,$(MARK)),.venv,.venv-files)
 # Those to Megatron are tested in its environment; local checkpoints, which import nothing of it, under Open MPI, too.
 adapters: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 ifeq ($(MPI),openmpi)
@@ -249,13 +252,13 @@ adapters: $(READY)
 	$(call on_ranks,$(VENV),4,600,tests/adapters/dcp tests/adapters/test_fsdp.py tests/adapters/megatron/test_local.py \
 	  -k 'not s3 and (nodes or training or fsdp or exports or test_local)')
 else
-adapters: .venv-files/.installed
-	$(call on_ranks,.venv-files,4,600,tests/adapters --ignore=tests/adapters/megatron)
+adapters: $(FILES)/.installed
+	$(call on_ranks,$(FILES),4,600,tests/adapters --ignore=tests/adapters/megatron)
 endif
 
 megatron: .venv-megatron/.installed
 	$(call on_ranks,.venv-megatron,4,600,tests/adapters/megatron)
-	.venv-megatron/bin/pytest tests/faults/test_megatron.py tests/cluster/slurm/test_megatron.py \
+	.venv-megatron/bin/pytest tests/faults/test_megatron.py tests/cluster/slurm/test_megatron.py $(MARKED) \
 	  --junitxml $(REPORTS)/megatron-trainings.xml
 
 frameworks: $(TRAININGS)
@@ -263,14 +266,20 @@ frameworks: $(TRAININGS)
 deepspeed: .venv-transformers/.installed
 lightning transformers torchtitan: %: .venv-%/.installed
 lightning transformers torchtitan deepspeed:
-	$(<D)/bin/pytest tests/frameworks -k $@ --junitxml $(REPORTS)/$@.xml
+	$(<D)/bin/pytest tests/frameworks -k $@ $(MARKED) --junitxml $(REPORTS)/$@.xml
 
 nemo: .venv-nemo/.installed
-	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo --junitxml $(REPORTS)/nemo.xml
+	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo $(MARKED) --junitxml $(REPORTS)/nemo.xml
+
+simulation: $(READY)
+	$(BIN)/pytest tests/simulation --junitxml $(REPORTS)/simulation.xml
+
+simulate: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m simulation.search --seeds $(SEEDS)
 
 faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)
-	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
+	$(BIN)/pytest $(FAULTS) $(MARKED) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
 
 faults-full: export MLFLASH_FAULTS := full
 faults-full: $(READY) .venv-megatron/.installed
@@ -279,11 +288,11 @@ faults-full: $(READY) .venv-megatron/.installed
 	.venv-megatron/bin/pytest tests/faults/test_megatron.py --junitxml $(REPORTS)/megatron-full.xml
 
 cluster: $(READY)
-	$(BIN)/pytest $(CLUSTER) --junitxml $(REPORTS)/cluster.xml
+	$(BIN)/pytest $(CLUSTER) $(MARKED) --junitxml $(REPORTS)/cluster.xml
 
 slurm: $(READY)
 	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_nemo.py --ignore=tests/cluster/slurm/test_megatron.py \
-	  --junitxml $(REPORTS)/slurm.xml
+	  $(MARKED) --junitxml $(REPORTS)/slurm.xml
 
 recoveries: $(READY)
 	@mkdir -p $(REPORTS)
@@ -326,7 +335,7 @@ site/index.html: mkdocs.yml $(wildcard *.md docs/* docs/*/* benchmarks/*.md benc
 	$(MAKE) docs
 
 package: $(READY)
-	.venv/bin/pytest tests/packaging --junitxml $(REPORTS)/packaging.xml
+	.venv/bin/pytest tests/packaging $(MARKED) --junitxml $(REPORTS)/packaging.xml
 
 clean:
 	rm -rf .venv .venv-* .reports site build dist mlflash.egg-info

@@ -1,23 +1,22 @@
-"""Fixtures of all tests, the share of them that a run takes, and what happens where a package is missing."""
+"""Fixtures of all tests, and what happens where a package is missing."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-import share
 from harness import own_memory
-from stacks import AFTER, FAILED, Watch
+from runner.stacks import AFTER, FAILED, Watch
 
 try:
     from hypothesis import settings
 except ModuleNotFoundError:
     pass
 else:
-    settings.register_profile("mlflash", deadline=None)  # a busy machine is no failure
+    # A busy machine is no failure, and each run has the same examples.
+    settings.register_profile("mlflash", deadline=None, derandomize=True)
     settings.load_profile("mlflash")
 
 
@@ -71,14 +70,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         item.config.stash[_WATCH].begin("")
-
-
-@pytest.hookimpl(tryfirst=True)  # before -k: what is divided does not depend on it
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    number = share.taken()
-    if number is not None:
-        items[:], left = share.divide(items, number, os.environ.get("MLFLASH_TEST_MPI") == "openmpi")
-        config.hook.pytest_deselected(items=left)
 
 
 @pytest.hookimpl(wrapper=True)

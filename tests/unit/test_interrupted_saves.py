@@ -101,6 +101,7 @@ def test_an_exception_at_any_line_of_a_save_commits_nothing_torn_and_stops_no_la
     assert interrupt_all(ckpt, lambda step: {"x": np.full(1000, step), "n": step}) > 0
 
 
+@pytest.mark.slow
 def test_so_it_is_where_the_save_waits_for_larger_slots(ckpt: Checkpointer) -> None:
     assert interrupt_all(ckpt, lambda step: {"x": np.full(1000 + 3000 * step, step), "n": step}) > 0
 

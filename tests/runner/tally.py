@@ -71,18 +71,10 @@ def _cases(reports: Path) -> Iterator[tuple[str, ElementTree.Element, bool]]:
 
 
 def _print_slowest(reports: Path) -> None:
-    """Say what the slowest tests cost, and what each of them has ever found."""
     seconds: Counter[str] = Counter()
     for name, case, _ in _cases(reports):
         seconds[name] = max(seconds[name], float(case.get("time", 0)))
-    found = _found()
-    print(f"\nThe {SLOWEST} slowest tests, in seconds, and what each of them has found (tests/found.txt):")
+    print(f"\nThe {SLOWEST} slowest tests, in seconds:")
     for name, took in seconds.most_common(SLOWEST):
-        finds = [text for test, text in found if test in name]
-        print(f"{took:7.1f}  {name}\n         {'; '.join(finds) or 'nothing yet'}")
+        print(f"{took:7.1f}  {name}")
     print()
-
-
-def _found() -> list[tuple[str, str]]:
-    lines = Path(__file__).with_name("found.txt").read_text().splitlines()
-    return [(test.strip(), text.strip()) for test, _, text in (line.partition(":") for line in lines) if text]
