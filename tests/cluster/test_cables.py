@@ -81,7 +81,7 @@ def test_a_node_that_falls_silent_is_named_and_the_job_goes_on_with_a_spare(
     check_restored(cluster, ("host1", "host2", "host4"), [late - 1, late])
 
 
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
+@pytest.mark.parametrize("transport", [pytest.param("p2p", marks=pytest.mark.gate), "rma"])
 def test_a_cable_cut_for_seconds_makes_saves_late_and_loses_nothing(nodes: Nodes, transport: str) -> None:
     cluster, job = start_and_hold_in_save(nodes, transport, victim=1, last=5, when_late="stay")
     nodes.cut("host2")

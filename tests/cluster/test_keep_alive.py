@@ -44,7 +44,7 @@ def lose(nodes: Nodes, host: str, how: str) -> None:
         nodes.crash(host, how == "power cut")
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "crash", "power cut"])
+@pytest.mark.parametrize("how", ["killed", "stopped", pytest.param("crash", marks=pytest.mark.gate), "power cut"])
 def test_the_others_stay_and_train_on_with_the_same_bits(
     start: Any, nodes: Nodes, expected: list[str], how: str
 ) -> None:

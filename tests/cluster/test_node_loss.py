@@ -13,7 +13,11 @@ from waiting import take
 
 THREE = ("host1", "host2", "host3")
 # Each transport over what MPI uses unless told otherwise, and one over each of its other ways.
-WAYS = [("p2p", NETMODS_HERE[0]), ("rma", NETMODS_HERE[0]), *(("rma", netmod) for netmod in NETMODS_HERE[1:])]
+WAYS = [
+    pytest.param("p2p", NETMODS_HERE[0], marks=pytest.mark.gate),
+    ("rma", NETMODS_HERE[0]),
+    *(("rma", netmod) for netmod in NETMODS_HERE[1:]),
+]
 
 
 def train_and_die(cluster: Cluster, hosts: Sequence[str], step: int, per_node: int = 1, **more: object) -> None:

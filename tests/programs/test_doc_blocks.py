@@ -38,6 +38,7 @@ def run(shm: Path, *words: str, timeout: float = 100) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.gate
 def test_the_block_runs(block: str, shm: Path) -> None:
     run(shm, "-W", "error", "-c", block)
 
