@@ -6,7 +6,7 @@
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
 #   make programs        commands, scripts and the blocks of docs/, in processes of their own
-#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes, as elsewhere)
+#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes; TRANSPORT=rma: only this)
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
 #   make adapters        the adapters to PyTorch's DCP and FSDP, on 4 ranks
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
@@ -54,6 +54,7 @@ LOSSES ?= 200
 SEED ?= 1
 CHAOS ?=
 COURIER ?=
+TRANSPORT ?=
 MARK ?=
 # MARK=gate: of a target's tests only those of the gate.
 MARKED = $(if $(MARK),-m '$(MARK)')
@@ -233,12 +234,13 @@ browser: .venv-browser/.installed site/index.html
 # $(call on_ranks,environment,ranks,limit in seconds,tests and pytest arguments): a report for each rank.
 define on_ranks
 	@mkdir -p $(REPORTS)
-	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) timeout -k 10 $(3) \
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) \
+	  $(TRANSPORT:%=MLFLASH_TEST_TRANSPORT=%) timeout -k 10 $(3) \
 	  $(1)/bin/mpiexec $(LAUNCH) -n $(2) $(1)/bin/python -m mpi4py $(1)/bin/pytest --only-mpi --timeout 100 --color no \
 	  -o stacks_after=25 -r fE $(MARKED) --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
 endef
 
-# COURIER=process: with couriers that are processes.
+# COURIER=process: with couriers that are processes. TRANSPORT=rma: with this one only.
 $(SIZES:%=test-%): export MLFLASH_COURIER := $(or $(COURIER),thread)
 $(SIZES:%=test-%): test-%: $(READY)
 	$(call on_ranks,$(VENV),$*,$(if $(COURIER),600,300),tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
