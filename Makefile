@@ -66,9 +66,6 @@ TIMES ?= 20
 CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
   tests/cluster -k 'test_node_loss or test_cables or one_world or replaced_by_a_spare',\
   tests/cluster --ignore=tests/cluster/slurm)
-FAULTS ?= $(if $(filter openmpi,$(MPI)),\
-  tests/faults/test_crash_points.py tests/faults/test_node_loss.py tests/faults/test_jobs.py -k 'crash_points or not p2p',\
-  tests/faults --ignore=tests/faults/test_megatron.py)
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
 .PHONY: help demo gate full shake unit programs files browser adapters megatron frameworks $(TRAININGS) simulation simulate faults faults-full \
@@ -84,8 +81,10 @@ help:
 # .venv has what mlflash needs to run, so that `make demo` installs no more; the tests add what they need. Each of the
 # others holds only what it has besides, and finds the rest in those below it: nothing large is installed twice.
 
-# A person sees how far it is; a log does not have to.
-PIP = $(@D)/bin/python -m pip install $(if $(CI),-q) -c constraints.txt
+# A person sees how far it is; a log does not have to. Half of the time would be for modules that nobody imports: each is
+# compiled when it is imported first.
+PIP = $(@D)/bin/python -m pip install $(if $(CI),-q) --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 # What setup.cfg says that mlflash (core) or an extra of it needs.
 NEEDED = $$($(PYTHON) tools/requirements.py $(1))
 
@@ -160,10 +159,10 @@ endef
 	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 	@touch $@
 
-# They ask for a newer Python and for CUDA, and need neither for what is tested here.
+# They ask for a newer Python and for CUDA, and need neither for what is tested here. Compiled now, as Python warns of one.
 .venv-megatron/.tests: .venv/.tests
 	$(call layer,.venv)
-	$(PIP) --no-deps --ignore-requires-python megatron-core megatron-bridge pyyaml einops psutil packaging
+	$(PIP) --compile --no-deps --ignore-requires-python megatron-core megatron-bridge pyyaml einops psutil packaging
 	@touch $@
 
 # What the tests of others import besides.
@@ -175,7 +174,7 @@ endef
 # It wants older packages than those below it.
 .venv-nemo/.tests: tests/nemo.txt .venv-transformers/.tests .venv-lightning/.tests
 	$(call layer,.venv-lightning .venv-transformers .venv)
-	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-deps -r tests/nemo.txt
+	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-compile --no-deps -r tests/nemo.txt
 	@touch $@
 
 .venv-browser/.tests: .venv/.tests
@@ -281,7 +280,7 @@ simulate: $(READY)
 
 faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)
-	$(BIN)/pytest $(FAULTS) $(MARKED) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
+	$(BIN)/pytest tests/faults --ignore=tests/faults/test_megatron.py $(MARKED) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
 
 faults-full: export MLFLASH_FAULTS := full
 faults-full: $(READY) .venv-megatron/.installed

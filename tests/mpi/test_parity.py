@@ -152,7 +152,7 @@ def damage(path: Path, header: Header, blocks: Sequence[int]) -> None:
 
 
 @on(3, 4, 5)
-@pytest.mark.parametrize(("scheme", "seed"), zip(2 * SCHEMES.get(SIZE, SCHEMES[3]), range(4), strict=True))
+@pytest.mark.parametrize(("scheme", "seed"), [*zip(2 * SCHEMES.get(SIZE, SCHEMES[3]), range(4), strict=True)])
 def test_blocks_damaged_in_all_members_at_once_are_repaired_where_no_stripe_lost_too_many(
     options: dict[str, Any], nodes: Nodes, scheme: str, seed: int
 ) -> None:

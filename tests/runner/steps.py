@@ -122,8 +122,8 @@ FULL = (
     Step("openmpi-cluster", "MPI=openmpi cluster", 400, ("env-openmpi",), waits=True),
     # What computes.
     Step("faults", "faults", 1200),
-    Step("faults-thread", "faults COURIER=thread", 500),
-    Step("openmpi-faults", "MPI=openmpi faults", 300, ("env-openmpi",)),
+    Step("faults-thread", "faults COURIER=thread MARK=gate", 240),
+    Step("openmpi-faults", "MPI=openmpi faults MARK=gate", 300, ("env-openmpi",)),
     Step("simulation", "simulation", 190),
     Step("simulate", "simulate SEEDS=0:30000", 610, has_report=False),
     Step("programs", "programs", 500, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
