@@ -213,7 +213,7 @@ demo: .venv/.installed
 	.venv/bin/mlflash demo
 
 gate full:
-	@cd tests && $(PYTHON) -m runner.steps $@
+	@cd tests && $(PYTHON) -m runner $@
 
 shake: $(READY)
 	$(PYTHON) tests/runner/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from runner import steps
+from runner import lanes, steps
 from runner.stacks import FAILED, LATE
 from runner.tally import MAY_SKIP, NEVER_BEGUN, OTHER_RANKS, tally
 
@@ -95,8 +95,8 @@ def test_steps_wait_for_others_fail_with_them_and_are_ended_at_their_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "Makefile").write_text(STUBS)
-    monkeypatch.setattr(steps, "REPO", tmp_path)
-    monkeypatch.setattr(steps, "REPORTS", tmp_path)
+    monkeypatch.setattr(lanes, "REPO", tmp_path)
+    monkeypatch.setattr(lanes, "REPORTS", tmp_path)
     monkeypatch.setattr(steps.Step, "limit", property(lambda step: step.seconds))
     made = [
         steps.Step("first", "fine WHO=me", 60, (), is_first=True),
@@ -104,10 +104,10 @@ def test_steps_wait_for_others_fail_with_them_and_are_ended_at_their_limit(
         steps.Step("third", "fine", 60, ("second",)),
         steps.Step("fourth", "hangs", 0.5, ("first",), waits=True),
     ]
-    run = steps.Run(made)
+    run = lanes.Run(made)
     run.all()
     assert sorted(run.failed) == ["fourth", "second", "third"]
-    assert set(run.wall_s) == set(run.cpu_s) == {"first", "second", "fourth"}
+    assert set(run.ended) == {"first", "second", "fourth"}
     printed = capsys.readouterr().out
     assert "this is me\n=== first: exit 0 after" in printed and "=== fourth: ended at its limit" in printed
     assert "--- third" not in printed
@@ -121,16 +121,16 @@ def test_where_a_first_step_fails_nothing_else_begins_and_what_runs_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "Makefile").write_text(STUBS)
-    monkeypatch.setattr(steps, "REPO", tmp_path)
-    monkeypatch.setattr(steps, "REPORTS", tmp_path)
-    run = steps.Run([
+    monkeypatch.setattr(lanes, "REPO", tmp_path)
+    monkeypatch.setattr(lanes, "REPORTS", tmp_path)
+    run = lanes.Run([
         steps.Step("docs", "hangs", 60, (), is_first=True),
         steps.Step("lint", "fails", 60, (), is_first=True),
         steps.Step("long", "fine", 60, ()),
     ])  # fmt: skip
     start = time.monotonic()
     run.all()
-    assert list(run.failed) == ["lint", "long", "docs"] and set(run.wall_s) == {"lint", "docs"}
+    assert list(run.failed) == ["lint", "long", "docs"] and set(run.ended) == {"lint", "docs"}
     assert time.monotonic() - start < 60
 
 
