@@ -16,8 +16,8 @@ RANKS, LAST = 2, 7
 ENV = {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
        "MLFLASH_CHUNK_NBYTES": "65536", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 VARIANTS = {
-    "lightning": ["ddp", "fsdp1", "fsdp2", "accumulate", "validate"],
-    "transformers": ["ddp", "fsdp2", "accumulate", "zero1", "zero2", "zero3"],
+    "lightning": ["ddp", "fsdp1", "fsdp2", "accumulate"],
+    "transformers": ["ddp", "fsdp2", "accumulate", "zero1", "zero3"],
     "deepspeed": ["zero1", "zero3", "accumulate"],
     "torchtitan": ["fsdp2"],
     "nemo": ["megatron"],
