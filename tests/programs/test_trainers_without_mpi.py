@@ -17,7 +17,6 @@ ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_COURIER": "process", "MLFLASH_BLOCK_
        "MLFLASH_CHUNK_NBYTES": "65536"}  # fmt: skip
 
 
-@pytest.mark.gate
 def test_dcp(shm: Path) -> None:
     cluster = Cluster(shm)
     losses = []
