@@ -5,6 +5,7 @@
 #   make full            all tests: 80 minutes on two cores
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
+#                        MARK=gate, after any of these and of those below: only its tests that the gate has
 #   make programs        commands, scripts and the blocks of docs/, in processes of their own
 #   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes; TRANSPORT=rma: only this)
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
