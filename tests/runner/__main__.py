@@ -1,6 +1,6 @@
 """Run the steps of the gate, or of all tests, and add up what their tests reported.
 
-Usage, in tests/: python -m runner [--only STEP ...] gate|full
+Usage, in tests/: python -m runner gate|full [--only STEP ...]
 """
 
 from __future__ import annotations
