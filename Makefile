@@ -1,18 +1,20 @@
-# Each of these makes the environment it needs by itself. Five are for everyday: lint type test bench docs.
+# Each of these makes the environment it needs by itself. Five are for everyday: lint type gate bench docs.
 #
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
-#   make test            unit, programs, 1 to 8 ranks, lost nodes: ten minutes; MPI=openmpi for Open MPI
-#   make share           exactly what CI runs for this commit: a share of the big matrices (SHARE=0 to 11, or all)
+#   make gate            exactly what CI runs before a change lands: the same tests every time, 15 minutes on two cores
+#   make full            all tests: 80 minutes on two cores
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
+#                        MARK=gate, after any of these and of those below: only its tests that the gate has
 #   make programs        commands, scripts and the blocks of docs/, in processes of their own
-#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes, as elsewhere)
+#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes; TRANSPORT=rma: only this)
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
 #   make adapters        the adapters to PyTorch's DCP and FSDP, on 4 ranks
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
 #   make frameworks      trainings of other frameworks, killed and begun again: lightning transformers deepspeed
 #                        torchtitan nemo, each of them a target of its own, in an environment of its own
 #   make browser         the page of mlflash report, and the site, in a real browser (Debian's chromium)
+#   make simulate        SEEDS=0:1000: jobs in one process whose ranks die, whose messages are late and whose files fail
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
@@ -54,8 +56,12 @@ MINUTES ?= 10
 LOSSES ?= 200
 SEED ?= 1
 CHAOS ?=
-SHARE ?=
 COURIER ?=
+TRANSPORT ?=
+MARK ?=
+# MARK=gate: of a target's tests only those of the gate.
+MARKED = $(if $(MARK),-m '$(MARK)')
+SEEDS ?= 0:1000
 # What couriers are by default under this MPI.
 USUAL := $(if $(filter openmpi,$(MPI)),thread,process)
 TIMES ?= 20
@@ -63,12 +69,9 @@ TIMES ?= 20
 CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
   tests/cluster -k 'test_node_loss or test_cables or one_world or replaced_by_a_spare',\
   tests/cluster --ignore=tests/cluster/slurm)
-FAULTS ?= $(if $(filter openmpi,$(MPI)),\
-  tests/faults/test_crash_points.py tests/faults/test_node_loss.py tests/faults/test_jobs.py -k 'crash_points or not p2p',\
-  tests/faults --ignore=tests/faults/test_megatron.py)
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
-.PHONY: help demo test share shake unit programs files browser adapters megatron frameworks $(TRAININGS) faults faults-full \
+.PHONY: help demo gate full shake unit programs files browser adapters megatron frameworks $(TRAININGS) simulation simulate faults faults-full \
   cluster slurm chaos corrupt recoveries suites lint type bench docs style package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -81,8 +84,10 @@ help:
 # .venv has what mlflash needs to run, so that `make demo` installs no more; the tests add what they need. Each of the
 # others holds only what it has besides, and finds the rest in those below it: nothing large is installed twice.
 
-# A person sees how far it is; a log does not have to.
-PIP = $(@D)/bin/python -m pip install $(if $(CI),-q) -c constraints.txt
+# A person sees how far it is; a log does not have to. Half of the time would be for modules that nobody imports: each is
+# compiled when it is imported first.
+PIP = $(@D)/bin/python -m pip install $(if $(CI),-q) --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 # What setup.cfg says that mlflash (core) or an extra of it needs.
 NEEDED = $$($(PYTHON) tools/requirements.py $(1))
 
@@ -157,10 +162,10 @@ endef
 	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 	@touch $@
 
-# They ask for a newer Python and for CUDA, and need neither for what is tested here.
+# They ask for a newer Python and for CUDA, and need neither for what is tested here. Compiled now, as Python warns of one.
 .venv-megatron/.tests: .venv/.tests
 	$(call layer,.venv)
-	$(PIP) --no-deps --ignore-requires-python megatron-core megatron-bridge pyyaml einops psutil packaging
+	$(PIP) --compile --no-deps --ignore-requires-python megatron-core megatron-bridge pyyaml einops psutil packaging
 	@touch $@
 
 # What the tests of others import besides.
@@ -172,7 +177,7 @@ endef
 # It wants older packages than those below it.
 .venv-nemo/.tests: tests/frameworks/nemo.txt .venv-transformers/.tests .venv-lightning/.tests
 	$(call layer,.venv-lightning .venv-transformers .venv)
-	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-deps -r tests/frameworks/nemo.txt
+	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-compile --no-deps -r tests/frameworks/nemo.txt
 	@touch $@
 
 .venv-browser/.tests: .venv/.tests
@@ -210,20 +215,17 @@ READY := .venv/.tests .venv/.installed $(VENV)/.tests $(VENV)/.installed
 demo: .venv/.installed
 	.venv/bin/mlflash demo
 
-test:
-	$(SUPPORT) $(PYTHON) tests/steps.py --mpi $(MPI) $(if $(SHARE),--share $(SHARE)) test
-
-share:
-	$(SUPPORT) $(PYTHON) tests/steps.py $(if $(SHARE),--share $(SHARE)) share
+gate full:
+	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m runner $@
 
 shake: $(READY)
-	$(SUPPORT) $(PYTHON) tests/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
+	$(SUPPORT) $(PYTHON) tests/runner/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
 
 unit: $(READY)
-	$(BIN)/pytest tests/unit -n 2 --junitxml $(REPORTS)/unit.xml
+	$(BIN)/pytest tests/unit -n 2 $(MARKED) --junitxml $(REPORTS)/unit.xml
 
 programs: $(READY)
-	$(BIN)/pytest tests/programs --junitxml $(REPORTS)/programs.xml
+	$(BIN)/pytest tests/programs $(MARKED) --junitxml $(REPORTS)/programs.xml
 
 files: .venv-files/.installed
 	.venv-files/bin/pytest tests/files --junitxml $(REPORTS)/files.xml
@@ -234,16 +236,19 @@ browser: .venv-browser/.installed site/index.html
 # $(call on_ranks,environment,ranks,limit in seconds,tests and pytest arguments): a report for each rank.
 define on_ranks
 	@mkdir -p $(REPORTS)
-	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) timeout -k 10 $(3) \
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) \
+	  $(TRANSPORT:%=MLFLASH_TEST_TRANSPORT=%) timeout -k 10 $(3) \
 	  $(1)/bin/mpiexec $(LAUNCH) -n $(2) $(1)/bin/python -m mpi4py $(1)/bin/pytest --only-mpi --timeout 100 --color no \
-	  -o stacks_after=25 -r fE --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
+	  -o stacks_after=25 -r fE $(MARKED) --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
 endef
 
-# COURIER=process: with couriers that are processes.
+# COURIER=process: with couriers that are processes. TRANSPORT=rma: with this one only.
 $(SIZES:%=test-%): export MLFLASH_COURIER := $(or $(COURIER),thread)
 $(SIZES:%=test-%): test-%: $(READY)
 	$(call on_ranks,$(VENV),$*,$(if $(COURIER),600,300),tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
 
+# What a gate has of them needs no S3.
+FILES := $(if $(filter gate,$(MARK)),.venv,.venv-files)
 # Those to Megatron are tested in its environment; local checkpoints, which import nothing of it, under Open MPI, too.
 adapters: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 ifeq ($(MPI),openmpi)
@@ -251,13 +256,13 @@ adapters: $(READY)
 	$(call on_ranks,$(VENV),4,600,tests/adapters/dcp tests/adapters/test_fsdp.py tests/adapters/megatron/test_local.py \
 	  -k 'not s3 and (nodes or training or fsdp or exports or test_local)')
 else
-adapters: .venv-files/.installed
-	$(call on_ranks,.venv-files,4,600,tests/adapters --ignore=tests/adapters/megatron)
+adapters: $(FILES)/.installed
+	$(call on_ranks,$(FILES),4,600,tests/adapters --ignore=tests/adapters/megatron)
 endif
 
 megatron: .venv-megatron/.installed
 	$(call on_ranks,.venv-megatron,4,600,tests/adapters/megatron)
-	.venv-megatron/bin/pytest tests/faults/test_megatron.py tests/cluster/slurm/test_megatron.py \
+	.venv-megatron/bin/pytest tests/faults/test_megatron.py tests/cluster/slurm/test_megatron.py $(MARKED) \
 	  --junitxml $(REPORTS)/megatron-trainings.xml
 
 frameworks: $(TRAININGS)
@@ -265,14 +270,20 @@ frameworks: $(TRAININGS)
 deepspeed: .venv-transformers/.installed
 lightning transformers torchtitan: %: .venv-%/.installed
 lightning transformers torchtitan deepspeed:
-	$(<D)/bin/pytest tests/frameworks -k $@ --junitxml $(REPORTS)/$@.xml
+	$(<D)/bin/pytest tests/frameworks -k $@ $(MARKED) --junitxml $(REPORTS)/$@.xml
 
 nemo: .venv-nemo/.installed
-	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo --junitxml $(REPORTS)/nemo.xml
+	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo $(MARKED) --junitxml $(REPORTS)/nemo.xml
+
+simulation: $(READY)
+	$(BIN)/pytest tests/simulation $(MARKED) --junitxml $(REPORTS)/simulation.xml
+
+simulate: $(READY)
+	$(BIN)/python tests/simulation $(SEEDS)
 
 faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)
-	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
+	$(BIN)/pytest tests/faults --ignore=tests/faults/test_megatron.py $(MARKED) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
 
 faults-full: export MLFLASH_FAULTS := full
 faults-full: $(READY) .venv-megatron/.installed
@@ -281,11 +292,11 @@ faults-full: $(READY) .venv-megatron/.installed
 	.venv-megatron/bin/pytest tests/faults/test_megatron.py --junitxml $(REPORTS)/megatron-full.xml
 
 cluster: $(READY)
-	$(BIN)/pytest $(CLUSTER) --junitxml $(REPORTS)/cluster.xml
+	$(BIN)/pytest $(CLUSTER) $(MARKED) --junitxml $(REPORTS)/cluster.xml
 
 slurm: $(READY)
 	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_nemo.py --ignore=tests/cluster/slurm/test_megatron.py \
-	  --junitxml $(REPORTS)/slurm.xml
+	  $(MARKED) --junitxml $(REPORTS)/slurm.xml
 
 recoveries: $(READY)
 	@mkdir -p $(REPORTS)
@@ -328,7 +339,7 @@ site/index.html: mkdocs.yml $(wildcard *.md docs/* docs/*/* benchmarks/*.md benc
 	$(MAKE) docs
 
 package: $(READY)
-	.venv/bin/pytest tests/packaging --junitxml $(REPORTS)/packaging.xml
+	.venv/bin/pytest tests/packaging $(MARKED) --junitxml $(REPORTS)/packaging.xml
 
 clean:
 	rm -rf .venv .venv-* .reports site build dist mlflash.egg-info

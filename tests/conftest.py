@@ -1,4 +1,4 @@
-"""Fixtures of all tests, the share of them that a run takes, and what happens where a package is missing."""
+"""Fixtures of all tests, and what happens where a package is missing."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-import share
-from stacks import AFTER, FAILED, Watch
+from harness import own_memory
+from runner.stacks import AFTER, FAILED, Watch
 
 try:
     from hypothesis import settings
 except ModuleNotFoundError:
     pass
 else:
-    settings.register_profile("mlflash", deadline=None)  # a busy machine is no failure
+    # A busy machine is no failure, and each run has the same examples.
+    settings.register_profile("mlflash", deadline=None, derandomize=True)
     settings.load_profile("mlflash")
 
 
 # What tests start imports from support/, too: whatever starts it, and wherever it is.
-_SUPPORT = str(Path(share.__file__).with_name("support"))
+_SUPPORT = str(Path(__file__).with_name("support"))
 _PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 os.environ["PYTHONPATH"] = os.pathsep.join([_SUPPORT, *(path for path in _PATHS if path not in ("", _SUPPORT))])
 
@@ -75,14 +76,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         item.config.stash[_WATCH].begin("")
-
-
-@pytest.hookimpl(tryfirst=True)  # before -k: what is divided does not depend on it
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    number = share.taken()
-    if number is not None:
-        items[:], left = share.divide(items, number, os.environ.get("MLFLASH_TEST_MPI") == "openmpi")
-        config.hook.pytest_deselected(items=left)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -46,6 +46,7 @@ def test_the_arguments_are_those_of_torch_in_its_order_and_then_ours_by_name_onl
     assert list(parameters) == [*of_torch, *by_name] and by_name == ["comm", "host", "courier"]
 
 
+@pytest.mark.gate
 def test_what_torch_is_called_with_starts_the_ranks_of_mpi(comm: Any) -> None:
     minute = datetime.timedelta(minutes=1)
     cpu = torch.device("cpu")
@@ -87,6 +88,7 @@ def test_another_way_to_find_each_other_is_refused_on_all_ranks_and_it_says_what
     assert "torch.distributed's own" in str(error)
 
 
+@pytest.mark.gate
 def test_what_only_one_rank_is_given_is_refused_on_all_ranks(comm: Any) -> None:
     last = comm.size - 1
     mine = comm.rank == last

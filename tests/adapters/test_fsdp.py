@@ -63,7 +63,7 @@ def loaded_local(root: Path, make: Any, replicas: int, shards: int, steps: int =
 
 
 @pytest.mark.parametrize("make", [fsdp2, fsdp1])
-@pytest.mark.parametrize("replicas", [2, 1])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.gate), 1])
 def test_local_state_goes_back_to_any_number_of_replicas(root: Path, make: Any, replicas: int) -> None:
     expected = saved_local(root, make, 2, 2)
     found = loaded_local(root, make, replicas, 2)
@@ -181,6 +181,7 @@ def test_sharded_state_goes_to_another_number_of_ranks(root: Path, make: Any) ->
                 assert run.train(3) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.gate
 def test_groups_save_under_their_ids_at_once_and_nothing_is_mixed(root: Path) -> None:
     ranks = [0, 1] if RANK < 2 else [2, 3]
     for attempt in (1, 2):
@@ -324,6 +325,7 @@ class _Never:
         return False
 
 
+@pytest.mark.gate
 def test_a_node_of_each_set_of_replicas_may_be_lost(root: Path) -> None:
     expected = saved_local(root, fsdp2, 2, 2)
     COMM.Barrier()

@@ -158,6 +158,7 @@ def test_who_always_computes_wrongly_is_named_as_the_one_of_both_micro_batches(w
         assert as_witness.witness.rank == 1 and "got the same bits as" in as_witness.reason
 
 
+@pytest.mark.gate
 def test_who_computes_a_replay_wrongly_is_named() -> None:
     with job():
         run = replayed(Faulty(3, {1}), steps=1)

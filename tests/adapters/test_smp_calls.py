@@ -41,7 +41,7 @@ def replication(ranker: fsdp.Ranker) -> tuple[Any, int]:
     return group, coordinator
 
 
-@pytest.mark.parametrize("make", [fsdp2, fsdp1])
+@pytest.mark.parametrize("make", [pytest.param(fsdp2, marks=pytest.mark.gate), fsdp1])
 def test_the_local_recipe(root: Path, make: Any) -> None:
     with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
         run: Run = make(2, 2)
@@ -79,7 +79,7 @@ def sharded(run: Run) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.gate)])
 def test_the_sharded_recipe(root: Path, replicas: int) -> None:
     """Two replicas of FSDP1 hold two shards each; on the way back one is sharded over all four, or two as before."""
     checkpoint_id = f"{SAVE_DIR}/tp0_ep0"

@@ -2,7 +2,7 @@
 
 `pip install atheris; python tests/campaigns/fuzz_format.py -max_total_time=600`.
 
-Not part of `make test`: what it finds becomes a case in tests/unit/test_format.py.
+Not part of `make full`: what it finds becomes a case in tests/unit/test_format.py.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_a_node_that_falls_silent_is_named_and_the_job_goes_on_with_a_spare(
     check_restored(cluster, ("host1", "host2", "host4"), [late - 1, late])
 
 
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
+@pytest.mark.parametrize("transport", [pytest.param("p2p", marks=pytest.mark.gate), "rma"])
 def test_a_cable_cut_for_seconds_makes_saves_late_and_loses_nothing(nodes: Nodes, transport: str) -> None:
     cluster, job = start_and_hold_in_save(nodes, transport, victim=1, last=5, when_late="stay")
     nodes.cut("host2")
@@ -97,10 +97,9 @@ def test_a_cable_cut_for_seconds_makes_saves_late_and_loses_nothing(nodes: Nodes
     check_restored(cluster, THREE, [5])
 
 
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
-def test_save_does_not_wait_for_a_slow_network(nodes: Nodes, transport: str) -> None:
+def test_save_does_not_wait_for_a_slow_network(nodes: Nodes) -> None:
     # The first save makes the slots, with both ends of every copy. No other one is held up where nothing gets through.
-    cluster, job = start_saving(nodes, transport, last=4, when_late="leave", timeout_s=3600, hold_at=3)
+    cluster, job = start_saving(nodes, "rma", last=4, when_late="leave", timeout_s=3600, hold_at=3)
     job.wait_for("holds", len(THREE))
     for host in THREE:
         nodes.cut(host)
@@ -118,14 +117,13 @@ def test_save_does_not_wait_for_a_slow_network(nodes: Nodes, transport: str) -> 
     check_restored(cluster, THREE, [4])
 
 
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
-def test_cables_that_delay_and_lose_packets_cost_time_only(nodes: Nodes, transport: str) -> None:
+def test_cables_that_delay_and_lose_packets_cost_time_only(nodes: Nodes) -> None:
     try:
         for host in nodes.names:
             nodes.disturb(host, delay_ms=10, loss_percent=0.5)
     except LookupError as error:
         pytest.skip(f"needs netem: {error}")
-    cluster = Cluster(nodes, transport)
+    cluster = Cluster(nodes, "p2p")
     result = cluster.run(THREE, last=3)
     assert len(result.of("end")) == len(THREE), result.log
     nodes.crash("host2")

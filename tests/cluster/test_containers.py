@@ -77,8 +77,9 @@ def test_containers_that_share_memory_under_two_host_names_are_told_so(shm: Path
     assert all("containers of one job that share this memory need one host name, too" in text for text in said), said
 
 
-@pytest.mark.parametrize("netmod", ["ofi", "ucx"])
-@pytest.mark.parametrize("spaces", ["--pid --fork --kill-child --mount-proc", "--user --map-root-user"])
+@pytest.mark.parametrize(
+    ("spaces", "netmod"), [("--pid --fork --kill-child --mount-proc", "ucx"), ("--user --map-root-user", "ofi")]
+)
 def test_ranks_of_a_node_that_cannot_read_each_other_are_sent_the_right_bytes(
     shm: Path, spaces: str, netmod: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

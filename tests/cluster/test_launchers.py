@@ -90,7 +90,7 @@ def worker_of(**spec: Any) -> list[str]:
 @pytest.mark.timeout(300)
 def test_what_ranks_test_is_so_where_torchrun_starts_them_on_two_nodes(nodes: Nodes, torchrun: Torchrun) -> None:
     """The tests that `make test-4` runs under mpiexec, as far as they need no memory or address of one host."""
-    own = {"MLFLASH_COURIER": "process", "MLFLASH_TEST_SHARE": "all", "TMPDIR": str(torchrun.out),
+    own = {"MLFLASH_COURIER": "process", "TMPDIR": str(torchrun.out),
            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}  # fmt: skip
     files = [str(TESTS / "mpi" / f"test_{name}.py") for name in ("checkpointer", "exceptions", "adapting")]
     arguments = ["--only-mpi", "-q", "-x", "--timeout=60", "-k", "not moved and not too_small and not torch_ranks"]

@@ -35,11 +35,10 @@ def check_restored(cluster: Cluster, allowed: set[int]) -> None:
     assert len(result.of("end")) == 2, result.log
 
 
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
 @pytest.mark.parametrize(
-    ("point", "allowed"),
-    [("stage.unsealed", {2}), ("transfer.sent", {2}), ("transfer.arrived", {2, 3}), ("protect.sealed", {2, 3}),
-     ("commit.agreed", {3})],
+    ("point", "allowed", "transport"),
+    [("stage.unsealed", {2}, "p2p"), ("transfer.sent", {2}, "rma"), ("transfer.arrived", {2, 3}, "p2p"),
+     ("protect.sealed", {2, 3}, "rma"), ("commit.agreed", {3}, "p2p")],
 )  # fmt: skip
 def test_a_node_that_crashes_in_a_save(nodes: Nodes, point: str, allowed: set[int | None], transport: str) -> None:
     cluster = Cluster(nodes, transport)

@@ -141,6 +141,7 @@ def test_the_megatron_recipe_of_ml_flashpoints_guide_recovers(shm: Path) -> None
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.gate
 def test_megatron_bridge_goes_on_from_memory_with_the_same_bits(shm: Path) -> None:
     """Its own train step; all ranks are killed, and a node is lost besides."""
     cluster, program = Cluster(shm), ["faults/bridge_job.py", str(shm / "bridge"), str(LAST)]

@@ -11,7 +11,7 @@ from harness import Cluster
 MODEL, OPTIMIZER = "torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict"
 WRAPPED = "accelerate.optimizer.AcceleratedOptimizer.load_state_dict"
 LOADS = [
-    ("lightning", "ddp", MODEL), ("lightning", "fsdp2", MODEL), ("lightning", "ddp", OPTIMIZER),
+    ("lightning", "fsdp2", MODEL), ("lightning", "ddp", OPTIMIZER),
     ("transformers", "ddp", MODEL), ("transformers", "fsdp2", WRAPPED), ("deepspeed", "zero1", MODEL),
     ("torchtitan", "fsdp2", OPTIMIZER), ("nemo", "megatron", MODEL),
 ]  # fmt: skip

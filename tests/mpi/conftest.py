@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +19,12 @@ def pytest_configure(config: pytest.Config) -> None:
         holds.reach_into_couriers()
 
 
-@pytest.fixture(params=["p2p", "rma"])
+TRANSPORTS = os.environ.get("MLFLASH_TEST_TRANSPORT", "p2p rma").split()
+
+
+@pytest.fixture(params=TRANSPORTS)
 def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
-    """Settings of a Checkpointer on emulated nodes of one rank each, for both transports."""
+    """Settings of a Checkpointer on emulated nodes of one rank each, for each transport that is tested."""
     return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": request.param, "timeout_s": 30.0,
             "block_nbytes": 65_536, "chunk_nbytes": 262_144}  # fmt: skip
 

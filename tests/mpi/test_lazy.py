@@ -61,8 +61,12 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("point", [None, "commit.released", "protect.announced", "transfer.sent", "commit.seen"])
-@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize(
+    ("point", "how"),
+    [(None, {}), ("commit.released", {"fused": True}), ("protect.announced", {"foreach": False}),
+     ("transfer.sent", {"fused": True}), ("transfer.sent", {"foreach": False}), ("commit.seen", {})],
+    ids=str,
+)  # fmt: skip
 def test_what_is_restored_is_the_state_at_the_save_however_early_training_goes_on(
     options: dict[str, Any], slow_at: Any, point: str | None, how: dict[str, Any]
 ) -> None:
@@ -204,8 +208,11 @@ def _by_numpy(weight: torch.Tensor) -> None:
 
 
 @two
-@pytest.mark.parametrize("write", [lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(2), _by_numpy])
-@pytest.mark.parametrize("replicated", [None, True])
+@pytest.mark.parametrize(
+    ("write", "replicated"),
+    [(lambda weight: weight.mul_(2), None), (lambda weight: weight.data.mul_(2), True), (_by_numpy, None),
+     (_by_numpy, True)],
+)  # fmt: skip
 def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(
     options: dict[str, Any], hold_at: Callable[[str], Hold], write: Callable[[torch.Tensor], object],
     replicated: bool | None,

@@ -152,8 +152,7 @@ def damage(path: Path, header: Header, blocks: Sequence[int]) -> None:
 
 
 @on(3, 4, 5)
-@schemes(3, 4, 5)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("scheme", "seed"), [*zip(2 * SCHEMES.get(SIZE, SCHEMES[3]), range(4), strict=True)])
 def test_blocks_damaged_in_all_members_at_once_are_repaired_where_no_stripe_lost_too_many(
     options: dict[str, Any], nodes: Nodes, scheme: str, seed: int
 ) -> None:
@@ -185,8 +184,11 @@ def test_blocks_damaged_in_all_members_at_once_are_repaired_where_no_stripe_lost
 
 
 @on(4)
-@schemes(4)
-@pytest.mark.parametrize("what", ["header", "table", "heads", "parity header", "parity table", "manifest"])
+@pytest.mark.parametrize(
+    ("scheme", "what"),
+    [("xor:4", "header"), ("rs:2+2", "table"), ("xor:4", "heads"), ("rs:2+2", "parity header"),
+     ("xor:4", "parity table"), ("rs:2+2", "manifest")],
+)  # fmt: skip
 def test_damage_at_any_place_of_one_member_is_repaired(
     options: dict[str, Any], nodes: Nodes, scheme: str, what: str
 ) -> None:
@@ -211,8 +213,7 @@ def test_damage_at_any_place_of_one_member_is_repaired(
 @on(4)
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("copy", "xor:3"), ("xor:3", "copy"), ("xor:3", "rs:2+1"), ("rs:2+1", "none"), ("none", "xor:3"),
-     ("copy:2", "xor:3"), ("xor:3", "copy:2")],
+    [("copy", "xor:3"), ("xor:3", "rs:2+1"), ("rs:2+1", "none"), ("none", "copy:2"), ("copy:2", "copy")],
 )  # fmt: skip
 def test_another_scheme_restores_by_the_recorded_one_and_protects_by_the_new(
     options: dict[str, Any], nodes: Nodes, old: str, new: str

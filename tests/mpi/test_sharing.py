@@ -31,10 +31,6 @@ def options(root: Path) -> dict[str, Any]:
             "block_nbytes": 65_536, "chunk_nbytes": 262_144}  # fmt: skip
 
 
-# Where shares are fetched.
-both_transports = pytest.mark.parametrize("transport", ["p2p", "rma"])
-
-
 class Own:
     """State that each rank has its own of."""
 
@@ -213,8 +209,7 @@ def test_ranks_that_moved_find_their_shares(options: dict[str, Any], nodes: Node
 
 
 @on_4
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-@both_transports
+@pytest.mark.parametrize(("before", "after", "transport"), [(2, 1, "rma"), (1, 2, "p2p"), (2, 4, "rma")])
 def test_other_numbers_of_ranks_on_a_node_put_the_shares_together(
     options: dict[str, Any], nodes: Nodes, before: int, after: int, transport: str
 ) -> None:
@@ -248,8 +243,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "though it should be" in r.getMessage()]
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
-@pytest.mark.parametrize("name", ["weight", "mask", "one"])
+@pytest.mark.parametrize(("per_node", "name"), [(1, "weight"), (2, "mask"), (1, "one"), (2, "weight")])
 def test_a_step_on_which_copies_differ_is_not_committed_and_the_next_stores_each(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture, per_node: int, name: str
 ) -> None:

@@ -16,11 +16,18 @@ LOCAL = (".git", ".venv*", "build", "*.egg-info", ".reports", ".*_cache", "__pyc
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that builds and checks packages."""
+    """The programs of an environment that builds packages."""
     path = tmp_path_factory.mktemp("tools")
     call(sys.executable, "-m", "venv", path)
-    call(path / "bin/pip", "install", "-q", "build", "twine", "cffconvert", "mypy")
+    call(path / "bin/pip", "install", "-q", "build")
     return path / "bin"
+
+
+@pytest.fixture(scope="session")
+def checkers(tools: Path) -> Path:
+    """The same, with those that check packages."""
+    call(tools / "pip", "install", "-q", "twine", "cffconvert", "mypy")
+    return tools
 
 
 @pytest.fixture(scope="session")

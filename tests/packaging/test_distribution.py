@@ -22,6 +22,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: opened.read(name) for name in opened.namelist() if not name.endswith("/RECORD")}
 
 
+@pytest.mark.gate
 def test_the_wheel_is_pure_and_holds_the_package_only(wheel: Path) -> None:
     assert wheel.name == f"mlflash-{mlflash.__version__}-py3-none-any.whl"
     names = set(contents(wheel))
@@ -35,10 +36,11 @@ def test_the_wheel_is_pure_and_holds_the_package_only(wheel: Path) -> None:
     assert f"mlflash-{mlflash.__version__}.dist-info/licenses/LICENSE" in names
 
 
+@pytest.mark.gate
 def test_the_source_distribution_is_the_project(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as opened:
         names = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
-    assert {"tests/tally.py", "docs/format.md", "constraints.txt", "Makefile", "CONTRIBUTING.md"} <= names
+    assert {"tests/runner/tally.py", "docs/format.md", "constraints.txt", "Makefile", "CONTRIBUTING.md"} <= names
     names = {name for name in names if not name.startswith("mlflash.egg-info/")} - {"PKG-INFO"}
     if not (REPO / ".git").exists():
         pytest.skip("needs git: this is no checkout")
@@ -65,10 +67,11 @@ def test_the_tests_run_from_the_source_distribution(built: tuple[Path, Path], tm
          "tests/unit/test_format.py", "-k", "not block", cwd=project)  # fmt: skip
 
 
-def test_the_index_takes_both(built: tuple[Path, Path], tools: Path) -> None:
-    assert call(tools / "twine", "check", "--strict", *built).count("PASSED") == 2
+def test_the_index_takes_both(built: tuple[Path, Path], checkers: Path) -> None:
+    assert call(checkers / "twine", "check", "--strict", *built).count("PASSED") == 2
 
 
+@pytest.mark.gate
 def test_the_metadata_is_complete(wheel: Path) -> None:
     (raw,) = [text for name, text in contents(wheel).items() if name.endswith("/METADATA")]
     told = email.message_from_bytes(raw)
@@ -82,8 +85,8 @@ def test_the_metadata_is_complete(wheel: Path) -> None:
     assert re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", description).strip() == unlinked.strip()
 
 
-def test_the_citation_is_valid_and_of_this_version(tools: Path) -> None:
-    call(tools / "cffconvert", "--validate", cwd=REPO)
+def test_the_citation_is_valid_and_of_this_version(checkers: Path) -> None:
+    call(checkers / "cffconvert", "--validate", cwd=REPO)
     text = (REPO / "CITATION.cff").read_text()
     assert f"\nversion: {mlflash.__version__}\n" in text and "\nlicense: Apache-2.0\n" in text
 

@@ -50,10 +50,10 @@ mlflash.nothing
 """
 
 
-def check(program: str, tools: Path, environment: Path, folder: Path) -> list[str]:
+def check(program: str, checkers: Path, environment: Path, folder: Path) -> list[str]:
     """What mypy --strict says of a program, line by line."""
     (folder / "train.py").write_text(program)
-    mypy = [tools / "mypy", "--strict", "--config-file=", "--cache-dir", folder / "cache"]
+    mypy = [checkers / "mypy", "--strict", "--config-file=", "--cache-dir", folder / "cache"]
     done = subprocess.run([*mypy, "--python-executable", environment / "bin/python", "train.py"], cwd=folder,
                           capture_output=True, text=True, timeout=110)  # fmt: skip
     assert not done.stderr and str(REPO) not in done.stdout
@@ -66,12 +66,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("typed")
 
 
-def test_the_types_of_core_and_adapters_are_seen(tools: Path, plain_environment: Path, folder: Path) -> None:
-    said = check(PROGRAM, tools, plain_environment, folder)
+def test_the_types_of_core_and_adapters_are_seen(checkers: Path, plain_environment: Path, folder: Path) -> None:
+    said = check(PROGRAM, checkers, plain_environment, folder)
     assert not [line for line in said if "error:" in line], said
     assert re.findall(r'Revealed type is "(.*)"', "\n".join(said)) == REVEALED
 
 
-def test_what_is_wrong_is_found(tools: Path, plain_environment: Path, folder: Path) -> None:
-    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, tools, plain_environment, folder)))
+def test_what_is_wrong_is_found(checkers: Path, plain_environment: Path, folder: Path) -> None:
+    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, checkers, plain_environment, folder)))
     assert sorted(set(wrong)) == ["4", "5", "6", "7"]

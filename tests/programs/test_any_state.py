@@ -11,10 +11,9 @@ from harness import Cluster, Result
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from states import EXAMPLES, Spec, changed, specs
-from steps import tree_of_this_commit
 
 RANKS, STEPS = 2, 2  # memory keeps two steps of a job
-SEED = int(os.environ.get("MLFLASH_TEST_SEED") or int(tree_of_this_commit(), 16) % 1_000_000)
+SEED = int(os.environ.get("MLFLASH_TEST_SEED") or 1)
 
 
 def drawn(number: int) -> list[list[list[Spec]]]:

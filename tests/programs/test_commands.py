@@ -84,6 +84,7 @@ def everything(top: Path) -> dict[str, tuple[int, int, bytes]]:
 # What is there
 
 
+@pytest.mark.gate
 def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path: Path) -> None:
     save(shm, 1, 2, directory=tmp_path / "d", drains=True)
     found = document(shm, "status", "-d", tmp_path / "d", "--job", "j")
@@ -453,6 +454,7 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
     assert slots(shm) == []
 
 
+@pytest.mark.gate
 def test_scavenge_and_heal_of_one_process(shm: Path, tmp_path: Path) -> None:
     save(shm, 4, job=None, directory=tmp_path / "d")
     name = document(shm, "status")["job"]
@@ -473,6 +475,7 @@ def test_scavenge_and_heal_of_one_process(shm: Path, tmp_path: Path) -> None:
     assert np.array_equal(state["model"]["b"], STATE["model"]["b"], equal_nan=True)
 
 
+@pytest.mark.gate
 def test_help_and_version_load_nothing_heavy() -> None:
     program = (
         "import sys\nfrom mlflash.cli import main\n"

@@ -62,7 +62,7 @@ def jobs(shm: Path) -> Jobs:
     return Jobs(shm)
 
 
-@pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
+@pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.gate)])
 def test_trainers_without_mpi_save_and_go_on_from_there_bit_for_bit(jobs: Jobs, redundancy: str) -> None:
     for start in (None, 3):
         result = jobs.run(3, settings={"redundancy": redundancy})

@@ -33,6 +33,7 @@ DEATHS = [
     *(("trainer", how) for how in [*ENDS, "stopped"]),
     *((who, how) for who in ("courier", "zygote") for how in ("killed", "stopped")),
 ]
+IN_THE_GATE = [("trainer", "killed", "hydra"), ("courier", "killed", "none")]
 
 pytestmark = [
     needs.MPI,
@@ -139,8 +140,8 @@ def job(shm: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("launcher", ["hydra"])
-@pytest.mark.parametrize("ten", range(10))
-def test_100_of_100_saves_that_have_returned_are_committed_though_trainers_are_killed(
+@pytest.mark.parametrize("ten", range(2))
+def test_20_of_20_saves_that_have_returned_are_committed_though_trainers_are_killed(
     job: Job, launcher: str, ten: int
 ) -> None:
     """Ten of them here: by the first save of a process or the second one, with one rank dead or both."""
@@ -179,8 +180,12 @@ def test_a_courier_that_ends_while_all_close_takes_nothing_along(
     until(lambda: not job.left(), "the end of all that was started")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize(("who", "how"), DEATHS, ids=[f"{who} {how}" for who, how in DEATHS])
+@pytest.mark.parametrize(
+    ("who", "how", "launcher"),
+    [pytest.param(who, how, launcher, id=f"{who} {how}-{launcher}",
+                  marks=pytest.mark.gate if (who, how, launcher) in IN_THE_GATE else ())
+     for who, how in DEATHS for launcher in LAUNCHERS],
+)  # fmt: skip
 def test_what_was_handed_over_is_committed_and_nothing_is_left(job: Job, launcher: str, who: str, how: str) -> None:
     rank = (DEATHS.index((who, how)) + LAUNCHERS.index(launcher)) % 2
     job.start(who=who, how=how, rank=rank)

@@ -86,7 +86,8 @@ print("saved without MPI")
 
 @pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
 @pytest.mark.parametrize(("launcher", "order", "more"), [
-    ("torchrun", "group first", {}), ("torchrun", "group first", {"MLFLASH_DISABLE": "1"}),
+    pytest.param("torchrun", "group first", {}, marks=pytest.mark.gate),
+    ("torchrun", "group first", {"MLFLASH_DISABLE": "1"}),
     ("mpiexec", "group first", {}), ("mpiexec", "Checkpointer first", {}),
     ("mpiexec", "group first", {"MLFLASH_DISABLE": "1"}),
 ])  # fmt: skip

@@ -90,7 +90,14 @@ RANKS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize(
     ("launcher", "initializes"),
-    [("ssh", True), ("ssh", False), ("IPv6", False), ("Ray Train", True), ("PyTorchJob", False), ("NVRx", True)],
+    [
+        pytest.param("ssh", True, marks=pytest.mark.gate),
+        ("ssh", False),
+        ("IPv6", False),
+        ("Ray Train", True),
+        ("PyTorchJob", False),
+        ("NVRx", True),
+    ],
 )
 def test_ranks_find_each_other_by_what_launchers_set(shm: Path, launcher: str, initializes: bool) -> None:
     """Two processes with these variables, and no launcher: what they have committed is restored by the next two."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "quickstart.md").read_text()
 
@@ -23,6 +25,7 @@ def commands(title: str) -> list[str]:
     ]
 
 
+@pytest.mark.gate
 def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", section("A training job"), re.M | re.S)
     (tmp_path / "train.py").write_text(block)
@@ -52,6 +55,7 @@ def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: 
     assert "begins after step 0" in (tmp_path / "first.log").read_text()
 
 
+@pytest.mark.gate
 def test_the_commands_to_install_are_those_of_the_package() -> None:
     assert commands("Install")[-1] == "pip install 'mlflash[mpich]'"
     assert "pip install 'mlflash[mpich]'" in (REPO / "README.md").read_text()

@@ -140,6 +140,7 @@ def mapped(job: Job, nodes: Sequence[int] = (0,) * RANKS) -> set[str]:
     return names
 
 
+@pytest.mark.gate
 def test_a_killed_courier_is_replaced_by_a_new_epoch_and_leaves_nothing(job: Job) -> None:
     job.start()
     first = job.epoch()

@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 FIXED, OF_TREE = 330, 40  # numbers of seeds
 LEAST_POINTS = 58  # of the 62 crash points
-FOUND = [line.split("#")[0].split() for line in (HERE / "found.txt").read_text().splitlines() if line.strip()]
+FOUND = [line.split("#")[0].split() for line in (HERE / "seeds_that_failed.txt").read_text().splitlines() if line.strip()]
 
 
 def simulate(program: str, *words: str, timeout_s: float = 170.0) -> str:
@@ -31,7 +31,7 @@ def test_no_fixed_seed_fails_and_nearly_all_crash_points_are_reached() -> None:
 
 
 def test_no_seed_of_this_tree_fails() -> None:
-    # Other seeds for each change: what one of them finds, its author learns, and puts it into found.txt.
+    # Other seeds for each change: what one of them finds, its author learns, and puts it into seeds_that_failed.txt.
     command = ["git", "-C", str(HERE), "rev-parse", "HEAD^{tree}"]
     tree = subprocess.run(command, capture_output=True, text=True, timeout=20)
     first = int(tree.stdout.strip() or "0", 16) % 10**9

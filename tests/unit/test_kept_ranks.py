@@ -135,6 +135,7 @@ def test_when_a_rank_is_killed_all_others_leave_and_a_spare_gets_its_rank(
     end_well(ranks, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_killed_and_replaced(
     start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +150,9 @@ def test_a_process_that_is_stopped_is_killed_and_replaced(
     assert f"process {first} is stopped (SIGSTOP), and nobody lets it go on:" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("killed", ["agent", "agent that is stopped", "remote shell"])
+@pytest.mark.parametrize(
+    "killed", ["agent", pytest.param("agent that is stopped", marks=pytest.mark.slow), "remote shell"]
+)
 def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_path: Path, killed: str) -> None:
     host = "apart" if killed == "remote shell" else "b"
     ranks = start(f"a,{host}", "c", per_node=2, lost_s=6.0 if killed == "agent that is stopped" else LATER_S)

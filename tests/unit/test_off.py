@@ -235,6 +235,7 @@ def test_the_doctor_says_that_it_is_off(shm: Path, monkeypatch: pytest.MonkeyPat
 
 
 @needs.MPI
+@pytest.mark.slow
 def test_a_run_under_mlflash_run_is_not_taken_for_one_that_hangs(tmp_path: Path, shm: Path) -> None:
     program = f"""
 import pathlib, mlflash
@@ -401,6 +402,7 @@ def test_a_checkpoint_process_gets_no_tensors_and_no_door(
     assert set(threading.enumerate()) <= threads
 
 
+@pytest.mark.slow
 def test_torchrun_is_enough_to_start_torch_distributed(shm: Path) -> None:
     program = """
 import sys, torch.distributed as dist

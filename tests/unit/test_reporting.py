@@ -471,6 +471,7 @@ def test_the_page_asks_nobody_for_anything(lost_node: Path) -> None:
     assert [str(policy).split(";")[0] for policy in policies] == ["default-src 'none'"]
 
 
+@pytest.mark.slow
 def test_hundreds_of_ranks_and_tens_of_thousands_of_events_are_one_small_page(tmp_path: Path) -> None:
     paths = made_logs.large(tmp_path / "run.jsonl")
     assert len(paths) == 65

@@ -21,6 +21,7 @@ def rows() -> list[paths.Row]:
     return [row for ranks in RANKS for row in paths.measure(ranks)]
 
 
+@pytest.mark.slow
 def test_no_way_of_a_checkpoint_grows_faster_than_it_may(rows: list[paths.Row]) -> None:
     assert [row.path for row in rows[: len(paths.PATHS)]] == [row.path for row in rows[len(paths.PATHS) :]]
     assert {row.path for row in rows} == set(paths.PATHS)

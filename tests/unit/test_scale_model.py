@@ -208,6 +208,7 @@ def test_growth_is_a_line_through_medians() -> None:
 
 
 @pytest.mark.parametrize("job", agreement.JOBS, ids=lambda job: "-".join(map(str, job)))
+@pytest.mark.slow
 def test_simulated_ranks_commit_and_restore(job: tuple[str, str, bool]) -> None:
     rows = [agreement.measure(ranks, *job) for ranks in (128, 1024)]
     for row in rows:

@@ -254,6 +254,7 @@ def test_the_array_requeues_itself_for_nothing_else_and_not_for_ever(
 
 @needs.MPI
 @pytest.mark.parametrize("name", ["megatron", "nemo"])
+@pytest.mark.slow
 def test_ranks_get_torch_distributed_from_mpi_and_then_run_the_script(name: str, tmp_path: Path) -> None:
     started = Started(name, tmp_path, 0)
     assert started.wait() == 0

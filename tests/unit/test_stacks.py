@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from stacks import FAILED
+from runner.stacks import FAILED
 
 HANGS = """
-import ctypes, stacks
+import ctypes
+from runner import stacks
 stacks._GRACE_S = 0.5
 
 def test_hangs():
@@ -21,6 +22,7 @@ def test_hangs():
 
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
+@pytest.mark.slow
 def test_a_test_that_hangs_in_a_library_ends_its_process_and_is_named(library: str, tmp_path: Path) -> None:
     """One that gives other threads the interpreter's lock meanwhile, and one that does not.
 

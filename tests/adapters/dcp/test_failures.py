@@ -123,6 +123,7 @@ def test_after_a_failed_save_the_checkpointer_does_all_it_can(
         fails(lambda: running.save(state_at(30), step + 3, "sync", fault), "finish_plan")  # and it can be closed
 
 
+@pytest.mark.gate
 def test_a_first_save_that_fails_leaves_nothing(dcp_job: Any) -> None:
     for how in ("sync", "thread"):
         for rank in (0, 2):

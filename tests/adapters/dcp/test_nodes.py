@@ -32,7 +32,7 @@ def state_of(seed: int, mesh: Any, *placements: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["sync", "thread", "process"])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.gate)])
 def test_a_lost_node_costs_nothing_on_as_many_ranks_or_fewer(
     started: Callable[..., Any], nodes: Nodes, lost: int, how: str
 ) -> None:

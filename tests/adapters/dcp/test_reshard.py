@@ -69,6 +69,7 @@ def test_rows_columns_and_replicas_load_each_other(dcp_job: Any, how: str) -> No
             Kept.of(state_of(step, mesh, others)).check(found)
 
 
+@pytest.mark.gate
 def test_two_dimensional_meshes_load_each_other(dcp_job: Any) -> None:
     flat, square = init_device_mesh("cpu", (SIZE,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     cases = [(flat, placements) for placements in ONE_MESH[:2]] + [(square, placements) for placements in TWO_MESH]
@@ -79,7 +80,7 @@ def test_two_dimensional_meshes_load_each_other(dcp_job: Any) -> None:
             Kept.of(state_of(step, other, others)).check(found)
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (4, 3), (3, 4)])
+@pytest.mark.parametrize(("old", "new"), [pytest.param(4, 2, marks=pytest.mark.gate), (2, 4), (4, 3), (3, 4)])
 def test_another_number_of_ranks_loads(started: Callable[..., Any], old: int, new: int) -> None:
     with job(old) as comm:
         if comm is not None:

@@ -49,6 +49,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return uninterrupted(tmp_path_factory.mktemp("uninterrupted"), 2, LAST)
 
 
+@pytest.mark.gate
 def test_a_node_that_crashes_is_replaced_by_a_spare(slurm: Slurm, expected: list[str]) -> None:
     training = Training(slurm, hold_at=25)
     training.wait_for_step(20)

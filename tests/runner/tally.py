@@ -9,19 +9,23 @@ from pathlib import Path
 
 # A skip for one of these reasons is right on a machine without the thing named.
 MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
+# Tests for a number of ranks that the gate has not.
+OTHER_RANKS = ("runs on ", "MPI requires at least ")
 SLOWEST = 30
 NEVER_BEGUN = "never begun"  # how a step ended that waited for one that failed
 SHOWN = 15  # failed tests that are named
 
 
-def tally(reports: Path, failed_steps: Mapping[str, str], other_steps: int, about: str = "") -> int:
+def tally(
+    reports: Path, failed_steps: Mapping[str, str], other_steps: int, may_skip: tuple[str, ...] = MAY_SKIP
+) -> int:
     """Print what failed, what was skipped, the slowest tests, and one line of totals; the exit code.
 
     Args:
         reports: a folder of JUnit's XML.
         failed_steps: how each ended. Each counts as one that failed: one that died without a report counts, too.
         other_steps: so many passed that count no tests of their own.
-        about: what was part of it, said before the totals.
+        may_skip: how the reasons begin for which a test may be skipped in all steps.
     """
     passed, failed = other_steps, len(failed_steps)
     _print_slowest(reports)
@@ -37,16 +41,15 @@ def tally(reports: Path, failed_steps: Mapping[str, str], other_steps: int, abou
             skipped[name] = skip.get("message", "")
         else:
             passed += is_first_rank
-            ran.add(name)
-    # A test that needs two ranks is skipped on one and runs on two: that is no skip.
-    never_ran = {name: reason for name, reason in skipped.items() if name not in ran}
+            ran.add(_test(name))
+    # A test that needs two ranks, or MPICH, is skipped in one step and runs in another: that is no skip.
+    never_ran = {name: reason for name, reason in skipped.items() if _test(name) not in ran}
     for name, reason in never_ran.items():
         print(f"skipped: {name}: {reason}")
-        failed += not reason.startswith(MAY_SKIP)
+        failed += not reason.startswith(may_skip)
     if not ran:
         print("no test ran")
         failed += 1
-    print(about)
     # Right before the totals, as some who look see only the last lines.
     for name in list(broken)[:SHOWN]:
         print(f"failed: {name}")
@@ -62,6 +65,11 @@ def tally(reports: Path, failed_steps: Mapping[str, str], other_steps: int, abou
     return int(failed > 0)
 
 
+def _test(name: str) -> str:
+    """The name of a test without the MPI under which it ran."""
+    return name.partition(": ")[2]
+
+
 def _cases(reports: Path) -> Iterator[tuple[str, ElementTree.Element, bool]]:
     """Each test of each report, by a name that is the same for all ranks; and whether the first rank wrote it."""
     for path in sorted(reports.rglob("*.xml")):
@@ -71,18 +79,10 @@ def _cases(reports: Path) -> Iterator[tuple[str, ElementTree.Element, bool]]:
 
 
 def _print_slowest(reports: Path) -> None:
-    """Say what the slowest tests cost, and what each of them has ever found."""
     seconds: Counter[str] = Counter()
     for name, case, _ in _cases(reports):
         seconds[name] = max(seconds[name], float(case.get("time", 0)))
-    found = _found()
-    print(f"\nThe {SLOWEST} slowest tests, in seconds, and what each of them has found (tests/found.txt):")
+    print(f"\nThe {SLOWEST} slowest tests, in seconds:")
     for name, took in seconds.most_common(SLOWEST):
-        finds = [text for test, text in found if test in name]
-        print(f"{took:7.1f}  {name}\n         {'; '.join(finds) or 'nothing yet'}")
+        print(f"{took:7.1f}  {name}")
     print()
-
-
-def _found() -> list[tuple[str, str]]:
-    lines = Path(__file__).with_name("found.txt").read_text().splitlines()
-    return [(test.strip(), text.strip()) for test, _, text in (line.partition(":") for line in lines) if text]

@@ -1,0 +1,130 @@
+"""The steps of the gate and of all tests, in the order in which they begin.
+
+Lint, types, docs and unit tests, with what they need, are the first steps: nothing else begins before all of these have
+passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call of make.
+
+    Attributes:
+        name: unique in its list.
+        make: targets and variables, as in a shell.
+        seconds: how long it takes beside others on two cores.
+        after: steps that must have passed before, as a rule those that make environments.
+        is_first: nothing but first steps begins before all of these have passed.
+        waits: mostly for timers (Slurm's, TCP's).
+        has_report: its tests are counted from its report; without a report it counts as one test.
+    """
+
+    name: str
+    make: str
+    seconds: float
+    after: tuple[str, ...] = ("env",)
+    is_first: bool = False
+    waits: bool = False
+    has_report: bool = True
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which it is ended and has failed: a busy machine is slow."""
+        return 120 + 3 * self.seconds
+
+
+def _environment(name: str, seconds: float, *after: str, is_first: bool = False) -> Step:
+    folder = name.replace("env", ".venv")
+    stamp = ".tests" if name == "env-lint" else ".installed"
+    return Step(name, f"{folder}/{stamp}", seconds, after, is_first=is_first, has_report=False)
+
+
+def _gate(name: str, seconds: float, *after: str, waits: bool = False) -> Step:
+    """The tests of a folder that are marked for the gate."""
+    return Step(name, f"{name} MARK=gate", seconds, after or ("env",), waits=waits)
+
+
+def _first(unit: str) -> tuple[Step, ...]:
+    return (
+        Step("packages", ".venv/.tests", 75, (), is_first=True, has_report=False),
+        _environment("env-lint", 11, is_first=True),
+        Step("lint", "lint", 3, ("env-lint",), is_first=True, has_report=False),
+        Step("wheel", ".venv-build/.wheel", 6, (), is_first=True, has_report=False),
+        Step("docs", "docs", 60, ("wheel",), is_first=True, has_report=False),
+        _environment("env", 5, "packages", "wheel", is_first=True),
+        Step("unit", unit, 90, is_first=True),
+        Step("type", "type", 20, ("env", "env-lint"), is_first=True, has_report=False),
+    )
+
+
+GATE = (
+    *_first("unit MARK='not slow'"),
+    # What waits.
+    _gate("slurm", 60, waits=True),
+    _gate("cluster", 80, waits=True),
+    # What computes.
+    _environment("env-transformers", 50, "env"),
+    Step("simulation", "simulation", 190),
+    _gate("faults", 240),
+    _environment("env-lightning", 25, "env"),
+    _gate("nemo", 80, "env-transformers", "env-lightning"),
+    _gate("megatron", 60),
+    Step("test-4-process", "test-4 COURIER=process TRANSPORT=p2p", 110),
+    _gate("torchtitan", 40, "env-transformers"),
+    _gate("transformers", 40, "env-transformers"),
+    _gate("deepspeed", 40, "env-transformers"),
+    _gate("lightning", 40, "env-lightning"),
+    _gate("adapters", 60, "env-transformers"),
+    _gate("programs", 120),
+    Step("test-3", "test-3 TRANSPORT=rma", 70),
+    _gate("package", 60),
+    Step("demo", "demo", 40, has_report=False),
+    Step("test-1", "test-1 TRANSPORT=p2p", 40),
+)
+FULL = (
+    *_first("unit"),
+    _environment("env-openmpi", 10, "env"),
+    _environment("env-transformers", 50, "env"),
+    _environment("env-lightning", 25, "env"),
+    _environment("env-megatron", 10, "env"),
+    _environment("env-files", 40, "env-transformers"),
+    # What waits.
+    Step("slurm", "slurm", 1000, waits=True),
+    Step("cluster", "cluster", 1200, waits=True),
+    Step("openmpi-cluster", "MPI=openmpi cluster", 400, ("env-openmpi",), waits=True),
+    # What computes.
+    Step("faults", "faults", 1200),
+    Step("openmpi-faults", "MPI=openmpi faults MARK=gate", 300, ("env-openmpi",)),
+    Step("simulation", "simulation", 190),
+    Step("simulate", "simulate SEEDS=0:30000", 610, has_report=False),
+    Step("programs", "programs", 500, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
+    Step("nemo", "nemo", 500, ("env-transformers", "env-lightning")),
+    Step("megatron", "megatron", 400, ("env-megatron",)),
+    Step("deepspeed", "deepspeed", 180, ("env-transformers",)),
+    Step("torchtitan", "torchtitan", 200, ("env-transformers",)),
+    Step("lightning", "lightning", 280, ("env-lightning",)),
+    Step("transformers", "transformers", 240, ("env-transformers",)),
+    Step("package", "package", 450),
+    Step("test-1", "test-1 TRANSPORT=p2p", 40),
+    Step("test-8", "test-8", 80),
+    Step("test-2", "test-2", 80),
+    # Others have both transports, each with one kind of courier.
+    *(Step(f"test-{ranks}", f"test-{ranks} TRANSPORT=rma", 80) for ranks in (3, 4, 5)),
+    *(Step(f"test-{ranks}-process", f"test-{ranks} COURIER=process TRANSPORT=p2p", 150) for ranks in (3, 4, 5)),
+    *(Step(f"openmpi-test-{ranks}", f"MPI=openmpi test-{ranks} TRANSPORT={transport}", 150, ("env-openmpi",))
+      for ranks, transport in ((3, "rma"), (4, "p2p"), (5, "rma"))),
+    Step("adapters", "adapters", 250, ("env-files",)),
+    Step("openmpi-adapters", "MPI=openmpi adapters MARK=gate", 60, ("env-openmpi",)),
+    Step("files", "files", 80, ("env-files",)),
+    Step("browser", "browser", 75, ("env", "docs")),
+    Step("chaos", "chaos SEED=1 MINUTES=1", 90, has_report=False),
+    Step("chaos-parity", "chaos SEED=2 MINUTES=0.5 CHAOS='--redundancy rs:2+2'", 60, has_report=False),
+    Step("chaos-openmpi", "MPI=openmpi chaos SEED=3 MINUTES=0.5 CHAOS='--transport rma --ranks-per-node 2'", 60,
+         ("env-openmpi",), has_report=False),
+    Step("bench", "bench BENCH=--quick", 300, ("env-megatron",), has_report=False),  # whether each works; no figures
+    Step("demo", "demo", 40, has_report=False),
+)  # fmt: skip
