@@ -60,6 +60,7 @@ MARK ?=
 # MARK=gate: of a target's tests only those of the gate.
 MARKED = $(if $(MARK),-m '$(MARK)')
 SEEDS ?= 0:1000
+JOBS ?=
 # What couriers are by default under this MPI.
 USUAL := $(if $(filter openmpi,$(MPI)),thread,process)
 TIMES ?= 20
@@ -214,10 +215,10 @@ demo: .venv/.installed
 	.venv/bin/mlflash demo
 
 gate full:
-	@cd tests && $(PYTHON) -m runner $@
+	@cd tests && $(PYTHON) -m ci $@
 
 shake: $(READY)
-	$(PYTHON) tests/runner/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
+	$(PYTHON) tests/ci/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
 
 unit: $(READY)
 	$(BIN)/pytest tests/unit -n 2 $(MARKED) --junitxml $(REPORTS)/unit.xml
@@ -277,7 +278,7 @@ simulation: $(READY)
 	$(BIN)/pytest tests/simulation --junitxml $(REPORTS)/simulation.xml
 
 simulate: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m simulation.search --seeds $(SEEDS)
+	$(BIN)/python tests/simulation $(SEEDS) $(JOBS:%=--jobs %)
 
 faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)

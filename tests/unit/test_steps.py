@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from runner import lanes, steps
-from runner.stacks import FAILED, LATE
-from runner.tally import MAY_SKIP, NEVER_BEGUN, OTHER_RANKS, tally
+from ci import lanes, steps
+from ci.stacks import FAILED, LATE
+from ci.tally import MAY_SKIP, NEVER_BEGUN, OTHER_RANKS, tally
 
 REPO = Path(__file__).parents[2]
 LISTS = pytest.mark.parametrize("listed", [steps.GATE, steps.FULL], ids=["gate", "full"])
