@@ -164,7 +164,7 @@ def test_what_ran_on_some_ranks_is_not_skipped_and_counts_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("test-1-rank0", "test-2-rank0", "test-2-rank1"):
-        text = CASES.format(name="on two", what="skipped", reason="MPI requires at least 2 processes")
+        text = CASES.format(name="on two", what="skipped", reason="Test requires 2 MPI processes, only 1")
         if "test-2" in name:
             text = text.replace("<skipped", "<properties")
         (tmp_path / f"{name}.xml").write_text(text)
