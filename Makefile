@@ -62,6 +62,7 @@ MARK ?=
 # MARK=gate: of a target's tests only those of the gate.
 MARKED = $(if $(MARK),-m '$(MARK)')
 SEEDS ?= 0:1000
+JOBS ?=
 # What couriers are by default under this MPI.
 USUAL := $(if $(filter openmpi,$(MPI)),thread,process)
 TIMES ?= 20
@@ -216,10 +217,10 @@ demo: .venv/.installed
 	.venv/bin/mlflash demo
 
 gate full:
-	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m runner $@
+	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m ci $@
 
 shake: $(READY)
-	$(SUPPORT) $(PYTHON) tests/runner/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
+	$(SUPPORT) $(PYTHON) tests/ci/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
 
 unit: $(READY)
 	$(BIN)/pytest tests/unit -n 2 $(MARKED) --junitxml $(REPORTS)/unit.xml
@@ -279,7 +280,7 @@ simulation: $(READY)
 	$(BIN)/pytest tests/simulation $(MARKED) --junitxml $(REPORTS)/simulation.xml
 
 simulate: $(READY)
-	$(BIN)/python tests/simulation $(SEEDS)
+	$(BIN)/python tests/simulation $(SEEDS) $(JOBS:%=--jobs %)
 
 faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)

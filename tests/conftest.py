@@ -8,8 +8,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from ci.stacks import AFTER, FAILED, Watch
 from harness import own_memory
-from runner.stacks import AFTER, FAILED, Watch
 
 try:
     from hypothesis import settings

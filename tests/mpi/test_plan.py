@@ -38,7 +38,7 @@ def test_the_bytes_of_a_plan_are_those_that_the_files_take(
 def test_so_are_those_of_a_plan_for_ranks_that_share_state(options: dict[str, Any], per_node: int) -> None:
     comm = MPI.COMM_WORLD
     if comm.size % per_node or comm.size == 1:
-        pytest.skip("needs nodes of as many ranks")
+        pytest.skip("runs on an even number of ranks")
     options |= {"ranks_per_node": per_node}
     with Checkpointer(redundancy="copy", replicated={"w": True}, **options) as ckpt:
         ckpt.prepare({"w": np.zeros(1_000_000, np.uint8), "x": np.full(500_000, comm.rank, np.uint8)})

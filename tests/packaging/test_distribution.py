@@ -40,7 +40,7 @@ def test_the_wheel_is_pure_and_holds_the_package_only(wheel: Path) -> None:
 def test_the_source_distribution_is_the_project(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as opened:
         names = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
-    assert {"tests/runner/tally.py", "docs/format.md", "constraints.txt", "Makefile", "CONTRIBUTING.md"} <= names
+    assert {"tests/ci/tally.py", "docs/format.md", "constraints.txt", "Makefile", "CONTRIBUTING.md"} <= names
     names = {name for name in names if not name.startswith("mlflash.egg-info/")} - {"PKG-INFO"}
     if not (REPO / ".git").exists():
         pytest.skip("needs git: this is no checkout")

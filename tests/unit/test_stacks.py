@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from runner.stacks import FAILED
+from ci.stacks import FAILED
 
 HANGS = """
 import ctypes
-from runner import stacks
+from ci import stacks
 stacks._GRACE_S = 0.5
 
 def test_hangs():

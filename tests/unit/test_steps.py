@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from runner import lanes, steps
-from runner.stacks import FAILED, LATE
-from runner.tally import MAY_SKIP, NEVER_BEGUN, OTHER_RANKS, tally
+from ci import lanes, steps
+from ci.stacks import FAILED, LATE
+from ci.tally import MAY_SKIP, NEVER_BEGUN, OTHER_RANKS, tally
 
 REPO = Path(__file__).parents[2]
 LISTS = pytest.mark.parametrize("listed", [steps.GATE, steps.FULL], ids=["gate", "full"])
@@ -164,7 +164,7 @@ def test_what_ran_on_some_ranks_is_not_skipped_and_counts_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("test-1-rank0", "test-2-rank0", "test-2-rank1"):
-        text = CASES.format(name="on two", what="skipped", reason="MPI requires at least 2 processes")
+        text = CASES.format(name="on two", what="skipped", reason="Test requires 2 MPI processes, only 1")
         if "test-2" in name:
             text = text.replace("<skipped", "<properties")
         (tmp_path / f"{name}.xml").write_text(text)

@@ -1,6 +1,6 @@
 """Run the steps of the gate, or of all tests, and add up what their tests reported.
 
-Usage, in tests/: python -m runner gate|full [--only STEP ...]
+Usage, in tests/: python -m ci gate|full [--only STEP ...]
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 
-from runner.lanes import REPORTS, Run
-from runner.steps import FULL, GATE
-from runner.tally import MAY_SKIP, OTHER_RANKS, tally
+from ci.lanes import REPORTS, Run
+from ci.steps import FULL, GATE
+from ci.tally import MAY_SKIP, OTHER_RANKS, tally
 
 
 def main() -> int:

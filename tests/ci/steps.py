@@ -100,7 +100,7 @@ FULL = (
     Step("faults", "faults", 1200),
     Step("openmpi-faults", "MPI=openmpi faults MARK=gate", 300, ("env-openmpi",)),
     Step("simulation", "simulation", 190),
-    Step("simulate", "simulate SEEDS=0:30000", 610, has_report=False),
+    Step("simulate", "simulate SEEDS=0:3000 JOBS=1", 610, has_report=False),
     Step("programs", "programs", 500, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
     Step("nemo", "nemo", 500, ("env-transformers", "env-lightning")),
     Step("megatron", "megatron", 400, ("env-megatron",)),

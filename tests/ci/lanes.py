@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runner.stacks import FAILED, LATE
-from runner.steps import Step
-from runner.tally import NEVER_BEGUN
+from ci.stacks import FAILED, LATE
+from ci.steps import Step
+from ci.tally import NEVER_BEGUN
 
 REPO = Path(__file__).parents[2]
 REPORTS = REPO / ".reports"

@@ -10,7 +10,7 @@ from pathlib import Path
 # A skip for one of these reasons is right on a machine without the thing named.
 MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
 # Tests for a number of ranks that the gate has not.
-OTHER_RANKS = ("runs on ", "MPI requires at least ")
+OTHER_RANKS = ("runs on ", "Test requires ")  # the second by pytest-mpi
 SLOWEST = 30
 NEVER_BEGUN = "never begun"  # how a step ended that waited for one that failed
 SHOWN = 15  # failed tests that are named
