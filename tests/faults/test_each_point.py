@@ -117,10 +117,14 @@ def mends(scheme: str) -> list[Kill]:
     return [kill("begun", 1, own), kill("repaired", 0, own), kill("copied", 1, other), kill("done", 1, other)]
 
 
-def drains() -> list[Kill]:
-    """Kills in a drain, and all memory is lost besides: the directory has the checkpoint, or the one before."""
+def drains(scheme: str) -> list[Kill]:
+    """Kills in a drain, and all memory is lost besides: the directory has the checkpoint, or the one before.
+
+    A drain reads own slots, whatever protects them, so that with parity two kills will do.
+    """
+    rest = [point for point in POINTS if point.startswith("drain.") and point != "drain.ended"]
     kills = []
-    for point in ("drain.ended", *(p for p in POINTS if p.startswith("drain.") and p != "drain.ended")):
+    for point in ("drain.ended", *(rest if scheme == "copy" else ["drain.verified"])):
         rank = 0 if point in ("drain.committing", "drain.uncommitted") else 1
         is_there = [*POINTS].index(point) >= [*POINTS].index("drain.committed")
         kills.append(Kill(point, "rank", NEW if is_there else DRAINED, rank, verbs=(*SAVE, ("drain",)), lost=True))
@@ -313,13 +317,13 @@ CHAINS = {
     for scheme in RANKS
     for name, kills in {
         "saves and restores": by_turns(saves(scheme), restores(scheme)),
-        "mends and drains": [*mends(scheme), *closes(), *drains()],
+        "mends and drains": [*mends(scheme), *closes(), *drains(scheme)],
     }.items()
 }
 LAZY = Kill("lazy.piece", "wipe", OLD, before=("commit.released",), verbs=SAVE * 2)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CHAINS)
 def test_each_launch_restores_exactly_what_the_kill_before_it_has_left(chains: Callable[..., Chain], name: str) -> None:
     scheme, kills = CHAINS[name]
@@ -331,7 +335,7 @@ def test_each_launch_restores_exactly_what_the_kill_before_it_has_left(chains: C
 
 
 def test_a_kill_while_a_state_is_copied_behind_save_leaves_the_step_before(chains: Callable[..., Chain]) -> None:
-    chain = chains("copy", ["torch"], True)
+    chain = chains("copy", ["torch", "torch._dynamo"], True)  # what a step of an optimizer imports
     chain.kill(LAZY)
     chain.end()
     assert not chain.failed, "\n\n".join(chain.failed)
