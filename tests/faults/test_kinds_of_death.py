@@ -65,19 +65,17 @@ class Case:
 ONCE, THRICE, IN_A_ROW = {"more": 1}, {"last": 3}, {"last": 9, "one_by_one": False}
 GROWS = {"grow_at": 3, "load": True}
 CASES = [
-    Case("first save", ("protect.announced",), "rank", 0, (2, 1), "p2p", "copy", {None}, THRICE),
     Case("first save", ("share.sealed",), "wipe", 1, (4, 2), "rma", "alike", {None}, THRICE, courier="thread"),
     Case("third save", (*THIRD, "commit.agreed"), "node", 1, (4, 2), "rma", "copy", {3}, THRICE),
     # All ranks have posted their saves, and couriers bring to its end what they were handed.
     Case("third save", (*THIRD, "transfer.sent"), "trainer", 1, (4, 2), "p2p", "copy", {3}, THRICE),
-    Case("third save", (*THIRD, "parity.received"), "trainer", 3, (4, 1), "rma", "rs:2+2", {3}, THRICE),
     Case("third save", (*THIRD, "commit.recorded"), "courier", 0, (3, 1), "rma", "alike", {5}, {"last": 5}),
     Case("next is staged", (*THIRD, "commit.half_recorded"), "rank", -1, (3, 1), "p2p", "xor:3", range(3, 10),
          IN_A_ROW, courier="thread"),
     Case("next is staged", (*THIRD, "transfer.arrived"), "courier", -1, (2, 1), "rma", "copy", {9}, IN_A_ROW),
     Case("grew", (*THIRD, "room.created"), "rank", 1, (2, 1), "rma", "alike", {2}, THRICE | GROWS),
     Case("grew", (*THIRD, "room.begun"), "courier", 1, (2, 1), "p2p", "copy", {5}, {"last": 5} | GROWS),
-    Case("after a restore", (*HEALED, "parity.coded"), "node", 3, (4, 1), "p2p", "rs:2+2", {3}, ONCE, left=True),
+    Case("after a restore", (*HEALED, "transfer.sent"), "node", 1, (2, 1), "p2p", "copy", {3}, ONCE, left=True),
     Case("after a lost node", (*HEALED, "transfer.sent"), "wipe", 2, (4, 1), "rma", "copy", {3}, ONCE, left=True,
          lost=(0,), courier="thread"),
     Case("restore", ("restore.loading",), "trainer", 0, (2, 1), "rma", "alike", {3}, {"more": 0}, left=True),

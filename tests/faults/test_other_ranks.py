@@ -13,7 +13,7 @@ CHUNKS = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
 
 @pytest.mark.parametrize(
     ("point", "dies", "who", "again"),
-    [("restore.loading", "rank", 0, 4), ("transfer.sent", "node", 1, 2), ("commit.recorded", "wipe", 0, 4)],
+    [("transfer.sent", "node", 1, 2), ("commit.recorded", "wipe", 0, 4)],
 )
 def test_a_crash_while_it_is_put_together_for_other_ranks(
     shm: Path, point: str, dies: str, who: int, again: int
