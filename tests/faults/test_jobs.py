@@ -19,8 +19,7 @@ import mlflash
 from mlflash.state.layout import PAGE_NBYTES
 
 
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "p2p"), (3, "rma")])
 @pytest.mark.in_thread
 def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, ranks: int, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
@@ -182,8 +181,7 @@ print('ok')
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
-@pytest.mark.parametrize("point", ["transfer.sent", "transfer.arrived", "protect.sealed"])
+@pytest.mark.parametrize(("point", "transport"), [("transfer.arrived", "p2p"), ("protect.sealed", "rma")])
 @pytest.mark.in_thread
 def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, point: str, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)

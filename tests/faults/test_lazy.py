@@ -1,4 +1,7 @@
-"""Training dies while its state is being copied behind `save`: what is restored is the state of a save, bit for bit."""
+"""Training dies while its state is being copied behind `save`: what is restored is the state of a save, bit for bit.
+
+test_each_point.py loses a node then. Here a trainer and a courier die alone.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,13 @@ def uninterrupted() -> Iterator[dict[int, str]]:
     yield {record["rank"]: record["digest"] for record in whole.of("end")}
 
 
-@pytest.mark.parametrize(
-    ("path", "dies"),
-    [
-        (["lazy.piece"] * 16, "rank"),
-        (["lazy.piece"] * 16, "wipe"),
-        (["stage.copied"] * 4, "wipe"),
-        (["protect.announced"] * 4, "rank"),
-        (["commit.seen"] * 2 + ["transfer.sent"] * 10, "wipe"),
-        (["commit.half_recorded"] * 4, "wipe"),
-        pytest.param(["lazy.piece"] * 16, "trainer", marks=needs.PMI_1),
-        pytest.param(["protect.announced"] * 4, "trainer", marks=needs.PMI_1),
-        pytest.param(["commit.half_recorded"] * 4, "trainer", marks=needs.PMI_1),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else value,
-)
+@needs.PMI_1
 def test_killed_while_it_copies_it_goes_on_from_a_save_with_the_same_bits(
-    shm: Path, uninterrupted: dict[int, str], path: list[str], dies: str
+    shm: Path, uninterrupted: dict[int, str]
 ) -> None:
+    """A trainer dies alone."""
     cluster = Cluster(shm, 1)
-    crashed = run(cluster, traps=[{"path": path, "action": dies, "rank": 1}])
+    crashed = run(cluster, traps=[{"path": ["protect.announced"] * 4, "action": "trainer", "rank": 1}])
     assert not crashed.of("end"), crashed.log
     committed = max((record["step"] for record in crashed.of("committed")), default=0)
     assert committed, crashed.log
@@ -65,12 +55,12 @@ def test_killed_while_it_copies_it_goes_on_from_a_save_with_the_same_bits(
 
 
 @needs.PMI_1
-@pytest.mark.parametrize("point", ["stage.copied", "protect.announced", "transfer.sent", "commit.half_recorded"])
 def test_a_courier_killed_while_its_trainer_copies_costs_saves_and_nothing_else(
-    shm: Path, uninterrupted: dict[int, str], point: str
+    shm: Path, uninterrupted: dict[int, str]
 ) -> None:
     cluster = Cluster(shm, 1)
-    spec = {"last": LAST, "traps": [{"path": [point] * 4, "action": "courier", "rank": 1}], "strict": False}
+    trap = {"path": ["stage.copied"] * 4, "action": "courier", "rank": 1}
+    spec = {"last": LAST, "traps": [trap], "strict": False}
     job = cluster.start(2, "faults/lazy_worker.py", json.dumps(spec), env=ENV)
     result = job.wait()
     assert any(job.out.glob("sprung*")), result.log

@@ -16,22 +16,18 @@ from mlflash.memory.slot_header import COMMIT_START, HEADER_NBYTES, RECORD_NBYTE
 TRANSPORTS = ("p2p", "rma")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2), (3, 1), (5, 1)])
-def test_any_single_node_may_be_lost_and_after_the_heal_any_other_too(
-    shm: Path, nodes: int, per_node: int, transport: str
-) -> None:
-    cluster, ranks = Cluster(shm, per_node, transport=transport), nodes * per_node
-    train_and_die(cluster, ranks, step=3)
-    for lost in range(nodes):
+def test_any_single_node_may_be_lost_and_after_the_heal_any_other_too(shm: Path) -> None:
+    cluster = Cluster(shm, ranks_per_node=2, transport="rma")
+    train_and_die(cluster, 4, step=3)
+    for lost in (0, 1):
         cluster.wipe(lost)
         # No save between two losses: it is the heal that makes the copies again. One save after the last.
-        result = cluster.train(ranks, last=3 + (lost == nodes - 1))
-        assert_restored(result, ranks, 3)
+        result = cluster.train(4, last=3 + lost)
+        assert_restored(result, 4, 3)
         fetched = [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")]
-        assert fetched == [int(rank // per_node == lost) for rank in range(ranks)], "a slot at home was transferred"
-        assert len(cluster.slot_files()) == 4 * ranks
-    assert_restored(cluster.train(ranks, last=4), ranks, 4)
+        assert fetched == [int(rank // 2 == lost) for rank in range(4)], "a slot at home was transferred"
+        assert len(cluster.slot_files()) == 4 * 4
+    assert_restored(cluster.train(4, last=4), 4, 4)
 
 
 def test_one_node_with_a_node_of_fewer_ranks(shm: Path) -> None:
@@ -87,8 +83,7 @@ def test_without_redundancy_a_lost_process_loses_nothing_and_a_lost_node_everyth
     assert_unrestorable(told, 2, step_1="no slot and no copy of rank 1 of 2", step_2="ranks that were on node0")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("ranks", "per_node", "die_rank"), [(2, 1, 0), (2, 1, 1), (4, 2, 1), (4, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize(("ranks", "per_node", "die_rank", "transport"), [(2, 1, 0, "rma"), (4, 2, 1, "p2p")])
 def test_the_node_of_the_first_to_see_its_commit_may_die_in_that_moment(
     shm: Path, ranks: int, per_node: int, die_rank: int, transport: str
 ) -> None:
@@ -102,12 +97,8 @@ def test_the_node_of_the_first_to_see_its_commit_may_die_in_that_moment(
     assert_restored(again, ranks, steps.pop())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (4, 2), (3, 1)])
-def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(
-    shm: Path, ranks: int, per_node: int, transport: str
-) -> None:
-    cluster = Cluster(shm, per_node, transport=transport)
+def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(shm: Path) -> None:
+    cluster, ranks = Cluster(shm, transport="rma"), 3
     seen = ["commit.seen"] * 2
     # The others stop before they write a receipt; this one's node goes in the moment in which its snapshot says so.
     # They are not stopped by a signal, as Open MPI's launcher lets them go on before it kills them.
@@ -119,9 +110,8 @@ def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(
     assert_restored(cluster.train(ranks, more=1), ranks, 3)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_rank_sees_its_commit_before_the_slowest_copy_is_in_place(shm: Path, transport: str) -> None:
-    cluster = Cluster(shm, ranks_per_node=2, transport=transport)
+def test_no_rank_sees_its_commit_before_the_slowest_copy_is_in_place(shm: Path) -> None:
+    cluster = Cluster(shm, ranks_per_node=2, transport="rma")
     sizes = {"nbytes": 1000, "big_rank": 0, "big_nbytes": 60_000_000}  # rank 1 and its partner are done at once
     result = cluster.train(4, last=9, die_at=3, die_rank=1, die="committed", **sizes)
     assert not result.of("end")
@@ -131,8 +121,7 @@ def test_no_rank_sees_its_commit_before_the_slowest_copy_is_in_place(shm: Path, 
     assert_restored(again, 4, step)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("places", [{0: 1, 1: 0}, {0: 1, 1: 2, 2: 0}, {0: 2, 2: 0}])
+@pytest.mark.parametrize(("places", "transport"), [({0: 1, 1: 0}, "rma"), ({0: 1, 1: 2, 2: 0}, "p2p")])
 def test_ranks_that_moved_restore_and_do_not_double_the_memory(
     shm: Path, places: dict[int, int], transport: str
 ) -> None:
@@ -148,14 +137,12 @@ def test_ranks_that_moved_restore_and_do_not_double_the_memory(
     assert_restored(cluster.train(ranks, last=6), ranks, 5)
 
 
-@pytest.mark.parametrize("places", [{0: 1, 1: 0}, {0: 1, 1: 2, 2: 0}])
-def test_ranks_that_moved_and_lost_a_node_besides(shm: Path, places: dict[int, int]) -> None:
-    ranks = max(places) + 1
+def test_ranks_that_moved_and_lost_a_node_besides(shm: Path) -> None:
     cluster = Cluster(shm)
-    train_and_die(cluster, ranks, step=3)
-    cluster.move(places)
+    train_and_die(cluster, 3, step=3)
+    cluster.move({0: 1, 1: 2, 2: 0})
     cluster.wipe(0)
-    assert_restored(cluster.train(ranks, last=4), ranks, 3)
+    assert_restored(cluster.train(3, last=4), 3, 3)
 
 
 def test_another_world_size_without_a_state_is_refused_by_name(shm: Path) -> None:
@@ -191,25 +178,25 @@ def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: P
     assert_restored(cluster.train(4, more=1), 4, 2)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_kill_at_any_time_loses_nothing_that_was_committed(shm: Path, seed: int) -> None:
     import random
 
     rng = random.Random(seed)
-    cluster = Cluster(shm, ranks_per_node=2, transport=TRANSPORTS[seed % 2])
+    cluster = Cluster(shm, transport=TRANSPORTS[seed])
     step = 0
     for _ in range(3):
-        job = cluster.start(4, "support/worker.py", json.dumps({"last": step + 1000, "nbytes": 2_000_000}))
+        job = cluster.start(2, "support/worker.py", json.dumps({"last": step + 1000, "nbytes": 2_000_000}))
         job.wait_for("committed", 4)
         take(rng.uniform(0, 0.3))
         node = rng.randrange(2)
-        job.signal([2 * node, 2 * node + 1])
+        job.signal([node])
         cluster.wipe(node)
         result = job.wait()
         committed = max(r["step"] for r in result.of("committed"))
         restored = {r["step"] for r in result.of("restored")}
         assert restored == {step or None}
-        check = cluster.train(4, last=0, nbytes=2_000_000)
+        check = cluster.train(2, last=0, nbytes=2_000_000)
         step = check.of("restored")[0]["step"]
         assert step >= committed
-        assert_restored(check, 4, step)
+        assert_restored(check, 2, step)

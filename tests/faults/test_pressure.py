@@ -85,8 +85,7 @@ def test_memory_full_in_the_middle_does_not_matter_until_the_state_grows(
     assert outcomes(again) == {6: "committed", 7: "committed"}
 
 
-@pytest.mark.parametrize("point", ["room.begun", "room.created"])
-@pytest.mark.parametrize("transport", ["p2p", "rma"])
+@pytest.mark.parametrize(("point", "transport"), [("room.begun", "p2p"), ("room.created", "rma")])
 def test_memory_that_runs_out_while_slots_grow(
     small_memory: Callable[[int], Path], tmp_path: Path, point: str, transport: str
 ) -> None:
