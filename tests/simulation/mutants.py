@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # the or
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 SEEDS = 300
-_MOST_S = 600.0  # of one seed, in real time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,27 +245,44 @@ MUTANTS = [
 # Running them
 
 
-def run_seed(seed: int, fixed: dict[str, object]) -> list[str]:
-    """Simulate a history with the mlflash that is imported; return its problems."""
-    from history import History
+@dataclasses.dataclass
+class Finding:
+    """The first of some seeds that finds a mutant, and what it says; None: none does."""
 
-    gc.disable()
-    history = History(seed, fixed)
-    history.run()
-    return history.problems
+    seed: int | None
+    said: str
+    cpu_s: float
 
 
-def first_found(mutant: Mutant, seeds: range, fixed: dict[str, object]) -> tuple[int | None, str]:
-    """Run seeds until one finds a mutant; return it, and what it says."""
+def find(mutant: Mutant | None, seeds: Iterable[int], fixed: Mapping[str, object]) -> Finding:
+    """Run seeds with a mutant until one fails; without (None), with mlflash as it is.
+
+    The caller has not imported mlflash: it is imported in a child, which runs the seeds.
+    """
+    package = Path(next(iter(_spec().submodule_search_locations or ())))
     with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "mlflash"
-        shutil.copytree(Path(next(iter(_spec().submodule_search_locations or ()))), package)
-        path = package / mutant.file
-        text = path.read_text()
-        assert text.count(mutant.old) == 1, f"{mutant.name}: these lines occur {text.count(mutant.old)} times"
-        path.write_text(text.replace(mutant.old, mutant.new))
-        result: tuple[int | None, str] = _in_child(lambda: _search(folder, {**fixed, **mutant.fixed}, seeds), _MOST_S * len(seeds))
-        return result
+        copy = Path(folder) / "mlflash"
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("adapters", "slurm"))  # which nothing here imports
+        if mutant is not None:
+            path = copy / mutant.file
+            text = path.read_text()
+            assert text.count(mutant.old) == 1, f"{mutant.name}: its lines occur {text.count(mutant.old)} times"
+            path.write_text(text.replace(mutant.old, mutant.new))
+        out, into = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(out)
+                finding = _search(folder, seeds, {**fixed, **(mutant.fixed if mutant is not None else {})})
+            except BaseException:
+                finding = Finding(-1, traceback.format_exc(), 0.0)
+            os.write(into, json.dumps(dataclasses.astuple(finding)).encode())
+            _exit(0)
+        os.close(into)
+        with os.fdopen(out) as pipe:
+            written = pipe.read()
+        os.waitpid(child, 0)
+    return Finding(*json.loads(written))
 
 
 def _spec() -> Any:
@@ -276,81 +290,52 @@ def _spec() -> Any:
     return importlib.util.find_spec("mlflash")
 
 
-def _search(folder: str, fixed: dict[str, object], seeds: range) -> tuple[int | None, str]:
-    """Find the first seed that fails with the package in a folder, each in a process of its own."""
+_exit = os._exit  # which a simulation replaces
+
+
+def _search(folder: str, seeds: Iterable[int], fixed: Mapping[str, object]) -> Finding:
     sys.path.insert(0, folder)
     import machine
 
     machine.install()
-    import history
+    import runner
 
-    assert str(history.mlflash.__file__).startswith(folder)
-    gc.collect()
-    gc.freeze()
-    for seed in seeds:
-        problems: list[str] = _in_child(lambda seed=seed: run_seed(seed, fixed), _MOST_S)
-        if problems:
-            return seed, problems[0]
-    return None, ""
-
-
-def _in_child(work: Callable[[], Any], most_s: float) -> Any:
-    """Do something in a forked process; return its result, or, if it is a list of problems, what went wrong."""
-    import select
-
-    out, into = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            text = json.dumps(work())
-        except BaseException as error:
-            text = json.dumps(["".join(traceback.format_exception(error))])
-        with os.fdopen(into, "w") as file:
-            file.write(text)
-        _exit(0)
-    os.close(into)
-    raw, end = b"", time.time() + most_s
-    while select.select([out], [], [], max(0.0, end - time.time()))[0] and (part := os.read(out, 1 << 16)):
-        raw += part
-    if not raw:
-        os.kill(child, 9)
-    os.close(out)
-    os.waitpid(child, 0)
-    return json.loads(raw or b'["the process hung or crashed"]')
+    assert str(sys.modules["mlflash"].__file__).startswith(folder)
+    cpu_s = 0.0
+    for result in runner.run_all(seeds, fixed):
+        cpu_s += result.get("cpu_s", 0.0)
+        if result["problems"]:
+            return Finding(result["seed"], result["problems"][0][-2000:], cpu_s)
+    return Finding(None, "", cpu_s)
 
 
-_exit = os._exit
-
-
-def one_line(text: str) -> str:
-    """The line of a problem that says most: its first one, or the error at the end of a traceback."""
+def _one_line(text: str) -> str:
+    """What says most: one line, or the first and the last one of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return "".join(lines) if len(lines) < 3 else f"{lines[0]} ... {lines[-1]}"
+    return "".join(lines) if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--courier", default="thread", choices=("thread", "process", "any"))
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="so many at the most")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of faults.Setting")
     args = parser.parse_args()
-    fixed = {} if args.courier == "any" else {"courier": args.courier}
-    sys.path[0] = str(Path(__file__).parent)
     import torch.distributed.checkpoint  # noqa: F401  # once, and not again for each mutant
+    from settings import parse
 
-    missed, firsts = [], []
+    unknown = set(args.names) - {mutant.name for mutant in MUTANTS}
+    assert not unknown, f"there are no mutants {unknown}"
+    findings = []
     for mutant in MUTANTS:
-        if args.names and mutant.name not in args.names:
-            continue
-        before = os.times()
-        seed, said = first_found(mutant, range(args.seeds), fixed)
-        after = os.times()
-        cpu = after.children_user + after.children_system - before.children_user - before.children_system
-        print(f"{mutant.name:28} {'-' if seed is None else seed:>5} {cpu:6.1f} s  {one_line(said)[:130]}", flush=True)
-        missed += [mutant.name] if seed is None else []
-        firsts += [] if seed is None else [seed]
-    print(f"{len(firsts)} found, median seed {sorted(firsts)[len(firsts) // 2] if firsts else '-'}; not found: {missed}")
-    return 1 if missed else 0
+        if not args.names or mutant.name in args.names:
+            findings.append(finding := find(mutant, range(args.seeds), parse(args.set)))
+            seed = "none" if finding.seed is None else finding.seed
+            print(f"{mutant.name:28} {seed:>4} {finding.cpu_s:6.1f} s  {_one_line(finding.said)[:120]}", flush=True)
+    firsts = sorted(finding.seed for finding in findings if finding.seed is not None)
+    print(f"{len(firsts)} of {len(findings)} found; median seed {firsts[len(firsts) // 2] if firsts else '-'}, "
+          f"{sum(finding.cpu_s for finding in findings):.0f} s of CPU")  # fmt: skip
+    return int(len(firsts) < len(findings))
 
 
 if __name__ == "__main__":
