@@ -229,6 +229,60 @@ MUTANTS = [
         "    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])\n",
         "    context.rolled_forward = not own.committed\n",
     ),
+    # Special
+    Mutant(
+        "lazy-not-finished", "what is copied later may be copied after its checksums are made", "saving/commit.py",
+        "            _locally(save, lambda: _finish_deferred(save))\n", "            pass\n",
+    ),
+    Mutant(
+        "step-before-copy", "an optimizer steps before its tensors are copied", "saving/deferred_copies.py",
+        "        self.help()\n        self._await_pieces()\n        for transfer in self._transfers:\n"
+        "            transfer.hold_back()\n",
+        "",
+    ),
+    Mutant(
+        "suspicion-not-agreed", "only the rank that finds suspect values knows of them", "saving/commit.py",
+        "    save.is_suspect = not not_suspect\n", "    save.is_suspect = bool(findings)\n",
+    ),
+    Mutant(
+        "mend-not-agreed", "only the rank that has damage repairs first", "saving/commit.py",
+        "    if save.mends and not undamaged:\n", "    if save.mends and context.damaged:\n",
+    ),
+    Mutant(
+        "damage-for-ever", "damage that was repaired is reported again", "restoring/mend.py",
+        "    context.damaged = False\n    start, world", "    start, world",
+    ),
+    Mutant(
+        "share-unverified", "shares are not verified before they are loaded", "restoring/gather_deduplicated.py",
+        "                    if checked:\n                        slot.verify(", "                    if not checked:\n                        slot.verify(",
+    ),
+    Mutant(
+        "shares-not-fetched", "shares are not fetched from other nodes", "restoring/gather_deduplicated.py",
+        "    pending = [] if bad else [e for e in errands if e.comes]\n", "    pending: list[_Errand] = []\n",
+    ),
+    Mutant(
+        "drained-slot-written", "a slot is written while it is drained", "memory/slot_pool.py",
+        "slot.use is Use.FREE and not slot.drains and (only", "slot.use is Use.FREE and (only",
+    ),
+    Mutant(
+        "drain-error-not-agreed", "a rank that cannot write its file gives the drain up alone",
+        "draining/write_checkpoint.py",
+        "        yield from collectives.raise_together(error)\n        reach(",
+        "        if error is not None:\n            raise error\n        reach(",
+    ),
+    Mutant(
+        "drain-told-early", "a drain counts as ended before its checkpoint is there", "draining/drain_queue.py",
+        "        def moves() -> Operation:\n", "        def moves() -> Operation:\n            current.end(None)\n",
+    ),
+    Mutant(
+        "all-complete-at-restart", "a new courier completes saves that the last one had not committed",
+        "courier/in_process.py",
+        "job.was_staged and job.answers.request.step == started.left_step\n", "job.was_staged\n",
+    ),
+    Mutant(
+        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/in_process.py",
+        "            job.is_sent = False\n            self._link.send_first(job)\n", "            job.is_sent = False\n",
+    ),
     # Waits
     Mutant(
         "error-not-told", "an error of one rank is raised there only", "mpi/world.py",
