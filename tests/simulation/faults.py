@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from random import Random
 
 LEAST_NODES = {"copy": 2, "copy:2": 3, "xor:3": 3, "rs:2+1": 3, "rs:2+2": 4}
+_SCHEMES = ["copy", "copy", "copy:2", "xor:3", "xor:3", "rs:2+1", "rs:2+2"]
 LAYOUTS = [(2, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (4, 2)]  # ranks, and ranks per node
+_POINTS_OF = {"drain": "drain", "lazy": "lazy", "mend": "mend", "common": "share", "grow": "room"}
+_MADE_AGAIN = {"restore.rebuilt", "restore.fetched", "heal.copied"}
 _SPECIAL = ("drain", "lazy", "elastic", "values", "mend", "grow", "common", "zeros")
 
 
@@ -53,8 +57,8 @@ class Plan:
     Attributes:
         dies: none, rank, courier, node or all.
         who: the rank, or a rank of the node.
-        point: the death is when this crash point was reached for the ``nth`` time...
-        phase: ... or so long after this event: restoring, saving or draining...
+        phase: the death comes after this has begun for the ``nth`` time: restoring or saving...
+        point: ... when this crash point was then reached for the ``times``-th time, if there is one...
         after: ... after so many more scheduling points.
         others: mean number of scheduling points after which each other process dies, too; 0: at once.
         ends_s: the launcher ends the others after so many virtual seconds.
@@ -65,9 +69,10 @@ class Plan:
 
     dies: str
     who: int
-    point: str = ""
-    nth: int = 1
     phase: str = ""
+    nth: int = 1
+    point: str = ""
+    times: int = 1
     after: int = 0
     others: int = 0
     ends_s: float = 0.3
@@ -80,7 +85,7 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
     """Draw a setting; ``fixed`` has fields that are given."""
     while True:
         ranks, per_node = random.choice(LAYOUTS)
-        scheme = str(fixed.get("scheme") or random.choice(["copy", "copy", "copy:2", "xor:3", "xor:3", "rs:2+1", "rs:2+2"]))
+        scheme = str(fixed.get("scheme") or random.choice(_SCHEMES))
         if ranks // per_node >= LEAST_NODES[scheme] and fixed.get("ranks", ranks) == ranks:
             break
     special = {random.choice(_SPECIAL) for _ in range(random.choice([0, 0, 1, 1, 2]))}
@@ -89,25 +94,48 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
         random.choice(["thread", "thread", "process"]), random.choice(["fast", "mixed", "mixed", "slow"]),
         random.random() < 0.3, random.choice(["wait", "wait", "skip"]), random.choice([0, 0, 0, 0, 0.1]),
         random.choice([0, 0, 0.1]), random.choice(["hdf5", "dcp"]),
-        random.random() < 0.15, random.random() < 0.2, random.choice([1, 2, 2, 3]),
+        random.random() < 0.15, random.random() < 0.25, random.choice([2, 2, 3]),
     )  # fmt: skip
     return dataclasses.replace(setting, **fixed)  # type: ignore[arg-type]
 
 
-def draw_plan(random: Random, setting: Setting, points: list[str]) -> Plan:
-    """Draw the faults of a launch; ``points`` are the crash points that it may reach."""
-    dies = random.choices(["none", "rank", "node", "all", "courier"], [10, 35, 20, 20, 15])[0]
+def draw_plan(random: Random, setting: Setting, points: Iterable[str], saves: int, is_first: bool, is_lost: bool
+              ) -> Plan:  # fmt: skip
+    """Draw the faults of a launch: most deaths come inside of saves, restores and heals, many of them at crash points.
+
+    Args:
+        points: all crash points.
+        saves: so many will follow.
+        is_first: whether memory is empty: then nothing can be lost before the first commit.
+        is_lost: whether something was lost that this launch must rebuild, fetch or heal.
+    """
+    dies = random.choices(["none", "rank", "node", "all", "courier"], [8, 35, 25, 17, 15])[0]
     plan = Plan(dies, random.randrange(setting.ranks), others=random.choice([0, 3, 30, 300, 3000]),
-                ends_s=random.choice([0.01, 0.3, 2.0, 200.0]), wipes=random.choice([0, 0, 1, 1, 1, 2]))  # fmt: skip
-    if random.random() < 0.45:
-        plan.point, plan.nth = random.choice(points), random.choice([1, 1, 2, 3])
+                ends_s=random.choice([0.01, 0.3, 2.0, 200.0]), wipes=random.choice([0, 1, 1, 1, 2]))  # fmt: skip
+    if not saves or (not is_first and random.random() < (0.5 if is_lost else 0.25)):
+        plan.phase = "restoring"
+    else:
+        plan.phase, plan.nth = "saving", random.randint(min(saves, 1 + is_first), saves)
+    if random.random() < 0.5:
+        plan.point = random.choice(_reached(points, setting, plan.phase, is_lost))
+        plan.times = random.choice([1, 1, 1, 2, 4])
         plan.after = random.choice([0, 0, 1, 5])
     else:
-        plan.phase = random.choice(["restoring", "saving", "saving", "saving"])
-        plan.nth = random.choice([1, 2, 2, 3, 4]) if plan.phase == "saving" else 1
         plan.after = int(math.exp(random.uniform(0, math.log(120 * setting.ranks))))
     if random.random() < 0.15:
         plan.second = int(math.exp(random.uniform(0, 7)))
     if setting.stops:
         plan.stop = (random.randrange(setting.ranks), int(10 ** random.uniform(1, 3.3)), 10 ** random.uniform(-4, 1.2))
     return plan
+
+
+def _reached(points: Iterable[str], setting: Setting, phase: str, is_lost: bool) -> list[str]:
+    """The crash points that a phase of this setting may reach."""
+    moves = "transfer" if setting.scheme.startswith("copy") else "parity"
+    if phase == "saving":
+        kinds = {"stage", "protect", "commit", moves} | {_POINTS_OF.get(one, "") for one in setting.special}
+        return [point for point in points if point.partition(".")[0] in kinds]
+    kinds = {"restore", "heal"} | ({moves, "transfer"} if is_lost else set())
+    left_out = set() if is_lost else _MADE_AGAIN
+    left_out = left_out if "elastic" in setting.special else left_out | {"restore.resharded"}
+    return [point for point in points if point.partition(".")[0] in kinds and point not in left_out]

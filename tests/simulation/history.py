@@ -27,7 +27,6 @@ from mlflash import crash_points
 from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
 
 _SHM = Path("/dev/shm")
-_SOMETIMES_REACHED = {"drain": "drain", "lazy": "lazy", "mend": "mend", "share": "common", "room": "grow"}
 
 
 @dataclasses.dataclass
@@ -141,20 +140,15 @@ class History:
         random = self.kernel.random
         if number == self.setting.launches:
             return Launch(number, Plan("none", 0), 1, "all", True)
-        plan = draw_plan(random, self.setting, self._points())
-        launch = Launch(number, plan, random.choice([1, 2, 3, 4]), random.choice(["all", "some", "none"]), False)
+        saves = random.choice([1, 2, 3, 3, 4]) if not number else random.choice([0, 1, 2, 3])
+        plan = draw_plan(random, self.setting, crash_points.POINTS, saves, not number, bool(self.oracle.lost))
+        launch = Launch(number, plan, saves, random.choice(["all", "some", "none"]), False)
         if "values" in self.setting.special:
             launch.saves += 2
             newest = self.oracle.newest[1] if self.oracle.newest else 0
             launch.marks = frozenset({newest + random.choice([1, 2])} if random.random() < 0.2 else ())
             launch.wants_certified = random.random() < 0.3
         return launch
-
-    def _points(self) -> list[str]:
-        """The crash points that a launch of this setting may reach."""
-        special = self.setting.special
-        left_out = {kind for kind, needs in _SOMETIMES_REACHED.items() if needs not in special} | {"round", "close"}
-        return [point for point in crash_points.POINTS if point.partition(".")[0] not in left_out]
 
     # One launch
 
@@ -220,12 +214,12 @@ class History:
 
     def _is_time(self, process: Process, name: str) -> bool:
         plan, launch = self.launch.plan, self.launch
-        if plan.point:
-            plan.nth -= name == plan.point and (plan.dies != "rank" or process.rank == plan.who)
-            if plan.nth > 0:
-                return False
-        elif launch.phases[plan.phase] < plan.nth:
+        if launch.phases[plan.phase] < plan.nth:
             return False
+        if plan.point:
+            plan.times -= name == plan.point and (plan.dies != "rank" or process.rank == plan.who)
+            if plan.times > 0:
+                return False
         plan.after -= 1
         return plan.after < 0
 

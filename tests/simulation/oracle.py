@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpi import MpiError
 
-from mlflash.errors import MlflashError, Unrestorable
+from mlflash.errors import DeadlineExceeded, MlflashError, Unrestorable
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import Survival, of
@@ -50,6 +50,7 @@ class Oracle:
         # The layouts that the newest may have: a restore on other ranks commits it in a new one.
         self._layouts = {(history.setting.ranks, history.setting.per_node)}
         self._healed: set[tuple[int, int]] = set()
+        self._has_receipts = False  # of the newest, on each node
 
     def covers(self, *nodes: int) -> bool:
         """Whether the newest step survives the loss of some more nodes."""
@@ -84,6 +85,11 @@ class Oracle:
             problems += [f"restored {pair}, but {least} was committed" for pair in found if pair is None or pair < least]
             problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
                          for record in launch.of("unrestorable")]  # fmt: skip
+        elif covered and not self.marked and not launch.marks:
+            problems += [f"rank {record.rank}: nothing was committed: {record.text}" for record in launch.of("unrestorable")]
+        is_known = self._has_receipts and len(self.lost) < self._history.setting.nodes and not launch.wants_certified
+        if is_known and not covered and None in found:
+            problems.append(f"restored nothing, though a node that is left knows that {self.newest} was committed")
         return problems
 
     def _of_what_failed(self, launch: Launch, why: str) -> list[str]:
@@ -93,6 +99,7 @@ class Oracle:
         for process, name, error in history.kernel.thread_errors:
             problems.append(f"thread {name} of {process.name} {process.rank}: {error!r}")
         history.kernel.thread_errors.clear()
+        problems += self._of_deadlines(launch)
         is_calm = not launch.died and not launch.triggered and launch.plan.stop is None
         is_calm &= launch.is_last or not setting.no_space
         for record in launch.of("error"):
@@ -110,6 +117,15 @@ class Oracle:
         if launch.is_last and launch.of("restored") and len(launch.of("end")) != setting.ranks:
             problems.append(f"the last launch did not end: {launch.records[-8:]}")
         return problems
+
+    @staticmethod
+    def _of_deadlines(launch: Launch) -> list[str]:
+        """Nobody waits until its deadline if all ranks are there; afterwards, others are ended by the launcher."""
+        first = next((record for record in launch.records if record.event in ("error", "failed")), None)
+        is_late = first is not None and (isinstance(first.error, DeadlineExceeded) or "DeadlineExceeded" in first.text)
+        if first is None or not is_late or launch.triggered or launch.plan.stop is not None:
+            return []
+        return [f"rank {first.rank}: a wait until the deadline, though all ranks are there: {first.text}"]
 
     def judge_end(self, launch: Launch) -> None:
         """Judge what a launch has left open that ended by itself."""
@@ -144,10 +160,11 @@ class Oracle:
         good = {pair for pair in committed if not history.states.is_suspect(pair[1])}
         if good:
             self.newest, self.ranks_of_newest = max(good), history.setting.ranks
+            self._has_receipts = len(launch.of("end")) == history.setting.ranks and "elastic" not in history.setting.special
             outcomes["committed"] += 1
         self.lost |= {node for node, step in launch.flipped.items() if self.newest is None or self.newest[1] <= step}
         if self.newest in self.marked or launch.of("marked"):
-            self.newest = None  # what was saved before it need not be kept
+            self.newest, self._has_receipts = None, False  # what was saved before it need not be kept
         drained = [record.step for record in launch.of("drained") if record.step is not None]
         if drained and (self.newest is None or self.newest[1] == max(drained)):
             self.drained = self.newest
