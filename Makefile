@@ -15,7 +15,6 @@
 #                        torchtitan nemo, each of them a target of its own, in an environment of its own
 #   make browser         the page of mlflash report, and the site, in a real browser (Debian's chromium)
 #   make simulate        SEEDS=0:1000: jobs in one process whose ranks die, whose messages are late and whose files fail
-#   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
@@ -72,7 +71,7 @@ CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
   tests/cluster --ignore=tests/cluster/slurm)
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
-.PHONY: help demo gate full shake unit programs files browser adapters megatron frameworks $(TRAININGS) simulation simulate faults faults-full \
+.PHONY: help demo gate full shake unit programs files browser adapters megatron frameworks $(TRAININGS) simulation simulate faults \
   cluster slurm chaos corrupt recoveries suites lint type bench docs style package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -285,12 +284,6 @@ simulate: $(READY)
 faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)
 	$(BIN)/pytest tests/faults --ignore=tests/faults/test_megatron.py $(MARKED) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
-
-faults-full: export MLFLASH_FAULTS := full
-faults-full: $(READY) .venv-megatron/.installed
-	$(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_courier_points.py tests/faults/test_dcp.py \
-	  --junitxml $(REPORTS)/faults-full.xml
-	.venv-megatron/bin/pytest tests/faults/test_megatron.py --junitxml $(REPORTS)/megatron-full.xml
 
 cluster: $(READY)
 	$(BIN)/pytest $(CLUSTER) $(MARKED) --junitxml $(REPORTS)/cluster.xml

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from ci.stacks import AFTER, FAILED, Watch
-from harness import own_memory
 
 try:
     from hypothesis import settings

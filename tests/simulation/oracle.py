@@ -80,7 +80,8 @@ class Oracle:
         for pair in {_pair(record) for record in launch.of("restored certified")}:
             if pair is not None and self._history.states.is_suspect(pair[1]):
                 problems.append(f"restored the suspect step {pair} as a certified one")
-        least = max((pair for pair in (self.newest if self.covers() else None, self.drained) if pair is not None), default=None)
+        covered = self.covers()
+        least = max((pair for pair in (self.newest if covered else None, self.drained) if pair), default=None)
         if least is not None and not launch.wants_certified:
             problems += [f"restored {pair}, but {least} was committed" for pair in found if pair is None or pair < least]
             problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
