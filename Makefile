@@ -71,7 +71,8 @@ CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
   tests/cluster --ignore=tests/cluster/slurm)
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
-.PHONY: help demo gate full shake unit programs files browser adapters megatron frameworks $(TRAININGS) simulation simulate faults \
+.PHONY: help demo gate full shake unit programs files browser adapters megatron megatron-ranks megatron-trainings \
+  frameworks $(TRAININGS) simulation simulate faults \
   cluster slurm chaos corrupt recoveries suites lint type bench docs style package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -260,8 +261,12 @@ adapters: $(FILES)/.installed
 	$(call on_ranks,$(FILES),4,600,tests/adapters --ignore=tests/adapters/megatron)
 endif
 
-megatron: .venv-megatron/.installed
+megatron: megatron-ranks megatron-trainings
+
+megatron-ranks: .venv-megatron/.installed
 	$(call on_ranks,.venv-megatron,4,600,tests/adapters/megatron)
+
+megatron-trainings: .venv-megatron/.installed
 	.venv-megatron/bin/pytest tests/faults/test_megatron.py tests/cluster/slurm/test_megatron.py $(MARKED) \
 	  --junitxml $(REPORTS)/megatron-trainings.xml
 

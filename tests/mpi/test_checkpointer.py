@@ -193,6 +193,7 @@ def test_only_one_rank_grows(options: dict[str, Any]) -> None:
         assert same(ckpt.load()[1], state_at(5, n))
 
 
+@pytest.mark.slow
 def test_200_saves_in_a_row_neither_hang_nor_leak(options: dict[str, Any]) -> None:
     state = state_at(0, 2000)
     with Checkpointer(**options) as ckpt:

@@ -84,6 +84,7 @@ def test_raise_lets_the_save_fail_on_all_ranks_and_keeps_the_step_before(options
     assert restored(options) == 1
 
 
+@pytest.mark.slow
 def test_keep_keeps_the_good_step_through_any_number_of_suspect_ones(options: dict[str, Any]) -> None:
     options["on_suspect"] = "keep"
     with Checkpointer(**options) as ckpt:

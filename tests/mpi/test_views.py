@@ -31,7 +31,7 @@ def is_of(state: dict[str, Any], step: int) -> bool:
                for one, other in zip(state.values(), wanted.values(), strict=True))  # fmt: skip
 
 
-@pytest.fixture(params=[None, True], ids=["own", "shared"])
+@pytest.fixture(params=[pytest.param(None, id="own", marks=pytest.mark.slow), pytest.param(True, id="shared")])
 def settings(request: pytest.FixtureRequest, options: dict[str, Any]) -> dict[str, Any]:
     """Each rank stores all of its own; or its share of what all have."""
     replicated = {"shared*": True, "tied*": True, "array*": True} if request.param and SIZE > 1 else None

@@ -14,7 +14,7 @@ REPO = Path(__file__).parents[2]
 # Their scripts are whole trainings, which are killed: frameworks/test_docs.py, test_quickstart.py,
 # test_pytorch_page.py.
 TRAININGS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo", "quickstart", "pytorch"}
-FIRST = {f"{page}-0" for page in ("README", "using", "dcp", "drain", "recipes", "keep_alive", "corruption", "report")}
+FIRST = {f"{page}-0" for page in ("README", "using", "dcp", "drain", "keep_alive")}
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}", marks=pytest.mark.gate if f"{page.stem}-{number}" in FIRST else ())
     for page in [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]

@@ -63,8 +63,7 @@ def train(easy: Any, training: Training, scheduler: Scheduler, last: int, argume
         easy.save_checkpoint_if_needed(training.step, training.model, training.optimizer, scheduler)
 
 
-@pytest.mark.parametrize("how", [(1, False), (2, True), (1, True, True)],
-                         ids=["plain", "tensor", "overlaps"])  # fmt: skip
+@pytest.mark.parametrize("how", [(1, False), (2, True), (1, True, True)], ids=["plain", "tensor", "overlaps"])
 def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
     easy: Any, arguments: argparse.Namespace, options: dict[str, Any], root: Path, nodes: Nodes,
     how: Any,

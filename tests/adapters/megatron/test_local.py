@@ -42,7 +42,7 @@ def check(loaded: Any, seed: int, rank: int = RANK) -> None:
     assert torch.equal(one._scale.view(torch.uint8), other._scale.view(torch.uint8))
 
 
-@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.gate)])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Any, is_async: bool) -> None:
     with job(), start() as manager:
         assert manager.find_latest() == -1
@@ -91,9 +91,7 @@ def test_what_optimizers_hold_is_copied_until_the_next_step_and_is_what_it_was_a
         assert all(map(torch.equal, loaded, kept)) and not torch.equal(weight, kept[0])
 
 
-@pytest.mark.parametrize(
-    "strategy", ["copy", pytest.param("xor:3", marks=pytest.mark.gate), argparse.Namespace(replication_factor=2)]
-)
+@pytest.mark.parametrize("strategy", ["copy", "xor:3", argparse.Namespace(replication_factor=2)])
 def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Any, nodes: Nodes, strategy: Any) -> None:
     per_node = {"ranks_per_node": 1 if strategy == "xor:3" else 2}
     with job(), start(strategy, **per_node) as manager:

@@ -52,7 +52,7 @@ def load_into(ckpt: Checkpointer, training: Training, **more: Any) -> Any:
     return dist_checkpointing.load(state, load.directory(), load, **more)
 
 
-@pytest.mark.parametrize(("tensor", "sharded"), [(1, False), pytest.param(2, True, marks=pytest.mark.gate)])
+@pytest.mark.parametrize(("tensor", "sharded"), [(1, False), (2, True)])
 def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
     options: dict[str, Any], nodes: Nodes, tensor: int, sharded: bool
 ) -> None:
