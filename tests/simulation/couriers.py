@@ -23,12 +23,16 @@ from scheduler import Process, Scheduler
 from mlflash.courier import choice, connect, courier_link, linked, process_main
 from mlflash.errors import DeadlineExceeded
 from mlflash.wireup.departures import Departure, RankDeparted
+from mlflash.wireup.launch import Meeting
 from mlflash.wireup.running_courier import CourierEnded, StartFailed
+from mlflash.wireup.store_client import StoreLost
+from mlflash.wireup.zygote_client import ZygoteLost
 
 if TYPE_CHECKING:
     from history import History
 
 _FIRST_FD = 1_000_000  # numbers of simulated descriptors
+_LINGERS_S = 4.0  # from the end of a trainer to that of its zygote
 _TOLD_S = 0.01  # until other ranks hear of an end, at the least
 
 
@@ -165,35 +169,57 @@ class Epoch:
 
 
 class World:
-    """All couriers of a launch, and what trainers know of each other.
+    """All couriers of a launch.
 
     Attributes:
-        departures: ranks that have left the job.
+        stores: what trainers know of each other, by the text that they have shared.
         trainers: by the number of their pidfd.
+        newest: the newest couriers of each trainer.
+        silent: processes whose node has died, so that nobody hears of their end.
         readers: tasks that wait for a socket.
     """
 
     def __init__(self) -> None:
         self.history: History
         self.kernel: Scheduler
+        self.stores: dict[str, Store] = {}
+        self.trainers: dict[int, Process] = {}
+        self.newest: dict[Process, Couriers] = {}
+        self.silent: set[Process] = set()
+        self.readers: dict[Socket, list[Any]] = {}
+        self.numbers = 0
+
+
+class Store:
+    """The store of rank 0, at which the trainers of one meeting agree on epochs.
+
+    Attributes:
+        departures: ranks that have left the job.
+        is_lost: whether its process has ended.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.epochs: dict[int, Epoch] = {}
         self.departures: list[Departure] = []
-        self.trainers: dict[int, Process] = {}
-        self.readers: dict[Socket, list[Any]] = {}
         self.waiters: list[Any] = []
-        self.numbers = 0
+        self.is_lost = False
 
     def tell(self) -> None:
         """Wake the trainers that wait for an epoch, or for its end."""
         waiters, self.waiters = self.waiters, []
         for task in waiters:
-            self.kernel.wake(task)
+            WORLD.kernel.wake(task)
 
     def wait(self, end: float) -> None:
-        task = self.kernel.current
+        task = WORLD.kernel.current
         assert task is not None
         self.waiters.append(task)
-        self.kernel.block(end)
+        WORLD.kernel.block(end)
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self.tell()
 
     def depart(self, departure: Departure) -> None:
         if all(departure.rank != other.rank for other in self.departures):
@@ -208,16 +234,53 @@ class World:
 WORLD = World()
 
 
+class Zygote:
+    """Stands for `mlflash.wireup.zygote_client.ZygoteClient`.
+
+    Attributes:
+        process: itself, which can be killed.
+        at_end: called when it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.left: set[str] = set()
+        self.process, self.is_over = self, False
+        self.at_end: list[Any] = []
+
+    def kill(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            for call in self.at_end:
+                call()
+
+    def stop(self, _: float) -> None:
+        self.kill()
+
+
 class Couriers:
     """Stands for `mlflash.wireup.launch.Couriers`."""
 
-    def __init__(self, entry_point: str, environment: Any, timeout_s: float, **more: Any):
+    def __init__(self, entry_point: str, environment: Any, timeout_s: float, *, zygote: Zygote | None = None,
+                 meeting: Meeting | None = None, **more: Any):  # fmt: skip
         self._trainer = WORLD.kernel.current.process  # type: ignore[union-attr]
         self.rank, self.size = self._trainer.rank, WORLD.history.setting.ranks
         self.met, self.freed, self._number = "simulated", frozenset[str](), 0
-        self.zygote = SimpleNamespace(left=set(), process=SimpleNamespace(kill=lambda: None))
         self._running: Any = None
-        self.next_epoch(timeout_s)
+        self._is_given_up = False
+        self.zygote, end, text = zygote or Zygote(), WORLD.kernel.now + timeout_s, ""
+        self._check_meeting = meeting.check if meeting is not None else lambda: None
+        try:
+            if meeting is not None:
+                self._check_zygote()
+                text = meeting.share(None if self.rank else f"store {len(WORLD.stores)}", timeout_s)
+            self._store = WORLD.stores.setdefault(text, Store(len(WORLD.stores)))
+            WORLD.newest[self._trainer] = self
+            self._watch_zygote()
+            self._check_meeting()
+            self.next_epoch(end - WORLD.kernel.now)
+        except BaseException:
+            self.zygote.kill()
+            raise
 
     @property
     def courier(self) -> Any:
@@ -225,29 +288,52 @@ class Couriers:
             raise CourierEnded("there is no courier")
         return self._running
 
+    def _check_zygote(self) -> None:
+        if self.zygote.is_over:
+            raise ZygoteLost("the zygote has ended")
+
+    def _watch_zygote(self) -> None:
+        self.zygote.at_end.append(self._end_courier)
+        if self.rank == 0:
+            self.zygote.at_end.append(self._store.lose)
+
+    def _replace_zygote(self) -> None:
+        if self._is_given_up:
+            raise CourierEnded("these couriers were given up")
+        self.zygote = Zygote()
+        self._watch_zygote()
+        self._store.is_lost &= self.rank != 0
+
     def next_epoch(self, timeout_s: float, freed: Any = ()) -> None:
-        kernel, number = WORLD.kernel, self._number + 1
+        kernel, number, store = WORLD.kernel, self._number + 1, self._store
         self._kill()
         end = kernel.now + timeout_s
         kernel.point("epoch")
-        epoch = WORLD.epochs.setdefault(number, Epoch(number))
+        if self.zygote.is_over:
+            self._replace_zygote()
+        epoch = store.epochs.setdefault(number, Epoch(number))
         epoch.came[self.rank] = list(freed)
-        WORLD.tell()
+        store.tell()
         while len(epoch.came) < self.size:
-            WORLD.check()
+            store.check()
             if kernel.now >= end:
                 raise DeadlineExceeded("some ranks have not come", ranks=sorted({*range(self.size)} - epoch.came.keys()))
-            WORLD.wait(end)
+            if store.is_lost:
+                self._check_meeting()
+                kernel.sleep(0.2)
+            else:
+                store.wait(end)
         if epoch.network is None:
             self._make(epoch)
         self.freed = frozenset(name for names in epoch.came.values() for name in names)
         self._number = number
+        self._check_zygote()
         self._fork(epoch)
 
     def _make(self, epoch: Epoch) -> None:
         history, kernel = WORLD.history, WORLD.kernel
         for rank in range(self.size):
-            pid = 1000 * (history.launch.number + 1) + 100 * (epoch.number % 9) + 50 + rank
+            pid = 1000 * (history.launch.number + 1) + 100 * (epoch.number % 9) + 50 + 10 * self._store.number + rank
             epoch.couriers.append(Process(rank, pid, "courier", globals=machine.process_globals()))
         setting = history.setting
         epoch.network = mpi.Network(kernel, epoch.couriers, setting.pace, setting.has_errors)
@@ -257,6 +343,7 @@ class Couriers:
         kernel, courier, trainer = WORLD.kernel, epoch.couriers[self.rank], self._trainer
         network = epoch.network
         assert network is not None
+        courier.parent = trainer
         ours, theirs = Socket(kernel, network.delay), Socket(kernel, network.delay)
         ours.peer, theirs.peer, ours.owner, theirs.owner = theirs, ours, trainer, courier
         courier.at_death.append(lambda: theirs._later(ours.end))
@@ -275,30 +362,36 @@ class Couriers:
         self._running = running
         kernel.spawn(courier, "main", main)
 
-    def _kill(self) -> None:
+    def _end_courier(self) -> None:
         if self._running is not None:
             WORLD.kernel.kill(self._running.process)
+
+    def _kill(self) -> None:
+        if self._running is not None:
+            self._end_courier()
             self._running.trainer.close()
             self._running = None
 
     def announce_end(self, timeout_s: float) -> None:
-        WORLD.kernel.after(_TOLD_S, lambda epoch=WORLD.epochs[self._number]: self._end(epoch))
+        WORLD.kernel.after(_TOLD_S, lambda epoch=self._store.epochs[self._number]: self._end(epoch))
 
-    @staticmethod
-    def _end(epoch: Epoch) -> None:
+    def _end(self, epoch: Epoch) -> None:
         epoch.ended = True
-        WORLD.tell()
+        self._store.tell()
 
     def wait_for_end(self) -> None:
-        while not WORLD.epochs[self._number].ended:
-            WORLD.check()
-            WORLD.wait(float("inf"))
+        while not self._store.epochs[self._number].ended:
+            self._store.check()
+            if self._store.is_lost or self._is_given_up:
+                raise StoreLost("the store has ended")
+            self._store.wait(float("inf"))
 
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
-        WORLD.kernel.after(_TOLD_S, lambda: WORLD.depart(Departure(self.rank, why, ends_job)))
+        WORLD.kernel.after(_TOLD_S, lambda: self._store.depart(Departure(self.rank, why, ends_job)))
 
     def give_up(self) -> None:
-        self._kill()
+        self._is_given_up = True
+        self.zygote.kill()
 
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
         if self._running is not None and not kill:
@@ -306,8 +399,11 @@ class Couriers:
             end = WORLD.kernel.now + timeout_s
             while self._running.process.is_alive and WORLD.kernel.now < end:
                 WORLD.kernel.sleep(0.01)
-            WORLD.kernel.after(_TOLD_S, lambda: WORLD.depart(Departure(self.rank, "its process has ended", False)))
+            WORLD.kernel.after(_TOLD_S, lambda: self._store.depart(Departure(self.rank, "its process has ended", False)))
         self._kill()
+        if kill:
+            self.zygote.kill()
+            self._store.tell()  # its own thread waits there no longer
 
 
 def _check_start(running: Any, zygote: Any) -> None:
@@ -331,17 +427,20 @@ def begin(kernel: Scheduler, history: History) -> None:
     """Begin a launch."""
     WORLD.__init__()  # type: ignore[misc]
     WORLD.kernel, WORLD.history = kernel, history
-    for trainer in history.launch.trainers:
-        trainer.at_death.append(lambda trainer=trainer: _left(trainer))
 
 
-def _left(trainer: Process) -> None:
+def left(trainer: Process) -> None:
     """Let the others hear that a trainer has ended, unless its node is dead, too."""
-    kernel, ending = WORLD.kernel, Departure(trainer.rank, "its process has ended", False)
-    if not WORLD.history.launch.node_died:
-        kernel.after(_TOLD_S + kernel.random.random(), lambda: WORLD.depart(ending))
+    kernel, newest = WORLD.kernel, WORLD.newest.get(trainer)
+    if newest is None:
+        return
+    if not WORLD.history.launch.node_died and trainer not in WORLD.silent:
+        ending, store = Departure(newest.rank, "its process has ended", False), newest._store
+        kernel.after(_TOLD_S + kernel.random.random(), lambda: store.depart(ending))
+        if newest.rank == 0:
+            kernel.after(_LINGERS_S * (1 + kernel.random.random()), store.lose)
     for reader, tasks in list(WORLD.readers.items()):  # the courier polls the pidfd of its trainer, too
-        if reader.owner is not None and reader.owner.rank == trainer.rank and reader.owner.name == "courier":
+        if reader.owner is not None and reader.owner.parent is trainer:
             for task in tasks:
                 kernel.after(0.0, lambda task=task: kernel.wake(task))
             tasks.clear()
@@ -354,4 +453,5 @@ def exit_trainer() -> None:
 
 def processes() -> list[Process]:
     """The couriers that run."""
-    return [courier for epoch in WORLD.epochs.values() for courier in epoch.couriers if courier.is_alive]
+    return [courier for store in WORLD.stores.values() for epoch in store.epochs.values()
+            for courier in epoch.couriers if courier.is_alive]  # fmt: skip

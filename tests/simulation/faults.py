@@ -12,7 +12,7 @@ _SCHEMES = ["copy", "copy", "copy:2", "xor:3", "xor:3", "rs:2+1", "rs:2+2"]
 LAYOUTS = [(2, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (4, 2)]  # ranks, and ranks per node
 _POINTS_OF = {"drain": "drain", "lazy": "lazy", "mend": "mend", "common": "share", "grow": "room"}
 _MADE_AGAIN = {"restore.rebuilt", "restore.fetched", "heal.copied"}
-_SPECIAL = ("drain", "lazy", "elastic", "values", "mend", "grow", "common", "zeros")
+_SPECIAL = ("drain", "lazy", "elastic", "values", "mend", "grow", "common", "zeros", "kept")
 
 
 @dataclasses.dataclass
@@ -96,7 +96,11 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
         random.choice([0, 0, 0.1]), random.choice(["hdf5", "dcp"]),
         random.random() < 0.15, random.random() < 0.25, random.choice([2, 2, 3]),
     )  # fmt: skip
-    return dataclasses.replace(setting, **fixed)  # type: ignore[arg-type]
+    setting = dataclasses.replace(setting, **fixed)  # type: ignore[arg-type]
+    if "kept" in setting.special:
+        setting = dataclasses.replace(setting, special=setting.special & {"kept", "common", "zeros"}, courier="process",
+                                      no_space=0.0)  # fmt: skip
+    return setting
 
 
 def draw_plan(random: Random, setting: Setting, points: Iterable[str], saves: int, is_first: bool, is_lost: bool

@@ -15,6 +15,7 @@ from typing import Any
 import couriers
 import machine
 import mpi
+import rounds
 import threads
 from faults import LAYOUTS, LEAST_NODES, Plan, draw_plan, draw_setting
 from oracle import Oracle
@@ -31,7 +32,12 @@ _SHM = Path("/dev/shm")
 
 @dataclasses.dataclass
 class Record:
-    """What a rank noted: an event of its training, as a user sees it."""
+    """What a rank noted: an event of its training, as a user sees it.
+
+    Attributes:
+        round: of a recovery in place.
+        least: launch and step that had to be restored in a round, at the least.
+    """
 
     rank: int
     event: str
@@ -40,6 +46,8 @@ class Record:
     text: str = ""
     error: BaseException | None = None
     wrong: list[str] = dataclasses.field(default_factory=list)
+    round: int = 1
+    least: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass
@@ -52,10 +60,12 @@ class Launch:
         marks: steps that are marked bad after their save.
         wants_certified: whether it restores the newest certified step.
         limit_s: virtual seconds after which it is over.
-        ended: ranks whose trainers have ended.
+        ended: trainers that have ended.
         died: whether any process has died; its node, with all processes.
         triggered: whether the plan's death has come.
         phases: how often each phase has begun.
+        snapshots: rank, launch as the content of the state names it, step, and what `save` returned.
+        loss_at: number of snapshots when memory was lost while the job ran.
         flipped: nodes in whose memory bits of a step were flipped while the job ran, with that step.
         ends_at: scheduling points at which processes die, after the first death.
     """
@@ -71,13 +81,14 @@ class Launch:
     trainers: list[Process] = dataclasses.field(default_factory=list)
     networks: list[mpi.Network] = dataclasses.field(default_factory=list)
     records: list[Record] = dataclasses.field(default_factory=list)
-    snapshots: list[tuple[int, int, Any]] = dataclasses.field(default_factory=list)
-    ended: set[int] = dataclasses.field(default_factory=set)
+    snapshots: list[tuple[int, int, int, Any]] = dataclasses.field(default_factory=list)
+    ended: set[Process] = dataclasses.field(default_factory=set)
     died: bool = False
     node_died: bool = False
     triggered: bool = False
     phases: Counter[str] = dataclasses.field(default_factory=Counter)
     ends_at: dict[Process, int] = dataclasses.field(default_factory=dict)
+    loss_at: int = 0
     flipped: dict[int, int] = dataclasses.field(default_factory=dict)
     errors_logged: list[str] = dataclasses.field(default_factory=list)
 
@@ -112,6 +123,7 @@ class History:
         self.states = States(self.setting.nbytes, self.setting.special, self.kernel.random.random() < 0.3)
         self.oracle = Oracle(self)
         self.launch: Launch
+        self.supervisor: rounds.Supervisor
 
     def run(self) -> None:
         """Run all launches, the last one without faults."""
@@ -143,8 +155,9 @@ class History:
         saves = random.choice([1, 2, 3, 3, 4]) if not number else random.choice([0, 1, 2, 3])
         plan = draw_plan(random, self.setting, crash_points.POINTS, saves, not number, bool(self.oracle.lost))
         launch = Launch(number, plan, saves, random.choice(["all", "some", "none"]), False)
-        if "values" in self.setting.special:
+        if self.setting.special & {"values", "kept"}:
             launch.saves += 2
+        if "values" in self.setting.special:
             newest = self.oracle.newest[1] if self.oracle.newest else 0
             launch.marks = frozenset({newest + random.choice([1, 2])} if random.random() < 0.2 else ())
             launch.wants_certified = random.random() < 0.3
@@ -157,16 +170,20 @@ class History:
         kernel.note(f"launch {launch.number}: {setting} {launch.plan}")
         machine.FAULTS.no_space = 0.0 if launch.is_last else setting.no_space
         machine.FAULTS.bad_sync = 0.0 if launch.is_last else setting.bad_sync
-        launch.trainers = [self._process(rank) for rank in range(setting.ranks)]
         couriers.begin(kernel, self)
+        if "kept" in setting.special:
+            self.supervisor = rounds.Supervisor(self)
+        else:
+            launch.trainers = [self.process(rank) for rank in range(setting.ranks)]
         if setting.courier == "thread":
             network = mpi.Network(kernel, launch.trainers, setting.pace, setting.has_errors)
             launch.networks.append(network)
             machine.MPI.worlds = {process: network.world(process) for process in launch.trainers}
         for process in launch.trainers:
-            kernel.spawn(process, "main", Training(self, process).run)
+            program = rounds.Kept if "kept" in setting.special else Training
+            kernel.spawn(process, "main", program(self, process).run)
         kernel.at_point = None if launch.is_last else self.at_point
-        why = kernel.run(lambda: len(launch.ended) == setting.ranks, launch.limit_s)
+        why = kernel.run(self._is_over, launch.limit_s)
         kernel.at_point = None
         if not why:  # couriers bring to its end what they were given
             why = kernel.run(lambda: not couriers.processes(), max_s=30.0)
@@ -178,9 +195,15 @@ class History:
         kernel.forget()
         return why
 
-    def _process(self, rank: int) -> Process:
+    def _is_over(self) -> bool:
+        """Whether all trainers of the launch have ended."""
+        if "kept" in self.setting.special:
+            return self.supervisor.is_over
+        return len(self.launch.ended) == self.setting.ranks
+
+    def process(self, rank: int) -> Process:
         process = Process(rank, 1000 * (self.launch.number + 1) + rank, globals=machine.process_globals())
-        process.at_death.append(lambda: self.launch.ended.add(rank))
+        process.at_death += [lambda: self.launch.ended.add(process), lambda: couriers.left(process)]
         return process
 
     def _reach(self, point: str) -> None:
@@ -204,9 +227,13 @@ class History:
         if kernel.points > self.until_points:
             return
         if process.points >= launch.ends_at.get(process, 1 << 60):
-            self._die([process])
+            self.die([process])
         if plan.stop is not None and process.rank == plan.stop[0] and process.points == plan.stop[1]:
             kernel.stop(process, plan.stop[2])
+            if "kept" in self.setting.special:
+                self.supervisor.stopped(process, plan.stop[2])
+        if "kept" in self.setting.special and not self.supervisor.is_due:
+            return
         if not launch.triggered and plan.dies != "none" and self._is_time(process, name):
             launch.triggered = True
             self.kills[name if plan.point else f"in {plan.phase}"] += 1
@@ -231,6 +258,9 @@ class History:
                 if courier.rank == plan.who:
                     self.kernel.kill(courier)
             return
+        if "kept" in self.setting.special:
+            self.supervisor.carry_out(plan)
+            return
         node = plan.who // self.setting.per_node
         launch.node_died = plan.dies in ("node", "all")
         if plan.dies == "all":
@@ -239,13 +269,13 @@ class History:
             dead = [process for process in everyone if process.rank // self.setting.per_node == node]
         else:
             dead = [process for process in launch.trainers if process.rank == plan.who]
-        self._die(dead)
+        self.die(dead)
         self.end_others(plan.others)
         if plan.second:
             other = self.kernel.random.choice(everyone)
             launch.ends_at[other] = min(launch.ends_at.get(other, 1 << 60), other.points + plan.second)
 
-    def _die(self, processes: list[Process]) -> None:
+    def die(self, processes: list[Process]) -> None:
         self.launch.died = True
         for process in processes:
             self.kernel.kill(process)
@@ -254,9 +284,9 @@ class History:
         """Let the other trainers die later, each at a scheduling point of its own, as their launcher ends them."""
         launch, kernel = self.launch, self.kernel
         for process in launch.trainers:
-            if process.is_alive and process.rank not in launch.ended:
+            if process.is_alive and process not in launch.ended:
                 launch.ends_at[process] = process.points + (1 + int(kernel.random.expovariate(1 / mean)) if mean else 0)
-        kernel.after(launch.plan.ends_s, lambda: self._die([p for p in launch.trainers if p.rank not in launch.ended]))
+        kernel.after(launch.plan.ends_s, lambda: self.die([p for p in launch.trainers if p not in launch.ended]))
 
     # What is lost
 
@@ -289,7 +319,7 @@ class History:
     def flip_at_rest(self) -> None:
         """Flip a bit of the newest committed step in memory, while the job runs."""
         node = self.kernel.random.randrange(self.setting.nodes)
-        step = max((step for _, step, snapshot in self.launch.snapshots if snapshot.committed), default=-1)
+        step = max((step for _, _, step, snapshot in self.launch.snapshots if snapshot.committed), default=-1)
         if self.oracle.covers(node) and not self.launch.is_last:
             files = sorted(self.node_path(node).glob("slot-*"))
             self._flip(node, [path for path in files if (header := _header_of(path)) and header.step == step])

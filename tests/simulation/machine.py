@@ -23,8 +23,8 @@ import threads
 
 MPI = mpi.Mpi()
 _ROOMS = ("memory", "mpi", "courier", "saving", "restoring", "draining", "protocol", "redundancy", "placement", "startup",
-          "state", "telemetry", "checkpointer", "value_checks", "storage")  # fmt: skip
-_REAL = {name: getattr(os, name) for name in ("urandom", "getpid", "posix_fallocate", "fsync", "_exit")}
+          "state", "telemetry", "checkpointer", "value_checks", "storage", "in_place")  # fmt: skip
+_REAL = {name: getattr(os, name) for name in ("urandom", "getpid", "posix_fallocate", "fsync", "_exit", "environ")}
 
 
 class Faults:
@@ -63,8 +63,10 @@ def install() -> None:
 
     rma_windows.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
     import couriers
+    import rounds
 
     couriers.install()
+    rounds.install()
 
 
 def _fill_new_arrays() -> None:
@@ -143,11 +145,12 @@ def process_globals() -> dict[tuple[Any, str], Any]:
     import mlflash.checkpointer.unclosed as unclosed
     import mlflash.saving.optimizer_steps as optimizer_steps
     import mlflash.courier.linked as linked
+    import mlflash.in_place.decider_link as decider_link
     import mlflash.memory.node_directory as node_directory
 
     return {
         (linked, "_link"): None, (linked, "_making"): None, (linked, "_left"): set(),
         (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
         (optimizer_steps.HOOK, "listeners"): weakref.WeakSet(), (optimizer_steps.HOOK, "heard"): weakref.WeakSet(),
-        (sys, "excepthook"): sys.__excepthook__,
+        (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),
     }  # fmt: skip

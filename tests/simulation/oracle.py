@@ -67,23 +67,49 @@ class Oracle:
     def judge(self, launch: Launch, why: str) -> None:
         """Judge a launch that is over; ``why`` says why it never ended by itself."""
         problems = [*self._of_what_came_back(launch), *self._of_what_failed(launch, why)]
+        if "kept" in self._history.setting.special:
+            problems += self._history.supervisor.problems(why)
         self._history.problems += [f"launch {launch.number}: {text}" for text in problems]
         self._learn(launch)
 
+    def least(self, launch: Launch) -> Pair | None:
+        """What a round must restore that begins now."""
+        self.settle(launch)
+        seen = {(number, step) for _, number, step, snapshot in launch.snapshots if snapshot.committed}
+        return max(seen, default=self.newest) if self.covers() else None
+
+    def settle(self, launch: Launch) -> None:
+        """Forget what was lost if it was made again while the job ran."""
+        is_healed = all((launch.number, rank) in self._healed for rank in range(self._history.setting.ranks))
+        if is_healed or any(snapshot.committed for *_, snapshot in launch.snapshots[launch.loss_at :]):
+            self.lost.clear()
+
+    def lose(self, launch: Launch, node: int) -> None:
+        """Note that the memory of a node is lost while the job runs."""
+        self.settle(launch)
+        self.lost.add(node)
+        self._healed.clear()
+        launch.loss_at = len(launch.snapshots)
+
     def _of_what_came_back(self, launch: Launch) -> list[str]:
         restored = launch.of("restored") + launch.of("restored certified")
-        found = {_pair(record) for record in restored}
-        problems = [f"a mixture: {sorted(found, key=str)}"] if len(found) > 1 else []
-        problems += [f"rank {record.rank}: step {record.step} of launch {record.launch}: other bits in {record.wrong}"
-                     for record in restored if record.wrong]  # fmt: skip
-        problems += [f"restored {pair}, which was marked bad" for pair in found & self.marked]
+        problems = [f"rank {record.rank}: step {record.step} of launch {record.launch}: other bits in {record.wrong}"
+                    for record in restored if record.wrong]  # fmt: skip
+        for number in {record.round for record in restored}:
+            found = {_pair(record) for record in restored if record.round == number}
+            least = max((record.least for record in restored if record.round == number and record.least), default=None)
+            problems += [f"a mixture: {sorted(found, key=str)}"] if len(found) > 1 else []
+            problems += [f"restored {pair}, which was marked bad" for pair in found & self.marked]
+            problems += [f"round {number}: restored {pair}, but {least} was committed"
+                         for pair in found if least is not None and (pair is None or pair < least)]  # fmt: skip
         for pair in {_pair(record) for record in launch.of("restored certified")}:
             if pair is not None and self._history.states.is_suspect(pair[1]):
                 problems.append(f"restored the suspect step {pair} as a certified one")
         covered = self.covers()
         least = max((pair for pair in (self.newest if covered else None, self.drained) if pair), default=None)
-        if least is not None and not launch.wants_certified:
-            problems += [f"restored {pair}, but {least} was committed" for pair in found if pair is None or pair < least]
+        if least is not None and not launch.wants_certified and "kept" not in self._history.setting.special:
+            problems += [f"restored {pair}, but {least} was committed"
+                         for pair in map(_pair, restored) if pair is None or pair < least]  # fmt: skip
             problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
                          for record in launch.of("unrestorable")]  # fmt: skip
         elif covered and not self.marked and not launch.marks:
@@ -139,18 +165,23 @@ class Oracle:
 
     def _learn(self, launch: Launch) -> None:
         history, outcomes = self._history, self._history.outcomes
-        restored = {_pair(record) for record in launch.of("restored") + launch.of("restored certified")}
+        records = launch.of("restored") + launch.of("restored certified")
+        last = max((record.round for record in records), default=1)
+        restored = {_pair(record) for record in records if record.round == last}
         marked = [(launch.number, step) for step in launch.marks
                   if len([r for r in launch.of("marked") if r.step == step]) == history.setting.ranks]  # fmt: skip
         self.marked |= {*marked}
-        committed = {(launch.number, step) for _, step, snapshot in launch.snapshots if snapshot.committed}
+        committed = {(number, step) for _, number, step, snapshot in launch.snapshots if snapshot.committed}
         is_healed = all((launch.number, rank) in self._healed for rank in range(history.setting.ranks))
         outcomes["unrestorable"] += bool(launch.of("unrestorable"))
         outcomes["failed save"] += len(launch.of("failed"))
         outcomes["marked"] += len(marked)
+        self.settle(launch)
         layout = history.setting.ranks, history.setting.per_node
-        if is_healed or committed or (restored - {None} and layout not in self._layouts):
+        is_resharded = bool(restored - {None}) and layout not in self._layouts
+        if is_resharded:
             self.lost.clear()
+        if is_healed or committed or is_resharded:
             self._layouts = {layout}
         self._layouts.add(layout)
         if len(restored) == 1:

@@ -31,6 +31,7 @@ class Process:
     Attributes:
         rank: of the job.
         pid: its process number.
+        parent: the trainer of a courier.
         is_alive: whether its tasks may run.
         stopped_until: it does not run before this time.
         points: scheduling points that it has come to.
@@ -42,6 +43,7 @@ class Process:
     rank: int
     pid: int
     name: str = "trainer"
+    parent: Process | None = None
     is_alive: bool = True
     stopped_until: float = 0.0
     points: int = 0

@@ -34,6 +34,7 @@ class Training:
         self._setting, self._launch = history.setting, history.launch
         self._special, self._states, self._oracle = history.setting.special, history.states, history.oracle
         self._optimizer: Setter | None = None
+        self._number = self._launch.number  # as the content of states names it
         self._ckpt: mlflash.Checkpointer
 
     def run(self) -> None:
@@ -51,7 +52,7 @@ class Training:
         if self._setting.courier == "process" and process.is_alive:
             couriers.exit_trainer()
             history.kernel.kill(process)
-        self._launch.ended.add(self._rank)
+        self._launch.ended.add(self._process)
 
     def _train(self) -> None:
         self._ckpt = ckpt = self._timed("Checkpointer", self._checkpointer)
@@ -74,6 +75,9 @@ class Training:
         self._note("end", step=steps[-1] if steps else None)
 
     def _checkpointer(self) -> mlflash.Checkpointer:
+        return mlflash.Checkpointer(**self._settings())
+
+    def _settings(self) -> dict[str, Any]:
         setting, more = self._setting, {}
         if "drain" in self._special:
             more |= {"directory": str(self._history.files), "drain_every": 2, "keep_last": 2,
@@ -82,7 +86,7 @@ class Training:
             more |= {"on_suspect": "keep", "check_values": 1.0, "certify_after": 2}
         if setting.courier == "thread":
             more |= {"comm": machine.MPI.worlds[self._process]}
-        return mlflash.Checkpointer(
+        return dict(
             job="j", memory=str(self._history.memory), redundancy=setting.scheme, transport=setting.transport,
             ranks_per_node=setting.per_node, timeout_s=TIMEOUT_S, block_nbytes=4096, chunk_nbytes=4096, copy_threads=1,
             scrub_rate=20e6 if "mend" in self._special else 0, when_busy=setting.when_busy, courier=setting.courier,
@@ -116,7 +120,7 @@ class Training:
 
     def _advance(self, state: dict[str, Any], step: int) -> dict[str, Any]:
         """Train one step."""
-        new = self._states.at(self._rank, step, self._launch.number)
+        new = self._states.at(self._rank, step, self._number)
         if self._optimizer is not None:
             self._optimizer.step(new["parameter"].detach())
             new["parameter"] = state["parameter"]
@@ -127,7 +131,7 @@ class Training:
         self._note("saving", step=step)
         launch.phases["saving"] += self._rank == launch.plan.who
         snapshot = self._timed("save", lambda: self._ckpt.save(step, state, until=self._optimizer))
-        launch.snapshots.append((self._rank, step, snapshot))
+        launch.snapshots.append((self._rank, self._number, step, snapshot))
         state["weights"][:] = 7  # at once, as the promise says
         if launch.waits == "all" or (launch.waits == "some" and step % 2):
             try:
