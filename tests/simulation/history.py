@@ -187,11 +187,8 @@ class History:
         for process in launch.trainers:
             kernel.spawn(process, "main", (rounds.Kept if "kept" in setting.special else Training)(self, process).run)
         kernel.at_point = None if launch.is_last else self._at_point
-        why = kernel.run(
-            lambda: self.supervisor.is_over
-            if "kept" in setting.special
-            else len(launch.ended) == setting.ranks
-        )
+        all_ended = lambda: len(launch.ended) == setting.ranks  # noqa: E731
+        why = kernel.run((lambda: self.supervisor.is_over) if "kept" in setting.special else all_ended)
         kernel.at_point = None
         if not why:  # couriers bring to its end what they were given
             why = kernel.run(lambda: not couriers.processes(), max_s=30.0)
@@ -254,14 +251,14 @@ class History:
 
     def _carry_out(self, plan: Plan) -> None:
         launch, everyone = self.launch, [*self.launch.trainers, *couriers.processes()]
+        if "kept" in self.setting.special:
+            self.supervisor.carry_out(plan)
+            return
         if plan.dies == "courier" and self.setting.courier == "process":
             self.outcomes["courier killed"] += 1
             for courier in couriers.processes():
                 if courier.rank == plan.who:
                     self.kernel.kill(courier)
-            return
-        if "kept" in self.setting.special:
-            self.supervisor.carry_out(plan)
             return
         node = plan.who // self.setting.per_node
         launch.node_died = plan.dies in ("node", "all")
@@ -300,18 +297,18 @@ class History:
         random, plan = self.kernel.random, self.launch.plan
         if random.random() < (0.3 if "drain" in self.setting.special else 0.05):
             for node in range(self.setting.nodes) if random.random() < 0.7 else [random.randrange(self.setting.nodes)]:
-                self.wipe(node)
+                self._wipe(node)
         for _ in range(plan.wipes):
             node = random.randrange(self.setting.nodes)
             if plan.dies == "node" and random.random() < 0.7:
                 node = plan.who // self.setting.per_node
             if self.oracle.covers(node):
-                self.wipe(node)
+                self._wipe(node)
         node = random.randrange(self.setting.nodes)
         if self.setting.flips and random.random() < 0.6 and self.oracle.covers(node):
             self._flip(node, sorted(self.node_path(node).glob("slot-*")))
 
-    def wipe(self, node: int) -> None:
+    def _wipe(self, node: int) -> None:
         if self.node_path(node).exists():
             shutil.rmtree(self.node_path(node))
             self.oracle.lost.add(node)
