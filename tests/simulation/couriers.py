@@ -317,7 +317,8 @@ class Couriers:
         while len(epoch.came) < self.size:
             store.check()
             if kernel.now >= end:
-                raise DeadlineExceeded("some ranks have not come", ranks=sorted({*range(self.size)} - epoch.came.keys()))
+                missing = sorted({*range(self.size)} - epoch.came.keys())
+                raise DeadlineExceeded("some ranks have not come", ranks=missing)
             if store.is_lost:
                 self._check_meeting()
                 kernel.sleep(0.2)
@@ -373,7 +374,8 @@ class Couriers:
             self._running = None
 
     def announce_end(self, timeout_s: float) -> None:
-        WORLD.kernel.after(_TOLD_S, lambda epoch=self._store.epochs[self._number]: self._end(epoch))
+        epoch = self._store.epochs[self._number]
+        WORLD.kernel.after(_TOLD_S, lambda: self._end(epoch))
 
     def _end(self, epoch: Epoch) -> None:
         epoch.ended = True
@@ -399,7 +401,8 @@ class Couriers:
             end = WORLD.kernel.now + timeout_s
             while self._running.process.is_alive and WORLD.kernel.now < end:
                 WORLD.kernel.sleep(0.01)
-            WORLD.kernel.after(_TOLD_S, lambda: self._store.depart(Departure(self.rank, "its process has ended", False)))
+            ending = Departure(self.rank, "its process has ended", False)
+            WORLD.kernel.after(_TOLD_S, lambda: self._store.depart(ending))
         self._kill()
         if kill:
             self.zygote.kill()

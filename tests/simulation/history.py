@@ -252,14 +252,14 @@ class History:
 
     def _carry_out(self, plan: Plan) -> None:
         launch, everyone = self.launch, [*self.launch.trainers, *couriers.processes()]
+        if "kept" in self.setting.special:
+            self.supervisor.carry_out(plan)
+            return
         if plan.dies == "courier" and self.setting.courier == "process":
             self.outcomes["courier killed"] += 1
             for courier in couriers.processes():
                 if courier.rank == plan.who:
                     self.kernel.kill(courier)
-            return
-        if "kept" in self.setting.special:
-            self.supervisor.carry_out(plan)
             return
         node = plan.who // self.setting.per_node
         launch.node_died = plan.dies in ("node", "all")

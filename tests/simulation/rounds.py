@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 _ALL_ENDED = "all ranks came to their end"
 _KILLED = 137
+_RECOVERS_S = 20.0  # from the notice of a loss until all train again
 _IMPORTS_S = 5.0  # of a process that is started anew
-_FAULTS_NEEDED = {_ALL_ENDED: 0, "had already begun at step": 2, "rounds had failed": 4}
+_FAULTS_NEEDED = {_ALL_ENDED: 0, "before all ranks had begun": 1, "no process was ready": 1, "all ranks were lost": 1,
+                  "after other ranks had finished": 1, "had already begun at step": 2, "rounds had failed": 4}  # fmt: skip
 
 
 class _Trainers(couriers.Socket):
@@ -78,10 +80,10 @@ class Supervisor:
     def __init__(self, history: History):
         self._history, self.kernel, self._launch = history, history.kernel, history.launch
         random, setting = self.kernel.random, history.setting
-        members = [Member(f"node{rank // setting.per_node}#{rank}", f"node{rank // setting.per_node}", rank, rank)
-                   for rank in range(setting.ranks)]  # fmt: skip
-        hosts = random.choice([[], [members[0].host], ["spare"], ["spare"], ["spare", "spare2"]])
-        members += [Member(f"{host}#{9 + local}", host, 9 + local) for host in hosts for local in range(setting.per_node)]
+        hosts = [f"node{rank // setting.per_node}" for rank in range(setting.ranks)]
+        members = [Member(f"{host}#{rank}", host, rank, rank) for rank, host in enumerate(hosts)]
+        for host in random.choice([[], hosts[:1], ["spare"], ["spare"], ["spare", "spare2"]]):
+            members += [Member(f"{host}#{9 + local}", host, 9 + local) for local in range(setting.per_node)]
         self._deadlines = Deadlines(random.choice([1.0, 10.0]), 30.0, 120.0)
         self.membership = Membership(members, self, self._deadlines, self.kernel.now)
         self._hosts, self.last, self.codes = self.membership.hosts, 0, dict[str, int]()
@@ -206,8 +208,10 @@ class Supervisor:
     def note(self, event: str, **fields: Any) -> None:
         self.kernel.note(f"supervisor notes {event} {fields}")
         self._history.outcomes[f"in place: {event}"] += 1
-        if event == "late" and self.faults < 2:
-            self._problems.append(f"nothing else was lost, but late: {fields}")
+        if event == "late" and (self.faults < 2 or (fields["phase"] == "leaving" and self._launch.plan.stop is None)):
+            self._problems.append(f"after {self.faults} faults, late: {fields}")
+        if event == "recovered" and self.faults < 2 and fields["seconds"] > self._deadlines.lost_s + _RECOVERS_S:
+            self._problems.append(f"it took {fields['seconds']} s until all trained again: {fields}")
 
     @property
     def is_over(self) -> bool:
@@ -227,6 +231,8 @@ class Supervisor:
         everyone = [*self.processes.values(), *couriers.processes()]
         seated = [process for process in self.processes.values() if process.rank == plan.who and process.is_alive]
         self.faults += 1
+        if plan.dies == "all" and random.random() < 0.7:
+            plan.dies = "rank"
         if plan.dies == "all":
             self._is_closed = True
             history.die(everyone)
@@ -307,12 +313,12 @@ class Supervisor:
         ended = {record.rank for record in launch.of("end") if record.step == self.last}
         if over == _ALL_ENDED and len(ended) != self._history.setting.ranks:
             problems.append(f"it came to its end, but only ranks {sorted(ended)} at step {self.last}")
-        needed = next((number for text, number in _FAULTS_NEEDED.items() if text in over), 1)
+        how = next((text for text in _FAULTS_NEEDED if text in over), over or "the launcher is killed")
+        needed = _FAULTS_NEEDED.get(how, 1)
         if self.faults < needed and not launch.of("unrestorable") and not launch.of("gave up"):
             problems.append(f"after {self.faults} faults: {over}")
         if "no process was ready" in over and self.faults < 2 and self._spare_hosts() and not launch.of("unrestorable"):
             problems.append(f"there was a spare, but {over}")
-        how = over.partition(") ")[2] or over or f"all are killed {why}"
         self._history.outcomes[f"in place: {how}"] += 1
         return problems
 

@@ -36,7 +36,8 @@ class States:
 
     def at(self, rank: int, step: int, launch: int) -> dict[str, Any]:
         """The state of a rank after a step."""
-        nbytes = self._nbytes * (3 if "grow" in self._special and step >= 4 else 1) + (0 if "kept" in self._special else 100 * rank)
+        nbytes = self._nbytes * (3 if "grow" in self._special and step >= 4 else 1)
+        nbytes += 0 if "kept" in self._special else 100 * rank  # a spare does not know its rank
         state: dict[str, Any] = {"weights": noise(rank, step, launch, nbytes), "step": step, "launch": launch}
         if self._frozen:
             state["frozen"] = np.concatenate([noise(rank, 0, 0, 9000), np.zeros(9000, np.uint8)])
