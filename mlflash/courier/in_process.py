@@ -368,8 +368,8 @@ class CourierProcess:
             return
         self._plans.forget()
         self._link.send_first(self._opened())
-        start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._units.interrupted)
-        for message in (start, asked.GoBeyond()):
+        start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._units.interrupted, goes_on=True)
+        for message in (start, asked.GoBeyond(), asked.ProtectLeft()):
             job = self.job(message)
             self._link.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
@@ -380,22 +380,27 @@ class CourierProcess:
                 self._units.fail(job.result.interrupted)
                 self.trainer.sharing, self.trainer.is_unhealed = job.result.sharing, False
                 self.trainer.slots.update(job.result.files)
-                self._find_committed(job.result)
+            elif isinstance(message, asked.ProtectLeft):
+                self._find_committed(*job.result)
         self._is_down = False
         for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # kept jobs: send them again
             job.is_sent = False
             self._link.send_first(job)
 
-    def _find_committed(self, started: asked.Started) -> None:
-        """Complete a save that was committed when its courier ended, so that the courier could not report it."""
+    def _find_committed(self, step: int | None, generation: int) -> None:
+        """Complete a save that was committed when its courier ended, so that the courier could not report it.
+
+        Args:
+            step, generation: of the newest step that counts as committed.
+        """
         for job in list(self._jobs.values()):
-            is_there = job.is_commit and job.was_staged and job.answers.request.step == started.left_step
-            if is_there and started.left_generation > self._generation:
+            is_there = job.is_commit and job.was_staged and job.answers.request.step == step
+            if is_there and generation > self._generation:
                 self._jobs.pop(job.number)
-                self._left_at = started.left_step
+                self._left_at = step
                 job.answers.ended(None)
                 job.woken.set()
-        self._generation = max(self._generation, started.left_generation)
+        self._generation = max(self._generation, generation)
 
     def _refuse(self, job: RemoteJob, why: str = "mlflash stopped after an earlier error") -> None:
         job.refuse(Closed(why, found=self.broken))

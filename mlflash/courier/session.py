@@ -18,7 +18,7 @@ from ..protocol import messages as asked
 from ..protocol.messages import Message, Started
 from ..protocol.save_request import Trainer
 from ..redundancy.shareable_leaves import Shareable
-from ..restoring.heal import heal_or_remember
+from ..restoring.heal import heal_or_remember, protect_left
 from ..restoring.mend import mend
 from ..restoring.rescue import heal, scavenge
 from ..restoring.scrubber import Scrubber
@@ -136,6 +136,8 @@ class Session:
         )
         self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
         context.left_at = start.left_at
+        if start.goes_on:  # until the newest step is protected, the step before is needed, too
+            context.pool.hold_older()
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain, signer)
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
@@ -143,6 +145,7 @@ class Session:
         self._report = RankReport(context, self._drains)
         self._handlers |= {
             asked.GoBeyond: lambda message: self._drains.go_beyond(),
+            asked.ProtectLeft: lambda message: protect_left(context),
             asked.Free: lambda message: self._free(),
             asked.Commit: self._commit,
             asked.CommitRestored: self._commit_restored,
@@ -158,8 +161,7 @@ class Session:
         pool, threads = context.pool, context.copy_threads.threads
         interrupted = -world.agree([-start.interrupted])[0]
         return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,
-                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8], context.left_step,
-                       context.left_generation, interrupted)  # fmt: skip
+                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8], interrupted)  # fmt: skip
 
     def _commit(self, message: asked.Commit, trainer: Trainer) -> int:
         self._commits.bring_to_end(message.request, trainer)

@@ -190,7 +190,7 @@ class Outcome:
     result: msgspec.Raw
 
 
-_DIRECT = (asked.Start, asked.GoBeyond, asked.Free, asked.Agree, asked.Gather, asked.Broadcast,
+_DIRECT = (asked.Start, asked.GoBeyond, asked.ProtectLeft, asked.Free, asked.Agree, asked.Gather, asked.Broadcast,
            asked.RaiseTogether, asked.Reserve, asked.FindReplicas, asked.SettleShared, asked.Choose, asked.HoldOlder,
            asked.HealFirst, asked.Restored, asked.HealRestored, asked.MakeRoom, asked.Steps, asked.BeginDrain,
            asked.Scavenge, asked.Mark, asked.HealNewest, asked.AskDrain, asked.GiveUpDrain, asked.Report,
@@ -202,7 +202,7 @@ MESSAGES: dict[str, Any] = {one.__name__: one for one in _DIRECT} | {
 }  # fmt: skip
 # By name: the type of its result, if it has one.
 RESULTS: dict[str, Any] = {
-    "Start": Started, "Commit": int, "Agree": list[int], "Gather": list[bytes], "Broadcast": bytes, "Choose": FoundWire,
+    "Start": Started, "ProtectLeft": tuple[int | None, int], "Commit": int, "Agree": list[int], "Gather": list[bytes], "Broadcast": bytes, "Choose": FoundWire,
     "Exchange": bool, "Steps": list[int], "Scavenge": bool, "Mark": int, "HealNewest": int | None,
     "Report": dict[str, Any], "RunFacts": dict[str, Any], "Survives": str,
 }  # fmt: skip

@@ -43,6 +43,7 @@ class Start(Message):
         left_at: if an earlier courier has died: the newest step whose save had ended on this rank; None: no courier has
             died, or no save has ended.
         interrupted: the newest unit that this rank was in when that courier died, see `courier.units`; 0: none.
+        goes_on: whether an earlier courier has died, and training goes on.
     """
 
     problem: MlflashError | None
@@ -51,6 +52,7 @@ class Start(Message):
     start: str
     left_at: int | None = None
     interrupted: int = 0
+    goes_on: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,6 @@ class Started:
         files: of the own slots.
         sharing: see `SharingNews`.
         run: name of this run in events.
-        left_step, left_generation: of the newest complete attempt in memory, according to headers; None and 0: none.
         interrupted: the newest interrupted unit of all ranks.
     """
 
@@ -81,14 +82,20 @@ class Started:
     files: Sequence[SlotFile]
     sharing: SharingNews
     run: str
-    left_step: int | None
-    left_generation: int
     interrupted: int
 
 
 @dataclasses.dataclass(frozen=True)
 class GoBeyond(Message):
     """Continue the numbering of attempts after those in the directory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtectLeft(Message):
+    """Make the redundancy whole of the newest step in memory, in whose save another courier may have died.
+
+    The result is this step and its generation; None and 0: there is no step that counts as committed.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

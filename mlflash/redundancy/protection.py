@@ -108,6 +108,10 @@ class Protection:
         lacking = [part.missing(pool, attempt, forget) for part in self._parts]
         return any(lacking)
 
+    def is_complete(self, pool: SlotPool, attempt: Attempt) -> bool:
+        """Whether this rank has all redundancy of an attempt that it has to keep, by the headers. Not collective."""
+        return len({slot.header.rank for slot in self.kept(pool, attempt) if slot.header}) == len(self.owners)
+
     def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
         """The inbox slots that hold redundancy of an attempt, in the right place."""
         return [slot for part in self._parts for slot in part.kept(pool, attempt)]

@@ -7,6 +7,7 @@ import logging
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
 from ..memory.slot import Slot
+from ..memory.slot_header import Attempt
 from ..redundancy.slot_transfer import Source
 from ..startup.context import Context
 
@@ -44,6 +45,33 @@ def heal_or_remember(context: Context, home: Slot) -> None:
             assert home.header is not None
             context.pool.free_older(home.header.attempt)
             return
+
+
+def protect_left(context: Context) -> tuple[int | None, int]:
+    """Make the redundancy whole of the newest attempt in memory, as a courier may have died before it was.
+
+    Collective over the world. The slots of all ranks may be sealed although no rank has agreed that all copies are:
+    then the attempt counts as committed only when they are. Until then the attempt before is kept.
+
+    Returns:
+        Step and generation of what counts as committed; None and 0: nothing does.
+    """
+    world, pool, attempt = context.world, context.pool, context.left
+    home = next((slot for slot in pool.own if slot.header is not None and slot.header.attempt == attempt), None)
+    if not world.agree([int(home is not None)])[0] or home is None or attempt is None:
+        pool.free_older(attempt or Attempt(bytes(16), 0))
+        return None, 0
+    is_whole = context.protection.is_complete(pool, attempt)
+    unseen, all_whole = world.agree([int(not home.committed), int(is_whole)])
+    context.rolled_forward = bool(unseen)
+    if all_whole:
+        give_receipts(home, *context.protection.kept(pool, attempt))
+        pool.free_older(attempt)
+    else:
+        heal_or_remember(context, home)
+    assert home.header is not None
+    counts = context.unhealed is None or not context.rolled_forward
+    return (home.header.step, attempt.generation) if counts else (None, 0)
 
 
 def heal(context: Context, home: Slot) -> None:

@@ -71,7 +71,7 @@ class Context:
         left_at: this rank's step when the ranks last were found to save different steps; None: never.
         floor: attempts with a smaller generation are skipped, because this run goes back to a fresh start.
         left_step: the step that earlier runs have left in memory, according to headers; None if there is none.
-        left_generation: generation of its attempt; 0 if there is none.
+        left: the newest attempt of as many ranks that earlier couriers have left in memory; None if there is none.
         unusable: whether memory has a committed step that cannot be restored, according to headers.
         looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
             only intact one.
@@ -103,7 +103,7 @@ class Context:
     left_at: int | None = None
     floor: int = 0
     left_step: int | None = None
-    left_generation: int = 0
+    left: Attempt | None = None
     unusable: bool = False
     looked: bool = False
     gives_way: bool = False

@@ -121,9 +121,11 @@ def _assemble(
         world.poke = Poke(world)
     context.generation, context.floor, context.unusable = left.newest, left.floor, left.unusable
     if left.whole is not None:
-        context.left_step, context.left_generation = left.whole.step, left.whole.attempt.generation
+        context.left_step = left.whole.step
     context.gives_way, pool.aside = not left.unusable, left.aside
     context.adopt(left.found, left.choice)
+    if left.choice is not None and left.choice.world_size == world.size:
+        context.left = left.choice.attempt
     if config.certify_after and world.rank == 0:
         log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
                  "keep the certified step%s", config.certify_after, config.slots,

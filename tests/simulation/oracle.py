@@ -112,10 +112,11 @@ class Oracle:
                          for pair in map(_pair, restored) if pair is None or pair < least]  # fmt: skip
             problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
                          for record in launch.of("unrestorable")]  # fmt: skip
-        elif covered and not self.marked and not launch.marks:
-            problems += [f"rank {record.rank}: nothing was committed: {record.text}" for record in launch.of("unrestorable")]
+        elif self.newest is None and covered and not self.marked and not launch.marks:
+            problems += [f"rank {record.rank}: nothing was committed: {record.text}"
+                         for record in launch.of("unrestorable")]  # fmt: skip
         is_known = self._has_receipts and len(self.lost) < self._history.setting.nodes and not launch.wants_certified
-        if is_known and not covered and None in found:
+        if is_known and least is None and any(_pair(record) is None for record in restored):
             problems.append(f"restored nothing, though a node that is left knows that {self.newest} was committed")
         return problems
 
@@ -192,7 +193,8 @@ class Oracle:
         good = {pair for pair in committed if not history.states.is_suspect(pair[1])}
         if good:
             self.newest, self.ranks_of_newest = max(good), history.setting.ranks
-            self._has_receipts = len(launch.of("end")) == history.setting.ranks and "elastic" not in history.setting.special
+            has_ended = len(launch.of("end")) == history.setting.ranks
+            self._has_receipts = has_ended and "elastic" not in history.setting.special
             outcomes["committed"] += 1
         self.lost |= {node for node, step in launch.flipped.items() if self.newest is None or self.newest[1] <= step}
         if self.newest in self.marked or launch.of("marked"):
