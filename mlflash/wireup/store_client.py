@@ -21,6 +21,7 @@ Then = Callable[[Any, OSError | None], None]
 """A function that gets the answer, or the error."""
 
 _LARGEST_NBYTES = 1 << 23
+_LOOK_S = 1.0  # between two checks whether a wait is useless
 
 
 class StoreLost(ConnectionError):
@@ -40,10 +41,12 @@ class StoreClient:
     Args:
         address: host and port. If nothing may wait, the host must be numeric.
         token: that of the store.
+        check: called from time to time while a call waits; what it raises ends the wait. A host that has vanished
+            closes no connection.
     """
 
-    def __init__(self, address: tuple[str, int], token: str):
-        self.address, self.token = address, token
+    def __init__(self, address: tuple[str, int], token: str, check: Callable[[], None] = lambda: None):
+        self.address, self.token, self._check = address, token, check
         self.lost: StoreLost | None = None
         self._frames = Frames(_LARGEST_NBYTES)
         self._unsent = bytearray(pack(token))
@@ -193,8 +196,10 @@ class StoreClient:
                 )
             poll = select.poll()
             poll.register(self._sock, self.events)
-            poll.poll(left * 1000)
+            poll.poll(min(left, _LOOK_S) * 1000)
             self.step()
+            if not answers:
+                self._check()
         result, error = answers[0]
         if error is not None:
             raise error
@@ -271,7 +276,7 @@ def connect(address: tuple[str, int], token: str, end: float, check: Callable[[]
 
     Args:
         end: until when to try, by time.monotonic.
-        check: called before each attempt; what it raises ends the attempts.
+        check: called before each attempt, and while calls of the client wait; what it raises ends that.
 
     Raises:
         StoreLost, DeadlineExceeded: the store is not there, or does not answer.
@@ -279,7 +284,7 @@ def connect(address: tuple[str, int], token: str, end: float, check: Callable[[]
     pause_s = 0.005
     while True:
         check()
-        store = StoreClient(address, token)
+        store = StoreClient(address, token, check)
         try:
             store.ping(left_s(end))
             return store

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from history import History
 
 _FIRST_FD = 1_000_000  # numbers of simulated descriptors
+_LOOK_S = 1.0  # between two checks whether a wait is useless
 _LINGERS_S = 4.0  # from the end of a trainer to that of its zygote
 _TOLD_S = 0.01  # until other ranks hear of an end, at the least
 
@@ -276,7 +277,7 @@ class Couriers:
             self._store = WORLD.stores.setdefault(text, Store(len(WORLD.stores)))
             WORLD.newest[self._trainer] = self
             self._watch_zygote()
-            self._check_meeting()
+            self._check()
             self.next_epoch(end - WORLD.kernel.now)
         except BaseException:
             self.zygote.kill()
@@ -296,6 +297,11 @@ class Couriers:
         self.zygote.at_end.append(self._end_courier)
         if self.rank == 0:
             self.zygote.at_end.append(self._store.lose)
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise CourierEnded("these couriers were given up")
+        self._check_meeting()
 
     def _replace_zygote(self) -> None:
         if self._is_given_up:
@@ -319,11 +325,11 @@ class Couriers:
             if kernel.now >= end:
                 missing = sorted({*range(self.size)} - epoch.came.keys())
                 raise DeadlineExceeded("some ranks have not come", ranks=missing)
+            self._check()
             if store.is_lost:
-                self._check_meeting()
                 kernel.sleep(0.2)
             else:
-                store.wait(end)
+                store.wait(min(end, kernel.now + _LOOK_S))
         if epoch.network is None:
             self._make(epoch)
         self.freed = frozenset(name for names in epoch.came.values() for name in names)
@@ -384,9 +390,10 @@ class Couriers:
     def wait_for_end(self) -> None:
         while not self._store.epochs[self._number].ended:
             self._store.check()
-            if self._store.is_lost or self._is_given_up:
+            self._check()
+            if self._store.is_lost:
                 raise StoreLost("the store has ended")
-            self._store.wait(float("inf"))
+            self._store.wait(WORLD.kernel.now + _LOOK_S)
 
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
         WORLD.kernel.after(_TOLD_S, lambda: self._store.depart(Departure(self.rank, why, ends_job)))
@@ -406,7 +413,6 @@ class Couriers:
         self._kill()
         if kill:
             self.zygote.kill()
-            self._store.tell()  # its own thread waits there no longer
 
 
 def _check_start(running: Any, zygote: Any) -> None:

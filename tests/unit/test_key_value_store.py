@@ -7,6 +7,7 @@ import resource
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 from waiting import PATIENCE_S, is_in, until
 
 from mlflash.errors import DeadlineExceeded
+from mlflash.in_place.decider_link import RoundOver
 from mlflash.wireup.frames import BadFrame, Frames, pack
 from mlflash.wireup.key_value_store import KeyValueStore
-from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused
+from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused, connect
 from mlflash.wireup.store_limits import Limits
 
 
@@ -383,6 +385,20 @@ def test_it_sleeps_where_no_descriptor_is_left_and_accepts_again() -> None:
     second.close()
     store.close()
     store.close()
+
+
+def test_nobody_waits_for_a_host_that_has_vanished_when_the_ranks_have_changed() -> None:
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 2:
+            raise RoundOver("a rank was lost")
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RoundOver):
+        connect(silent.getsockname(), "0" * 32, time.monotonic() + PATIENCE_S, check)
+    assert checks == 2
 
 
 def test_it_fits_into_another_event_loop() -> None:
