@@ -368,7 +368,9 @@ class CourierProcess:
             return
         self._plans.forget()
         self._link.send_first(self._opened())
-        start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._units.interrupted, goes_on=True)
+        start = dataclasses.replace(
+            self.start, left_at=self._left_at, interrupted=self._units.interrupted, goes_on=True
+        )
         for message in (start, asked.GoBeyond(), asked.ProtectLeft()):
             job = self.job(message)
             self._link.send_first(job)

@@ -161,7 +161,8 @@ class Session:
         pool, threads = context.pool, context.copy_threads.threads
         interrupted = -world.agree([-start.interrupted])[0]
         return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,
-                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8], interrupted)  # fmt: skip
+                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
+                       interrupted)  # fmt: skip
 
     def _commit(self, message: asked.Commit, trainer: Trainer) -> int:
         self._commits.bring_to_end(message.request, trainer)

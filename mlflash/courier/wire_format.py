@@ -202,9 +202,9 @@ MESSAGES: dict[str, Any] = {one.__name__: one for one in _DIRECT} | {
 }  # fmt: skip
 # By name: the type of its result, if it has one.
 RESULTS: dict[str, Any] = {
-    "Start": Started, "ProtectLeft": tuple[int | None, int], "Commit": int, "Agree": list[int], "Gather": list[bytes], "Broadcast": bytes, "Choose": FoundWire,
-    "Exchange": bool, "Steps": list[int], "Scavenge": bool, "Mark": int, "HealNewest": int | None,
-    "Report": dict[str, Any], "RunFacts": dict[str, Any], "Survives": str,
+    "Start": Started, "ProtectLeft": tuple[int | None, int], "Commit": int, "Agree": list[int], "Gather": list[bytes],
+    "Broadcast": bytes, "Choose": FoundWire, "Exchange": bool, "Steps": list[int], "Scavenge": bool, "Mark": int,
+    "HealNewest": int | None, "Report": dict[str, Any], "RunFacts": dict[str, Any], "Survives": str,
 }  # fmt: skip
 # By name: the types of a question of the courier in the middle of a job, and of its answer.
 QUESTIONS: dict[str, tuple[Any, Any]] = {

@@ -7,6 +7,7 @@ forks a courier for each rank and epoch, lets all ranks agree on the epoch, and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import select
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import machine
 import mpi
-import threads
 from scheduler import Process, Scheduler
 
 from mlflash.courier import choice, connect, courier_link, linked, process_main
@@ -64,7 +64,7 @@ class Socket:
             raise BrokenPipeError("the other end is closed")
         random = self._kernel.random
         cuts = sorted({0, len(data), *([random.randrange(len(data) + 1)] if random.random() < 0.2 else [])})
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in itertools.pairwise(cuts):
             self._later(lambda part=data[first:last], given=fds if not first else None: self.peer._arrive(part, given))
 
     def _later(self, call: Any) -> None:
@@ -358,7 +358,9 @@ class Couriers:
         pidfd = -trainer.pid
         WORLD.trainers[pidfd] = trainer
         machine.MPI.worlds[courier] = network.world(courier)
-        running = SimpleNamespace(number=epoch.number, trainer=ours, pid=courier.pid, cores=None, process=courier, is_up=False)
+        running = SimpleNamespace(
+            number=epoch.number, trainer=ours, pid=courier.pid, cores=None, process=courier, is_up=False
+        )
         forked = SimpleNamespace(trainer=theirs, trainer_pidfd=pidfd, has_mpi=True, trains_on=frozenset(),
                                  tell_mpi_is_up=lambda: setattr(running, "is_up", True))  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""One seed is one history of a job: launches, faults at any scheduling point, relaunches, and what must hold after each."""
+"""One seed is one history of a job: launches with faults at any scheduling point, and what must hold after each."""
 
 from __future__ import annotations
 

@@ -22,8 +22,10 @@ import numpy as np
 import threads
 
 MPI = mpi.Mpi()
-_ROOMS = ("memory", "mpi", "courier", "saving", "restoring", "draining", "protocol", "redundancy", "placement", "startup",
-          "state", "telemetry", "checkpointer", "value_checks", "storage", "in_place")  # fmt: skip
+_ROOMS = (
+    "memory mpi courier saving restoring draining protocol redundancy placement startup state telemetry checkpointer "
+    "value_checks storage in_place"
+)
 _REAL = {name: getattr(os, name) for name in ("urandom", "getpid", "posix_fallocate", "fsync", "_exit", "environ")}
 
 
@@ -87,7 +89,7 @@ def _replace_modules() -> None:
     import mlflash
 
     root = Path(mlflash.__file__).parent
-    for room in _ROOMS:
+    for room in _ROOMS.split():
         for module in pkgutil.iter_modules([str(root / room)]):
             importlib.import_module(f"mlflash.{room}.{module.name}")
     stands_for = {"threading": threads.Threading(), "queue": threads.Queues()}
@@ -143,10 +145,10 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
     import mlflash.checkpointer.unclosed as unclosed
-    import mlflash.saving.optimizer_steps as optimizer_steps
     import mlflash.courier.linked as linked
     import mlflash.in_place.decider_link as decider_link
     import mlflash.memory.node_directory as node_directory
+    import mlflash.saving.optimizer_steps as optimizer_steps
 
     return {
         (linked, "_link"): None, (linked, "_making"): None, (linked, "_left"): set(),

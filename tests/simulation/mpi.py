@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
@@ -118,10 +119,11 @@ class Network:
         cut = set()
         for messages in self.mail.values():
             for message in messages:
-                if message.request.process is process and not message.has_arrived:
-                    if message.key[:3] in cut or message.copied is None or random.random() < 0.3:
-                        cut.add(message.key[:3])
-                        message.is_lost = True
+                if message.request.process is not process or message.has_arrived:
+                    continue
+                if message.key[:3] in cut or message.copied is None or random.random() < 0.3:
+                    cut.add(message.key[:3])
+                    message.is_lost = True
         for collective in self.collectives.values():
             if not collective.is_complete or random.random() < 0.3:
                 for request in collective.requests.values():
@@ -132,7 +134,9 @@ class Network:
     def _fail_waits(self, dead: int) -> None:
         """Raise an error where others wait for the dead."""
         error = MpiError(f"rank {dead} has died")
-        waits = [request for (_, source, _, _), posted in self.posted.items() for _, request in posted if source == dead]
+        waits = [
+            request for (_, source, _, _), posted in self.posted.items() for _, request in posted if source == dead
+        ]
         waits += [message.request for messages in self.mail.values() for message in messages if message.key[2] == dead]
         waits += [request for collective in self.collectives.values() if not collective.is_complete
                   and dead in collective.needs for request in collective.requests.values()]  # fmt: skip
@@ -350,7 +354,12 @@ class Comm:
             return False
         for rank, member in enumerate(self.members):
             mail = self.network.mail.get((self.key, member, self.me, tag))
-            if mail and mail[0].has_arrived and mail[0].copied is not None and self.network.kernel.random.random() < 0.7:
+            if (
+                mail
+                and mail[0].has_arrived
+                and mail[0].copied is not None
+                and self.network.kernel.random.random() < 0.7
+            ):
                 if status is not None:
                     status.source, status.count = rank, len(mail[0].copied)
                 return True
@@ -401,7 +410,7 @@ class Window:
         source, request = raw_bytes(message), Request(origin)
         into = raw_bytes(network.windows[self.key][member])[where[0] :][: source.nbytes]
         cuts = sorted({0, source.nbytes, *(kernel.random.randrange(source.nbytes + 1) for _ in range(2))})
-        pieces = list(zip(cuts, cuts[1:], strict=False))
+        pieces = list(itertools.pairwise(cuts))
         self._pending[target] = self._pending.get(target, 0) + len(pieces)
 
         def take() -> None:
@@ -448,7 +457,15 @@ class Mpi:
     """
 
     MIN, SUM = np.minimum.reduce, np.add.reduce
-    BYTE, UNDEFINED, ANY_SOURCE, MODE_NOCHECK, THREAD_MULTIPLE, COMM_TYPE_SHARED, TAG_UB = "BYTE", -32766, -2, 0, 3, 0, 0
+    BYTE, UNDEFINED, ANY_SOURCE, MODE_NOCHECK, THREAD_MULTIPLE, COMM_TYPE_SHARED, TAG_UB = (
+        "BYTE",
+        -32766,
+        -2,
+        0,
+        3,
+        0,
+        0,
+    )
     COMM_NULL = COMM_SELF = None
     Comm, Status, Exception = Comm, Status, MpiError
     Win = SimpleNamespace(Create=Window)

@@ -106,7 +106,8 @@ MUTANTS = [
     Mutant(
         "failed-save-keeps-slots", "slots that a failed save was copied to stay busy", "memory/slot_pool.py",
         "            if slot.use is Use.BUSY:\n                slot.taker, slot.use = None, Use.HOLDS if committed",
-        "            if slot.use is Use.BUSY and committed:\n                slot.taker, slot.use = None, Use.HOLDS if committed",
+        "            if slot.use is Use.BUSY and committed:\n"
+        "                slot.taker, slot.use = None, Use.HOLDS if committed",
     ),
     Mutant(
         "older-never-freed", "what was kept until the heal ends is never free again", "restoring/heal.py",
@@ -138,11 +139,13 @@ MUTANTS = [
     ),
     Mutant(
         "put-trusted", "the notice of a Put is trusted: neither checked nor flushed", "redundancy/slot_transfer.py",
-        "        if window is None or time.monotonic() > end:\n", "        if window is not None:\n            return True\n        if window is None:\n",
+        "        if window is None or time.monotonic() > end:\n",
+        "        if window is not None:\n            return True\n        if window is None:\n",
     ),
     Mutant(
         "windows-left-open", "windows expose files that slots no longer have", "startup/context.py",
-        "        self.protection.close_windows()\n        borrowed: list[Slot] = []\n", "        borrowed: list[Slot] = []\n",
+        "        self.protection.close_windows()\n        borrowed: list[Slot] = []\n",
+        "        borrowed: list[Slot] = []\n",
     ),
     # Parity
     Mutant(
@@ -152,7 +155,8 @@ MUTANTS = [
     Mutant(
         "lane-reused-early", "a buffer is used again while its block is still sent", "redundancy/parity_exchange.py",
         "        for nth, unit, coded in zip(task.want, task.outputs, made, strict=True):\n",
-        "        self._free, lanes = self._free + lanes, []\n        for nth, unit, coded in zip(task.want, task.outputs, made, strict=True):\n",
+        "        self._free, lanes = self._free + lanes, []\n"
+        "        for nth, unit, coded in zip(task.want, task.outputs, made, strict=True):\n",
     ),
     Mutant(
         "parity-block-shared", "all parity blocks of a row have one place", "memory/parity_layout.py",
@@ -178,7 +182,8 @@ MUTANTS = [
     ),
     Mutant(
         "unverified", "slots are not verified before they are loaded", "restoring/from_memory.py",
-        "                blocks = _bad_blocks(context, slots[rank], choice.group_of(rank) is not None) if checked else []\n",
+        "                blocks = _bad_blocks(context, slots[rank], choice.group_of(rank) is not "
+        "None) if checked else []\n",
         "                blocks: list[int] = []\n",
     ),
     Mutant(
@@ -200,12 +205,15 @@ MUTANTS = [
     ),
     Mutant(
         "adopted-without-barrier", "a file is reused before its rank has mapped it", "startup/context.py",
-        "        # No file is deleted or reused before every rank of the node has attached its own.\n        world.agree([0])\n", "",
+        "        # No file is deleted or reused before every rank of the node has attached its own.\n"
+        "        world.agree([0])\n",
+        "",
     ),
     # Heal
     Mutant(
         "heal-makes-nothing", "missing copies and parity are not made again", "restoring/heal.py",
-        "        protect_again(context, home, lacking)\n        reach(\"heal.copied\")\n", '        reach("heal.copied")\n',
+        "        protect_again(context, home, lacking)\n        reach(\"heal.copied\")\n",
+        '        reach("heal.copied")\n',
     ),
     Mutant(
         "heal-not-agreed", "only ranks whose copies are missing heal", "restoring/heal.py",
@@ -213,14 +221,17 @@ MUTANTS = [
     ),
     Mutant(
         "copies-not-verified", "a damaged copy counts as whole", "redundancy/partner_copies.py",
-        "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)", "bool(_copies_of(pool, owner, attempt))",
+        "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
+        "bool(_copies_of(pool, owner, attempt))",
     ),
     Mutant(
         "older-not-held", "after a step was rolled forward, saves may write the one before", "courier/restores.py",
         "        self._context.pool.hold_older()\n", "",
     ),
     Mutant(
-        "rolled-forward-is-committed", "a step that nobody saw committed counts as committed", "restoring/from_memory.py",
+        "rolled-forward-is-committed",
+        "a step that nobody saw committed counts as committed",
+        "restoring/from_memory.py",
         "    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])\n",
         "    context.rolled_forward = False\n",
     ),
@@ -254,7 +265,8 @@ MUTANTS = [
     ),
     Mutant(
         "share-unverified", "shares are not verified before they are loaded", "restoring/gather_deduplicated.py",
-        "                    if checked:\n                        slot.verify(", "                    if not checked:\n                        slot.verify(",
+        "                    if checked:\n                        slot.verify(",
+        "                    if not checked:\n                        slot.verify(",
     ),
     Mutant(
         "shares-not-fetched", "shares are not fetched from other nodes", "restoring/gather_deduplicated.py",
@@ -281,7 +293,8 @@ MUTANTS = [
     ),
     Mutant(
         "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/in_process.py",
-        "            job.is_sent = False\n            self._link.send_first(job)\n", "            job.is_sent = False\n",
+        "            job.is_sent = False\n            self._link.send_first(job)\n",
+        "            job.is_sent = False\n",
     ),
     # Waits
     Mutant(
@@ -355,11 +368,11 @@ def _search(folder: str, seeds: Iterable[int], fixed: Mapping[str, object]) -> F
     import runner
 
     assert str(sys.modules["mlflash"].__file__).startswith(folder)
-    cpu_s = 0.0
-    for result in runner.run_all(seeds, fixed):
+    cpu_s, seeds = 0.0, list(seeds)
+    for seed, result in zip(seeds, runner.run_all(runner.seeds(seeds, fixed)), strict=False):
         cpu_s += result.get("cpu_s", 0.0)
         if result["problems"]:
-            return Finding(result["seed"], result["problems"][0][-2000:], cpu_s)
+            return Finding(seed, result["problems"][0][-2000:], cpu_s)
     return Finding(None, "", cpu_s)
 
 

@@ -14,7 +14,6 @@ from mlflash.placement.survival import Survival, of
 from mlflash.placement.topology import from_node_ids
 
 if TYPE_CHECKING:
-    from faults import Setting
     from history import History, Launch, Record
 
 Pair = tuple[int, int]
@@ -160,7 +159,9 @@ class Oracle:
         if any(launch.of(event) for event in ("failed", "error", "unrestorable")):
             return
         for network in launch.networks:
-            left = sorted({str(key) for key, rank in network.open if key != "world" and network.processes[rank].is_alive})
+            left = sorted(
+                {str(key) for key, rank in network.open if key != "world" and network.processes[rank].is_alive}
+            )
             if left:
                 self._history.problems.append(f"launch {launch.number}: not freed: {left[:4]}")
 

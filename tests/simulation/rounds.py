@@ -39,8 +39,9 @@ _ALL_ENDED = "all ranks came to their end"
 _KILLED = 137
 _RECOVERS_S = 20.0  # from the notice of a loss until all train again
 _IMPORTS_S = 5.0  # of a process that is started anew
-_FAULTS_NEEDED = {_ALL_ENDED: 0, "before all ranks had begun": 1, "no process was ready": 1, "all ranks were lost": 1,
-                  "after other ranks had finished": 1, "had already begun at step": 2, "rounds had failed": 4}  # fmt: skip
+_FAULTS_NEEDED = {_ALL_ENDED: 0, "before all ranks had begun": 1, "no process was ready": 1,
+                  "all ranks were lost": 1, "after other ranks had finished": 1, "had already begun at step": 2,
+                  "rounds had failed": 4}  # fmt: skip
 
 
 class _Trainers(couriers.Socket):

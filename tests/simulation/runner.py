@@ -117,7 +117,7 @@ def run_all(makes: Iterable[Callable[[], Result]], jobs: int = 1, end: float = N
             if not running:
                 return
             selector.select(timeout=max(0.0, min(child.end for child in running) - now()))
-            for child in [child for child in running if now() > child.end or _is_readable(child) and child.read()]:
+            for child in [child for child in running if now() > child.end or (_is_readable(child) and child.read())]:
                 if now() > child.end:
                     os.kill(child.pid, signal.SIGKILL)
                 selector.unregister(child.out)

@@ -63,8 +63,21 @@ class Task:
         thread: the object that stands for it in the simulated module `threading`.
     """
 
-    __slots__ = ("done", "due", "glet", "joiners", "name", "number", "priority", "process", "seen_news", "thread",
-                 "timed_out", "tested_at", "wakes")  # fmt: skip
+    __slots__ = (
+        "done",
+        "due",
+        "glet",
+        "joiners",
+        "name",
+        "number",
+        "priority",
+        "process",
+        "seen_news",
+        "tested_at",
+        "thread",
+        "timed_out",
+        "wakes",
+    )  # fmt: skip
 
     def __init__(self, process: Process, name: str, number: int, priority: float):
         self.process, self.name, self.number, self.priority = process, name, number, priority

@@ -1,4 +1,4 @@
-"""What the simulator runs before each merge: the same seeds each time, all that have failed, and some of this tree's own."""
+"""What the simulator runs before each merge: the same seeds, all that have failed, and some of this tree's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 HERE = Path(__file__).parent
 FIXED, OF_TREE = 330, 40  # numbers of seeds
 LEAST_POINTS = 58  # of the 62 crash points
-FOUND = [line.split("#")[0].split() for line in (HERE / "seeds_that_failed.txt").read_text().splitlines() if line.strip()]
+FOUND = [
+    line.split("#")[0].split() for line in (HERE / "seeds_that_failed.txt").read_text().splitlines() if line.strip()
+]
 
 
 def simulate(program: str, *words: str, timeout_s: float = 170.0) -> str:

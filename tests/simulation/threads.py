@@ -191,8 +191,8 @@ class Queue:
 
 
 class Thread:
-    def __init__(self, group: None = None, target: Callable[..., object] | None = None, name: str = "",
-                 args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, daemon: bool | None = None):  # fmt: skip
+    def __init__(self, target: Callable[..., object] | None = None, name: str = "", args: tuple[Any, ...] = (),
+                 kwargs: dict[str, Any] | None = None, daemon: bool | None = None):  # fmt: skip
         self._target, self.name, self._args, self._kwargs = target, name, args, kwargs or {}
         self.daemon, self.ident = daemon, None
         self._task: Task | None = None

@@ -57,8 +57,8 @@ class Training:
     def _train(self) -> None:
         self._ckpt = ckpt = self._timed("Checkpointer", self._checkpointer)
         state, start = self._restore()
-        step = start or 0
-        for step in range(step + 1, step + 1 + self._launch.saves):
+        first = (start or 0) + 1
+        for step in range(first, first + self._launch.saves):
             state = self._advance(state, step)
             self._save(state, step)
             if "mend" in self._special:
