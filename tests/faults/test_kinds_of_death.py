@@ -141,3 +141,23 @@ def assert_it_went_on(crashed: Result, ranks: int, last: int, overlap: bool) -> 
     steps = {step for _, step in failed}
     assert len(steps) <= 1 + overlap, crashed.log
     assert failed == {(rank, step) for rank in range(ranks) for step in steps}, crashed.log
+
+
+@needs.PMI_1
+def test_a_step_that_counts_is_protected_though_a_courier_died_before_its_parity_was_there(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The slots of all ranks are sealed by then: the next couriers find the step, and must not take it for protected.
+    monkeypatch.setenv("MLFLASH_COURIER", "process")
+    cluster, state = Cluster(shm), {"options": {"redundancy": "xor:3"}}
+    trap = {"path": (*THIRD, "parity.received"), "action": "courier", "rank": 0}
+    spec = {**state, "last": 3, "traps": [trap], "goes_on": True, "strict": False}
+    job = cluster.start(3, "support/worker.py", json.dumps(spec), env=SMALL)
+    crashed = job.wait()
+    assert any(job.out.glob("sprung*")), crashed.log
+    assert_it_went_on(crashed, 3, 3, overlap=False)
+    committed = {(record["rank"], record["step"]) for record in crashed.of("committed")}
+    assert committed >= {(rank, 3) for rank in range(3)}, crashed.log
+    cluster.wipe(1)
+    result = cluster.run(3, "support/worker.py", json.dumps({**state, "more": 1}), env=SMALL)
+    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(3, [])] * 3, crashed.log + result.log
