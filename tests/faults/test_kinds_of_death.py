@@ -151,7 +151,7 @@ def test_a_step_that_counts_is_protected_though_a_courier_died_before_its_parity
     monkeypatch.setenv("MLFLASH_COURIER", "process")
     cluster, state = Cluster(shm), {"options": {"redundancy": "xor:3"}}
     trap = {"path": (*THIRD, "parity.received"), "action": "courier", "rank": 0}
-    spec = {**state, "last": 3, "traps": [trap], "goes_on": True, "strict": False}
+    spec = {**state, "last": 3, "one_by_one": True, "traps": [trap], "goes_on": True, "strict": False}
     job = cluster.start(3, "support/worker.py", json.dumps(spec), env=SMALL)
     crashed = job.wait()
     assert any(job.out.glob("sprung*")), crashed.log
