@@ -16,6 +16,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,7 +185,7 @@ class Chain:
         """Check what the last kill has left, save once, and close."""
         out, pids = self._start(SAVE, [], self._ranks, drains=False)
         try:
-            until(lambda: not any(map(self._trainers.run, pids)), lambda: f"the end of a training: {_log(out)}")
+            until(lambda: not any(map(self._trainers.run, pids)), lambda: f"the end of a training: {_state(out, pids)}")
         finally:
             self._trainers.end(pids)
         self._check_restored(out, self._ranks)
@@ -210,7 +212,7 @@ class Chain:
         traps = [{"path": path, "action": action, "rank": kill.rank} for action in ["pause"] * kill.waits + [kill.dies]]
         out, pids = self._start(kill.verbs, traps, ranks, drains=kill.lost)
         try:
-            until(lambda: not all(map(self._trainers.run, pids)), lambda: f"a death: {_log(out)}")
+            until(lambda: not all(map(self._trainers.run, pids)), lambda: f"a death: {_state(out, pids)}")
         finally:
             self._trainers.end(pids)  # as a launcher does
         self._check_restored(out, ranks if kill.verbs else 0)
@@ -276,6 +278,17 @@ def _noted(out: Path, event: str) -> list[dict[str, Any]]:
 
 def _log(out: Path) -> str:
     return (out / "log").read_text()[-5000:]
+
+
+def _state(out: Path, trainers: Sequence[int]) -> str:
+    """What is known of a launch that hangs: what it printed, what each rank noted, and where its processes are."""
+    noted = [path.read_text()[-500:] for path in sorted(out.glob("rank*.jsonl"))]
+    dump = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid"]
+    stacks = [
+        subprocess.run([*dump, str(pid)], capture_output=True, text=True, timeout=30, check=False).stdout
+        for pid in [*trainers, *_started_in(out)]
+    ]
+    return "\n".join([_log(out), *noted, *stacks])
 
 
 def _started_in(root: Path) -> list[int]:
