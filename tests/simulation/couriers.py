@@ -264,7 +264,7 @@ class Couriers:
     def __init__(self, entry_point: str, environment: Any, timeout_s: float, *, zygote: Zygote | None = None,
                  meeting: Meeting | None = None, **more: Any):  # fmt: skip
         self._trainer = WORLD.kernel.current.process  # type: ignore[union-attr]
-        self.rank, self.size = self._trainer.rank, WORLD.history.setting.ranks
+        self.rank, self.size = int(environment.get("RANK", self._trainer.rank)), WORLD.history.setting.ranks
         self.met, self.freed, self._number = "simulated", frozenset[str](), 0
         self._running: Any = None
         self._is_given_up = False

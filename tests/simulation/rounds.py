@@ -39,9 +39,10 @@ _ALL_ENDED = "all ranks came to their end"
 _KILLED = 137
 _RECOVERS_S = 20.0  # from the notice of a loss until all train again
 _IMPORTS_S = 5.0  # of a process that is started anew
-_FAULTS_NEEDED = {_ALL_ENDED: 0, "before all ranks had begun": 1, "no process was ready": 1,
-                  "all ranks were lost": 1, "after other ranks had finished": 1, "had already begun at step": 2,
-                  "rounds had failed": 4}  # fmt: skip
+_FAULTS_NEEDED = {
+    _ALL_ENDED: 0, "before all ranks had begun": 1, "no process was ready": 1, "all ranks were lost": 1,
+    "after other ranks had finished": 1, "had already begun at step": 2, "rounds had failed": 4,
+}  # fmt: skip
 
 
 class _Trainers(couriers.Socket):
@@ -248,6 +249,7 @@ class Supervisor:
             other = random.choice(everyone)
             self._launch.ends_at[other] = other.points + plan.second
             self.faults += 1
+            self._has_courier_died |= other.parent is not None
         elif plan.dies != "all" and random.random() < 0.5:
             self._launch.plan, self._launch.triggered = self._next_fault(), False
 
@@ -310,7 +312,7 @@ class Supervisor:
             if record.least is not None:
                 problems.append(f"rank {record.rank}: {record.least} was committed: {record.event} {record.text}")
         problems += [f"rank {record.rank}: {record.text}" for record in launch.of("error")
-                     if self.faults < 2 and not self._has_courier_died]  # fmt: skip
+                     if not self._has_courier_died]  # fmt: skip
         ended = {record.rank for record in launch.of("end") if record.step == self.last}
         if over == _ALL_ENDED and len(ended) != self._history.setting.ranks:
             problems.append(f"it came to its end, but only ranks {sorted(ended)} at step {self.last}")
