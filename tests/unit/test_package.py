@@ -105,19 +105,6 @@ def beside(path: Path) -> set[str]:
     return named | {node.module.split(".")[0] for node in nodes if node.level == 1 and node.module}
 
 
-def test_no_file_and_no_function_is_too_long_to_be_read_at_once() -> None:
-    sources = [path for folder in ("mlflash", "adapters", "benchmarks", "tests", "tools")
-               for path in sorted((REPO / folder).rglob("*.py")) if not path.is_symlink()]  # fmt: skip
-    assert len(sources) > 500
-    for path in sources:
-        text = path.read_text()
-        if path.is_relative_to(ROOT) or path.is_relative_to(REPO / "adapters"):
-            assert len(text.splitlines()) <= 400, path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
-
-
 def test_mpi_is_imported_in_one_place_and_torch_only_where_tensors_are() -> None:
     for path in files():
         _, others = draw_rooms.imports(ROOT, path)

@@ -113,7 +113,8 @@ def test_nothing_waits_for_a_time() -> None:
     found, used = [], set()
     for path in sorted(TESTS.rglob("*.py")):
         name, lines = str(path.relative_to(TESTS)), path.read_text().splitlines()
-        if path in (Path(waiting.__file__), Path(__file__)):
+        is_simulated = name.startswith("simulation/")  # its time is virtual
+        if is_simulated or path in (Path(waiting.__file__), Path(__file__)):
             continue
         for at, what in findings(path):
             place = (name, lines[at - 1].strip())
