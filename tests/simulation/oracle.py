@@ -50,6 +50,7 @@ class Oracle:
         self._layouts = {(history.setting.ranks, history.setting.per_node)}
         self._healed: set[tuple[int, int]] = set()
         self._has_receipts = False  # of the newest, on each node
+        self._may_be_known = False  # whether memory may know of a step that no rank saw committed
 
     def covers(self, *nodes: int) -> bool:
         """Whether the newest step survives the loss of some more nodes."""
@@ -111,7 +112,7 @@ class Oracle:
                          for pair in map(_pair, restored) if pair is None or pair < least]  # fmt: skip
             problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
                          for record in launch.of("unrestorable")]  # fmt: skip
-        elif self.newest is None and covered and not self.marked and not launch.marks:
+        elif self.newest is None and covered and not self._may_be_known and not launch.marks:
             problems += [f"rank {record.rank}: nothing was committed: {record.text}"
                          for record in launch.of("unrestorable")]  # fmt: skip
         is_known = self._has_receipts and len(self.lost) < self._history.setting.nodes and not launch.wants_certified
@@ -140,7 +141,7 @@ class Oracle:
                      for record in launch.of("failed") if not (may_skip and "skipped" in record.text)]  # fmt: skip
         if launch.is_last or not setting.bad_sync:
             problems += [f"rank {record.rank}: {record.text}" for record in launch.of("drain failed")
-                         if "nothing to drain" not in record.text]  # fmt: skip
+                         if "nothing was committed or restored yet" not in record.text]  # fmt: skip
         if launch.is_last and launch.of("restored") and len(launch.of("end")) != setting.ranks:
             problems.append(f"the last launch did not end: {launch.records[-8:]}")
         return problems
@@ -173,6 +174,7 @@ class Oracle:
         marked = [(launch.number, step) for step in launch.marks
                   if len([r for r in launch.of("marked") if r.step == step]) == history.setting.ranks]  # fmt: skip
         self.marked |= {*marked}
+        self._may_be_known |= bool(restored - {None} or launch.marks)
         committed = {(number, step) for _, number, step, snapshot in launch.snapshots if snapshot.committed}
         is_healed = all((launch.number, rank) in self._healed for rank in range(history.setting.ranks))
         outcomes["unrestorable"] += bool(launch.of("unrestorable"))
