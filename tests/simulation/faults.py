@@ -92,7 +92,7 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
     setting = Setting(
         ranks, per_node, scheme, random.choice(["p2p", "rma"]), random.choice([3000, 9000, 20_000]), frozenset(special),
         random.choice(["thread", "thread", "process"]), random.choice(["fast", "mixed", "mixed", "slow"]),
-        random.random() < 0.3, random.choice(["wait", "wait", "skip"]), random.choice([0, 0, 0, 0, 0.1]),
+        random.random() < 0.3, random.choice(["wait", "wait", "skip"]), random.choice([0, 0, 0, 0.1, 0.3]),
         random.choice([0, 0, 0.1]), random.choice(["hdf5", "dcp"]),
         random.random() < 0.15, random.random() < 0.25, random.choice([2, 2, 3]),
     )  # fmt: skip
@@ -113,7 +113,7 @@ def draw_plan(random: Random, setting: Setting, points: Iterable[str], saves: in
         is_first: whether memory is empty: then nothing can be lost before the first commit.
         is_lost: whether something was lost that this launch must rebuild, fetch or heal.
     """
-    dies = random.choices(["none", "rank", "node", "all", "courier"], [8, 35, 25, 17, 15])[0]
+    dies = random.choices(["none", "rank", "node", "all", "courier"], [18, 30, 24, 14, 14])[0]
     plan = Plan(dies, random.randrange(setting.ranks), others=random.choice([0, 3, 30, 300, 3000]),
                 ends_s=random.choice([0.01, 0.3, 2.0, 200.0]), wipes=random.choice([0, 1, 1, 1, 2]))  # fmt: skip
     if not saves or (not is_first and random.random() < (0.5 if is_lost else 0.25)):

@@ -152,7 +152,7 @@ class History:
         random = self.kernel.random
         if number == self.setting.launches:
             return Launch(number, Plan("none", 0), 1, "all", True)
-        saves = random.choice([1, 2, 3, 3, 4]) if not number else random.choice([0, 1, 2, 3])
+        saves = random.choice([1, 2, 3, 3, 4]) if not number else random.choice([0, 1, 1, 2, 3])
         plan = draw_plan(random, self.setting, crash_points.POINTS, saves, not number, bool(self.oracle.lost))
         launch = Launch(number, plan, saves, random.choice(["all", "some", "none"]), False)
         if self.setting.special & {"values", "kept"}:
