@@ -60,6 +60,7 @@ class Launch:
         marks: steps that are marked bad after their save.
         wants_certified: whether it restores the newest certified step.
         limit_s: virtual seconds after which it is over.
+        step_s: virtual seconds from save to save in which a trainer computes, on average.
         ended: trainers that have ended.
         died: whether any process has died; its node, with all processes.
         triggered: whether the plan's death has come.
@@ -78,6 +79,7 @@ class Launch:
     marks: frozenset[int] = frozenset()
     wants_certified: bool = False
     limit_s: float = NEVER
+    step_s: float = 0.0
     trainers: list[Process] = dataclasses.field(default_factory=list)
     networks: list[mpi.Network] = dataclasses.field(default_factory=list)
     records: list[Record] = dataclasses.field(default_factory=list)
@@ -154,8 +156,9 @@ class History:
             return Launch(number, Plan("none", 0), 1, "all", True)
         saves = random.choice([1, 2, 3, 3, 4]) if not number else random.choice([0, 1, 1, 2, 3])
         plan = draw_plan(random, self.setting, crash_points.POINTS, saves, not number, bool(self.oracle.lost))
-        launch = Launch(number, plan, saves, random.choice(["all", "some", "none"]), False)
-        if self.setting.special & {"values", "kept"}:
+        launch = Launch(number, plan, saves, random.choice(["all", "some", "none"]), False,
+                        step_s=random.choice([0.0, 0.0, 0.003, 0.03]))  # fmt: skip
+        if self.setting.special & {"values", "kept", "drain"}:
             launch.saves += 2
         if "values" in self.setting.special:
             newest = self.oracle.newest[1] if self.oracle.newest else 0
@@ -296,8 +299,9 @@ class History:
     def damage(self) -> None:
         """Lose what is lost between two launches: within what the scheme covers, or, rarely, beyond."""
         random, plan = self.kernel.random, self.launch.plan
-        if random.random() < (0.3 if "drain" in self.setting.special else 0.05):
-            for node in range(self.setting.nodes) if random.random() < 0.7 else [random.randrange(self.setting.nodes)]:
+        if random.random() < (0.3 if "drain" in self.setting.special else 0.08):
+            nodes = self.setting.nodes
+            for node in random.sample(range(nodes), random.choice([nodes, nodes, max(1, nodes - 1)])):
                 self.wipe(node)
         for _ in range(plan.wipes):
             node = random.randrange(self.setting.nodes)

@@ -70,7 +70,7 @@ MUTANTS = [
         "failure-counts-as-commit", "after a save that failed on all ranks, its slots are held and older ones freed",
         "saving/commit.py",
         "    committed = error is None and not save.skipped\n",
-        "    committed = not save.skipped\n",
+        "    committed = not save.skipped\n", {"special": frozenset({"grow"}), "no_space": 0.3},
     ),
     Mutant(
         "failure-not-told", "a save that failed looks committed to the trainer", "saving/commit.py",
@@ -106,21 +106,7 @@ MUTANTS = [
     Mutant(
         "failed-save-keeps-slots", "slots that a failed save was copied to stay busy", "memory/slot_pool.py",
         "if slot.use is Use.BUSY:\n                slot.taker, ",
-        "if slot.use is Use.BUSY and committed:\n                slot.taker, ",
-    ),
-    Mutant(
-        "older-never-freed", "what was kept until the heal ends is never free again", "restoring/heal.py",
-        "            context.pool.free_older(home.header.attempt)\n", "",
-    ),
-    Mutant(
-        "held-file-grows", "a slot that holds a committed step gets a larger file", "startup/grow_slots.py",
-        "    return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes",
-        "    return not slot.drains and slot.view.nbytes",
-    ),
-    Mutant(
-        "newest-slot-first", "of two free slots the one with the newer content is written", "memory/slot.py",
-        "    return min((slot for slot in slots if slot.is_free)",
-        "    return max((slot for slot in slots if slot.is_free)",
+        "if slot.use is Use.BUSY and committed:\n                slot.taker, ", {"no_space": 0.3},
     ),
     # Transfer
     Mutant(
@@ -135,11 +121,6 @@ MUTANTS = [
     Mutant(
         "late-is-damaged", "a Put that is not visible yet counts as damaged", "redundancy/slot_transfer.py",
         "ARRIVAL_S = 30.0", "ARRIVAL_S = 0.0",
-    ),
-    Mutant(
-        "put-trusted", "the notice of a Put is trusted: neither checked nor flushed", "redundancy/slot_transfer.py",
-        "        if window is None or time.monotonic() > end:\n            return False\n",
-        "        return window is not None\n",
     ),
     Mutant(
         "windows-left-open", "windows expose files that slots no longer have", "startup/context.py",
@@ -214,7 +195,7 @@ MUTANTS = [
     Mutant(
         "copies-not-verified", "a damaged copy counts as whole", "redundancy/partner_copies.py",
         "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
-        "bool(_copies_of(pool, owner, attempt))",
+        "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy"},
     ),
     Mutant(
         "older-not-held", "after a step was rolled forward, saves may write the one before", "courier/restores.py",
@@ -233,14 +214,10 @@ MUTANTS = [
     ),
     # Special
     Mutant(
-        "lazy-not-finished", "what is copied later may be copied after its checksums are made", "saving/commit.py",
-        "            _locally(save, lambda: _finish_deferred(save))\n", "            pass\n",
-    ),
-    Mutant(
         "step-before-copy", "an optimizer steps before its tensors are copied", "saving/deferred_copies.py",
         "        self.help()\n        self._await_pieces()\n        for transfer in self._transfers:\n"
         "            transfer.hold_back()\n",
-        "",
+        "", {"special": frozenset({"lazy"})},
     ),
     Mutant(
         "suspicion-not-agreed", "only the rank that finds suspect values knows of them", "saving/commit.py",
@@ -257,6 +234,7 @@ MUTANTS = [
     Mutant(
         "share-unverified", "shares are not verified before they are loaded", "restoring/gather_deduplicated.py",
         "if checked:\n                        slot.verify(", "if not checked:\n                        slot.verify(",
+        {"flips": True, "special": frozenset({"common"})},
     ),
     Mutant(
         "shares-not-fetched", "shares are not fetched from other nodes", "restoring/gather_deduplicated.py",
@@ -277,9 +255,18 @@ MUTANTS = [
         "        def moves() -> Operation:\n", "        def moves() -> Operation:\n            current.end(None)\n",
     ),
     Mutant(
-        "all-complete-at-restart", "a new courier completes saves that the last one had not committed",
-        "courier/in_process.py",
-        "job.was_staged and job.answers.request.step == started.left_step\n", "job.was_staged\n",
+        "all-complete-at-restart", "saves that a courier had when it died count as committed", "courier/in_process.py",
+        "job.answers.request.step == step\n            if is_there and generation > self._generation:\n",
+        "True\n            if is_there:\n",
+    ),
+    Mutant(
+        "unprotected-counts", "a step counts as committed although its copies could not be made", "restoring/heal.py",
+        "    counts = context.unhealed is None or not context.rolled_forward\n", "    counts = True\n",
+    ),
+    Mutant(
+        "sealed-counts", "after the death of a courier, a step counts as committed when all slots are sealed",
+        "restoring/heal.py",
+        "    else:\n        heal_or_remember(context, home)\n    assert", "    assert",
     ),
     Mutant(
         "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/in_process.py",
@@ -290,10 +277,6 @@ MUTANTS = [
         "error-not-told", "an error of one rank is raised there only", "mpi/world.py",
         "        self.raise_together(error)\n        return results[0]\n",
         "        if error is not None:\n            raise error\n        return results[0]\n",
-    ),
-    Mutant(
-        "freed-without-barrier", "a rank leaves while others still need it", "courier/session.py",
-        "        self._world.agree([])  # a barrier: no rank leaves while others still wait for it\n", "",
     ),
 ]  # fmt: skip
 

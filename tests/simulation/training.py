@@ -66,7 +66,7 @@ class Training:
             if step in self._launch.marks:
                 self._timed("mark_bad", lambda step=step: ckpt.mark_bad(step))
                 self._note("marked", step=step)
-            self._history.kernel.point("train")
+            self._compute()
         self._timed("wait", ckpt.wait)
         if "drain" in self._special:
             self._wait_drained()
@@ -117,6 +117,13 @@ class Training:
         if "lazy" in self._special:
             self._optimizer = Setter(state["parameter"])
         return state, start
+
+    def _compute(self) -> None:
+        """Take some time until the next step, another time on each rank."""
+        kernel, step_s = self._history.kernel, self._launch.step_s
+        kernel.point("train")
+        if step_s:
+            kernel.block(kernel.now + kernel.random.expovariate(1 / step_s))
 
     def _advance(self, state: dict[str, Any], step: int) -> dict[str, Any]:
         """Train one step."""
