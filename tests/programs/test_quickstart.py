@@ -25,7 +25,6 @@ def commands(title: str) -> list[str]:
     ]
 
 
-@pytest.mark.gate
 def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", section("A training job"), re.M | re.S)
     (tmp_path / "train.py").write_text(block)

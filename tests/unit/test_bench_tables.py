@@ -18,6 +18,8 @@ from bench.results import Result, keep, read
 from bench.rows import Row, reached, row
 from bench.table import grids, markdown
 
+pytestmark = pytest.mark.slow  # a tool beside the engine
+
 BETWEEN = AIMS["committed between hosts"]
 TIMED = row("Put", np.array([2.0, 3.0, 4.0]), {MEMCPY: np.array(1.0), MEMCPY_AND_PUT: np.array(2.0)},
             "committed between hosts", case="nodes", column="idle")  # fmt: skip

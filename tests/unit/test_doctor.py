@@ -20,6 +20,8 @@ from mlflash.doctor import launch_environment, watchdog
 from mlflash.doctor.findings import Diagnosis, Finding, Level, fine, merge, show, warning, wrong
 from mlflash.doctor.launch_environment import Launch
 
+pytestmark = pytest.mark.slow  # a tool beside the engine
+
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 GIB = 1 << 30
 

@@ -30,6 +30,8 @@ from mlflash.planning.measured_run import measured
 from mlflash.planning.scheme_comparison import SCHEMES, Job, consider, node_nbytes, scheme_costs, share_uncovered
 from mlflash.planning.view import show_chance
 
+pytestmark = pytest.mark.slow  # a tool beside the engine
+
 DOC = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 GIB = 1 << 30
 FAILURES = ("--mtbf", "264d", "--save", "0.3s", "--commit", "8s", "--restart", "90s")

@@ -28,6 +28,8 @@ from mlflash.log_report.page import page
 from mlflash.log_report.read_logs import File, files_of, read
 from mlflash.log_report.timeline_rows import MOST_ROWS, rows
 
+pytestmark = pytest.mark.slow  # a tool beside the engine
+
 PLAN = {"ranks": 2, "redundancy": "copy", "survives": "any process; any 1 of 2 nodes", "transport": "p2p", "job": "j",
         "version": "0.1.0", "drain_every": 2}  # fmt: skip
 
@@ -471,7 +473,6 @@ def test_the_page_asks_nobody_for_anything(lost_node: Path) -> None:
     assert [str(policy).split(";")[0] for policy in policies] == ["default-src 'none'"]
 
 
-@pytest.mark.slow
 def test_hundreds_of_ranks_and_tens_of_thousands_of_events_are_one_small_page(tmp_path: Path) -> None:
     paths = made_logs.large(tmp_path / "run.jsonl")
     assert len(paths) == 65

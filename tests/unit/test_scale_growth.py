@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import growth, paths
 from scale.growth import LINEAR, Series
 
+pytestmark = pytest.mark.slow  # a tool beside the engine
+
 RANKS = (256, 1024)
 
 
@@ -21,7 +23,6 @@ def rows() -> list[paths.Row]:
     return [row for ranks in RANKS for row in paths.measure(ranks)]
 
 
-@pytest.mark.slow
 def test_no_way_of_a_checkpoint_grows_faster_than_it_may(rows: list[paths.Row]) -> None:
     assert [row.path for row in rows[: len(paths.PATHS)]] == [row.path for row in rows[len(paths.PATHS) :]]
     assert {row.path for row in rows} == set(paths.PATHS)

@@ -17,6 +17,8 @@ from scale.parameters import PERLMUTTER, SLINGSHOT_11, TECTONIC, Fabric, FileSys
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.planning.interval import daly, inflation
 
+pytestmark = pytest.mark.slow  # a tool beside the engine
+
 SCHEMES = ("copy", "copy:2", "xor:8", "rs:6+2", "rs:8+3")
 NODE = Node(gpus=4, nics=2, copy_Bps=10e9, check_Bps=10e9, xor_Bps=5e9, rs_Bps=4e9, poll_s=1e-3, start_s=1e-6,
             restore_s=2e-6, inventory_nbytes=250.0)  # fmt: skip
@@ -208,7 +210,6 @@ def test_growth_is_a_line_through_medians() -> None:
 
 
 @pytest.mark.parametrize("job", agreement.JOBS, ids=lambda job: "-".join(map(str, job)))
-@pytest.mark.slow
 def test_simulated_ranks_commit_and_restore(job: tuple[str, str, bool]) -> None:
     rows = [agreement.measure(ranks, *job) for ranks in (128, 1024)]
     for row in rows:
