@@ -312,6 +312,8 @@ class History:
         node = random.randrange(self.setting.nodes)
         if self.setting.flips and random.random() < 0.6 and self.oracle.covers(node):
             self._flip(node, sorted(self.node_path(node).glob("slot-*")))
+        if self.setting.flips and random.random() < 0.3:
+            self._flip(None, sorted(path for path in self.files.rglob("*") if path.is_file() and path.stat().st_size))
 
     def wipe(self, node: int) -> None:
         if self.node_path(node).exists():
@@ -329,8 +331,12 @@ class History:
             self._flip(node, [path for path in files if (header := _header_of(path)) and header.step == step])
             self.launch.flipped[node] = step
 
-    def _flip(self, node: int, files: list[Path]) -> None:
-        """Flip bits in one of some files of a node's memory; that counts as the loss of that node."""
+    def _flip(self, node: int | None, files: list[Path]) -> None:
+        """Flip bits in one of some files of a node's memory; that counts as the loss of that node.
+
+        Args:
+            node: None: the files are those of the directory.
+        """
         random = self.kernel.random
         if not files:
             return
@@ -338,7 +344,10 @@ class History:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as raw:
             for _ in range(random.choice([1, 1, 5])):
                 raw[random.randrange(len(raw))] ^= 1 << random.randrange(8)
-        self.oracle.lost.add(node)
+        if node is None:
+            self.oracle.drained = None  # an older checkpoint may be taken, or none
+        else:
+            self.oracle.lost.add(node)
         self.outcomes["flipped"] += 1
         self.kernel.note(f"flip {path.name} of node {node}")
 
