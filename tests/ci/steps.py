@@ -66,10 +66,10 @@ GATE = (
     # What waits.
     _gate("slurm", 60, waits=True),
     _gate("cluster", 80, waits=True),
+    _gate("faults", 300, waits=True),  # for the ends of processes
     # What computes.
     _environment("env-transformers", 50, "env"),
     Step("simulation", "simulation", 190),
-    _gate("faults", 240),
     _environment("env-lightning", 25, "env"),
     _gate("nemo", 80, "env-transformers", "env-lightning"),
     _gate("megatron-trainings", 50),
