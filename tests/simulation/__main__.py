@@ -2,7 +2,7 @@
 
     python tests/simulation 0:1000                     run these seeds on all cores; print what fails
     python tests/simulation 17 --trace                 run one, and print everything that happens in it
-    python tests/simulation 0:99 --set scheme=copy special=drain,lazy courier=process
+    python tests/simulation 0:99,scheme=copy,special=drain+lazy,courier=process 6,special=kept
 
 For each seed that fails it prints a command that runs it again, with no more faults than are needed.
 """
@@ -23,34 +23,33 @@ machine.install()
 
 import runner  # noqa: E402
 from scheduler import NEVER  # noqa: E402
-from settings import parse  # noqa: E402
+from settings import parse_seeds  # noqa: E402
 
 from mlflash.crash_points import POINTS  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seeds", help="one, or FIRST:AFTER_LAST")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of faults.Setting")
+    parser.add_argument("seeds", nargs="+", help="FIRST[:AFTER_LAST][,FIELD=VALUE...], with fields of faults.Setting")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="seeds that run side by side")
     parser.add_argument("--minutes", type=float, default=NEVER, help="begin no seed after so many")
     parser.add_argument("--until", type=float, default=NEVER, metavar="POINTS", help="no fault after so many points")
-    parser.add_argument("--twice", action="store_true", help="run each seed twice: both must do the same")
     parser.add_argument("--trace", action="store_true", help="print each event")
+    parser.add_argument("--digests", action="store_true", help="print a digest of the trace of each seed")
     args = parser.parse_args()
-    first, _, last = args.seeds.partition(":")
-    seeds = [seed for seed in range(int(first), int(last or int(first) + 1)) for _ in range(1 + args.twice)]
-    fixed, summary, digests = parse(args.set), runner.Summary(), dict[int, str]()
+    summary, end = runner.Summary(), runner.now() + 60 * args.minutes
     runner.warm_up()
-    makes = runner.seeds(seeds, fixed, args.until, args.trace)
-    for result in runner.run_all(makes, args.jobs, end=runner.now() + 60 * args.minutes):
-        if digests.setdefault(result.get("seed", -1), result.get("digest", "")) != result.get("digest"):
-            result["problems"].append("a second run of this seed was another one: the simulation is not deterministic")
-        summary.add(result)
-        if args.trace:
-            print(result["trace"])
-        if result["problems"]:
-            _print_failure(result, args.set, fixed)
+    for word in args.seeds:
+        numbers, fixed = parse_seeds(word)
+        makes = runner.seeds(numbers, fixed, args.until, args.trace)
+        for result in runner.run_all(makes, args.jobs, end):
+            summary.add(result)
+            if args.digests:
+                print(f"digest of {result.get('seed')}: {result.get('digest')}")
+            if args.trace:
+                print(result.get("trace"))
+            if result["problems"]:
+                _print_failure(result, word.partition(",")[2], fixed)
     print(f"{summary.seeds} seeds, {len(summary.failed)} failed, {summary.cpu_s:.0f} s of CPU: "
           f"{60 * summary.seeds / max(1e-9, summary.cpu_s):.0f} seeds per CPU minute, "
           f"{summary.points / max(1, summary.seeds):.0f} scheduling points each")  # fmt: skip
@@ -60,11 +59,11 @@ def main() -> int:
     return int(bool(summary.failed))
 
 
-def _print_failure(result: runner.Result, given: list[str], fixed: dict[str, object]) -> None:
+def _print_failure(result: runner.Result, fields: str, fixed: dict[str, object]) -> None:
     until = runner.shortest(result, fixed) if "points" in result else 0
-    more = f" --set {' '.join(given)}" if given else ""
-    print(f"--- seed {result['seed']}: {result.get('setting')}", *result["problems"][:4], sep="\n")
-    print(f"again: python tests/simulation {result['seed']}{more} --until {until} --trace", flush=True)
+    seed = f"{result.get('seed')}{',' if fields else ''}{fields}"
+    print(f"--- seed {seed}: {result.get('setting')}", *result["problems"][:4], sep="\n")
+    print(f"again: python tests/simulation {seed} --until {until} --trace", flush=True)
 
 
 if __name__ == "__main__":
