@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FIXED, OF_TREE = 300, 40  # numbers of seeds
+FIXED, OF_TREE = 260, 40  # numbers of seeds
 LEAST_POINTS = 58  # of the 62 crash points
 FAILED = [line.split("#")[0].strip() for line in (HERE / "seeds_that_failed.txt").read_text().splitlines()]
 
 
-def simulate(program: str, *words: str, timeout_s: float = 170.0) -> str:
+def simulate(program: str, *words: str, timeout_s: float = 400.0) -> str:
     """Run the simulator, or another program beside it; what it printed, if nothing failed."""
     command = [sys.executable, str(HERE / program), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
@@ -30,7 +30,7 @@ def first_of_tree() -> int:
     return int(tree.stdout.strip() or "0", 16) % 10**9
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(420)
 def test_no_seed_fails_and_nearly_all_crash_points_are_reached() -> None:
     of_tree = first_of_tree()
     printed = simulate("", f"0:{FIXED}", f"{of_tree}:{of_tree + OF_TREE}", *FAILED)
