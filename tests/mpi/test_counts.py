@@ -15,6 +15,7 @@ import pytest
 import torch
 import xxhash
 from mpi4py import MPI
+from waiting import until as until_true
 
 from mlflash import Checkpointer
 
@@ -129,8 +130,11 @@ def test_a_save_keeps_no_memory_and_takes_little_for_a_while(options: dict[str, 
                 assert peak - before < 200 << 10, "a save of 200 tensors takes more than 200 KiB of Python's memory"
             ckpt.steps()
             gc.collect()
-            now, _ = tracemalloc.get_traced_memory()
-            assert now - before < 4 << 10, "saves leave something behind"
+
+            def is_as_before() -> bool:  # at some moment: a thread that receives has a buffer of 64 KiB for a while
+                return tracemalloc.get_traced_memory()[0] - before < 4 << 10
+
+            until_true(is_as_before, "the end of what saves leave behind", timeout_s=10)
         finally:
             tracemalloc.stop()
         assert threading.active_count() <= threads + 2  # the courier, and who looks at its deadlines
