@@ -223,7 +223,7 @@ shake: $(READY)
 	$(SUPPORT) $(PYTHON) tests/ci/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
 
 unit: $(READY)
-	$(BIN)/pytest tests/unit -n 2 $(MARKED) --junitxml $(REPORTS)/unit.xml
+	$(BIN)/pytest tests/unit -n 3 $(MARKED) --junitxml $(REPORTS)/unit.xml
 
 programs: $(READY)
 	$(BIN)/pytest tests/programs $(MARKED) --junitxml $(REPORTS)/programs.xml

@@ -1,6 +1,6 @@
 """The steps of the gate and of all tests, in the order in which they begin.
 
-Lint, types, docs and unit tests, with what they need, are the first steps: nothing else begins before all of these have
+Lint, types and unit tests, with what they need, are the first steps: nothing else begins before all of these have
 passed.
 """
 
@@ -54,15 +54,16 @@ def _first(unit: str) -> tuple[Step, ...]:
         _environment("env-lint", 11, is_first=True),
         Step("lint", "lint", 3, ("env-lint",), is_first=True, has_report=False),
         Step("wheel", ".venv-build/.wheel", 6, (), is_first=True, has_report=False),
-        Step("docs", "docs", 60, ("wheel",), is_first=True, has_report=False),
         _environment("env", 5, "packages", "wheel", is_first=True),
         Step("unit", unit, 90, is_first=True),
         Step("type", "type", 20, ("env", "env-lint"), is_first=True, has_report=False),
     )
 
 
+_DOCS = Step("docs", "docs", 60, ("wheel",), has_report=False)
 GATE = (
     *_first("unit MARK='not slow'"),
+    _DOCS,
     # What waits.
     _gate("slurm", 60, waits=True),
     _gate("cluster", 80, waits=True),
@@ -87,6 +88,7 @@ GATE = (
 )
 FULL = (
     *_first("unit"),
+    _DOCS,
     _environment("env-openmpi", 10, "env"),
     _environment("env-transformers", 50, "env"),
     _environment("env-lightning", 25, "env"),
