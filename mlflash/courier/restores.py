@@ -129,11 +129,7 @@ class FoundCheckpoints:
             has = {rank: (home.reader(), home.manifest.entries) for rank, home in homes.items()}
             good = exchange(context, has, message.asked)
         finally:
-            mapped = self._mapped()
-            for home in homes.values():
-                for slot in (home.slot, *home.shares):
-                    if slot.segment is not None and slot.segment is not mapped.get(slot.segment.inode):
-                        slot.segment.close()
+            context.pool.unmap_others(slot for home in homes.values() for slot in (home.slot, *home.shares))
         nbytes = sum(part.target.nbytes for parts in message.asked.values() for part in parts)
         context.recorder.counts["bytes asked of other nodes"] += nbytes
         return good

@@ -113,20 +113,20 @@ class SlotPool:
         """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
 
-    def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None,
-             anew: bool = False) -> Slot:  # fmt: skip
-        """Map a slot file of this node; `unmap_others` unmaps it. Not collective.
+    def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
+        """Map a slot file of this node; `unmap_others` unmaps it, whatever files the slots have by then.
+
+        Not collective.
 
         Args:
             file: its number.
             mapped: existing mappings in addition to those of the slots, by inode.
-            anew: always make a new mapping, which still exists when the slots get other files.
 
         Raises:
             CorruptSlot, UnsafePath, OSError: it cannot be mapped.
         """
-        known = {} if anew else {**(mapped or {}), **self.mapped()}
-        return Slot(shared_memory_segment.attach(self._memory, file_name(file), known))
+        known = {**(mapped or {}), **self.mapped()}
+        return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         """Unmap those of some slots that do not belong to this rank. Not collective."""

@@ -238,7 +238,7 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     for rank, place in enumerate(choice.source):
         if serves[rank] == world.rank and place is not None:
             try:
-                slots[rank] = _open(context, choice.attempt, rank, place, anew=choice.world_size != world.size)
+                slots[rank] = _open(context, choice.attempt, rank, place)
                 blocks = _bad_blocks(context, slots[rank], choice.group_of(rank) is not None) if checked else []
                 if not checked:
                     slots[rank].verify_table()
@@ -253,8 +253,8 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     return {rank: blocks for rank, blocks in found if not isinstance(blocks, str)}, dict(sorted(bad.items()))
 
 
-def _open(context: Context, attempt: Attempt, rank: int, place: Place, anew: bool) -> Slot:
-    slot = context.pool.open(place[1], anew=anew)
+def _open(context: Context, attempt: Attempt, rank: int, place: Place) -> Slot:
+    slot = context.pool.open(place[1])
     if not _is(slot, rank, attempt):
         raise CorruptSlot("the header of a slot changed", rank=rank)
     return slot

@@ -437,12 +437,14 @@ def _leave_at(number: int, work: Callable[[], object]) -> bool:
     return False
 
 
-def test_a_mapping_of_its_own_is_unmapped_by_itself_and_outlives_what_the_slots_do(both: Both) -> None:
+def test_an_open_slot_is_unmapped_by_itself_and_outlives_what_the_slots_do(both: Both) -> None:
     with_files(both)
     own = both.pool.own[0].segment
     assert own is not None
     number = int(own.name.rpartition("-")[2])
-    shared, anew = both.pool.open(number), both.pool.open(number, anew=True)
-    assert shared.segment is own and anew.segment is not own
-    both.pool.unmap_others([shared, anew])
-    assert anew.segment is not None and anew.segment.view.nbytes == 0 < own.view.nbytes
+    one, other = both.pool.open(number), both.pool.open(number)
+    assert one.segment is not None and one.segment.view is own.view  # no page is faulted in again
+    both.pool.unmap_others([one])
+    assert one.segment.view.nbytes == 0 < own.view.nbytes
+    own.close()
+    assert own.view.nbytes == 0 < other.view.nbytes
