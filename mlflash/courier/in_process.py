@@ -263,7 +263,8 @@ class CourierProcess:
             asked: Any = self.trainer if frame.name == "prepare" else self._jobs[number].answers
             result = getattr(asked, frame.name)(*values)
             if frame.name == "lay_out":
-                self._tell(Kind.TELL, 0, "plan", told := self._plans.tell(result))
+                told = self._plans.tell(result)
+                self._link.send_first(Sent(wire.pack(Kind.TELL, self.number, 0, "plan", wire.encode(told))))
                 result = told.number, result.manifest_nbytes
             elif frame.name == "finish_deferred":
                 result = (result[0], tuple(result[1].items()))
@@ -274,7 +275,9 @@ class CourierProcess:
         except Exception as problem:  # from torch, a device or an adapter
             log.debug("the answer to %s failed", frame.name, exc_info=True)
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
-        self._tell(Kind.REPLY, frame.number, frame.name, Outcome(error, False, msgspec.Raw(wire.encode(result))))
+        outcome = Outcome(error, False, msgspec.Raw(wire.encode(result)))
+        # Who asks waits for it, also a courier that is still coming up, for which the queue is held back.
+        self._link.send_first(Sent(wire.pack(Kind.REPLY, self.number, frame.number, frame.name, wire.encode(outcome))))
 
     def _event(self, frame: Frame) -> None:
         value = wire.decode(wire.known(wire.EVENTS, frame.name), frame.body)
