@@ -30,11 +30,12 @@ class DrainInput:
     """The ranks of a checkpoint that a process hands in.
 
     Attributes:
-        attempt, step, world_size, mark, verdict: of the checkpoint.
+        attempt, step, world_size, mark: of the checkpoint.
         open: returns its ranks, one or several, each with the shares it needs; called on the thread that drains.
         homes: these ranks, once they are open; verified while they are drained.
         by: "job", or "scavenge".
         checks: what the step has passed, as JSON values.
+        verdict: returns what is known about its values by now; a user may mark it while it is drained.
     """
 
     attempt: Attempt
@@ -42,10 +43,10 @@ class DrainInput:
     world_size: int
     open: Callable[[], dict[int, RankCheckpoint]]
     mark: int = 0
-    verdict: Verdict = Verdict.UNKNOWN
     homes: dict[int, RankCheckpoint] = dataclasses.field(default_factory=dict)
     by: str = "job"
     checks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    verdict: Callable[[], Verdict] = lambda: Verdict.UNKNOWN
 
 
 @dataclasses.dataclass

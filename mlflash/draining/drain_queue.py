@@ -304,7 +304,7 @@ class DrainQueue:
 
         verdict = slot.verdict
         drain_input = DrainInput(
-            header.attempt, header.step, context.world.size, open_home_of_mine, header.mark, verdict,
-            checks={"values": verdict.name.lower()} if verdict else {},
+            header.attempt, header.step, context.world.size, open_home_of_mine, header.mark,
+            checks={"values": verdict.name.lower()} if verdict else {}, verdict=lambda: slot.verdict,
         )  # fmt: skip
         self.begin(drain_input, [one for one in (slot, share) if one is not None])

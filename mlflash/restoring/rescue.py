@@ -34,15 +34,15 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
         return None
     if isinstance(found, RankCheckpoint):
         header, mine = found.header, {context.world.rank: found}
-        drain_input = DrainInput(header.attempt, header.step, header.world_size, lambda: mine, header.mark,
-                                 context.restored_verdict, by=BY)  # fmt: skip
+        drain_input = DrainInput(header.attempt, header.step, header.world_size, lambda: mine, header.mark, by=BY,
+                                 verdict=lambda: context.restored_verdict)  # fmt: skip
     else:
         headers = [home.header for home in found.homes.values()]
         told = [max((header.world_size for header in headers), default=0), max((h.mark for h in headers), default=0)]
         world_size, mark = (-number for number in context.world.agree([-number for number in told]))
         homes = found.homes
-        drain_input = DrainInput(found.attempt, found.step, world_size, lambda: homes, mark,
-                                 context.restored_verdict, by=BY)  # fmt: skip
+        drain_input = DrainInput(found.attempt, found.step, world_size, lambda: homes, mark, by=BY,
+                                 verdict=lambda: context.restored_verdict)  # fmt: skip
     return drains.begin(drain_input)
 
 

@@ -200,7 +200,7 @@ class Oracle:
             self._has_receipts = has_ended and "elastic" not in history.setting.special
             outcomes["committed"] += 1
         self.lost |= {node for node, step in launch.flipped.items() if self.newest is None or self.newest[1] <= step}
-        if self.newest in self.marked or launch.of("marked"):
+        if self.newest in self.marked or launch.of("marking"):
             self.newest, self._has_receipts = None, False  # what was saved before it need not be kept
         drained = [record.step for record in launch.of("drained") if record.step is not None]
         if drained and (self.newest is None or self.newest[1] == max(drained)):

@@ -64,6 +64,7 @@ class Training:
             if "mend" in self._special:
                 self._rest(step)
             if step in self._launch.marks:
+                self._note("marking", step=step)
                 self._timed("mark_bad", lambda step=step: ckpt.mark_bad(step))
                 self._note("marked", step=step)
             self._compute()
