@@ -100,9 +100,8 @@ FULL = (
     Step("openmpi-cluster", "MPI=openmpi cluster", 400, ("env-openmpi",), waits=True),
     # What computes.
     Step("faults", "faults", 1200),
-    Step("openmpi-faults", "MPI=openmpi faults MARK=gate", 300, ("env-openmpi",)),
     Step("simulation", "simulation", 190),
-    Step("simulate", "simulate SEEDS=0:3000 JOBS=1", 610, has_report=False),
+    Step("simulate", "simulate SEEDS=0:1500 JOBS=1", 800, has_report=False),
     Step("programs", "programs", 500, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
     Step("nemo", "nemo", 500, ("env-transformers", "env-lightning")),
     Step("megatron-ranks", "megatron-ranks", 100, ("env-megatron",)),
