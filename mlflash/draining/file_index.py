@@ -89,8 +89,8 @@ def read_card(raw: bytes) -> Card:
         raise CorruptSlot("the first bytes of a drained file are damaged: their checksum does not match")
     (_, version, master, mark, run_id, generation, step, rank, world_size, file_nbytes, start, nbytes, check, unix_ns,
      owner) = _CARD.unpack(body)  # fmt: skip
-    if not 1 <= version <= VERSION:
-        raise CorruptSlot("this file was drained in another format", expected=f"1 to {VERSION}", found=version)
+    if version != VERSION:
+        raise CorruptSlot("this file was drained in another format", expected=VERSION, found=version)
     if rank >= world_size or master > 1 or start + nbytes > file_nbytes:
         raise CorruptSlot("the first bytes of a drained file contradict themselves")
     return Card(Attempt(run_id, generation), step, -1 if master else rank, world_size, file_nbytes, start, nbytes,

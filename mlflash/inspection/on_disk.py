@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..draining import index_version_1, rank_table
+from ..draining import rank_table
 from ..draining.checkpoint_directory import MASTERS, Listed, is_folder, list_checkpoints, read_index
 from ..errors import CorruptSlot, MlflashError
 from ..human_readable.wording import many
@@ -113,10 +113,8 @@ def _look_into(store: Store) -> DirectoryContents:
 def stored_nbytes(store: Store, one: Listed) -> int:
     """Count the bytes of the tensors' files of a checkpoint; 0 if unknown. Not collective."""
     try:
-        raw, ranks = read_index(store.at(one.folder), one), one.card.world_size
-        is_old = one.card.version == 1
-        files = index_version_1.read_files(raw, ranks) if is_old else rank_table.decode(raw, ranks).files
-        return sum(stored.data_nbytes for stored in files)
+        table = rank_table.decode(read_index(store.at(one.folder), one), one.card.world_size)
+        return sum(stored.data_nbytes for stored in table.files)
     except (MlflashError, OSError):
         return 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..draining import file_index, index_version_1
+from ..draining import file_index
 from ..draining.checkpoint_directory import Listed
 from ..draining.file_index import CARD_NBYTES, Card, Index, Place, Places, Stored, blocks, read_card
 from ..errors import CorruptSlot
@@ -92,8 +92,6 @@ class DrainedFiles:
         with self._as_corrupt():
             card = self._card(rank)
             raw = self._read(stored.card, card.index_start, card.index_nbytes, card.index_check)
-        if card.version == 1:
-            return index_version_1.decode(raw, stored.data_nbytes)
         return file_index.decode(raw, stored.data, stored.data_nbytes)
 
     @contextlib.contextmanager

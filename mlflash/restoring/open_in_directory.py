@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..draining import index_version_1, rank_table
+from ..draining import rank_table
 from ..draining.checkpoint_directory import Listed, read_index
 from ..draining.file_index import Index, Place, Places, first_names
 from ..draining.rank_table import Dealt
@@ -30,7 +30,6 @@ from ..state.rebuild import Read
 from ..state.shards import box, cut, overlap
 from ..storage.store import Store
 from .drained_files import RUN_NBYTES, DrainedFiles, Run
-from .files_of_version_1 import ToldPieces, read_version_1
 
 log = logging.getLogger("mlflash")
 
@@ -78,19 +77,13 @@ class OpenInDirectory:
         self.restores, self.damage = 0, ""
         self.home: RankCheckpoint | None = None
         self._mine = range(world.rank, self.world_size, world.size)  # the old ranks whose files this one reads
-        self._dealt: ToldPieces | Dealt
         own = world.rank % self.world_size
-        if listed.card.version == 1:
-            raw = self._together(lambda: read_index(inside, listed))
-            stored = self._together(lambda: index_version_1.read_files(raw, self.world_size))
-            self._files = DrainedFiles(inside, listed, stored)
-            self.olds, self._dealt = read_version_1(world, self._mine, self._files.index, self._together)
-        else:  # rank 0 reads the file and broadcasts it by a tree
-            packed = self._together(lambda: b"" if world.rank else zlib.compress(read_index(inside, listed), 1))
-            packed = world.broadcast(packed, 0)
-            table = self._together(lambda: rank_table.decode(zlib.decompress(packed), self.world_size))
-            self._files, self._dealt = DrainedFiles(inside, listed, table.files), Dealt(table)
-            self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
+        # Rank 0 reads the file and broadcasts it by a tree.
+        packed = self._together(lambda: b"" if world.rank else zlib.compress(read_index(inside, listed), 1))
+        packed = world.broadcast(packed, 0)
+        table = self._together(lambda: rank_table.decode(zlib.decompress(packed), self.world_size))
+        self._files, self._dealt = DrainedFiles(inside, listed, table.files), Dealt(table)
+        self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
         # Read the index of the rank's own file now: later, only this rank would fail.
         self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))
         if names := self.olds.spots.keys() & set(told):

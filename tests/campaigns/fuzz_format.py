@@ -17,7 +17,7 @@ import numpy as np
 
 with atheris.instrument_imports(include=["mlflash"]):
     from mlflash import errors
-    from mlflash.draining import file_index, index_version_1, rank_table
+    from mlflash.draining import file_index, rank_table
     from mlflash.draining.file_index import Place, Places, Stored
     from mlflash.memory import slot_header
     from mlflash.mpi.world import World
@@ -47,16 +47,12 @@ def one_input(raw: bytes) -> None:
 
 def of_drained_files(raw: bytes) -> None:
     """Whatever the bytes are: refused as CorruptSlot, or rows that lie in the file, and shards in their tensors."""
-    for read in (
-        lambda: file_index.decode(raw, "x", PAYLOAD_NBYTES),
-        lambda: index_version_1.decode(raw, PAYLOAD_NBYTES),
-    ):
-        try:
-            for entry, place in read().pieces:
-                assert place.packed or place.start + place.nbytes <= PAYLOAD_NBYTES
-                assert entry.nbytes == place.nbytes
-        except errors.CorruptSlot:
-            pass
+    try:
+        for entry, place in file_index.decode(raw, "x", PAYLOAD_NBYTES).pieces:
+            assert place.packed or place.start + place.nbytes <= PAYLOAD_NBYTES
+            assert entry.nbytes == place.nbytes
+    except errors.CorruptSlot:
+        pass
     try:
         table = rank_table.decode(raw, 1)
     except errors.CorruptSlot:

@@ -23,12 +23,11 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.drained_version_1 import Piece, encode
 from waiting import until
 
 from mlflash import Checkpointer, errors
 from mlflash.config import Config
-from mlflash.draining import checkpoint_directory, file_index, hdf5_files, index_version_1, rank_table, work_division
+from mlflash.draining import checkpoint_directory, file_index, hdf5_files, rank_table, work_division
 from mlflash.draining.checkpoint_directory import Listed
 from mlflash.draining.file_index import CARD_NBYTES, Card, Place, Places, Stored
 from mlflash.draining.hdf5_format import Hdf5
@@ -132,52 +131,31 @@ def test_the_longest_name_of_a_job_fits_into_a_card_whole() -> None:
 # Indexes
 
 
-def example() -> tuple[bytes, int, list[int], list[Piece], np.ndarray]:
+def example() -> tuple[bytes, int, list[Entry], np.ndarray]:
     """A manifest of some entries, and the pieces that a rank's file may have of them."""
     flat = flatten({"w": np.zeros((8, 100)), "tied": np.zeros(3), "e": np.zeros(0), "n": {"x": 1.5, 3: b"\0"}})
     entries = layout.plan(flat, 100, 4096).entries
     text = manifest.join(manifest.encode_entries(entries), manifest.encode_tree(flat.structure.tree), flat.plain)
     w, tied, empty = entries
     part = dataclasses.replace(w, offset=(4, 0), shape=(2, 100), start=1000, nbytes=1600)
-    pieces = [
-        Piece(part, 0, 0),
-        Piece(dataclasses.replace(tied, start=2600), -1, 2, True),
-        Piece(dataclasses.replace(empty, start=0), -1, 3),
-    ]
-    return text, 8192, [0, -1, -1], pieces, np.array([1, 2**64 - 1, 3], dtype=np.uint64)
-
-
-def encoded() -> bytes:
-    text, payload_nbytes, commons, pieces, checks = example()
-    return encode(text, payload_nbytes, commons, "rank-00000.h5", pieces, 1024, checks)
+    pieces = [part, dataclasses.replace(tied, start=2600), dataclasses.replace(empty, start=0)]
+    return text, 8192, pieces, np.array([1, 2**64 - 1, 3], dtype=np.uint64)
 
 
 PLACES = {0: Place(1000, 1600, 4, 2, 0, False), 1: Place(2600, 24, 0, 3, 2, True), 2: Place(0, 0, 0, 0, 3, False)}
 
 
-def test_an_index_of_version_1_comes_back_as_it_was() -> None:
-    text, payload_nbytes, commons, pieces, checks = example()
-    read = index_version_1.decode(encoded(), 5000)
-    assert read.manifest == manifest.decode(text, payload_nbytes)
-    assert (read.commons, dict(read.common_of)) == (tuple(commons), {0: 0, 1: -1, 2: -1})
-    assert read.places.of == PLACES and [entry for entry, _ in read.pieces] == [piece.entry for piece in pieces]
-    assert (read.places.data, read.places.block_nbytes) == ("rank-00000.h5", 1024)
-    assert read.places.checks.tolist() == checks.tolist()
-    both = np.array([1, 2**64 - 1], dtype="<u8").tobytes()
-    assert read.places.check(read.places.of[0]) == xxhash.xxh3_64_intdigest(both)
-
-
 def index() -> tuple[bytes, int]:
-    text, payload_nbytes, _, _, checks = example()
+    text, payload_nbytes, _, checks = example()
     return file_index.encode(text, payload_nbytes, Places("rank-00000.h5", 1024, checks, PLACES))
 
 
 def test_an_index_comes_back_as_it_was_and_its_first_part_alone() -> None:
-    text, payload_nbytes, _, pieces, checks = example()
+    text, payload_nbytes, pieces, checks = example()
     raw, first_nbytes = index()
     read = file_index.decode(raw, "rank-00000.h5", 5000)
     assert read.manifest == manifest.decode(text, payload_nbytes)
-    assert [entry for entry, _ in read.pieces] == [piece.entry for piece in pieces]
+    assert [entry for entry, _ in read.pieces] == pieces
     places, end = file_index.decode_places(raw[:first_nbytes], "rank-00000.h5", 5000)
     assert end == first_nbytes and places.of == read.places.of == PLACES
     assert (places.data, places.block_nbytes, places.checks.tolist()) == ("rank-00000.h5", 1024, checks.tolist())
@@ -211,7 +189,7 @@ def test_an_index_with_any_byte_changed_is_refused_or_still_valid(data: st.DataO
     ],
 )  # fmt: skip
 def test_hostile_places_are_refused_with_their_reason(wrong: dict[str, Any], reason: str) -> None:
-    text, payload_nbytes, _, _, checks = example()
+    text, payload_nbytes, _, checks = example()
     spoiled = PLACES | {0: PLACES[0]._replace(**wrong)}
     raw, _ = file_index.encode(text, payload_nbytes, Places("x", 1024, checks, spoiled))
     with pytest.raises(errors.CorruptSlot, match=reason):
@@ -223,7 +201,7 @@ def test_hostile_places_are_refused_with_their_reason(wrong: dict[str, Any], rea
     [({3: PLACES[0]}, "rows of no tensor"), ({2: PLACES[2]._replace(packed=True)}, "cannot be compressed")],
 )
 def test_places_of_no_tensor_are_refused(spoiled: dict[int, Place], reason: str) -> None:
-    text, payload_nbytes, _, _, checks = example()
+    text, payload_nbytes, _, checks = example()
     with pytest.raises(errors.CorruptSlot, match=reason):
         file_index.decode(file_index.encode(text, payload_nbytes, Places("x", 1024, checks, spoiled))[0], "x", 5000)
 
@@ -231,20 +209,20 @@ def test_places_of_no_tensor_are_refused(spoiled: dict[int, Place], reason: str)
 @given(data=st.data())
 def test_any_pieces_come_back_as_they_were(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.text(max_size=6), unique=True, max_size=5))
-    entries, pieces, at, checks = [], [], 0, 0
+    entries: list[Entry] = []
+    places, at, checks = {}, 0, 0
     for name in names:
         dtype = data.draw(st.sampled_from(["float32", "bfloat16", "uint8", "complex128"]))
         shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
         nbytes = math.prod(shape) * TORCH_ITEM_NBYTES[dtype]
         entries.append(Entry(name, "tensor", dtype, shape, (0,) * len(shape), shape, at, nbytes))
-        pieces.append(Piece(entries[-1], -1, checks))
+        places[len(places)] = Place(at, nbytes, 0, shape[0] if shape else 1, checks, False)
         at, checks = at + nbytes, checks + file_index.blocks(nbytes, 7)
     text = manifest.join(manifest.encode_entries(tuple(entries)), manifest.encode_tree(["l", []]), [])
     sums = np.arange(checks, dtype=np.uint64)
-    old = index_version_1.decode(encode(text, at, [-1] * len(names), "x", pieces, 7, sums), at)
-    for read in (old, file_index.decode(file_index.encode(text, at, old.places)[0], "x", at)):
-        assert [entry for entry, _ in read.pieces] == entries and read.manifest.entries == tuple(entries)
-        assert read.places.checks.tolist() == list(range(checks))
+    read = file_index.decode(file_index.encode(text, at, Places("x", 7, sums, places))[0], "x", at)
+    assert [entry for entry, _ in read.pieces] == entries and read.manifest.entries == tuple(entries)
+    assert read.places.checks.tolist() == list(range(checks)) and read.places.of == places
 
 
 json_values = st.recursive(
@@ -269,24 +247,6 @@ def spoil(document: Any, data: st.DataObject) -> Any:
     return document
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_an_index_of_version_1_with_anything_wrong_in_it_is_refused_or_still_valid(data: st.DataObject) -> None:
-    document = spoil(json.loads(encoded()), data)
-    try:
-        read = index_version_1.decode(json.dumps(document).encode(), 5000)
-    except errors.CorruptSlot:
-        return
-    for _, place in read.pieces:
-        assert 0 <= place.start <= place.start + place.nbytes <= 5000 or place.packed
-        assert place.first_check + file_index.blocks(place.nbytes, read.places.block_nbytes) <= read.places.checks.size
-    own = {read.manifest.entries[number].name for number, common in read.common_of.items() if common < 0}
-    assert len(read.commons) == len(read.manifest.entries)
-    names = file_index.first_names(read.manifest.entries)
-    assert all(common >= 0 or name in own for common, name in zip(read.commons, names, strict=True))
-    assert "/" not in read.places.data and not read.places.data.startswith(".")
-
-
 def put(document: dict[str, Any], *path: Any, value: Any) -> bytes:
     for key in path[:-1]:
         document = document[key]
@@ -295,68 +255,9 @@ def put(document: dict[str, Any], *path: Any, value: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "reason"),
-    [
-        (("data",), "../rank-00000.h5", "the name of the file"),
-        (("data",), "a/b", "the name of the file"),
-        (("data",), ".hidden", "the name of the file"),
-        (("data",), 7, "the name of the file"),
-        (("block_nbytes",), 0, "blocks without bytes"),
-        (("block_nbytes",), -1, "no size"),
-        (("block_nbytes",), True, "no size"),
-        (("payload_nbytes",), 1.5, "no size"),
-        (("payload_nbytes",), 10, "outside the payload"),
-        (("checks",), "00" * 15, "ValueError"),
-        (("checks",), "zz" * 8, "ValueError"),
-        (("checks",), "", "has no checksums"),
-        (("checks",), "00" * 8, "has no checksums"),
-        (("commons",), [0, -1], "2 sources for 3 entries"),
-        (("commons", 0), -2, "no rank"),
-        (("commons", 0), -1, "there is no piece of 'w'"),
-        (("pieces",), [], "there is no piece of 'tied'"),
-        (("pieces", 0, 0), "other", "KeyError"),
-        (("pieces", 0, 2), "<i8", "not of the tensor of that name"),
-        (("pieces", 0, 3), [9, 100], "not of the tensor of that name"),
-        (("pieces", 0, 6), 3401, "outside the payload"),
-        (("pieces", 0, 6), -1, "bad name, shape or extent"),
-        (("pieces", 0, 7), 10**30, "bytes, not those of"),
-        (("pieces", 0, 5), [10**9, 10**9], "not inside its tensor"),
-        (("pieces", 0, 9), 2, "has no checksums"),
-        (("pieces", 0, 9), -1, "no size"),
-        (("pieces", 0, 9), 10**30, "has no checksums"),
-        (("pieces", 0, 8), 1.0, "no rank"),
-        (("pieces", 0, 10), -1, "no size"),
-        (("pieces", 0, 10), None, "no size"),
-        (("pieces", 2, 10), 1, "cannot be compressed"),
-        (("pieces", 0), [1], "ValueError"),
-        (("pieces",), {"a": 1}, "ValueError"),
-        (("manifest",), None, "TypeError"),
-        (("manifest", "entries", 0, 2), "|O", "not allowed"),
-    ],
-)
-def test_a_hostile_index_is_refused_with_its_reason(path: tuple[Any, ...], value: Any, reason: str) -> None:
-    document = json.loads(encoded())
-    put(document, *path, value=value)
-    with pytest.raises(errors.CorruptSlot, match=re.escape(reason)):
-        index_version_1.decode(json.dumps(document).encode(), 5000)
-
-
-@pytest.mark.parametrize(
-    "missing", ["manifest", "payload_nbytes", "commons", "data", "pieces", "block_nbytes", "checks"]
-)
-def test_an_index_that_lacks_something_is_refused(missing: str) -> None:
-    document = json.loads(encoded())
-    del document[missing]
-    with pytest.raises(errors.CorruptSlot, match=missing):
-        index_version_1.decode(json.dumps(document).encode(), 5000)
-
-
-@pytest.mark.parametrize(
     "raw", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"manifest":' + b"9" * 5000 + b"}"]
 )
 def test_what_is_no_index_is_refused(raw: bytes) -> None:
-    with pytest.raises(errors.CorruptSlot):
-        index_version_1.decode(raw, 5000)
     with pytest.raises(errors.CorruptSlot):
         file_index.decode(raw, "x", 5000)
 
@@ -477,29 +378,6 @@ def test_a_hostile_committing_file_is_refused(path: tuple[Any, ...], value: Any)
         return refused_or_valid(len(text).to_bytes(8, "little") + text + raw[8 + length :])
     with pytest.raises(errors.CorruptSlot):
         rank_table.decode(len(text).to_bytes(8, "little") + text + raw[8 + length :], 2)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        ["../../etc/passwd", 1, 1, "rank-00000.h5", 1],
-        ["rank-00000.h5", 1, 1, "/etc/passwd", 1],
-        ["rank-00000.h5", 1, 1, ".rank-00000.h5", 1],
-        ["rank-00000.h5\n", 1, 1, "rank-00000.h5", 1],
-        ["rank-00000.h5", -1, 1, "rank-00000.h5", 1],
-        ["rank-00000.h5", 1, 1.0, "rank-00000.h5", 1],
-        ["rank-00000.h5", 1, 1, "rank-00000.h5", True],
-        ["rank-00000.h5", 1, 1, "rank-00000.h5"],
-        [None, 1, 1, None, 1],
-        7,
-    ],
-)
-def test_a_hostile_committing_file_of_version_1_is_refused(fields: Any) -> None:
-    fine = ["rank-00000.h5", 1, 1, "rank-00000.h5", 1]
-    assert index_version_1.read_files(json.dumps({"files": [fine]}).encode(), 1) == [Stored(*fine)]  # type: ignore[arg-type]
-    for files in ([fields], [fine, fine]):
-        with pytest.raises(errors.CorruptSlot):
-            index_version_1.read_files(json.dumps({"files": files}).encode(), 1)
 
 
 # Who writes what
