@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 from torch.futures import Future
 
+from ..events import Event
 from . import gloo_sockets
 from .gloo_sockets import Address
 from .interruptible_work import InterruptibleWork
@@ -40,7 +41,7 @@ _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all
 _groups: weakref.WeakValueDictionary[str, ExchangeableGroup] = weakref.WeakValueDictionary()
 _completed: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
 _interrupted: list[InterruptibleWork] = []  # interrupted while gloo still ran them
-_left: list[threading.Event] = []  # for dropped groups that this process may still use
+_left: list[Event] = []  # for dropped groups that this process may still use
 _QUIET_S = 10.0
 _ASLEEP_S, _LOOK_S = 0.3, 0.01
 _presumes = False  # whether groups are made without other processes
@@ -190,12 +191,12 @@ def _is_on_device(arguments: Any) -> bool:
 
 def _keep(dropped: ProcessGroup) -> None:
     """Keep a dropped group until `exchange_all`, then free it on a thread, because freeing waits for gloo's calls."""
-    is_left = threading.Event()
+    is_left = Event()
     _left.append(is_left)
     threading.Thread(target=_let_go, args=([dropped], is_left), name="mlflash-dropped", daemon=True).start()
 
 
-def _let_go(dropped: list[ProcessGroup], is_left: threading.Event) -> None:
+def _let_go(dropped: list[ProcessGroup], is_left: Event) -> None:
     is_left.wait()
     dropped.clear()
 

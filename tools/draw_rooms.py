@@ -14,7 +14,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 PICTURE = REPO / "docs" / "pictures" / "rooms.svg"
-FOR_ALL = {"errors", "crash_points", "version"}
+FOR_ALL = {"errors", "crash_points", "events", "version"}
 """Modules that every room may import from."""
 STARTS = {"__init__", "__main__", "cli", "rng"}
 """Modules of no room: what a user or a shell imports first."""

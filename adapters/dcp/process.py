@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from mlflash.errors import DeadlineExceeded
+from mlflash.events import Event
 
 log = logging.getLogger("mlflash")
 
@@ -93,7 +94,7 @@ _Questions = queue.SimpleQueue[tuple[Connection, bytes]]
 
 
 def _listen(listener: socket.socket, key: bytes, questions: _Questions) -> None:
-    rest, wrong = threading.Event(), False
+    rest, wrong = Event(), False
     while True:
         try:
             plain, _ = listener.accept()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnsafePath
+from ..events import News
 from ..memory.user_directory import PRIVATE, describe, is_private
 
 log = logging.getLogger("mlflash")
@@ -54,7 +55,7 @@ class BackgroundFiles:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the mover keeps this lock
             _remove_leftovers(of_job)
         self._largest_nbytes = self._count = 0
-        self._news = threading.Condition()
+        self._news, self._lock = News(), threading.Lock()
         self._on_their_way: list[str] = []
         self._failed: dict[str, str] = {}
         self._has_ended = False
@@ -126,12 +127,11 @@ class BackgroundFiles:
         Args:
             timeout_s: how long. None: as long as it takes; the patience of the movers limits it.
         """
-        with self._news:
-            return self._news.wait_for(lambda: not self._on_their_way, timeout_s)
+        return self._news.wait_for(lambda: not self._on_their_way, timeout_s)
 
     def failures(self) -> dict[str, str]:
         """What was not moved since the last call, by where it should be, and why."""
-        with self._news:
+        with self._lock:
             failed, self._failed = self._failed, {}
         return failed
 
@@ -142,7 +142,7 @@ class BackgroundFiles:
             self._process.stdin.close()
 
     def _order(self, target: str, order: dict[str, Any]) -> None:
-        with self._news:
+        with self._lock:
             if self._has_ended:  # nobody would remove it from the list again
                 self._failed[target] = "the process that moves files has ended"
                 return
@@ -162,18 +162,18 @@ class BackgroundFiles:
         with self._process.stdout as answers:
             for line in answers:
                 said = json.loads(line)
-                with self._news:
+                with self._lock:
                     target = said.get("moved") or said["failed"]
                     self._on_their_way.remove(target)
                     if "failed" in said:
                         self._failed[target] = said["why"]
-                    self._news.notify_all()
+                self._news.tell()
         code = self._process.wait()
-        with self._news:
+        with self._lock:
             self._has_ended = True
             self._failed |= dict.fromkeys(self._on_their_way, f"the process that moves files ended with {code}")
             self._on_their_way = []
-            self._news.notify_all()
+        self._news.tell()
 
 
 def leftovers(memory: str, job: str, dry_run: bool = False) -> int:

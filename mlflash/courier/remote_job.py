@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import Closed, DeadlineExceeded, MlflashError, SaveFailed
+from ..events import Event
 from ..protocol.save_request import SaveRequest
 from .wire_format import Frame
 
@@ -35,8 +35,8 @@ class RemoteJob:
         self.on_late, self.on_refused = on_late, on_refused
         self.is_sent = self.is_commit = self.is_kept = self.was_staged = False
         self.unit = 0  # the unit it belongs to; 0: none
-        self.sent = threading.Event()
-        self.woken = threading.Event()
+        self.sent = Event()
+        self.woken = Event()
         self.result: Any = None
         self.error: BaseException | None = None
         self.late: DeadlineExceeded | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ..errors import MlflashError, SaveFailed
+from ..events import Event
 from ..memory.own_slots import SlotFile, SlotId
 from ..mpi.world import World
 from ..protocol.save_request import SaveRequest
@@ -33,9 +34,9 @@ class Link:
 
     def __init__(self, sock: socket.socket, trains_on: frozenset[int] = frozenset()):
         self.sock, self.trains_on = sock, trains_on
-        self.is_lost = threading.Event()
+        self.is_lost = Event()
         self._sending = threading.Lock()
-        self._waiting: dict[int, tuple[threading.Event, list[Frame]]] = {}
+        self._waiting: dict[int, tuple[Event, list[Frame]]] = {}
         self._questions = 0
 
     def send(self, kind: Kind, session: int, number: int, name: str, body: object) -> None:
@@ -62,7 +63,7 @@ class Link:
         """
         _, gives = wire.QUESTIONS[name]
         self._questions += 1
-        woken, replies = self._waiting[self._questions] = (threading.Event(), [])
+        woken, replies = self._waiting[self._questions] = (Event(), [])
         number = self._questions
         try:
             self.send(Kind.QUESTION, session, number, name, (job, wire.encode(values)))
@@ -78,7 +79,7 @@ class Link:
 
     def replied(self, frame: Frame) -> None:
         """Pass an answer to the thread that waits for it."""
-        woken, replies = self._waiting.get(frame.number, (threading.Event(), []))
+        woken, replies = self._waiting.get(frame.number, (Event(), []))
         replies.append(frame)
         woken.set()
 

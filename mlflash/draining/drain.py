@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 from ..errors import DeadlineExceeded, MlflashError
+from ..events import Event
 from ..memory.slot_header import Attempt
 from ..storage.store import Store
 from .file_index import Stored
@@ -48,10 +48,10 @@ class Drain:
         self.clean = False
         self.moved = time.monotonic()
         self.silent: tuple[tuple[int, ...], str] = ((), "")
-        self.given_up = threading.Event()
+        self.given_up = Event()
         self.told: Callable[[], None] = lambda: None  # called when a rank has made progress, and at the end
         self._start = time.perf_counter()
-        self._ended = threading.Event()
+        self._ended = Event()
 
     @property
     def done(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import DeadlineExceeded, MlflashError
+from ..events import News
 from ..wireup.frames import BadFrame, Frames, pack
 from ..wireup.launcher_variables import KEPT
 
@@ -60,7 +61,7 @@ class DeciderLink:
         self._sock = socket.create_connection(tuple(told["address"]), _CONNECT_S)
         self._sock.settimeout(None)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._news = threading.Condition()
+        self._news = News()
         self._seat: Seat | None = None
         self._over, self._why = 0, ""  # the last round that has ended, and why
         self._texts: dict[tuple[int, str], str] = {}
@@ -81,16 +82,15 @@ class DeciderLink:
 
     def seat(self, after: int) -> Seat:
         """Wait for the rank that this process has in a round after the given one, however long it takes."""
-        with self._news:
-            self._news.wait_for(lambda: self._has_ended or (self._seat is not None and self._seat.round > after))
-            if self._seat is None or self._seat.round <= after:
-                raise MlflashError("mlflash run has ended, so this process cannot get a rank")
-            return self._seat
+        self._news.wait_for(lambda: self._has_ended or (self._seat is not None and self._seat.round > after))
+        seat = self._seat
+        if seat is None or seat.round <= after:
+            raise MlflashError("mlflash run has ended, so this process cannot get a rank")
+        return seat
 
     def is_over(self, number: int, wait_s: float = 0.0) -> bool:
         """Whether a round is over because a rank was lost; waits up to ``wait_s`` seconds for that."""
-        with self._news:
-            return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
+        return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
 
     def check(self, number: int) -> None:
         """Raise RoundOver if a round is over."""
@@ -108,15 +108,13 @@ class DeciderLink:
         if text is not None:
             self.say({"text": number, "what": what, "is": text})
             return text
-        end = time.monotonic() + timeout_s
-        with self._news:
-            there = self._news.wait_for(
-                lambda: (number, what) in self._texts or self._over >= number or self._has_ended, end - time.monotonic()
-            )
-            if not there:
-                raise DeadlineExceeded(f"rank 0 did not say within {timeout_s:g} s where the ranks meet", ranks=[0])
-            if (number, what) in self._texts:
-                return self._texts[number, what]
+        there = self._news.wait_for(
+            lambda: (number, what) in self._texts or self._over >= number or self._has_ended, timeout_s
+        )
+        if not there:
+            raise DeadlineExceeded(f"rank 0 did not say within {timeout_s:g} s where the ranks meet", ranks=[0])
+        if (told := self._texts.get((number, what))) is not None:
+            return told
         raise RoundOver(f"round {number} is over: {self._why or 'mlflash run has ended'}")
 
     def _listen(self) -> None:
@@ -128,25 +126,24 @@ class DeciderLink:
                     self._take(message)
         except (OSError, BadFrame) as error:
             log.debug("lost the connection to mlflash run: %s", error)
-        with self._news:
-            self._has_ended = True
-            self._news.notify_all()
+        self._has_ended = True
+        self._news.tell()
 
     def _take(self, message: dict[str, Any]) -> None:
         lost: int | None = None
-        with self._news:
-            match message:
-                case {"seat": dict(seat)}:
-                    self._seat = Seat(**seat)
-                    self._texts = {key: text for key, text in self._texts.items() if key[0] >= self._seat.round}
-                case {"lost": int(number), "why": str(why)}:
-                    self._over, self._why, self.heard_at = number, why, time.monotonic()
-                    lost = number
-                case {"text": int(number), "what": str(what), "is": str(text)}:
-                    self._texts[number, what] = text
-                case _:
-                    log.debug("ignored a message that this process does not understand: %s", str(message)[:80])
-            self._news.notify_all()
+        match message:
+            case {"seat": dict(told)}:
+                seat = Seat(**told)
+                self._texts = {key: text for key, text in self._texts.items() if key[0] >= seat.round}
+                self._seat = seat
+            case {"lost": int(number), "why": str(why)}:
+                self._why, self.heard_at = why, time.monotonic()
+                self._over = lost = number  # last: it is what others look at
+            case {"text": int(number), "what": str(what), "is": str(text)}:
+                self._texts[number, what] = text
+            case _:
+                log.debug("ignored a message that this process does not understand: %s", str(message)[:80])
+        self._news.tell()
         if lost is None:
             return
         for call in list(self.on_lost):

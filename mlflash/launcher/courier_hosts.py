@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from ..config import is_enabled
 from ..errors import LaunchFailed
+from ..events import Event
 from ..human_readable.wording import many
 from ..wireup.zygote_host import READY
 from .on_slurm import COURIERS, OnSlurm, SlurmStep, beside
@@ -47,7 +48,7 @@ class CourierHosts:
         self._command = [sys.executable, "-m", "mlflash", "courier", "--job", options.job, "--memory", options.memory]
         self._is_wanted = is_enabled(environment) and environment.get("MLFLASH_COURIER") != "thread"
         self._environment = {name: value for name, value in environment.items() if name not in _CORES}
-        self._left, self._are_ready = 0, threading.Event()
+        self._left, self._are_ready = 0, Event()
 
     def __enter__(self) -> CourierHosts:
         if not self._is_wanted:

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from ..errors import LaunchFailed
+from ..events import Event
 from .cleanup import wind_up
 from .node_watch import Looks
 from .on_slurm import OnSlurm, ask, beside, hosts_of, is_lost, states_of
@@ -57,7 +58,7 @@ class Guard:
                 "options": dataclasses.asdict(options), "run_log": str(run_log.absolute()) if run_log else None,
                 "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
         self._command = [sys.executable, "-m", "mlflash.launcher.first_node_guard", json.dumps(told)]
-        self._ended = threading.Event()
+        self._ended = Event()
         self._thread = threading.Thread(target=self._keep, name="mlflash-guard", daemon=True)
 
     def __enter__(self) -> Guard:

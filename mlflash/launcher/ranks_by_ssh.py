@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..events import Event
 from .host_agent import LOST, READY, SILENCE_S, Spec
 from .launch_system import Ranks
 from .line_stream import Lines, Sink
@@ -113,7 +114,7 @@ class RanksBySsh(Ranks):
         self._shared = shared
         self._agents: list[Agent] = []
         self._environment: dict[str, str] = {}  # variables that all hosts share
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._over, self._lock = Event(), threading.Lock()
         self._code = 0  # the first one that is not 0
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)

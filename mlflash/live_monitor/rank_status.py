@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed, MlflashError
+from ..events import Event
 from ..launcher.launch_system import Launcher
 from ..launcher.node_watch import ask
 from ..telemetry.heartbeat import all_heartbeats
@@ -84,7 +85,7 @@ class Watch:
 
     def __init__(self, look: Callable[[], Look], every_s: float):
         self._look, self._every_s = look, every_s
-        self._over = threading.Event()
+        self._over = Event()
         self.last = look()
         threading.Thread(target=self._keep_looking, name="mlflash-top", daemon=True).start()
 

@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import CorruptSlot, MemoryTooSmall
+from ..events import Event
 from ..state.layout import PAGE_NBYTES, round_up
 from . import huge_pages
 from .node_directory import NodeDirectory
@@ -91,7 +92,7 @@ class Segment:
         self.name = name
         self.nbytes = nbytes
         self.inode = os.fstat(fd).st_ino  # no other file can get it while this mapping exists
-        self.ready: threading.Event = threading.Event() if same is None else same.ready
+        self.ready: Event = Event() if same is None else same.ready
         self.writers: list[Writer] = []
         self._fresh = fresh
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import DeadlineExceeded
+from ..events import Event
 from . import nonblocking
 from .liveness_pings import Pings
 from .nonblocking import Operation
@@ -51,7 +52,7 @@ class Waits:
         self.inside = "MPI"
         self.job_number = 0
         self.waited_s = 0.0
-        self.abandoned = threading.Event()
+        self.abandoned = Event()
         self.poke: Callable[[], None] = lambda: None
         self.go_on_behind: Callable[[], None] = lambda: None
         self.pings: Pings | None = None

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
+from ..events import Event
 from .deadlines import Abandoned
 from .liveness_pings import RankFailed
 from .nonblocking import Operation
@@ -54,7 +55,7 @@ class Job:
         self.result: Any = None
         self.error: BaseException | None = None
         self.late: DeadlineExceeded | None = None
-        self.woken = threading.Event()
+        self.woken = Event()
         self.begun = self.is_refused = False
         self._on_late, self._on_end = on_late, on_end
 
@@ -74,7 +75,7 @@ class Job:
 class Posted(Protocol):
     """A job, no matter where it is done."""
 
-    woken: threading.Event
+    woken: Event
     result: Any
     error: BaseException | None
     late: DeadlineExceeded | None
@@ -130,7 +131,7 @@ class JobThread:
         world.go_on_behind = self._advance  # the rank that a job waits for may itself wait for this work
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # the thread has ended
+        self._over = Event()  # the thread has ended
         if threaded:
             self._thread = threading.Thread(target=self._run, args=(nice,), name="mlflash-courier", daemon=True)
             self._thread.start()

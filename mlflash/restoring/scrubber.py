@@ -8,13 +8,13 @@ that a file system that hangs delays no save. Damage is logged once, and `mend` 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..draining.drain import Drain
+from ..events import Event
 from ..memory.slot import Slot, Use, read_header, table_check
 from ..memory.slot_header import Header, Kind
 from ..mpi.background_collectives import in_thread
@@ -66,7 +66,7 @@ class Scrubber:
         self._found: list[tuple[Slot, Header]] = []  # damaged, and reported
         self._drain: Drain | None = None  # the drain whose file was read, or is being read
         self._reading: Operation | None = None
-        self._over = threading.Event()
+        self._over = Event()
 
     def go_on(self, is_wanted: Callable[[], bool]) -> None:
         """Verify a little more, until the courier has something to do.

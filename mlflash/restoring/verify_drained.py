@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-
 from ..draining.checkpoint_directory import Listed
 from ..draining.drain import Drain
 from ..draining.file_index import Card
 from ..errors import MlflashError, text_of
+from ..events import Event
 from .drained_files import DrainedFiles
 
 _RUN_NBYTES = 4 << 20  # per read; at least a block
 
 
-def why_damaged(drain: Drain, rate: float, over: threading.Event) -> list[tuple[int, str, str]]:
+def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, str]]:
     """Read every block of what this rank has drained, except what HDF5 has compressed.
 
     Not collective; for a thread that may hang.

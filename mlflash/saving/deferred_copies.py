@@ -14,6 +14,7 @@ from typing import Any
 
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, StateError, text_of
+from ..events import Event
 from .device_copies import DeviceCopies
 from .mutation_check import SampledBytes
 
@@ -58,7 +59,7 @@ class DeferredCopies:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._versions = [(name, tensor, tensor._version) for name, tensor in tensors]
-        self._made = threading.Event()  # set when all pieces are copied
+        self._made = Event()  # set when all pieces are copied
         self.error: StateError | None = None
         self.tell_changed: Callable[[], object] = lambda: None
         self.is_empty = self.is_over = not self._pieces and not self._transfers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 
 from ..errors import MlflashError, SaveFailed
+from ..events import Event
 from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
 from ..protocol.ranks import Ranks
@@ -61,7 +61,7 @@ class PendingSave(LiveState):
         self.is_copied = False
         self.later: DeferredCopies | None = None
         self.left = ""
-        self.staged = threading.Event()
+        self.staged = Event()
 
     def note_slots(self, slot: Slot, share: Slot) -> None:
         """Note which slots the courier gets with it. Not collective."""

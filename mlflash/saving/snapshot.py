@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed
+from ..events import Event
 from .deferred_copies import DeferredCopies
 
 log = logging.getLogger("mlflash")
@@ -41,8 +42,8 @@ class Snapshot:
         self._error: MlflashError | None = None
         self._late: DeadlineExceeded | None = None
         self._committed = False
-        self._ended = threading.Event()
-        self._woken = threading.Event()  # set when it has ended or is late
+        self._ended = Event()
+        self._woken = Event()  # set when it has ended or is late
         self._waking = threading.Lock()
         self._callbacks: list[Callable[[Snapshot], None]] = []
 

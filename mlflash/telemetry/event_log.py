@@ -33,7 +33,7 @@ class EventLog:
 
     def __init__(self, path: str | None, **common: Any):
         self._path, self._common = path, common
-        self._lines: queue.Queue[str | None] = queue.Queue(_WAITING)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # in C: no exception leaves it locked
         self._dropped = 0
         self._thread: threading.Thread | None = None
         if path is not None:
@@ -53,9 +53,9 @@ class EventLog:
             return
         document = {"event": event, "time": time.time(), **self._common, **fields}
         document = {name: round(value, 6) if isinstance(value, float) else value for name, value in document.items()}
-        try:
-            self._lines.put_nowait(json.dumps(document, separators=(",", ":"), default=str) + "\n")
-        except queue.Full:
+        if self._lines.qsize() < _WAITING:
+            self._lines.put(json.dumps(document, separators=(",", ":"), default=str) + "\n")
+        else:
             self._dropped += 1
 
     def close(self) -> None:
@@ -63,11 +63,8 @@ class EventLog:
         if self._thread is None:
             return
         log.removeFilter(self._see)
-        try:
-            self._lines.put(None, timeout=_CLOSE_S)
-        except queue.Full:
-            pass  # the file system hangs; the thread ends with the process
-        self._thread.join(_CLOSE_S)
+        self._lines.put(None)
+        self._thread.join(_CLOSE_S)  # if the file system hangs, the thread ends with the process
         self._thread = None
 
     def leave(self) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..events import Event
 from .heartbeat import Heard
 from .heartbeat_format import has_own_courier
 
@@ -56,7 +57,7 @@ class Metrics:
     """
 
     def __init__(self, where: str, job: str, look: Callable[[], Heard]):
-        self._over = threading.Event()
+        self._over = Event()
         self._thread: threading.Thread | None = None
         self._server: Any = None
         try:

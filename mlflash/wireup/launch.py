@@ -17,13 +17,13 @@ import logging
 import os
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
+from ..events import Event
 from . import courier_cores
 from .departures import Departure, below
 from .epoch_agreement import Epoch, EpochAgreement
@@ -111,7 +111,7 @@ class Couriers:
         self._number = 0  # the newest epoch
         self._running: RunningCourier | None = None
         self._agreement: EpochAgreement | None = None  # if there are several ranks
-        self._ended = threading.Event()  # used if there is no store
+        self._ended = Event()  # used if there is no store
         self._has_departed = self._is_given_up = False
         with contextlib.ExitStack() as failed:
             self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)

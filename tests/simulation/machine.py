@@ -92,12 +92,15 @@ def _replace_modules() -> None:
     for room in _ROOMS.split():
         for module in pkgutil.iter_modules([str(root / room)]):
             importlib.import_module(f"mlflash.{room}.{module.name}")
+    real_event = importlib.import_module("mlflash.events").Event
     stands_for = {"threading": threads.Threading(), "queue": threads.Queues()}
     for name, loaded in list(sys.modules.items()):
         if name.startswith("mlflash"):
             for attribute, ours in stands_for.items():
                 if getattr(loaded, attribute, None) is sys.modules[attribute]:
                     setattr(loaded, attribute, ours)
+            if getattr(loaded, "Event", None) is real_event:
+                loaded.Event = threads.Event
 
 
 def begin(seed: int) -> None:

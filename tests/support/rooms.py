@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Each room, and the rooms that it may import from. `errors`, `crash_points` and `version` are for all.
+# Each room, and the rooms that it may import from. `errors`, `crash_points`, `events` and `version` are for all.
 ROOMS: dict[str, str] = {
     "state": "",
     "placement": "",

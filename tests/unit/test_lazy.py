@@ -13,6 +13,7 @@ from waiting import is_in, take, until
 
 from mlflash import Checkpointer
 from mlflash.errors import DeadlineExceeded, StateError
+from mlflash.events import Event
 from mlflash.mpi.job_thread import Job
 from mlflash.saving.deferred_copies import DeferredCopies
 from mlflash.saving.device_copies import DeviceCopies
@@ -109,7 +110,7 @@ def test_when_it_is_cancelled_nothing_is_written_any_more() -> None:
     seen: list[list[str]] = []
     canceller = threading.Thread(target=lambda: (later.cancel(), seen.append([*written])))
     canceller.start()
-    until(lambda: is_in(canceller, threading.Event.wait) or seen, "cancel waits")
+    until(lambda: is_in(canceller, Event.wait) or seen, "cancel waits")
     assert not seen
     go_on.set()
     canceller.join(DEADLINE)

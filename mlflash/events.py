@@ -1,0 +1,85 @@
+"""Events to wait for, of which an exception in the middle of a call leaves nothing locked.
+
+`threading.Event` waits with a lock held that Python code takes and releases: if a signal handler raises an exception
+there, which many programs' handlers do, the lock stays taken, and each later call hangs for ever. Here each wait has a
+lock of its own, which only C code takes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_LOOK_S = 1.0  # after which a wait looks again: whoever should have woken it may have been interrupted
+
+
+class Event:
+    """A flag that is set once or cleared, like `threading.Event`. Any thread."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, and wake all who wait."""
+        self._is_set = True
+        while self._waiting:
+            try:
+                waiting = self._waiting.pop()
+            except IndexError:  # another thread was faster
+                break
+            waiting.release()
+
+    def clear(self) -> None:
+        """Clear it."""
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, for at most so many seconds; None: for ever. Return whether it is set."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._is_set:
+            left = _LOOK_S if end is None else end - time.monotonic()
+            if left <= 0:
+                break
+            woken = threading.Lock()
+            woken.acquire()
+            self._waiting.append(woken)
+            if not self._is_set:  # otherwise who set it may not have seen this lock
+                woken.acquire(timeout=min(left, _LOOK_S))
+            try:
+                self._waiting.remove(woken)
+            except ValueError:  # it was woken
+                pass
+        return self._is_set
+
+
+class News:
+    """Wakes those who wait for some condition, like `threading.Condition` without its lock. Any thread."""
+
+    def __init__(self) -> None:
+        self._next = Event()
+
+    def tell(self) -> None:
+        """Let all who wait look again."""
+        told, self._next = self._next, Event()
+        told.set()
+
+    def wait_for(self, holds: Callable[[], T], timeout: float | None = None) -> T:
+        """Wait until a condition holds, for at most so many seconds; return what it returned last."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            news = self._next
+            if found := holds():
+                return found
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return found
+            news.wait(left)
