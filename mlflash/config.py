@@ -122,6 +122,9 @@ class Config:
     def __post_init__(self) -> None:
         if not self.enabled:
             return  # no setting is used
+        for field in dataclasses.fields(self):
+            if type(value := getattr(self, field.name)) is int:
+                self._check(field.name, value < 1 << 63, "a number below 2**63")
         self._check("redundancy", _is_scheme(self.redundancy), redundancy_scheme.EXPECTED)
         self._check("when_busy", self.when_busy in ("wait", "skip"), "'wait' or 'skip'")
         self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
@@ -223,7 +226,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
     for field in dataclasses.fields(Config):
         name, env_name = field.name, field.metadata["env"]
         if given.get(name) is not None:
-            values[name] = given[name]
+            values[name] = _converted(name, given[name], field.default)
         elif env_name and env.get(env_name, "") != "":
             values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
     if unknown := given.keys() - set(names):
@@ -356,6 +359,33 @@ def _is_scheme(text: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _converted(name: str, value: Any, default: Any) -> Any:
+    """Convert an argument to the type of its setting; texts as in the environment.
+
+    Raises:
+        ConfigError: it cannot be converted without a loss.
+    """
+    kind = str if default is None else type(default)
+    if name in ("fresh", "provenance") or type(value) is kind:  # the first two have forms of their own
+        return value
+    if isinstance(value, str) and kind is not str:
+        return _parse(name, value, kind)
+    found: Any = value.item() if hasattr(value, "item") else value  # of NumPy
+    if kind is str and isinstance(value, os.PathLike):
+        found = os.fspath(value)
+    elif isinstance(found, (int, float)):
+        try:
+            found = kind(found)
+        except (ValueError, OverflowError):  # such as NaN
+            found = None
+    if type(found) is not kind or (kind is not str and found != value):
+        raise ConfigError(f"bad setting {name}", expected=_IN_WORDS[kind], found=repr(value))
+    return found
+
+
+_IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
 def _parse(name: str, text: str, kind: type) -> Any:

@@ -80,7 +80,7 @@ class MlflashError(Exception):
         where = []
         if self.rank is not None:
             where.append(f"rank {self.rank}" + (f" on {self.node}" if self.node else ""))
-        if self.step is not None:
+        if self.step is not None and self.step >= 0:  # below: what was given is no step
             where.append(f"step {self.step}")
         if self.tensor is not None:
             where.append(f"at {self.tensor!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -288,7 +289,7 @@ class Checkpointer(Ending):
     def _mark(self, step: int, is_good: bool) -> None:
         self._check_open()
         self._saves.settle()
-        if self.enabled and not self._courier.call(Mark(step, is_good)):
+        if self.enabled and not self._courier.call(Mark(_number(step), is_good)):
             raise StepNotFound("this step is neither in memory nor in the directory", step=step)
 
     # Draining
@@ -397,4 +398,16 @@ class Checkpointer(Ending):
 def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep:
     if step is not None and (before is not None or certified):
         raise ValueError("give either step=, which names a checkpoint, or before= and certified=, which choose one")
-    return WantedStep(step, before, certified)
+    return WantedStep(None if step is None else _number(step), None if before is None else _number(before), certified)
+
+
+def _number(step: int) -> int:
+    """The number of a step, whatever class it has.
+
+    Raises:
+        StepNotFound: no step can have it.
+    """
+    number = operator.index(step)
+    if not 0 <= number < 1 << 63:
+        raise StepNotFound("no step has such a number", expected="0 to 2**63 - 1", found=number)
+    return number

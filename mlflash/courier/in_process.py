@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from ..config import Config
-from ..errors import Closed, DeadlineExceeded, MlflashError, SaveFailed, text_of
+from ..errors import Closed, ConfigError, DeadlineExceeded, MlflashError, SaveFailed, text_of
+from ..events import Event
 from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.client import Pace
@@ -66,10 +67,10 @@ class CourierProcess:
         self.start: asked.Start | None = None  # how this Checkpointer was introduced to its courier
         self._jobs: dict[int, RemoteJob] = {}
         self._units = Units()
-        self._asked: dict[int, tuple[threading.Event, list[Frame]]] = {}
+        self._asked: dict[int, tuple[Event, list[Frame]]] = {}
         self._plans = ToldPlans(link.number)
         self.drain = ToldDrain(config)
-        self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Frame | Event | None] = queue.SimpleQueue()
         self.ranks, self._before = ranks, link.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
@@ -77,7 +78,12 @@ class CourierProcess:
 
     def _opened(self) -> Sent:
         opened = wire.Opened(wire.VERSION, self._config, log.getEffectiveLevel(), self.ranks, self._before)
-        return Sent(wire.pack(Kind.OPEN, self.number, 0, "Opened", wire.encode(opened)))
+        try:
+            wire.decode(wire.Opened, body := wire.encode(opened))
+        # At the courier it would end the saving of all Checkpointers of this process.
+        except (BadMessage, TypeError, OverflowError) as error:
+            raise ConfigError("a setting is not of its type", found=text_of(error)) from None
+        return Sent(wire.pack(Kind.OPEN, self.number, 0, "Opened", body))
 
     @property
     def is_stuck(self) -> bool:
@@ -164,7 +170,7 @@ class CourierProcess:
 
     def _wait_for_answer(self, kind: Kind, name: str, body: object, timeout_s: float) -> Frame:
         number = self._link.number()
-        woken, answers = self._asked[number] = (threading.Event(), [])
+        woken, answers = self._asked[number] = (Event(), [])
         try:
             self._link.queue.put(Sent(wire.pack(kind, self.number, number, name, wire.encode(body)), is_kept=True))
             end = time.monotonic() + timeout_s
@@ -201,7 +207,7 @@ class CourierProcess:
         if frame.kind is Kind.LATE:
             self._note_late(frame)
         elif frame.kind is Kind.ANSWER:
-            woken, answers = self._asked.get(frame.number, (threading.Event(), []))
+            woken, answers = self._asked.get(frame.number, (Event(), []))
             answers.append(frame)
             woken.set()
         elif frame.kind is Kind.QUESTION and self.is_closed:  # a save that an exception left is still under way
@@ -222,7 +228,7 @@ class CourierProcess:
 
     def _answer(self) -> None:
         while (frame := self._frames.get()) is not None:
-            if isinstance(frame, threading.Event):
+            if isinstance(frame, Event):
                 frame.set()
                 continue
             try:
@@ -342,7 +348,7 @@ class CourierProcess:
     def wait_unused(self) -> None:
         if self.is_closed or self.trainer is None:
             return
-        idle, end = threading.Event(), time.monotonic() + self._config.timeout_s
+        idle, end = Event(), time.monotonic() + self._config.timeout_s
         self._frames.put(idle)
         while not idle.wait(_LOOK_S):
             if self.is_closed:

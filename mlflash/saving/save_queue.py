@@ -48,6 +48,7 @@ from .staging import NOTHING, Staging, has_room
 
 log = logging.getLogger("mlflash")
 
+_MAX_STEP = (1 << 63) - 1
 _LEFT = "an exception, such as one of a signal handler, interrupted the copy of the state"
 
 
@@ -147,7 +148,8 @@ class SaveQueue:
         self.lazy.steps.close()
 
     def _save(self, step: int, fill: Callable[[PendingSave], None], again: bool = False) -> Snapshot:
-        whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+        is_whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+        whole = is_whole and 0 <= int(step) <= _MAX_STEP
         snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
         save = PendingSave(snapshot, self._slots, self._ranks)
         request = save.request
@@ -221,7 +223,9 @@ class SaveQueue:
         least = 0 if self.last_step is None else self.last_step + (0 if again else 1)
         if step is None or step < least:
             raise StepOrderError(
-                "steps must grow from save to save", expected=f"a whole number, {least} or more", found=repr(given)
+                "steps must grow from save to save",
+                expected=f"a whole number, {least} or more, at most 2**63 - 1",
+                found=repr(given),
             )
         self.last_step = step
 
