@@ -17,6 +17,7 @@ import numpy as np
 
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.leaves import Entry, from_bytes
+from ..state.meshes import apart
 from ..state.plain_values import decode_plain
 from ..storage import dcp_plans
 from ..storage.dcp_files import METADATA, Contents, metadata, pickled, rank_file
@@ -54,21 +55,26 @@ class Dcp:
         card_file, card = plain_file(drain_input, rank, owner, text)
         stored = Stored.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
         ties = {key_of[a]: key_of[b] for a, b in load.ties.items() if a in key_of and b in key_of}
-        more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties))
+        meshes = {key_of[entry.name]: entry.mesh for entry in home.manifest.entries if entry.name in key_of}
+        more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties, meshes))
         receipt = Receipt(rank, [], load.ties, None, more=zlib.compress(more, 1))
         return [(card_name, card_file), (name, skeleton)], stored, receipt
 
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
     ) -> list[tuple[str, FileWithHoles]]:
+        told = [pickle.loads(zlib.decompress(receipt.more)) for receipt in receipts]  # safe: from ranks of this job
+        key_of = apart(pair for *_, meshes in told for pair in meshes.items())
         files: list[Contents] = []
         paths: dict[str, Path | None] = {}
         ties: dict[str, str] = {}
-        for receipt in receipts:
-            contents, its_paths, its_ties = pickle.loads(zlib.decompress(receipt.more))  # safe: from ranks of this job
-            files.append(contents)
-            paths |= {key: path for key, path in its_paths.items() if paths.get(key) is None}
-            ties = its_ties | ties
+        for contents, its_paths, its_ties, meshes in told:
+            keys = {key: key_of(key, mesh) for key, mesh in meshes.items()}
+            files.append(dataclasses.replace(contents, pieces=[_renamed(piece, keys) for piece in contents.pieces]))
+            for key, path in its_paths.items():
+                if paths.get(its := keys.get(key, key)) is None:
+                    paths[its] = path and (*path[:-1], f"{path[-1]}{its.removeprefix(key)}") if its != key else path
+            ties = {keys[a]: keys[b] for a, b in its_ties.items()} | ties
         listing = FileWithHoles()
         listing.patch(
             0,

@@ -18,6 +18,7 @@ from ..protocol.describe_ranks import Described
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, ties_of
+from ..state.meshes import apart
 from ..state.rebuild import Read
 from .file_index import Place, Places, encode, first_names, numbers_of
 from .work_division import deal, digest, part_of
@@ -297,14 +298,19 @@ class Receipt:
 def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]]]:
     """For each rank its pieces: of which tensor, and whether the tensor has one value, and not another on each rank."""
     forms: dict[str, set[tuple[Any, ...]]] = {}
+    name_of = apart((entry.name, entry.mesh) for receipt in receipts for entry, _, _ in receipt.pieces)
+
+    def shown_as(receipt: Receipt, entry: Entry) -> str:
+        return receipt.names.get(entry.name) or name_of(entry.name, entry.mesh)
+
     for receipt in receipts:
         for entry, alike, check in receipt.pieces:
             own = entry.shape == entry.global_shape and not alike
-            forms.setdefault(receipt.names.get(entry.name, entry.name), set()).add(
+            forms.setdefault(shown_as(receipt, entry), set()).add(
                 (entry.kind, entry.dtype, entry.global_shape, check if own else None)
             )
     found: dict[int, list[tuple[str, Entry, bool]]] = {}
     for receipt in receipts:
-        named = [(receipt.names.get(entry.name, entry.name), entry) for entry, _, _ in receipt.pieces]
+        named = [(shown_as(receipt, entry), entry) for entry, _, _ in receipt.pieces]
         found[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
     return found

@@ -293,7 +293,7 @@ def readable(tree: Tree, names: Sequence[str], plain: Sequence[Any]) -> Any:
 
     Not collective. What JSON cannot represent becomes a string; the exact values are in the index.
     """
-    tag, rest = tree
+    tag, rest = tree[0], tree[1]
     if tag == "e":
         return {"$tensor": names[rest]}
     if tag == "p":
@@ -301,7 +301,7 @@ def readable(tree: Tree, names: Sequence[str], plain: Sequence[Any]) -> Any:
         known = value is None or isinstance(value, (bool, str)) or type(value) is int
         finite = isinstance(value, float) and value == value and abs(value) != float("inf")
         return value if known or finite else repr(value)
-    if tag == "o":
+    if tag in ("o", "k"):
         return readable(rest, names, plain)
     if tag == "d":
         return {str(decode_plain(key)): readable(sub, names, plain) for key, sub in rest}

@@ -6,6 +6,7 @@ tensor is cut along its first dimension only, so that a part is one run of its b
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -58,4 +59,4 @@ def part_of(entry: Entry, begin: int, end: int) -> Entry:
 
 def _moved(entry: Entry, offset: tuple[int, ...], shape: tuple[int, ...], start: int) -> Entry:
     item = entry.nbytes // max(1, math.prod(entry.shape))
-    return Entry(entry.name, entry.kind, entry.dtype, entry.global_shape, offset, shape, start, item * math.prod(shape))
+    return dataclasses.replace(entry, offset=offset, shape=shape, start=start, nbytes=item * math.prod(shape))

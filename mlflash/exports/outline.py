@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..draining.file_index import first_names
 from ..errors import CorruptSlot
 from ..restoring.open_in_memory import OpenCheckpoint
 from ..state.dtypes import item_nbytes
-from ..state.leaves import Entry, Tree
-from ..state.old_ranks import OldRank, Spot
+from ..state.leaves import Entry, Tree, ties_of
+from ..state.meshes import apart
+from ..state.old_ranks import Spot
+from ..state.paths import plain_leaves
 from ..state.plain_values import encode_key
 from ..storage import dcp_plans
 from ..storage.dcp_plans import Path
@@ -45,16 +48,23 @@ def outline(opened: OpenCheckpoint) -> Outline:
 
 def _of_state(opened: OpenCheckpoint) -> Outline:
     """Outline a saved state. If ranks had different values, take those of the lowest rank."""
-    found = Outline(spots=opened.olds.spots)
+    found = Outline()
     numbers: dict[str, int] = {}
+    name_of = apart((entry.name, entry.mesh) for old in opened.olds.of_structures() for entry in old.entries)
     for nth, old in enumerate(opened.olds.of_structures()):
-        for entry, first in zip(old.entries, first_names(old.entries), strict=True):
-            if entry.name not in numbers:
-                numbers[entry.name] = len(numbers)
-                found.entries[entry.name] = _whole(entry)
-                if first != entry.name:
-                    found.ties[entry.name] = first
-        tree = _numbered(old.tree, old, numbers, found.plain, "")
+        names = [name_of(entry.name, entry.mesh) for entry in old.entries]
+        pairs = enumerate(zip(names, old.entries, strict=True))
+        marks = {n: name.removeprefix(entry.name) for n, (name, entry) in pairs if name != entry.name}
+        for name, entry, first in zip(names, old.entries, ties_of(old.entries), strict=True):
+            if name not in numbers:
+                numbers[name] = len(numbers)
+                found.entries[name] = dataclasses.replace(_whole(entry), name=name)
+                found.spots[name] = opened.olds.spots_of(entry)
+                if names[first] != name:
+                    found.ties[name] = names[first]
+        values = dict(zip(plain_leaves(old.tree).values(), old.plain.values(), strict=True))
+        tree = _marked(_numbered(old.tree, values, [numbers[name] for name in names], found.plain), {
+            numbers[names[n]]: mark for n, mark in marks.items()})  # fmt: skip
         found.tree = tree if nth == 0 else _merged(found.tree, tree)
     return found
 
@@ -97,27 +107,41 @@ def _whole(entry: Entry) -> Entry:
     return dataclasses.replace(entry, offset=zero, shape=entry.global_shape, start=0, nbytes=nbytes)
 
 
-def _numbered(tree: Tree, old: OldRank, numbers: dict[str, int], plain: list[Any], path: str) -> Tree:
-    """Renumber a rank's tree for the whole state, and add its plain leaves to ``plain``."""
-    tag, rest = tree
+def _numbered(tree: Tree, old: Mapping[int, Any], numbers: list[int], plain: list[Any]) -> Tree:
+    """Renumber a rank's tree for the whole state, and add its plain leaves, ``old``, to ``plain``."""
+    tag, rest = tree[0], tree[1]
     if tag == "e":
-        return ["e", numbers[old.entries[rest].name]]
+        return ["e", numbers[rest]]
     if tag == "p":
-        plain.append(old.plain[path])
+        plain.append(old[rest])
         return ["p", len(plain) - 1]
-    if tag == "o":
-        return ["o", _numbered(rest, old, numbers, plain, path)]
+    if tag in ("o", "k"):
+        return [tag, _numbered(rest, old, numbers, plain), *tree[2:]]
     if tag == "d":
-        # These paths must be the same as those of `shards.plain_leaves`.
-        return ["d", [[key, _numbered(sub, old, numbers, plain, _at(path, str(key)))] for key, sub in rest]]
-    return [tag, [_numbered(sub, old, numbers, plain, _at(path, str(i))) for i, sub in enumerate(rest)]]
+        return ["d", [[key, _numbered(sub, old, numbers, plain)] for key, sub in rest]]
+    return [tag, [_numbered(sub, old, numbers, plain) for sub in rest]]
+
+
+def _marked(tree: Tree, marks: Mapping[int, str]) -> Tree:
+    """Add marks to the keys of some tensors, by number, so that trees of several ranks have a place for each."""
+    tag, rest = tree[0], tree[1]
+    if not marks or tag in ("e", "p"):
+        return tree
+    if tag in ("o", "k"):
+        return [tag, _marked(rest, marks), *tree[2:]]
+    if tag == "d":
+        return ["d", [[f"{key}{marks[sub[1]]}" if sub[0] == "e" and sub[1] in marks and type(key) is str else key,
+                       _marked(sub, marks)] for key, sub in rest]]  # fmt: skip
+    return [tag, [_marked(sub, marks) for sub in rest]]
 
 
 def _moved(tree: Tree, by: int) -> Tree:
     """Shift the numbers of the plain leaves in a tree."""
-    tag, rest = tree
+    tag, rest = tree[0], tree[1]
     if tag == "p":
         return ["p", rest + by]
+    if tag in ("o", "k"):
+        return [tag, _moved(rest, by), *tree[2:]]
     if tag == "d":
         return ["d", [[key, _moved(sub, by)] for key, sub in rest]]
     return [tag, [_moved(sub, by) for sub in rest]]
@@ -135,16 +159,14 @@ def _nested(parts: dict[Path, Tree]) -> Tree:
     return ["d", [[encode_key(key, ""), _nested(subs)] for key, subs in inside.items()]]
 
 
-def _at(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
 def _merged(one: Tree, other: Tree) -> Tree:
     """Merge the trees of two ranks. If both have a key, the first counts (pipeline stages have different layers)."""
-    if one[0] == "o":
-        return ["o", _merged(one[1], other[1] if other[0] == "o" else other)]
-    if other[0] == "o":
+    if one[0] == other[0] == "k" and one[3] and other[3]:  # of the modules of both
+        return ["k", _merged(one[1], other[1]), one[2], _merged(one[3], other[3])]
+    if other[0] in ("o", "k"):
         return _merged(one, other[1])
+    if one[0] in ("o", "k"):
+        return [one[0], _merged(one[1], other), *one[2:]]
     if one[0] != "d" or other[0] != "d":
         return one
     known = {repr(key): nth for nth, (key, _) in enumerate(one[1])}

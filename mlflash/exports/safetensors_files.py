@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from ..errors import ConfigError, StateError
-from ..state.shards import plain_leaves
+from ..state.paths import plain_leaves
 from ..storage.store import Store
 from ..storage.whole_state import Whole, Written, tensor_dtype
 from .mapping import plan

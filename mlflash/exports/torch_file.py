@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..state.paths import plain_leaves
 from ..state.plain_values import decode_plain
-from ..state.shards import plain_leaves
 from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store
 from ..storage.torch_files import hollow, save

@@ -17,9 +17,9 @@ from ..memory.slot_header import Header, Kind
 from ..mpi.world import World
 from ..redundancy.deduplication import cuts
 from ..restoring.open_in_directory import OpenInDirectory
-from ..state import shards
 from ..state.leaves import Entry
 from ..state.manifest import Manifest
+from ..state.paths import plain_leaves
 from ..state.plain_values import decode_plain
 from ..storage.store import open_store
 from .node_memory import Node
@@ -207,7 +207,7 @@ def _pieces(read: Callable[[int, int], np.ndarray], run: Run) -> Iterator[np.nda
 
 def plain_of(manifest: Manifest, wanted: str | None) -> dict[str, Any]:
     """Return the decoded plain leaves of a manifest by path."""
-    paths = shards.plain_leaves(manifest.tree)
+    paths = plain_leaves(manifest.tree)
     return {path: decode_plain(manifest.plain[number]) for path, number in paths.items() if matches(path, wanted)}
 
 

@@ -31,14 +31,14 @@ from ..redundancy.slot_plan import Plan
 from ..saving.pending_save import PendingSave
 from ..saving.snapshot import Snapshot
 from ..saving.staging import Staging
-from ..state import shards
 from ..state.flatten import flatten, flatten_or_none
 from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, tensor_entry
 from ..state.old_ranks import OldRank, OldRanks, Parts
+from ..state.paths import plain_leaves
 from ..state.rebuild import Filling, compare, refuse_differences
 from ..state.shards import box
-from ..state.torch_objects import is_like, parameters
+from ..state.torch_objects import has_shape_of, is_like, parameters
 from .open_in_memory import OpenCheckpoint
 
 log = logging.getLogger("mlflash")
@@ -153,7 +153,8 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
 def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
     """Log what old ranks had of their own, if there is no such rank any more, or was none before. Not collective."""
     olds = old.olds
-    own = {name for name, spots in olds.spots.items() if olds.is_private(spots)} | olds.plain_differ
+    own = {name for name, spots in olds.spots.items() if name not in olds.apart and olds.is_private(spots)}
+    own |= olds.plain_differ
     named = [(group.ranks, {*group.structure.names, *group.structure.paths}) for group in olds.groups]
     staying = {name for ranks, names in named if ranks[0] < size for name in names}
     gone, new = olds.ranks[olds.ranks >= size].tolist(), sorted({*range(size)} - {*olds.ranks.tolist()})
@@ -227,7 +228,7 @@ def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]
             its = tensor_entry(torch, parameter, entry.name)[1]  # the saved tensor may have another dtype
             nbytes = math.prod(its.shape) * getattr(torch, entry.dtype).itemsize
             live[entry.name] = dataclasses.replace(entry, global_shape=its.global_shape, offset=its.offset,
-                                                   shape=its.shape, nbytes=nbytes)  # fmt: skip
+                                                   shape=its.shape, nbytes=nbytes, mesh=its.mesh)  # fmt: skip
     return live
 
 
@@ -235,7 +236,12 @@ def _refuse_flat_shards(state: Any, old: OldRank, olds: OldRanks) -> None:
     """Refuse an optimizer's state whose shards are not marked as shards, if the parameters are now cut differently."""
     for number, parameter in parameters(state, old.tree).items():
         entry, shape = old.entries[number], tuple(parameter.shape)
-        if olds.is_private(olds.spots[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
+        spots = olds.spots[entry.name]
+        if entry.mesh is not None or not olds.is_private(spots) or has_shape_of(entry, parameter):
+            continue
+        # With use_orig_params, FSDP1 has a run of the elements of each parameter.
+        is_run = len(entry.shape) == 1 and olds.elements(spots) == parameter.numel()
+        if is_run or len(entry.shape) == len(shape):
             raise StructureMismatch(
                 "each rank saved a shard of this tensor without its place in the whole, as FSDP1 does, and this "
                 "run cuts the parameter differently: restore on the ranks that saved it, shard the model with "
@@ -260,13 +266,13 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     olds = opened.olds
     flat = flatten(state)
     live = {leaf.entry.name: leaf for leaf in flat.leaves}
-    like = rank if rank in olds else int(olds.ranks[rank % len(olds)])
+    like = olds.like(rank, flat.structure.entries)
     own = olds[like]
     _refuse_flat_shards(state, own, olds)
     live_entries = _live_entries(state, flat, own.tree, own.entries)
     entries = [_as_live(entry, live_entries) for entry in own.entries]
     if rank not in olds:  # what ranks do not have in common may have any shape here
-        entries = [live_entries.get(e.name, e) if olds.is_private(olds.spots[e.name]) else e for e in entries]
+        entries = [live_entries.get(e.name, e) if olds.is_private(olds.spots_of(e)) else e for e in entries]
     refuse_differences(state, own.tree, tuple(entries))
     leaves: list[Leaf] = []
     starts: dict[int, int] = {}
@@ -279,7 +285,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
         leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
         if tie != number or not entry.nbytes:
             continue
-        if entry.name not in live_entries and olds.is_sharded(olds.spots[entry.name]):
+        if entry.name not in live_entries and olds.is_sharded(olds.spots_of(entry)):
             raise StructureMismatch(
                 "this tensor was saved in shards, and the state that you gave does not say which shard it needs: "
                 "create the optimizer's state first (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
@@ -289,8 +295,8 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
             found = olds.parts(entry, like)
         if found is not None:
             made_of[number] = found
-    paths = shards.plain_leaves(own.tree)
-    here = shards.plain_leaves(flat.structure.tree)
+    paths = plain_leaves(own.tree)
+    here = plain_leaves(flat.structure.tree)
     values: list[Any] = [None] * len(paths)
     for path, at in paths.items():
         values[at] = flat.plain[here[path]] if path in here else own.plain[path]

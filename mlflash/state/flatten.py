@@ -6,6 +6,7 @@ tensors by one list of each property. That takes less than a microsecond per ten
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import StateError
+from . import containers
 from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_tensor, tensor_entry
+from .paths import entry_names
 from .plain_values import MAX_DEPTH, encode_key, encode_plain
 
 LEAF, PLAIN = "e", "p"
@@ -32,6 +35,7 @@ class _Node:
         keys: keys of a dict.
         key_types: types of its keys: 1 == True == 1.0.
         codes: its encoded keys, if two equal ones of one type may differ: 0.0 == -0.0.
+        code, attributes: see `containers`.
         subs: what is in it, in order: a `_Node`, LEAF or PLAIN; for an object: what its ``state_dict()`` returned.
         is_private: for an object: whether each rank has its own of it.
         only: LEAF or PLAIN, if nothing else is in it.
@@ -44,6 +48,9 @@ class _Node:
     only: str | None = None
     key_types: list[type] = dataclasses.field(init=False)
     codes: str | None = None
+    code: containers.Code | None = None
+    attributes: Any = None
+    pattern: containers.Pattern = dataclasses.field(default_factory=lambda: containers.Pattern(None))
 
     def __post_init__(self) -> None:
         self.key_types = list(map(type, self.keys or ()))
@@ -164,6 +171,10 @@ class _Known:
                 raise _Changed
             if node.codes is not None and _codes(keys) != node.codes:
                 raise _Changed
+            if not node.pattern.fits(containers.attributes_of(value)):
+                raise _Changed
+            if node.kind is collections.defaultdict and containers.code_of(value, "") != node.code:
+                raise _Changed
             found = value.values()
         elif len(value) != len(node.subs):
             raise _Changed
@@ -246,10 +257,9 @@ class _Walk:
         self.objects = objects
         self.leaves: list[Leaf] = []
         self.plain: list[Any] = []
-        self.names: dict[str, int] = {}
         self.memory: dict[tuple[Any, ...], int] = {}
         self.open: set[int] = set()
-        self.private: list[str] = []
+        self.private: list[int] = []
         self.torch = sys.modules.get("torch")
         self.taken = taken or {}
         self.root: Any = None
@@ -262,9 +272,12 @@ class _Walk:
             with contextlib.nullcontext() if self.torch is None else self.torch.no_grad():
                 self.root = self.visit(state, "")
             tree = _Numbered().tree(self.root)
+            names = entry_names(tree, [_as_text(leaf.entry.name) for leaf in self.leaves])
         except RecursionError as error:
             raise StateError(f"the state is nested too deeply for the stack that save() has here: {error}") from None
-        return Flat.of(self.leaves, tree, self.plain, frozenset(self.private))
+        leaves = [leaf if leaf.entry.name == name else dataclasses.replace(leaf, entry=dataclasses.replace(
+            leaf.entry, name=name)) for leaf, name in zip(self.leaves, names, strict=True)]  # fmt: skip
+        return Flat.of(leaves, tree, self.plain, frozenset(names[number] for number in self.private))
 
     def visit(self, value: Any, path: str, depth: int = 0) -> Any:
         if depth > MAX_DEPTH:
@@ -287,32 +300,29 @@ class _Walk:
         return PLAIN
 
     def container(self, value: Any, path: str, depth: int) -> _Node:
-        prefix = path + "." if path else ""
-        if isinstance(value, dict):
-            for key in value:
-                encode_key(key, path)
-            return _Node(type(value), list(value), [self.visit(v, f"{prefix}{k}", depth) for k, v in value.items()])
-        return _Node(type(value), None, [self.visit(v, f"{prefix}{i}", depth) for i, v in enumerate(value)])
+        prefix, code = path + "." if path else "", containers.code_of(value, path)
+        if not isinstance(value, dict):
+            return _Node(type(value), None, [self.visit(v, f"{prefix}{i}", depth) for i, v in enumerate(value)],
+                         code=code)  # fmt: skip
+        for key in value:
+            encode_key(key, path)
+        subs = [self.visit(v, f"{prefix}{k}", depth) for k, v in value.items()]
+        attributes = containers.attributes_of(value)
+        return _Node(type(value), list(value), subs, code=code, pattern=containers.Pattern(attributes),
+                     attributes=containers.encode_attributes(attributes, path))  # fmt: skip
 
     def object(self, value: Any, path: str, depth: int) -> _Node:
         before = len(self.leaves)
         is_private = bool(getattr(value, "rank_private", False))
+        if self.torch is not None and isinstance(value, self.torch.nn.Module):
+            refuse_full_on_rank_0(value, path)
         given = self.taken[id(value)].pop(0) if self.taken.get(id(value)) else value.state_dict()
         node = _Node(type(value), None, [self.visit(given, path, depth)], is_private)
         if is_private:
-            self.private += [leaf.entry.name for leaf in self.leaves[before:]]
+            self.private += range(before, len(self.leaves))
         return node
 
     def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> str:
-        # {"a.b": x, "a": {"b": y}} has one name twice, so a number is added. Half a character is not valid text: escape
-        # it.
-        name = path = entry.name if entry.name.isascii() else entry.name.encode("utf-8", "backslashreplace").decode()
-        while name in self.names:
-            self.names[path] += 1
-            name = f"{path}~{self.names[path]}"
-        self.names[name] = 1
-        if name != entry.name:
-            entry = dataclasses.replace(entry, name=name)
         tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
         whole = value if type(value).__name__ == "DTensor" else None
         self.kinds.append(type(value))
@@ -333,8 +343,31 @@ class _Numbered:
         if node.is_private is not None:
             return ["o", *subs]
         if node.keys is None:
-            return ["l" if issubclass(node.kind, list) else "t", subs]
-        return ["d", [[encode_key(key, ""), sub] for key, sub in zip(node.keys, subs, strict=True)]]
+            plain = ["l" if issubclass(node.kind, list) else "t", subs]
+        else:
+            plain = ["d", [[encode_key(key, ""), sub] for key, sub in zip(node.keys, subs, strict=True)]]
+        return plain if node.code is None else ["k", plain, node.code, node.attributes]
+
+
+def _as_text(name: str) -> str:
+    """A name as valid text: half a character is escaped."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
+
+
+def refuse_full_on_rank_0(module: Any, path: str) -> None:
+    """Refuse a model of FSDP1 whose ``state_dict()`` has everything on rank 0 and nothing on other ranks.
+
+    Raises:
+        StateError: such a state could not be loaded on other ranks.
+    """
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp1 is None:
+        return
+    for one in module.modules():
+        if isinstance(one, fsdp1) and getattr(one._state_dict_config, "rank0_only", False):
+            raise StateError("the state dict of this FSDP1 model is full on rank 0 and empty elsewhere: set "
+                             "rank0_only=False, or save what mlflash.adapters.fsdp.sharded_state_dict gives",
+                             tensor=path or "(the state itself)")  # fmt: skip
 
 
 def is_object(value: Any) -> bool:

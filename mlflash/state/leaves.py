@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import StateError
+from . import meshes
 from .dtypes import array_dtype_name, torch_dtype_name
 
 Tree = list[Any]
-"""A node is ``[tag, …]``: e(ntry index), p(lain index), d(ict), l(ist), t(uple), o(bject with state_dict)."""
+"""A node is ``[tag, …]``: e(ntry index), p(lain index), d(ict), l(ist), t(uple), k (see `containers`), o(bject with
+state_dict)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Entry:
         shape: shape of this shard.
         start: first byte, counted from the start of the payload.
         nbytes: its bytes.
+        mesh: of a DTensor, which ranks hold it: see `meshes.name_of`; None: it is no DTensor.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    mesh: str | None = None
 
 
 def ties_of(entries: Sequence[Entry]) -> tuple[int, ...]:
@@ -149,8 +153,9 @@ def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[
 
 def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
     shard: list[Any] | None = None
+    mesh: str | None = None
     if type(tensor).__name__ == "DTensor":
-        global_shape = tuple(tensor.shape)
+        global_shape, mesh = tuple(tensor.shape), meshes.name_of(tensor.device_mesh)
         tensor, *shard = dtensor_shard(tensor.detach(), path)
     tensor = as_plain_tensor(torch, tensor, path)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
@@ -165,7 +170,7 @@ def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple
     if nbytes and not has_memory(tensor):
         raise StateError("this tensor has no memory now: its storage was made smaller, or it is kept elsewhere",
                          tensor=path, found=f"{tensor.untyped_storage().nbytes()} bytes of storage")  # fmt: skip
-    entry = Entry(path, "tensor", dtype, global_shape, offset, shape, 0, nbytes)
+    entry = Entry(path, "tensor", dtype, global_shape, offset, shape, 0, nbytes, mesh)
     plain_bits = not (tensor.is_conj() or tensor.is_neg())
     key = (str(tensor.device), tensor.data_ptr(), dtype, shape, tensor.stride()) if nbytes and plain_bits else None
     return tensor, entry, key
@@ -214,6 +219,12 @@ def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[i
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise StateError("a DTensor with a partial placement has no value yet: redistribute it", tensor=path)
+    if mesh.get_coordinate() is None:  # this rank has nothing of it
+        if not tensor.shape:
+            raise StateError("a DTensor without dimensions on a mesh without this rank cannot be saved: save its value",
+                             tensor=path)  # fmt: skip
+        nothing = (0,) * tensor.dim()
+        return local_of(tensor).reshape(nothing), nothing, nothing
     key = (tuple(tensor.shape), tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements)
     if key not in _shard_places:  # PyTorch takes up to a millisecond for this
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -223,6 +234,10 @@ def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[i
         _shard_places[key] = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     shape, offset = _shard_places[key]
     local = local_of(tensor)
+    if not local.numel() and not math.prod(shape):  # which of its dimensions is empty means nothing
+        shape = tuple(local.shape)
+        room = zip(offset, tensor.shape, shape, strict=True)
+        return local, shape, tuple(min(at, most - size) for at, most, size in room)
     if tuple(local.shape) != tuple(shape):
         raise StateError("the local shard of a DTensor is not where its placement says", tensor=path,
                          expected=tuple(shape), found=tuple(local.shape))  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CorruptSlot, StateError
+from . import containers
 from .dtypes import item_nbytes
 from .leaves import Entry, Tree
 from .plain_values import MAX_DEPTH, check_plain, decode_plain
@@ -56,7 +57,8 @@ class Manifest:
 
 def encode_entries(entries: tuple[Entry, ...]) -> bytes:
     """Encode the part that stays the same from save to save."""
-    return _json([list(vars(entry).values()) for entry in entries])
+    return _json([list(vars(entry).values()) if entry.mesh is not None else [*vars(entry).values()][:-1]
+                  for entry in entries])  # fmt: skip
 
 
 def encode_tree(tree: Tree) -> bytes:
@@ -167,8 +169,10 @@ def _provenance(said: Any) -> dict[str, Any]:
 
 def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> Entry:
     """Make an entry from its fields in a manifest; any error in them is one of `BAD_DOCUMENT`."""
-    name, kind, dtype, global_shape, offset, shape, start, nbytes = fields
-    entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes)
+    name, kind, dtype, global_shape, offset, shape, start, nbytes, *mesh = fields
+    entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes, *mesh)
+    if not all(isinstance(text, str | None) for text in mesh):
+        raise ValueError(f"entry {name!r} has a bad mesh")
     numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
     if not (isinstance(name, str) and all(type(n) is int and n >= 0 for n in numbers)):
         raise ValueError(f"entry {name!r} has a bad name, shape or extent")
@@ -186,7 +190,7 @@ def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> En
 
 def check_tree(tree: Any, entries: int, plain: int, depth: int = 0) -> None:
     """Refuse a tree with an impossible tag, key or leaf number; the error is one of `BAD_DOCUMENT`."""
-    tag, rest = tree
+    tag, rest, *more = tree
     if depth > MAX_DEPTH:
         raise ValueError(f"the tree is more than {MAX_DEPTH} levels deep")
     if tag in ("e", "p"):
@@ -194,6 +198,11 @@ def check_tree(tree: Any, entries: int, plain: int, depth: int = 0) -> None:
             raise ValueError(f"the tree points at a leaf that is not there: {tag}{rest!r}")
     elif tag == "o":
         check_tree(rest, entries, plain, depth + 1)
+    elif tag == "k":
+        containers.check(*more)
+        if rest[0] != ("t" if more[0][0] in ("Size", "namedtuple") else "d"):
+            raise ValueError("a container of another class")
+        check_tree(rest, entries, plain, depth)
     elif tag in ("l", "t"):
         for sub in rest:
             check_tree(sub, entries, plain, depth + 1)

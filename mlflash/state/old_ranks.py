@@ -120,6 +120,7 @@ class OldRanks(Mapping[int, OldRank]):
     Attributes:
         ranks: all of them, ascending, ``(n,)`` int64.
         spots: where each tensor is, by name.
+        apart: names under which ranks held different tensors, each on a mesh of its own.
         told: as given; more may be added.
     """
 
@@ -137,6 +138,9 @@ class OldRanks(Mapping[int, OldRank]):
         for nth, group in enumerate(groups):
             for number, name in enumerate(group.structure.names):
                 self.spots.setdefault(name, []).append((nth, number))
+        has_meshes = any(group.structure.meshes for group in groups)
+        self.apart = {name for name, spots in self.spots.items() if len({*map(self._mesh, spots)}) > 1
+                       } if has_meshes else set()  # fmt: skip
         self._columns: dict[_Key, _Column] = {}
         self._templates: dict[Any, tuple[list[_Part], bool]] = {}
         self._asked_last: tuple[int, tuple[RankStructure, np.ndarray]] | None = None
@@ -178,6 +182,40 @@ class OldRanks(Mapping[int, OldRank]):
         group = self.groups[self.group_of(rank)]
         return group, int(group.ranks.searchsorted(rank))
 
+    def _mesh(self, spot: Spot) -> str | None:
+        return self.groups[spot[0]].structure.mesh(spot[1])
+
+    def spots_of(self, entry: Entry) -> list[Spot]:
+        """Where a tensor is. Under one name, ranks may have held another tensor on each of several meshes.
+
+        Raises:
+            StructureMismatch: none of these is the mesh of the entry.
+        """
+        there = self.spots.get(entry.name, [])
+        if entry.name not in self.apart:
+            return there
+        on = {spot: self._mesh(spot) for spot in there}
+        mine = [spot for spot in there if on[spot] == entry.mesh]
+        if not mine:
+            meshes = sorted("no mesh" if mesh is None else mesh or "all ranks" for mesh in {*on.values()})
+            raise StructureMismatch("ranks held different tensors under this name, each on a mesh of its own, and the "
+                                    "state given has it on another", tensor=entry.name, expected="; ".join(meshes),
+                                    found="no mesh" if entry.mesh is None else entry.mesh or "all ranks")  # fmt: skip
+        return mine
+
+    def like(self, rank: int, live: Collection[Entry]) -> int:
+        """The old rank whose structure a new rank has: its own number, if that held its tensors on the same meshes."""
+        first = rank if rank in self else int(self.ranks[rank % len(self)])
+        if not self.apart:
+            return first
+        mine = {entry.name: entry.mesh for entry in live if entry.name in self.apart}
+        usual = self.group_of(first)
+        for nth in sorted(range(len(self.groups)), key=lambda nth: nth != usual):
+            its = self.groups[nth].structure
+            if all(its.mesh(its.numbers[name]) == mesh for name, mesh in mine.items() if name in its.numbers):
+                return first if nth == usual else int(self.groups[nth].ranks[0])
+        return first
+
     def is_private(self, spots: Iterable[Spot]) -> bool:
         """Whether ranks had a tensor whole, but not alike."""
         there = list(spots)
@@ -188,6 +226,10 @@ class OldRanks(Mapping[int, OldRank]):
         if len(kinds) > 1 or any(one.names[n] in self._differ for one, (_, n) in zip(its, there, strict=True)):
             return True
         return len(self._wholes(there)) > 1
+
+    def elements(self, spots: Iterable[Spot]) -> int:
+        """How many elements of a tensor all ranks have together; what several have counts for each."""
+        return sum(int(column.boxes[:, 1].prod(axis=1).sum()) for column in self._by_dims(spots))
 
     def is_sharded(self, spots: Iterable[Spot]) -> bool:
         """Whether any rank had a shard of a tensor."""
@@ -214,7 +256,7 @@ class OldRanks(Mapping[int, OldRank]):
         Raises:
             StructureMismatch: it is another tensor, it is not whole, or it does not reshard.
         """
-        there = self.spots.get(want.name, []) if spots is None else spots
+        there = self.spots_of(want) if spots is None else spots
         if self.is_private(there) and only is None:
             there = [spot for spot in there if rank in self.groups[spot[0]].ranks]
             if not there:

@@ -165,7 +165,7 @@ def encode_key(key: Any, path: str) -> Any:
         return key
     where = f"{path} (a key)"
     try:
-        code = ["k", *_encode_items(key, path)] if isinstance(key, tuple) else encode_plain(key, where)
+        code = ["k", *_encode_items(key, path)] if type(key) is tuple else encode_plain(key, where)
         check_plain(code)
         str(key)  # it must work: names of what is below contain it
         read = decode_plain(code)

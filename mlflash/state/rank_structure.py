@@ -20,7 +20,7 @@ import xxhash
 from .dtypes import item_nbytes
 from .leaves import Entry, Tree, ties_of
 from .manifest import check_tree
-from .shards import plain_leaves
+from .paths import plain_leaves
 
 MOST = 1 << 60
 """No number of a checkpoint, such as a dimension or a size, is larger, so that sums of some fit in 64 bits."""
@@ -38,6 +38,7 @@ class RankStructure:
         tree: of the state.
         alike: the leaves that all ranks hold alike, in the order in which they were dealt out to files.
         shared: those that the rank's set shares, in that order.
+        meshes: for each leaf, see `leaves.Entry`; empty: none is a DTensor.
     """
 
     names: tuple[str, ...]
@@ -49,14 +50,17 @@ class RankStructure:
     tree: Tree
     alike: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
+    meshes: tuple[str | None, ...] = ()
 
     @classmethod
     def of(cls, entries: Sequence[Entry], tree: Tree) -> tuple[RankStructure, np.ndarray]:
         """Describe a rank: its structure, and its row, ``(width,)`` int64."""
         known: dict[Any, int] = {}
         classes = tuple(known.setdefault((e.global_shape, e.offset, e.shape), len(known)) for e in entries)
+        meshes = tuple(e.mesh for e in entries)
         made = cls(tuple(e.name for e in entries), tuple(e.kind for e in entries), tuple(e.dtype for e in entries),
-                   ties_of(entries), classes, tuple(len(box[0]) for box in known), tree)  # fmt: skip
+                   ties_of(entries), classes, tuple(len(box[0]) for box in known), tree,
+                   meshes=meshes if any(mesh is not None for mesh in meshes) else ())  # fmt: skip
         numbers = [n for box in known for part in box for n in part]
         return made, np.array(numbers, dtype="<i8")
 
@@ -84,7 +88,8 @@ class RankStructure:
     @property
     def document(self) -> list[Any]:
         """All of it, for `json`."""
-        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+        listed = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return listed if self.meshes else listed[:-1]
 
     @functools.cached_property
     def key(self) -> bytes:
@@ -102,9 +107,14 @@ class RankStructure:
             whole, offset, shape = boxes[nth]
             nbytes = math.prod(shape) * item_nbytes(self.kinds[n], self.dtypes[n])
             start = at if self.ties[n] == n else found[self.ties[n]].start
-            found.append(Entry(self.names[n], self.kinds[n], self.dtypes[n], whole, offset, shape, start, nbytes))
+            found.append(Entry(self.names[n], self.kinds[n], self.dtypes[n], whole, offset, shape, start, nbytes,
+                               self.mesh(n)))  # fmt: skip
             at += nbytes
         return tuple(found)
+
+    def mesh(self, number: int) -> str | None:
+        """The mesh of one leaf; see `leaves.Entry`."""
+        return self.meshes[number] if self.meshes else None
 
     def shape(self, row: np.ndarray, number: int) -> tuple[int, ...]:
         """The shape of one leaf of a rank."""
@@ -137,14 +147,17 @@ def from_document(document: Any, plain: int) -> RankStructure:
         document: of `RankStructure.document`.
         plain: number of plain leaves of its ranks.
     """
-    names, kinds, dtypes, ties, classes, dims, tree, alike, shared = document
+    names, kinds, dtypes, ties, classes, dims, tree, alike, shared, *more = document
+    meshes = tuple(more[0]) if more else ()
     made = RankStructure(tuple(names), tuple(kinds), tuple(dtypes), tuple(ties), tuple(classes), tuple(dims), tree,
-                         tuple(alike), tuple(shared))  # fmt: skip
+                         tuple(alike), tuple(shared), meshes)  # fmt: skip
     leaves = len(made.names)
     if not all(isinstance(name, str) for name in made.names) or not {*map(len, (kinds, dtypes, ties, classes))} <= {
         leaves
     }:
         raise ValueError("leaves without a name, a dtype or a class")
+    if len(more) > 1 or (more and len(meshes) != leaves) or not all(isinstance(m, str | None) for m in meshes):
+        raise ValueError("a leaf without a mesh")
     for pair in set(zip(made.kinds, made.dtypes, strict=True)):
         item_nbytes(*pair)
     for numbers, end in ((made.classes, len(made.dims)), (made.ties, leaves), (made.dims, 65),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import sys
 import types
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import StructureMismatch
-from . import torch_objects
+from . import containers, paths, torch_objects
 from .flatten import is_object
 from .leaves import Entry, Tree, array_entry, as_bits, as_bytes, as_shard_like, from_bytes, is_tensor, tensor_entry
 from .plain_values import decode_plain
@@ -20,6 +21,7 @@ Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
 """Gives the bytes of an entry as a 1-d uint8 array that must not be kept."""
 
 _LISTED = 8  # differences shown in an error
+_CONTAINERS = {"d": "a dict", "l": "a list", "t": "a tuple"}
 
 
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
@@ -45,16 +47,20 @@ def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> Non
         raise StructureMismatch(f"the state given differs from the checkpoint in {places}:\n    {shown}")
 
 
-def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str]) -> None:
+def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str],
+             code: containers.Code | None = None) -> None:  # fmt: skip
     name = path or "(the state itself)"
     tag = tree[0]
     if is_object(live):
         found += torch_objects.refusals(live, tree, entries, path)
         return
-    if tag == "o":
-        _compare(live, tree[1], entries, path, found)
+    if tag in ("o", "k"):
+        _compare(live, tree[1], entries, path, found, tree[2] if tag == "k" else None)
         return
     prefix = path + "." if path else ""
+    if isinstance(live, (dict, list, tuple)) and tag in ("d", "l", "t") and not containers.fits(live, code):
+        found.append(f"{name}: {_CONTAINERS[tag] if code is None else ' '.join(code)} in the checkpoint, "
+                     f"{_describe_live(live, name)} in the state given")  # fmt: skip
     if tag == "d" and isinstance(live, dict):
         saved = {decode_plain(key): sub for key, sub in tree[1]}
         for key in live.keys() - saved.keys():
@@ -74,8 +80,8 @@ def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found
         if saved_as != given:
             found.append(f"{name}: {saved_as} in the checkpoint, {given} in the state given")
     elif tag != "p" or isinstance(live, (dict, list, tuple, np.ndarray)) or is_tensor(live):
-        kinds = {"d": "a dict", "l": "a list", "t": "a tuple", "p": "a plain value"}
-        found.append(f"{name}: {kinds[tag]} in the checkpoint, {_describe_live(live, name)} in the state given")
+        found.append(f"{name}: {_CONTAINERS.get(tag, 'a plain value')} in the checkpoint, "
+                     f"{_describe_live(live, name)} in the state given")  # fmt: skip
 
 
 def _describe_entry(entry: Entry) -> str:
@@ -113,10 +119,14 @@ class Filling:
     def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
         self._live, self._tree, self._entries, self._plain = live, tree, entries, plain
         self._read, self._made = read, _Made(entries, plain, read)
-        self.objects: dict[str, tuple[Any, Tree]] = {}
-        self._find(live, tree, "")
+        objects: list[tuple[paths.Path, tuple[Any, Tree]]] = []
+        self._find(live, tree, ("", ""), objects)
+        names = paths.unique([path for path, _ in objects])
+        self.objects = dict(zip(names, (one for _, one in objects), strict=True))
         self._kept: dict[str, Any] = {}
         self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, former value
+        self._attributes: list[tuple[Any, dict[str, Any]]] = []  # state dict, former attributes
+        self._alike: dict[Any, Any] | None = None  # live DTensors, by mesh, global shape, offset and shape
         self._for_good = False  # whether something without a copy has changed
 
     def nbytes_of(self, path: str) -> int:
@@ -124,24 +134,48 @@ class Filling:
         its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
         return sum(its.values())
 
-    def keep(self, paths: Collection[str]) -> None:
+    def keep(self, names: Collection[str]) -> None:
         """Copy the present state of objects, so that it can be put back; some may not give it. Not collective."""
-        for path in paths:
+        for path in names:
             try:
                 self._kept[path] = _copied(self.objects[path][0].state_dict())
             except Exception:  # some objects cannot give their state before they have loaded one
                 continue
 
-    def load(self, paths: Collection[str]) -> None:
+    def load(self, names: Collection[str]) -> None:
         """Load some of the objects. Not collective, but what objects do may be."""
-        for path in paths:
+        for path in names:
             live, tree = self.objects[path]
             self._for_good |= path not in self._kept
-            like = torch_objects.patterns(live, tree, self._entries) if _has_dtensors() else {}
+            like = self._dtensors(live, tree) if _has_dtensors() else {}
             made = self._made
             if torch_objects.copies_what_it_loads(live, tree):
                 made = _Made(self._entries, self._plain, self._read, copy=False)
-            torch_objects.load(live, made.make(tree, like, torch_objects.own_tensors(live, tree, self._entries)))
+            own = torch_objects.own_tensors(live, tree, self._entries)
+            torch_objects.load(live, made.make(tree, like, own), path)
+
+    def _dtensors(self, live: Any, tree: Tree) -> dict[int, Any]:
+        """Find a live DTensor for each one that was saved of an object, by number: of its own, or one that is alike.
+
+        Not collective.
+
+        Raises:
+            StructureMismatch: there is none.
+        """
+        wanted = {n for n in _entry_numbers(tree) if self._entries[n].mesh is not None}
+        found = torch_objects.patterns(live, tree, self._entries)
+        found = {number: like for number, like in found.items() if number in wanted}
+        for number in wanted - found.keys():
+            entry = self._entries[number]
+            if self._alike is None:
+                self._alike = torch_objects.dtensors_in([self._live, *(its for its, _ in self.objects.values())])
+            like = self._alike.get((entry.mesh, entry.global_shape, entry.offset, entry.shape))
+            if like is not None:
+                found[number] = like
+            elif entry.shape != entry.global_shape:
+                raise StructureMismatch("this tensor was saved in shards, and no DTensor of the state given is like "
+                                        "it: let the object make it before the restore", tensor=entry.name)  # fmt: skip
+        return found
 
     def fill_leaves(self) -> None:
         """Fill tensors and arrays, and replace plain leaves. Not collective.
@@ -160,35 +194,46 @@ class Filling:
         """
         for container, key, before in reversed(self._replaced):
             container[key] = before
+        for container, attributes in reversed(self._attributes):
+            vars(container).clear()
+            vars(container).update(attributes)
         for path, kept in self._kept.items():
             try:
-                torch_objects.load(self.objects[path][0], kept, exactly=True)
+                torch_objects.load(self.objects[path][0], kept, path)
             except Exception:  # load_state_dict() may raise anything
                 self._for_good = True
         return not self._for_good
 
-    def _find(self, live: Any, tree: Tree, path: str) -> None:
+    def _find(self, live: Any, tree: Tree, path: paths.Path, found: list[tuple[paths.Path, tuple[Any, Tree]]]) -> None:
         if is_object(live):
-            count = sum(known == path or known.startswith(f"{path}~") for known in self.objects)
-            self.objects[f"{path}~{count + 1}" if count else path] = live, tree
+            found.append((path, (live, tree)))
             return
         tag, rest = tree[0], tree[1]
-        prefix = path + "." if path else ""
-        if tag == "o":
-            self._find(live, rest, path)
+        if tag in ("o", "k"):
+            self._find(live, rest, path, found)
         elif tag == "d" and isinstance(live, dict):
             for key, sub in rest:
-                self._find(live.get(key := decode_plain(key)), sub, f"{prefix}{key}")
+                key = decode_plain(key)
+                self._find(live.get(key), sub, (paths.at(path[0], str(key)), paths.at(path[1], repr(key))), found)
         elif tag in ("l", "t") and isinstance(live, (list, tuple)):
             for i, (item, sub) in enumerate(zip(live, rest, strict=False)):
-                self._find(item, sub, f"{prefix}{i}")
+                self._find(item, sub, (paths.at(path[0], str(i)), paths.at(path[1], str(i))), found)
 
     def _into(self, live: Any, tree: Tree) -> Any:
         if is_object(live):
             return live
-        tag, rest = tree
+        tag, rest = tree[0], tree[1]
         if tag == "o":
             return self._into(live, rest)
+        if tag == "k":
+            filled = self._into(live, rest)
+            if isinstance(live, tuple):
+                same = filled is live and containers.fits(live, tree[2]) and type(live) is not tuple
+                return live if same else containers.as_class(filled, *tree[2:])
+            if isinstance(live, collections.OrderedDict):
+                self._attributes.append((live, dict(vars(live))))
+                containers.set_attributes(live, tree[3])
+            return live
         if tag == "e":
             self._for_good = True
             copy_into(live, self._entries[rest], self._read(self._entries[rest]))
@@ -206,7 +251,7 @@ class Filling:
         items = [self._into(item, sub) for item, sub in zip(live, rest, strict=True)]
         if all(new is old for new, old in zip(items, live, strict=True)):
             return live
-        return type(live)(*items) if hasattr(live, "_fields") else type(live)(items)
+        return tuple(items)
 
 
 def _has_dtensors() -> bool:
@@ -217,7 +262,7 @@ def _entry_numbers(tree: Tree) -> Iterator[int]:
     tag, rest = tree[0], tree[1]
     if tag == "e":
         yield rest
-    elif tag == "o":
+    elif tag in ("o", "k"):
         yield from _entry_numbers(rest)
     elif tag in ("d", "l", "t"):
         for sub in rest:
@@ -225,11 +270,14 @@ def _entry_numbers(tree: Tree) -> Iterator[int]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a state: tensors without their history, containers as plain ones."""
+    """Copy a state: tensors without their history."""
     if is_tensor(value):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _copied(sub) for key, sub in value.items()}
+        copied = copy.copy(value)
+        for key, sub in value.items():
+            copied[key] = _copied(sub)
+        return copied
     if type(value) in (list, tuple):
         return type(value)(_copied(sub) for sub in value)
     return _copied(value.state_dict()) if is_object(value) else copy.deepcopy(value)
@@ -256,9 +304,11 @@ class _Made:
             like: DTensors, by number of the entry: an entry becomes a DTensor like that.
             own: tensors that get the bytes of an entry, and are then used for it.
         """
-        tag, rest = tree
+        tag, rest = tree[0], tree[1]
         if tag == "o":
             return self.make(rest, like, own)
+        if tag == "k":
+            return containers.as_class(self.make(rest, like, own), *tree[2:])
         if tag == "e" and rest in own:
             copy_into(own[rest], self._entries[rest], self._read(self._entries[rest]))
             return own[rest]

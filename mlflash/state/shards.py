@@ -1,4 +1,4 @@
-"""Boxes of tensors: where two overlap, whether some cover another, how one is cut; paths of plain leaves. Pure."""
+"""Boxes of tensors: where two overlap, whether some cover another, how one is cut. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from operator import add, sub
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-from .leaves import Tree
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape, one number per dimension."""
@@ -89,17 +87,3 @@ def cut(shape: tuple[int, ...], item_nbytes: int, most_nbytes: int) -> Iterator[
         else:
             for offset, part in cut(shape[1:], item_nbytes, most_nbytes):
                 yield (at, *offset), (1, *part)
-
-
-def plain_leaves(tree: Tree, path: str = "") -> dict[str, int]:
-    """The numbers of the plain leaves of a tree, by path."""
-    tag: str = tree[0]
-    rest: Any = tree[1]
-    if tag == "p":
-        return {path: rest}
-    if tag == "o":
-        return plain_leaves(rest, path)
-    if tag not in ("d", "l", "t"):
-        return {}
-    items = [(str(key), sub) for key, sub in rest] if tag == "d" else [(str(i), sub) for i, sub in enumerate(rest)]
-    return {at: leaf for key, sub in items for at, leaf in plain_leaves(sub, f"{path}.{key}" if path else key).items()}

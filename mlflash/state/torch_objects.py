@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..errors import StateError, StructureMismatch
+from ..errors import MlflashError, StateError, StructureMismatch, text_of
 from .flatten import is_object
 from .leaves import Entry, Tree, is_tensor, tensor_entry
 from .plain_values import decode_plain
@@ -34,13 +34,16 @@ def refusals(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> li
         name: path of the object in the state.
     """
     torch = sys.modules.get("torch")
-    while tree[0] == "o":
+    while tree[0] in ("o", "k"):
         tree = tree[1]
+    if tree[0] == "p":
+        where = name or "(the state itself)"
+        return [f"{where}: a plain value in the checkpoint, a {type(live).__name__} in the state given"]
     if torch is None or tree[0] != "d":
         return []
     if isinstance(live, torch.nn.Module):
         return _refused_by_module(torch, live, tree, entries, name)
-    return _refused_by_optimizer(live, tree, name) if _loads_as_torch_does(live) else []
+    return _refused_by_optimizer(live, tree, entries, name) if _loads_as_torch_does(live) else []
 
 
 def _refused_by_module(torch: Any, live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
@@ -56,13 +59,25 @@ def _refused_by_module(torch: Any, live: Any, tree: Tree, entries: tuple[Entry, 
             if not key.endswith("num_batches_tracked"):  # torch accepts that older versions have none
                 found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
         elif saved[key][0] == "e":
-            shape, given = entries[saved[key][1]].global_shape, tuple(tensor.shape)
+            entry = entries[saved[key][1]]
+            shape, given = entry.global_shape, tuple(tensor.shape)
             if shape != given and not (given == () and len(shape) == 1):
                 found.append(f"{prefix}{key}: {list(shape)} in the checkpoint, {list(given)} in the state given")
+            found += _unlike(entry, tensor, f"{prefix}{key}")
     for key in saved.keys() - wanted.keys():
         if not str(key).endswith("_extra_state") and not str(key).startswith(absent):
             found.append(f"{prefix}{key}: in the checkpoint, not in the state given")
     return sorted(found)
+
+
+def _unlike(entry: Entry, tensor: Any, name: str) -> list[str]:
+    """Why a live tensor cannot get what was saved, bit for bit."""
+    if tensor.device.type == "meta":
+        return [f"{name}: on the meta device in the state given, where nothing can be loaded: call to_empty() first"]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if entry.kind == "tensor" and entry.dtype != dtype:
+        return [f"{name}: {entry.dtype} in the checkpoint, {dtype} in the state given"]
+    return []
 
 
 def _wanted(torch: Any, live: Any) -> dict[str, Any] | None:
@@ -97,20 +112,28 @@ def _children(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _children(child, at)
 
 
-def _refused_by_optimizer(live: Any, tree: Tree, name: str) -> list[str]:
+def _refused_by_optimizer(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
     groups = _item(tree, "param_groups")
     params = [_item(group, "params") for group in groups[1]] if groups[0] == "l" else []
     if groups[0] != "l" or any(one[0] != "l" for one in params):
         return []
     saved, given = [len(one[1]) for one in params], [len(group["params"]) for group in live.param_groups]
     if saved == given:
-        return []
+        found = []
+        for number, like in _matched(_given(live), tree):
+            if not isinstance(like, _StateOf):
+                found += _unlike(entries[number], like, entries[number].name)
+            elif like.parameter.device.type == "meta":  # the state would be made there, too
+                found += _unlike(entries[number], like.parameter, entries[number].name)
+        return found
     return [f"{name or '(the state itself)'}: an optimizer of groups of {saved} parameters in the checkpoint, of "
             f"{given} in the state given"]  # fmt: skip
 
 
 def _item(tree: Tree, key: str) -> Tree:
     """What is saved under a key of a dict; an empty node if there is nothing."""
+    if tree[0] == "k":
+        return _item(tree[1], key)
     return next((sub for saved, sub in tree[1] if saved == key), [""]) if tree[0] == "d" else [""]
 
 
@@ -138,7 +161,7 @@ def copies_what_it_loads(live: Any, tree: Tree) -> bool:
         return False
     if torch.__future__.get_swap_module_params_on_conversion():  # then parameters are replaced by what is loaded
         return False
-    while tree[0] == "o":
+    while tree[0] in ("o", "k"):
         tree = tree[1]
     if tree[0] != "d" or any(str(key).endswith("_extra_state") for key, _ in tree[1]):
         return False
@@ -172,35 +195,47 @@ def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, 
     return found
 
 
-def load(live: Any, saved: Any, exactly: bool = False) -> None:
+def load(live: Any, saved: Any, name: str) -> None:
     """Load a saved state into an object, with every bit of it.
 
     Not collective. torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
-    one on purpose. The cast is left in place only if the live state already has the dtype of the parameter.
+    one on purpose.
 
     Args:
         live: the object.
         saved: what its ``state_dict()`` returned.
-        exactly: restore every bit, whatever dtypes the live state has.
+        name: path of the object in the state.
+
+    Raises:
+        StructureMismatch: the object could not load it, or it is on the meta device.
     """
-    if not _loads_as_torch_does(live):
+    try:
         live.load_state_dict(saved)
+    except MlflashError:
+        raise
+    except Exception as error:
+        why = StructureMismatch(f"{type(live).__name__} could not load what was saved of it: {text_of(error)}",
+                                tensor=name or "(the state itself)")  # fmt: skip
+        raise why from error
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(live, torch.nn.Module):
+        _refuse_meta(live, saved, name)
+    if not _loads_as_torch_does(live):
         return
-    before = {} if exactly else {
-        (param, key): value.dtype
-        for param, made in live.state.items() if isinstance(made, dict)
-        for key, value in made.items() if is_tensor(value)
-    }  # fmt: skip
-    live.load_state_dict(saved)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     params = [param for group in live.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         loaded, as_saved = live.state.get(param), saved["state"].get(number)
         if not isinstance(loaded, dict) or not isinstance(as_saved, dict):
             continue
-        for key, value in as_saved.items():
-            if key != "step" and (not is_tensor(value) or before.get((param, key), value.dtype) == value.dtype):
-                loaded[key] = _uncast(loaded[key], value)
+        _uncast(loaded, as_saved)
+
+
+def _refuse_meta(live: Any, saved: Any, name: str) -> None:
+    for key, tensor in itertools.chain(live.named_parameters(), live.named_buffers()):
+        if tensor.device.type == "meta" and key in saved:
+            raise StructureMismatch("this tensor is on the meta device, where nothing can be loaded: call to_empty() "
+                                    "first", tensor=f"{name}.{key}" if name else key)  # fmt: skip
 
 
 def _uncast(loaded: Any, saved: Any) -> Any:
@@ -210,6 +245,8 @@ def _uncast(loaded: Any, saved: Any) -> Any:
         loaded.update({key: _uncast(loaded[key], value) for key, value in saved.items()})
     elif isinstance(saved, list):
         loaded[:] = [_uncast(one, value) for one, value in zip(loaded, saved, strict=True)]
+    elif type(saved) is tuple:
+        return tuple(_uncast(one, value) for one, value in zip(loaded, saved, strict=True))
     return loaded
 
 
@@ -241,13 +278,38 @@ def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any
     for number, like in _matched(_given(live), tree):
         if not isinstance(like, _StateOf):
             found[number] = like
-        elif is_like(entries[number], like.parameter):
+        elif entries[number].mesh is not None and is_like(entries[number], like.parameter):
             found[number] = like.parameter
         elif _is_dtensor(like.parameter) and entries[number].shape != entries[number].global_shape:
             raise StructureMismatch(
                 "this tensor was saved in shards, and the optimizer has not created it yet: create the "
                 "optimizer's state first (see mlflash.adapters.fsdp.init_optim_state)", tensor=entries[number].name,
             )  # fmt: skip
+    return found
+
+
+def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
+    """DTensors in containers, parameters of modules and of optimizers, by mesh, global shape, offset and shape.
+
+    Not collective: no ``state_dict()`` is called.
+    """
+    found: dict[Any, Any] = {}
+    torch = sys.modules["torch"]
+    left = list(lives)
+    while left:
+        live = left.pop()
+        if isinstance(live, torch.nn.Module):
+            left += [*live.parameters(), *live.buffers()]
+        elif _is_optimizer(live):
+            left += [parameter for group in live.param_groups for parameter in group["params"]]
+        elif isinstance(live, (dict, list, tuple)):
+            left += live.values() if isinstance(live, dict) else live
+        elif is_tensor(live) and _is_dtensor(live):
+            try:
+                entry = tensor_entry(torch, live, "")[1]
+            except StateError:  # for example, on the meta device
+                continue
+            found.setdefault((entry.mesh, entry.global_shape, entry.offset, entry.shape), live)
     return found
 
 
@@ -260,6 +322,14 @@ def parameters(state: Any, tree: Tree) -> dict[int, Any]:
 
 
 def is_like(entry: Entry, parameter: Any) -> bool:
+    """Whether a saved tensor is like a parameter: it has its shape, and was a DTensor if that is one.
+
+    Not collective.
+    """
+    return (entry.mesh is not None or not _is_dtensor(parameter)) and has_shape_of(entry, parameter)
+
+
+def has_shape_of(entry: Entry, parameter: Any) -> bool:
     """Whether a saved tensor, or the shard that was saved of it, has the shape of a parameter. Not collective."""
     local = tuple((parameter.detach().to_local() if _is_dtensor(parameter) else parameter).shape)
     return entry.global_shape == tuple(parameter.shape) or entry.shape == entry.global_shape == local
@@ -271,7 +341,7 @@ def _matched(like: Any, tree: Tree, optimizers: bool = False) -> Iterator[tuple[
         like = None if optimizers and not _is_optimizer(like) else _given(like, made=not optimizers)
     tag, rest = tree[0], tree[1]
     pairs: Iterable[tuple[Any, Tree]] = ()
-    if tag == "o":
+    if tag in ("o", "k"):
         pairs = [(like, rest)]
     elif tag == "e" and (is_tensor(like) or isinstance(like, _StateOf)):
         yield rest, like

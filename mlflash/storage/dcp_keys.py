@@ -9,10 +9,11 @@ Source: torch.distributed.checkpoint._nested_dict, since PyTorch 2.4.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..errors import StateError
 from ..state.leaves import Entry, Tree
+from ..state.paths import unique
 from ..state.plain_values import decode_plain
 
 Path = tuple[str | int, ...]
@@ -34,41 +35,44 @@ class Keys:
 
 
 def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
-    """Give each leaf the key that ``dcp.save`` would give it.
+    """Give each leaf the key that ``dcp.save`` would give it; where that refuses two alike, their exact paths.
 
-    Not collective.
+    Not collective. See `paths` for exact ones.
 
     Raises:
-        StateError: the state is not a dict, or two leaves get the same key.
+        StateError: the state is not a dict.
     """
-    keys = Keys()
     if _inside(tree)[0] != "d":
         raise StateError("a DCP checkpoint holds a dict: save the state as {'state': ...}")
-    _visit(tree, (), entries, keys)
+    found = list(_visit(tree, (), entries))
+    names = unique([(".".join(map(str, path)), ".".join(exact)) for path, exact, _ in found])
+    keys = Keys()
+    for key, (path, _, part) in zip(names, found, strict=True):
+        keys.paths[key] = path
+        if _is_tensor(inside := _inside(part), entries):
+            keys.tensors[key] = inside[1]
+        else:
+            keys.objects[key] = part
     return keys
 
 
-def _visit(tree: Tree, path: Path, entries: Sequence[Entry], keys: Keys) -> None:
-    tag, rest = tree = _inside(tree)
+def _visit(tree: Tree, path: Path, entries: Sequence[Entry], exact: tuple[str, ...] = ()
+           ) -> Iterator[tuple[Path, tuple[str, ...], Tree]]:  # fmt: skip
+    """Each part of the state that gets a key, and where it is."""
+    tag, rest = _inside(tree)
     if tag == "d":
-        for key, sub in rest:
-            _visit(sub, (*path, str(decode_plain(key))), entries, keys)
-    elif tag == "l" and _is_open(tree, entries):
+        for code, sub in rest:
+            key = decode_plain(code)
+            yield from _visit(sub, (*path, str(key)), entries, (*exact, repr(key)))
+    elif tag == "l" and _is_open(_inside(tree), entries):
         for number, sub in enumerate(rest):
-            _visit(sub, (*path, number), entries, keys)
+            yield from _visit(sub, (*path, number), entries, (*exact, str(number)))
     else:
-        key = ".".join(map(str, path))
-        if key in keys.paths:
-            raise StateError("two leaves have the same key in a DCP checkpoint", tensor=key)
-        keys.paths[key] = path
-        if _is_tensor(tree, entries):
-            keys.tensors[key] = rest
-        else:
-            keys.objects[key] = tree
+        yield path, exact, tree
 
 
 def _inside(tree: Tree) -> Tree:
-    return _inside(tree[1]) if tree[0] == "o" else tree
+    return _inside(tree[1]) if tree[0] in ("o", "k") else tree
 
 
 def _is_tensor(tree: Tree, entries: Sequence[Entry]) -> bool:

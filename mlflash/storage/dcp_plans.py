@@ -89,7 +89,7 @@ class Index:
 
 def is_planned(tree: Tree) -> bool:
     """Whether the state of a slot was written by a plan. Not collective."""
-    tag, rest = tree
+    tag, rest = tree[0], tree[1]
     return bool(tag == "d" and rest and rest[0][0] == INDEX)
 
 

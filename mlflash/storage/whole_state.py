@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import StateError
+from ..state import containers
 from ..state.leaves import Entry, Tree
 from ..state.plain_values import decode_plain
 
@@ -58,12 +59,14 @@ class Written:
 
 
 def build(tree: Tree, tensor: Callable[[int], Any], plain: Callable[[int], Any]) -> Any:
-    """Build a state anew: dicts, lists and tuples around what two functions make of tensors and plain leaves.
+    """Build a state anew: containers that ``torch.load`` knows, around what two functions make of tensors and leaves.
 
     Not collective. Both get the number of the tensor or leaf, in the order of the state. Objects come back as what
-    their ``state_dict`` returned.
+    their ``state_dict`` returned, with its attributes.
     """
-    tag, rest = tree
+    tag, rest = tree[0], tree[1]
+    if tag == "k":
+        return containers.as_stock_class(build(rest, tensor, plain), *tree[2:])
     if tag == "o":
         return build(rest, tensor, plain)
     if tag == "e":

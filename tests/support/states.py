@@ -129,8 +129,16 @@ class Built:
         return self._plain(path, value)
 
     def _dict(self, path: str, kind: str, items: Any) -> Any:
-        kinds = {"ordered": collections.OrderedDict, "default": functools.partial(collections.defaultdict, list)}
+        kinds: dict[str, Any] = {
+            "ordered": collections.OrderedDict,
+            "attributed": collections.OrderedDict,
+            "counter": collections.Counter,
+            "default": functools.partial(collections.defaultdict, list),
+        }
         made = kinds.get(kind, dict)()
+        if kind == "attributed":  # as of a module's state_dict()
+            versions = {"": {"version": 2}, "sub": {"version": len(items)}, "of": (1, [2.5, None])}
+            made._metadata = collections.OrderedDict({} if self._blank else versions)
         for key, sub in items:
             try:
                 if key in made:
@@ -150,6 +158,9 @@ class Built:
 
     def _point(self, path: str, *subs: Any) -> Any:
         return Point(*self._list(path, subs))
+
+    def _size(self, path: str, *numbers: int) -> Any:
+        return torch.Size([0] * len(numbers) if self._blank else numbers)
 
     def _object(self, path: str, sub: Spec, private: bool) -> Any:
         return Thing(self._make(sub, f"{path}.inside"), private)
@@ -243,7 +254,7 @@ class Built:
         return np.ndarray(shape, kind, raw)
 
     def _odd(self, path: str, name: str) -> Any:
-        self.doubtful.add(path)
+        self.doubtful |= {path, f"{path}.kept"}
         return ODD[name]()
 
 
@@ -257,6 +268,12 @@ def _is_strange(dtype: str) -> bool:
         except RuntimeError:
             return True
     return False
+
+
+def _attributed(value: Any) -> Any:
+    made: Any = collections.OrderedDict()
+    made.kept = value
+    return made
 
 
 def _freed() -> torch.Tensor:
@@ -283,6 +300,10 @@ ODD = {
     "enum": lambda: np.random.default_rng(0),
     "matrix": lambda: np.ones((1, 2)).view(np.matrix),
     "recarray": lambda: np.zeros(2, "i4,f8").view(np.recarray),
+    "unknown dict": lambda: type("Settings", (dict,), {})(a=1),
+    "unknown tuple": lambda: collections.namedtuple("Elsewhere", "x y")(1, 2),
+    "unknown factory": lambda: collections.defaultdict(lambda: 1),
+    "attribute": lambda: _attributed(object()),
     "record": lambda: np.zeros(2, "i4,f8")[0],
     "subclass of int": lambda: type("Number", (int,), {})(3),
 }
@@ -358,9 +379,10 @@ def _containers(sub: st.SearchStrategy[Spec]) -> st.SearchStrategy[Spec]:
     some = st.lists(sub, min_size=1, max_size=4).map(tuple)
     items = st.lists(st.tuples(_FOUND_KEYS, sub), max_size=4).map(tuple)
     return st.one_of(
-        st.tuples(st.just("dict"), st.sampled_from(["dict", "ordered", "default"]), items),
+        st.tuples(st.just("dict"), st.sampled_from(["dict", "ordered", "attributed", "counter", "default"]), items),
         st.tuples(st.sampled_from(["list", "tuple"]), some),
         st.tuples(st.just("point"), sub, sub),
+        st.tuples(st.just("size"), st.integers(0, 9), st.integers(0, 9)),
         st.tuples(st.just("object"), sub, st.booleans()),
         st.tuples(st.just("deep"), st.sampled_from([1, 3, 60]), sub),
     )
@@ -416,7 +438,7 @@ def differences(one: Any, other: Any, path: str, loaded: bool) -> list[str]:
         one: what was saved.
         other: what came back.
         path: of both.
-        loaded: it came back from `load`, which gives plain containers, tensors and arrays.
+        loaded: it came back from `load`, which gives plain tensors and arrays.
     """
     if isinstance(one, Thing) and loaded:
         one = one.state_dict()
@@ -432,6 +454,10 @@ def differences(one: Any, other: Any, path: str, loaded: bool) -> list[str]:
         codes = [[_told_plain(key) for key in its] for its in (one, other)]
         if codes[0] != codes[1]:
             return [f"{path}: keys {codes[0]} and {codes[1]}"]
+        if getattr(one, "__dict__", None) != getattr(other, "__dict__", None):
+            return [f"{path}: attributes {vars(one)} and {vars(other)}"]
+        if getattr(one, "default_factory", None) is not getattr(other, "default_factory", None):
+            return [f"{path}: another factory"]
         pairs = zip(one, one.values(), other.values(), strict=True)
         return [found for key, a, b in pairs for found in differences(a, b, f"{path}.{key}", loaded)]
     if isinstance(one, (list, tuple)):
@@ -443,10 +469,7 @@ def differences(one: Any, other: Any, path: str, loaded: bool) -> list[str]:
 
 
 def _as_loaded(value: Any) -> type:
-    for kind in (torch.Tensor, np.ndarray, dict, list):
-        if isinstance(value, kind):
-            return kind
-    return tuple if isinstance(value, tuple) else type(value)
+    return next((kind for kind in (torch.Tensor, np.ndarray) if isinstance(value, kind)), type(value))
 
 
 def _told(value: Any) -> tuple[Any, ...]:

@@ -123,7 +123,7 @@ def test_what_is_too_large_to_be_put_back_is_not_saved_until_a_restore_has_succe
     with pytest.raises(errors.StateError, match="the state is undefined"):
         ckpt.save(2, state)
     assert ckpt.steps() == [1]
-    with pytest.raises(errors.StructureMismatch, match="loading failed") as caught:
+    with pytest.raises(errors.StructureMismatch, match="could not load what was saved") as caught:
         ckpt.restore({"large": Keeper(2.0, size=1000), "small": Once(2.0)})  # put back, to what is undefined
     assert "undefined" not in str(caught.value)
     with pytest.raises(errors.StateError, match="the state is undefined"):
@@ -209,7 +209,7 @@ PAIRS: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
     (net, without_last), (without_last, net), (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3)),
     (lambda: nn.BatchNorm1d(3, track_running_stats=False), lambda: nn.BatchNorm1d(3)),
     (lambda: scalar(1), lambda: scalar()), (lambda: scalar(), lambda: scalar(1)),
-    (lambda: nn.Linear(3, 3), lambda: nn.LazyLinear(3)), (lambda: nn.Linear(3, 3).bfloat16(), lambda: nn.Linear(3, 3)),
+    (lambda: nn.Linear(3, 3), lambda: nn.LazyLinear(3)),
     (lambda: nn.MultiheadAttention(4, 2), lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)),
     (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), lambda: nn.Linear(3, 3)),
 ]  # fmt: skip
@@ -229,25 +229,33 @@ def test_a_module_is_refused_only_where_loading_would(pair: tuple[Any, Any]) -> 
         assert not found
 
 
+@pytest.mark.parametrize(("live", "why"), [
+    (lambda: nn.Linear(3, 3).bfloat16(), "m.weight: float32 in the checkpoint, bfloat16 in the state given"),
+    (lambda: nn.Linear(3, 3, device="meta"), "m.weight: on the meta device in the state given"),
+])  # fmt: skip
+def test_what_torch_would_convert_or_not_load_is_refused(live: Callable[[], nn.Module], why: str) -> None:
+    flat = flatten({"m": nn.Linear(3, 3)})
+    found = compare({"m": live()}, flat.structure.tree, flat.structure.entries)
+    assert len(found) == 2 and any(one.startswith(why) for one in found)
+
+
 def test_moments_of_another_dtype_than_their_parameter_keep_their_bits() -> None:
     def made(steps: int) -> torch.optim.Optimizer:
         parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
         if steps:
             optimizer.state[parameter] = {"momentum_buffer": torch.tensor([1 / 3, 1e-40, -0.0]), "parts": [
-                {"x": torch.tensor([1 / 7])}]}  # fmt: skip
+                {"x": torch.tensor([1 / 7])}], "pair": (torch.tensor([1 / 9]), torch.tensor([1 << 40]))}  # fmt: skip
         return optimizer
 
     saved = made(1).state_dict()
     for live in (made(0), made(1)):
-        load(live, saved)
+        load(live, saved, "optimizer")
         state = live.state_dict()["state"][0]
         assert torch.equal(state["momentum_buffer"].view(torch.int32),
                            saved["state"][0]["momentum_buffer"].view(torch.int32))  # fmt: skip
         assert torch.equal(state["parts"][0]["x"], torch.tensor([1 / 7]))
-    live.state[next(iter(live.state))]["momentum_buffer"] = torch.zeros(3, dtype=torch.bfloat16)
-    load(live, saved)  # here the state is of that dtype by choice
-    assert live.state_dict()["state"][0]["momentum_buffer"].dtype == torch.bfloat16
+        assert torch.equal(state["pair"][0], torch.tensor([1 / 9])) and state["pair"][1].tolist() == [1 << 40]
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

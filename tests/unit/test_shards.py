@@ -21,7 +21,8 @@ from mlflash.state import shards
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import OldRanks
-from mlflash.state.shards import Fragment, cut, overlap, plain_leaves
+from mlflash.state.paths import plain_leaves
+from mlflash.state.shards import Fragment, cut, overlap
 
 ALONE = World(None, 0, math.inf)
 

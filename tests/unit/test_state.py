@@ -19,6 +19,8 @@ from mlflash.state import dtypes
 from mlflash.state.flatten import flatten
 from mlflash.state.rebuild import compare
 
+Point = collections.namedtuple("Point", "x y")
+
 
 @pytest.fixture
 def store(node_memory: Any) -> Store:
@@ -148,7 +150,6 @@ def test_loaded_tensors_do_not_alias_the_slot(store: Store) -> None:
 
 
 def test_in_place_containers_keep_their_type(store: Store) -> None:
-    Point = collections.namedtuple("Point", "x y")
     state = {"p": Point(1, np.zeros(2)), "o": collections.OrderedDict(a=1), "s": (1, 2)}
     store.write({"p": Point(5, np.ones(2)), "o": collections.OrderedDict(a=6), "s": (7, 8)})
     array = state["p"].y
@@ -200,7 +201,7 @@ def test_a_changed_structure_names_both_sides(store: Store) -> None:
 def test_names_stay_unique_where_paths_collide(store: Store) -> None:
     state = {"a.b": np.zeros(1), "a": {"b": np.ones(1)}}
     store.write(state)
-    assert [e.name for e in store.manifest.entries] == ["a.b", "a.b~2"]
+    assert [e.name for e in store.manifest.entries] == ["'a.b'", "'a'.'b'"]
     assert same(store.load(), state)
 
 

@@ -1,0 +1,148 @@
+"""All schedulers, optimizers and modules of torch: restored at any step, they go on with the same bits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from unit.stored import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+State = dict[str, Any]
+
+_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 5, 5], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, mode="exp_range", gamma=0.9),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.MultiStepLR(o, [4, 6], 0.5)], o),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.MultiStepLR(o, [2, 4], 0.5)], [4]),
+}  # fmt: skip
+_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=2),
+    **{name: (lambda p, name=name: getattr(torch.optim, name)(p)) for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")},
+}  # fmt: skip
+_OTHER = {"Optimizer", "SparseAdam", "Muon"}  # an abstract class; one for sparse gradients; one for matrices only
+
+
+def classes(module: Any, base: type) -> set[str]:
+    return {name for name, one in vars(module).items() if inspect.isclass(one) and issubclass(one, base)}
+
+
+def test_each_class_of_torch_is_tried() -> None:
+    assert classes(lr_scheduler, lr_scheduler.LRScheduler) - {"LRScheduler", "_LRScheduler"} == set(_SCHEDULERS)
+    assert classes(torch.optim, torch.optim.Optimizer) - _OTHER == set(_OPTIMIZERS)
+
+
+def trained(state: State, steps: range) -> list[Any]:
+    found: list[Any] = []
+    for step in steps:
+        torch.manual_seed(step)
+        inputs = torch.randn(4, 3)
+
+        def loss(inputs: torch.Tensor = inputs) -> torch.Tensor:
+            state["optimizer"].zero_grad()
+            value: torch.Tensor = state["model"](inputs).square().mean()
+            value.backward()
+            return value
+
+        state["optimizer"].step(loss)
+        if "schedule" in state:
+            plateau = isinstance(state["schedule"], lr_scheduler.ReduceLROnPlateau)
+            state["schedule"].step(*([float(step % 3)] if plateau else []))
+        found += [group["lr"] for group in state["optimizer"].param_groups]
+    return [*found, *(parameter.detach().clone() for parameter in state["model"].parameters())]
+
+
+def made(optimizer: Callable[[Any], Any], schedule: Callable[[Any], Any] | None = None) -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    state: State = {"model": model, "optimizer": optimizer(model.parameters())}
+    if schedule is not None:
+        state["schedule"] = schedule(state["optimizer"])
+    return state
+
+
+def goes_on(store: Store, make: Callable[[], State]) -> None:
+    whole = trained(make(), range(1, 13))
+    for at in range(1, 12):
+        state = make()
+        before = trained(state, range(1, at + 1))[: -len(list(state["model"].parameters()))]
+        store.write(state)
+        state = make()
+        store.fill(state)
+        after = trained(state, range(at + 1, 13))
+        for one, other in zip([*before, *after], whole, strict=True):
+            assert torch.equal(one, other) if torch.is_tensor(one) else one == other, at
+
+
+@pytest.mark.parametrize("name", _SCHEDULERS)
+def test_a_schedule_goes_on(node_memory: Any, name: str) -> None:
+    goes_on(Store(node_memory), lambda: made(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), _SCHEDULERS[name]))
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_an_optimizer_goes_on(node_memory: Any, name: str) -> None:
+    goes_on(Store(node_memory), lambda: made(_OPTIMIZERS[name]))
+
+
+# Modules whose loading looks at what their state dict says of their versions
+
+
+class Gate(nn.Module):
+    """Version 1 kept the logarithm of the scale; version 2 keeps the scale."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, local_metadata: State, *rest: Any) -> None:
+        if local_metadata.get("version", 0) < 2:
+            state_dict[prefix + "scale"] = state_dict[prefix + "scale"].exp()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_versions_of_modules_are_those_that_were_saved(node_memory: Any) -> None:
+    store = Store(node_memory)
+    saved = nn.ModuleDict({"gate": Gate(), "norm": nn.BatchNorm1d(3)})
+    store.write({"model": saved, "as a dict": saved.state_dict()})
+    live = nn.ModuleDict({"gate": Gate(), "norm": nn.BatchNorm1d(3)})
+    with torch.no_grad():
+        live["gate"].scale.zero_()
+    other = live.state_dict()
+    other._metadata["gate"] = {"version": 1}  # type: ignore[attr-defined]
+    store.fill({"model": live, "as a dict": other})
+    assert live["gate"].scale.tolist() == [0.5] * 3
+    for state in (other, store.load()["model"], store.load()["as a dict"]):
+        assert state._metadata == saved.state_dict()._metadata  # type: ignore[attr-defined]
+        live.load_state_dict(state)
+        assert live["gate"].scale.tolist() == [0.5] * 3
+
+
+def test_a_state_dict_whose_versions_change_is_another_structure(node_memory: Any) -> None:
+    store, state = Store(node_memory), nn.Linear(2, 2).state_dict()
+    for version in (1, 1, 2, True):
+        state._metadata[""] = {"version": version}  # type: ignore[attr-defined]
+        store.write({"s": state})
+        found = store.load()["s"]._metadata[""]["version"]
+        assert type(found) is type(version) and found == version
