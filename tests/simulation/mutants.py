@@ -150,6 +150,10 @@ MUTANTS = [
     ),
     # Restore
     Mutant(
+        "mapping-of-the-slot", "an open slot is unmapped with the slot whose mapping it shares", "memory/slot_pool.py",
+        "file_name(file), again=known))\n", "file_name(file), known))\n", {"special": frozenset({"elastic"})},
+    ),
+    Mutant(
         "inventory-of-this-node", "a rank chooses by the files of its own node", "startup/earlier_runs.py",
         "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",
         "    packed = [encode(scan(memory, world.node_index))]\n",
@@ -245,6 +249,13 @@ MUTANTS = [
         "slot.use is Use.FREE and not slot.drains and (only", "slot.use is Use.FREE and (only",
     ),
     Mutant(
+        "mark-not-drained", "a mark that comes while the step is drained is in memory only",
+        "draining/write_checkpoint.py",
+        "            if (now := self.drain_input.verdict()) is not verdict:\n",
+        "            if False and (now := self.drain_input.verdict()) is not verdict:\n",
+        {"special": frozenset({"values", "drain"})},
+    ),
+    Mutant(
         "drain-error-not-agreed", "a rank that cannot write its file gives the drain up alone",
         "draining/write_checkpoint.py",
         "        yield from collectives.raise_together(error)\n        reach(",
@@ -267,6 +278,11 @@ MUTANTS = [
         "sealed-counts", "after the death of a courier, a step counts as committed when all slots are sealed",
         "restoring/heal.py",
         "    else:\n        heal_or_remember(context, home)\n    assert", "    assert",
+    ),
+    Mutant(
+        "answers-held-back", "answers to a courier that is coming up are dropped", "courier/in_process.py",
+        "        self._link.send_first(Sent(wire.pack(Kind.REPLY, self",
+        "        self._link.queue.put(Sent(wire.pack(Kind.REPLY, self",
     ),
     Mutant(
         "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/in_process.py",
