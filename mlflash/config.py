@@ -22,7 +22,7 @@ import xxhash
 from .errors import ConfigError
 from .placement import redundancy_scheme
 from .storage import canonical_json
-from .storage.store import is_url
+from .storage.store import is_url, without_file_scheme
 
 MIB = 1 << 20
 DISABLE = "MLFLASH_DISABLE"
@@ -235,7 +235,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
     values["provenance"] = _object(values.get("provenance", ""))
     if values.get("sign_key"):  # couriers may have another working directory
         values["sign_key"] = os.path.abspath(values["sign_key"])
-    given_as = None if directory is None else os.fspath(directory)
+    given_as = None if directory is None else without_file_scheme(os.fspath(directory))
     values["directory"] = given_as if given_as is None or is_url(given_as) else os.path.abspath(given_as)
     if "job" not in values:
         values["job"] = job_name(env, values["directory"])

@@ -29,9 +29,9 @@ from ..wireup.courier_cores import to_list
 from ..wireup.departures import Departure, RankDeparted
 from ..wireup.launch import Couriers, Meeting
 from ..wireup.launcher_variables import KEPT
-from ..wireup.running_courier import StartFailed, check_start
+from ..wireup.running_courier import CourierEnded, StartFailed, check_start
 from ..wireup.store_client import StoreLost
-from ..wireup.zygote_client import ZygoteClient
+from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 from . import wire_format as wire
 from .choice import ENTRY
 from .remote_job import RemoteJob, Sent, Session
@@ -260,7 +260,17 @@ class CourierLink:
         for session in sessions:
             session.wait_unused()
         losses = self._losses
-        self.couriers.next_epoch(self._timeout_s, self.freed.copy())
+        while True:
+            try:
+                self.couriers.next_epoch(self._timeout_s, self.freed.copy())
+                break
+            except (ZygoteLost, ZygoteRefused, CourierEnded) as error:  # its zygote was killed again, say
+                self._in_vain += 1
+                if self.is_closing or self._in_vain > _IN_VAIN:
+                    raise
+                log.debug("the next courier could not be forked: %s", error)
+                with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):  # so that all ranks try again
+                    self.couriers.announce_end(_ANNOUNCE_S)
         self._listen()
         # On another thread: this one notices if one of them ends again before all are up.
         self._rising = threading.Thread(

@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
 
 from ..crash_points import reach
 from ..errors import ConfigError, UnsafePath
@@ -22,6 +23,7 @@ from ..errors import ConfigError, UnsafePath
 log = logging.getLogger("mlflash")
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
+_FILE = re.compile("(file|local)://", re.IGNORECASE)
 _REMOTE_CHUNK_NBYTES = 64 << 20  # a part of a multipart upload
 _S3_CONNECT_S, _S3_READ_S = 3.0, 20.0
 _S3_TRIES = 2  # tries of botocore, and of each of the two loops of s3fs around it
@@ -75,13 +77,18 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     Raises:
         ConfigError: a package that fsspec needs for such URLs is not installed.
     """
-    path = os.fspath(place)
+    path = without_file_scheme(os.fspath(place))
     return Remote(path) if is_url(path) else Directory(os.path.abspath(path))
 
 
 def is_url(path: str) -> bool:
-    """Whether this is a URL and not a path."""
-    return _URL.match(path) is not None
+    """Whether this is a URL of something remote, and neither a path nor a ``file://`` URL of one."""
+    return _URL.match(path) is not None and _FILE.match(path) is None
+
+
+def without_file_scheme(path: str) -> str:
+    """The path of a ``file://`` URL; anything else stays as it is."""
+    return unquote(urlsplit(path).path) if _FILE.match(path) else path
 
 
 class Directory:

@@ -178,8 +178,10 @@ def test_a_url_is_a_url_and_anything_else_a_path(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     for path in ("a", "./a", "a:b", "://a", "/x//y", "1s3://x", tmp_path / "s3:"):
         assert isinstance(open_store(path), Directory) and os.path.isabs(open_store(path).path)
-    for url in ("memory://x", "file:///x/y/", "MEMORY://x"):
+    for url in ("memory://x", "s3://x/y/", "MEMORY://x"):
         assert isinstance(open_store(url.lower()), Remote) and store.is_url(url)
+    for url in ("file:///x/y%20z", "FILE:///x/y%20z", "local:///x/y z"):
+        assert isinstance(open_store(url), Directory) and open_store(url).path == "/x/y z" and not store.is_url(url)
     assert everything(tmp_path) == []
 
 
@@ -196,7 +198,7 @@ def test_a_url_does_what_a_directory_does(url: str) -> None:
     assert place.names() == []
     place.make()
     inside = place.at("step-00000001")
-    assert inside.path == f"{url}/step-00000001"
+    assert inside.path == f"{place.path}/step-00000001"
     inside.make(parents=False)
     assert inside.write("file", [b"abc", memoryview(b"defg")]) == 7
     assert inside.read("file") == b"abcdefg" and inside.read("file", 2, 3) == b"cde" and inside.nbytes("file") == 7
@@ -256,7 +258,7 @@ def test_checkpoints_go_to_any_url_and_come_back(url: str, shm: Path, form: str)
     with checkpointer(url, shm) as ckpt:
         state = state_at(0)
         assert ckpt.restore(state) == 3 and bits(state) == bits(state_at(3))
-        assert ckpt.report()["restored_from"] == f"{url}/step-00000003"
+        assert ckpt.report()["restored_from"] == f"{open_store(url).path}/step-00000003"
 
 
 # S3

@@ -122,6 +122,15 @@ def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, rank
     assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
 
 
+@pytest.mark.parametrize("kills", ["zygote 0", pytest.param("zygote 1", marks=pytest.mark.gate)])
+def test_a_zygote_that_is_killed_again_while_the_next_one_starts_ends_no_saving(jobs: Jobs, kills: str) -> None:
+    result = jobs.run(2, kills=kills)
+    again = result.of("again")
+    assert len(again) == len(result.of("end")) == 2 and len({record["step"] for record in again}) == 1, result.log
+    restored = jobs.run(2).of("restored")
+    assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
+
+
 @pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
 def test_couriers_that_fail_as_another_dies_are_followed_by_the_next_ones_too(jobs: Jobs, redundancy: str) -> None:
     result = jobs.run(3, "one_fails", settings={"redundancy": redundancy})

@@ -74,11 +74,19 @@ def train(
 
 
 def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
-    """Kill the courier of rank 1, "twice" the next one too before it is up; save until a step is committed again."""
+    """Kill the courier of rank 1, "twice" the next one too before it is up; save until a step is committed again.
+
+    "zygote 0" kills the zygote of that rank, and its next two while they start.
+    """
     start = time.perf_counter()
     if kills == "busy":  # in the middle of a save, as a rule
         ckpt.save(99, state_at(99, False))
-    if RANK == 1:
+    if kills == f"zygote {RANK}":
+        zygote = lambda: ckpt._courier._link.couriers.zygote.process.pid
+        for _ in range(3):
+            os.kill(last := zygote(), signal.SIGKILL)
+            until(lambda last=last: zygote() != last, "the next zygote", look_s=0.0005)
+    elif RANK == 1 and not kills.startswith("zygote"):
         os.kill(first := ckpt._courier._link.pid, signal.SIGKILL)
         if kills == "twice":
             until(lambda: ckpt._courier._link.pid != first, "the next courier", look_s=0.0005)

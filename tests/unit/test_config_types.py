@@ -52,3 +52,16 @@ def test_a_step_that_is_none_is_refused_by_its_number_and_the_next_one_is_saved(
             with pytest.raises(errors.StepNotFound, match="no step has such a number"):
                 ask()
         assert ckpt.restore({"x": np.ones(3)}, np.int64((1 << 63) - 1)) == (1 << 63) - 1
+
+
+@pytest.mark.parametrize("scheme", ["file://", "FILE://", "local://"])
+def test_a_file_url_is_a_path(tmp_path: pathlib.Path, shm: pathlib.Path, scheme: str) -> None:
+    place = tmp_path / "a b"
+    settings = {"memory": str(shm), "job": "j", "redundancy": "none", "strict": True}
+    with Checkpointer(f"{scheme}{tmp_path}/a%20b", **settings) as ckpt:
+        ckpt.save(1, {"x": np.ones(3)}).wait()
+        ckpt.drain().wait()
+    with Checkpointer(place, **{**settings, "job": "other"}) as ckpt:
+        state = {"x": np.zeros(3)}
+        assert ckpt.restore(state) == 1 and state["x"].tolist() == [1, 1, 1]
+        assert ckpt.load(source=f"{scheme}{tmp_path}/a%20b")[0] == 1
