@@ -95,22 +95,22 @@ FULL = (
     _environment("env-megatron", 10, "env"),
     _environment("env-files", 40, "env-transformers"),
     # What waits.
-    Step("slurm", "slurm", 1000, waits=True),
-    Step("cluster", "cluster", 1200, waits=True),
+    Step("slurm", "slurm", 900, waits=True),
+    Step("cluster", "cluster", 1450, waits=True),
     Step("openmpi-cluster", "MPI=openmpi cluster", 400, ("env-openmpi",), waits=True),
     # What computes.
-    Step("faults", "faults", 1200),
+    Step("faults", "faults", 1700),
     Step("simulation", "simulation", 190),
     Step("simulate", "simulate SEEDS=0:1500 JOBS=1", 800, has_report=False),
-    Step("programs", "programs", 500, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
-    Step("nemo", "nemo", 500, ("env-transformers", "env-lightning")),
+    Step("programs", "programs", 900, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
+    Step("nemo", "nemo", 700, ("env-transformers", "env-lightning")),
     Step("megatron-ranks", "megatron-ranks", 100, ("env-megatron",)),
     Step("megatron-trainings", "megatron-trainings", 350, ("env-megatron",)),
     Step("deepspeed", "deepspeed", 180, ("env-transformers",)),
     Step("torchtitan", "torchtitan", 200, ("env-transformers",)),
     Step("lightning", "lightning", 280, ("env-lightning",)),
     Step("transformers", "transformers", 240, ("env-transformers",)),
-    Step("package", "package", 450),
+    Step("package", "package", 600),
     Step("test-1", "test-1 TRANSPORT=p2p", 40),
     Step("test-8", "test-8", 80),
     Step("test-2", "test-2", 80),
