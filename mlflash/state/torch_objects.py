@@ -214,9 +214,7 @@ def load(live: Any, saved: Any, name: str) -> None:
     except MlflashError:
         raise
     except Exception as error:
-        why = StructureMismatch(f"{type(live).__name__} could not load what was saved of it: {text_of(error)}",
-                                tensor=name or "(the state itself)")  # fmt: skip
-        raise why from error
+        raise StructureMismatch(f"loading failed: {text_of(error)}", tensor=name or "(the state itself)") from error
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(live, torch.nn.Module):
         _refuse_meta(live, saved, name)

@@ -123,7 +123,7 @@ def test_what_is_too_large_to_be_put_back_is_not_saved_until_a_restore_has_succe
     with pytest.raises(errors.StateError, match="the state is undefined"):
         ckpt.save(2, state)
     assert ckpt.steps() == [1]
-    with pytest.raises(errors.StructureMismatch, match="could not load what was saved") as caught:
+    with pytest.raises(errors.StructureMismatch, match="loading failed") as caught:
         ckpt.restore({"large": Keeper(2.0, size=1000), "small": Once(2.0)})  # put back, to what is undefined
     assert "undefined" not in str(caught.value)
     with pytest.raises(errors.StateError, match="the state is undefined"):
