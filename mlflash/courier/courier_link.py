@@ -265,12 +265,8 @@ class CourierLink:
                 self.couriers.next_epoch(self._timeout_s, self.freed.copy())
                 break
             except (ZygoteLost, ZygoteRefused, CourierEnded) as error:  # its zygote was killed again, say
-                self._in_vain += 1
-                if self.is_closing or self._in_vain > _IN_VAIN:
+                if self.is_closing or not self._may_try_again(error):
                     raise
-                log.debug("the next courier could not be forked: %s", error)
-                with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):  # so that all ranks try again
-                    self.couriers.announce_end(_ANNOUNCE_S)
         self._listen()
         # On another thread: this one notices if one of them ends again before all are up.
         self._rising = threading.Thread(
@@ -292,13 +288,8 @@ class CourierLink:
         except Exception as error:
             if self.is_closing or self.lost is not None:
                 return
-            self._in_vain += 1
-            if self._in_vain > _IN_VAIN or isinstance(error, DeadlineExceeded):
+            if isinstance(error, DeadlineExceeded) or not self._may_try_again(error):
                 self._lose(_ended(f"the next one could not be started: {text_of(error)}"))
-                return
-            log.debug("the next courier has not come up: %s", error)
-            with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):  # so that all ranks try again
-                self.couriers.announce_end(_ANNOUNCE_S)
             return
         with self._down:
             if self._losses > losses:  # this courier has ended, too
@@ -308,6 +299,16 @@ class CourierLink:
                 self._send_one(job)
         self._in_vain = 0
         log.info("couriers were started anew in %.2g s", time.monotonic() - start)
+
+    def _may_try_again(self, why: Exception) -> bool:
+        """Tell all ranks to start couriers anew, because this rank's is not up; False: too many in a row were not."""
+        self._in_vain += 1
+        if self._in_vain > _IN_VAIN:
+            return False
+        log.debug("the next courier has not come up: %s", why)
+        with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):
+            self.couriers.announce_end(_ANNOUNCE_S)
+        return True
 
     def send_first(self, item: RemoteJob | Sent) -> None:
         """Send something to a courier that is being introduced, before the held items. Not collective."""

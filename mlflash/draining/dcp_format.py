@@ -72,8 +72,11 @@ class Dcp:
             keys = {key: key_of(key, mesh) for key, mesh in meshes.items()}
             files.append(dataclasses.replace(contents, pieces=[_renamed(piece, keys) for piece in contents.pieces]))
             for key, path in its_paths.items():
-                if paths.get(its := keys.get(key, key)) is None:
-                    paths[its] = path and (*path[:-1], f"{path[-1]}{its.removeprefix(key)}") if its != key else path
+                its = keys.get(key, key)
+                if path and its != key:
+                    path = (*path[:-1], f"{path[-1]}{its.removeprefix(key)}")
+                if paths.get(its) is None:
+                    paths[its] = path
             ties = {keys[a]: keys[b] for a, b in its_ties.items()} | ties
         listing = FileWithHoles()
         listing.patch(

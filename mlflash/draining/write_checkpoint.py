@@ -292,16 +292,7 @@ class _OnItsWay:
         receipts = [receipt for _, receipt in told]
         files = self.form.master_files(self.drain_input, text, receipts, self.terms.job, self.terms.owner)
         terms, tag = self.terms, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
-        verdict = Verdict.UNKNOWN
-
-        def write_verdict() -> None:
-            nonlocal verdict
-            if (now := self.drain_input.verdict()) is not verdict:
-                verdict = now
-                self.written.append(checkpoint_directory.VERDICT)
-                checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, terms.owner, verdict)
-
-        write_verdict()
+        verdict = self._write_verdict(Verdict.UNKNOWN)
         with _closing(files):
             said = provenance.files(terms.signer, self.drain_input, receipts, _digests(files), self.form.name,
                                     terms.job, terms.owner, time.time_ns())  # fmt: skip
@@ -313,7 +304,15 @@ class _OnItsWay:
                 self.commits.append(name)
                 reach("drain.committing")
                 self.inside.write(name, skeleton.stream(_CHUNK_NBYTES), tag)
-        write_verdict()  # who marked the step before it was listed here has marked it in memory only
+        self._write_verdict(verdict)  # who marked the step before it was listed here has marked it in memory only
+
+    def _write_verdict(self, written: Verdict) -> Verdict:
+        """Write what is known by now about the values, if that is not written yet; return it."""
+        verdict = self.drain_input.verdict()
+        if verdict is not written:
+            self.written.append(checkpoint_directory.VERDICT)
+            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.terms.owner, verdict)
+        return verdict
 
     def _look_for(self, stored: Stored) -> None:
         """Check that the files of a rank exist: a checkpoint with a missing file must not be committed."""

@@ -62,7 +62,7 @@ def _of_state(opened: OpenCheckpoint) -> Outline:
                 found.spots[name] = opened.olds.spots_of(entry)
                 if names[first] != name:
                     found.ties[name] = names[first]
-        values = dict(zip(plain_leaves(old.tree).values(), old.plain.values(), strict=True))
+        values = {number: old.plain[path] for path, number in plain_leaves(old.tree).items()}
         tree = _marked(_numbered(old.tree, values, [numbers[name] for name in names], found.plain), {
             numbers[names[n]]: mark for n, mark in marks.items()})  # fmt: skip
         found.tree = tree if nth == 0 else _merged(found.tree, tree)

@@ -6,7 +6,6 @@ tensors by one list of each property. That takes less than a microsecond per ten
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -35,7 +34,7 @@ class _Node:
         keys: keys of a dict.
         key_types: types of its keys: 1 == True == 1.0.
         codes: its encoded keys, if two equal ones of one type may differ: 0.0 == -0.0.
-        code, attributes: see `containers`.
+        code, attributes, pattern: see `containers`.
         subs: what is in it, in order: a `_Node`, LEAF or PLAIN; for an object: what its ``state_dict()`` returned.
         is_private: for an object: whether each rank has its own of it.
         only: LEAF or PLAIN, if nothing else is in it.
@@ -50,7 +49,7 @@ class _Node:
     codes: str | None = None
     code: containers.Code | None = None
     attributes: Any = None
-    pattern: containers.Pattern = dataclasses.field(default_factory=lambda: containers.Pattern(None))
+    pattern: containers.Pattern | None = None
 
     def __post_init__(self) -> None:
         self.key_types = list(map(type, self.keys or ()))
@@ -58,6 +57,12 @@ class _Node:
             self.codes = _codes(self.keys or [])
         if all(sub is LEAF for sub in self.subs) or all(sub is PLAIN for sub in self.subs):
             self.only = self.subs[0] if self.subs else LEAF
+
+    def is_other(self, value: Any) -> bool:
+        """Whether a dict of this class, which is no plain one, has other attributes or another factory."""
+        if self.pattern is not None:
+            return not self.pattern.fits(containers.attributes_of(value))
+        return not containers.fits(value, self.code)
 
 
 def flatten(state: Any) -> Flat:
@@ -171,9 +176,7 @@ class _Known:
                 raise _Changed
             if node.codes is not None and _codes(keys) != node.codes:
                 raise _Changed
-            if not node.pattern.fits(containers.attributes_of(value)):
-                raise _Changed
-            if node.kind is collections.defaultdict and containers.code_of(value, "") != node.code:
+            if node.code is not None and node.is_other(value):
                 raise _Changed
             found = value.values()
         elif len(value) != len(node.subs):
@@ -308,14 +311,15 @@ class _Walk:
             encode_key(key, path)
         subs = [self.visit(v, f"{prefix}{k}", depth) for k, v in value.items()]
         attributes = containers.attributes_of(value)
-        return _Node(type(value), list(value), subs, code=code, pattern=containers.Pattern(attributes),
+        pattern = containers.Pattern(attributes) if code == ["OrderedDict"] else None
+        return _Node(type(value), list(value), subs, code=code, pattern=pattern,
                      attributes=containers.encode_attributes(attributes, path))  # fmt: skip
 
     def object(self, value: Any, path: str, depth: int) -> _Node:
         before = len(self.leaves)
         is_private = bool(getattr(value, "rank_private", False))
         if self.torch is not None and isinstance(value, self.torch.nn.Module):
-            refuse_full_on_rank_0(value, path)
+            _refuse_full_on_rank_0(value, path)
         given = self.taken[id(value)].pop(0) if self.taken.get(id(value)) else value.state_dict()
         node = _Node(type(value), None, [self.visit(given, path, depth)], is_private)
         if is_private:
@@ -354,7 +358,7 @@ def _as_text(name: str) -> str:
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
-def refuse_full_on_rank_0(module: Any, path: str) -> None:
+def _refuse_full_on_rank_0(module: Any, path: str) -> None:
     """Refuse a model of FSDP1 whose ``state_dict()`` has everything on rank 0 and nothing on other ranks.
 
     Raises:

@@ -27,6 +27,11 @@ Tree = list[Any]
 state_dict)."""
 
 
+def inside(tree: Tree) -> Tree:
+    """The node of a plain container or leaf: without the object, or the class, that it is of."""
+    return inside(tree[1]) if tree[0] in ("o", "k") else tree
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """What a slot says about one tensor shard or array (the model of PyTorch DCP).

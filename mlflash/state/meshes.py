@@ -61,6 +61,14 @@ Named = tuple[str, str | None]
 """The name of a tensor, and that of its mesh."""
 
 
+def on_several(tensors: Iterable[Named]) -> set[str]:
+    """The names that ranks have on several meshes. Not collective."""
+    found: dict[str, set[str | None]] = {}
+    for name, mesh in tensors:
+        found.setdefault(name, set()).add(mesh)
+    return {name for name, on in found.items() if len(on) > 1}
+
+
 def apart(tensors: Iterable[Named]) -> Callable[[str, str | None], str]:
     """Tell tensors apart that ranks hold under one name on several meshes.
 
@@ -72,8 +80,5 @@ def apart(tensors: Iterable[Named]) -> Callable[[str, str | None], str]:
     Returns:
         A function of a name and a mesh, which returns the name, with "@" and the mesh if others have the name, too.
     """
-    found: dict[str, set[str | None]] = {}
-    for name, mesh in tensors:
-        found.setdefault(name, set()).add(mesh)
-    several = {name for name, on in found.items() if len(on) > 1}
+    several = on_several(tensors)
     return lambda name, mesh: f"{name}@{mesh or 'all ranks'}" if name in several and mesh is not None else name

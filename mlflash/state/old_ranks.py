@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import StructureMismatch
 from .leaves import Entry, Tree
+from .meshes import on_several
 from .rank_structure import RankStructure
 from .shards import Box, Fragment, covers, overlap
 
@@ -139,8 +140,8 @@ class OldRanks(Mapping[int, OldRank]):
             for number, name in enumerate(group.structure.names):
                 self.spots.setdefault(name, []).append((nth, number))
         has_meshes = any(group.structure.meshes for group in groups)
-        self.apart = {name for name, spots in self.spots.items() if len({*map(self._mesh, spots)}) > 1
-                       } if has_meshes else set()  # fmt: skip
+        listed = ((name, self._mesh(spot)) for name, spots in self.spots.items() for spot in spots)
+        self.apart = on_several(listed) if has_meshes else set()
         self._columns: dict[_Key, _Column] = {}
         self._templates: dict[Any, tuple[list[_Part], bool]] = {}
         self._asked_last: tuple[int, tuple[RankStructure, np.ndarray]] | None = None
@@ -194,10 +195,9 @@ class OldRanks(Mapping[int, OldRank]):
         there = self.spots.get(entry.name, [])
         if entry.name not in self.apart:
             return there
-        on = {spot: self._mesh(spot) for spot in there}
-        mine = [spot for spot in there if on[spot] == entry.mesh]
+        mine = [spot for spot in there if self._mesh(spot) == entry.mesh]
         if not mine:
-            meshes = sorted("no mesh" if mesh is None else mesh or "all ranks" for mesh in {*on.values()})
+            meshes = sorted("no mesh" if mesh is None else mesh or "all ranks" for mesh in {*map(self._mesh, there)})
             raise StructureMismatch("ranks held different tensors under this name, each on a mesh of its own, and the "
                                     "state given has it on another", tensor=entry.name, expected="; ".join(meshes),
                                     found="no mesh" if entry.mesh is None else entry.mesh or "all ranks")  # fmt: skip

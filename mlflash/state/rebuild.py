@@ -228,7 +228,7 @@ class Filling:
         if tag == "k":
             filled = self._into(live, rest)
             if isinstance(live, tuple):
-                same = filled is live and containers.fits(live, tree[2]) and type(live) is not tuple
+                same = filled is live and containers.code_of(live, "") == tree[2]
                 return live if same else containers.as_class(filled, *tree[2:])
             if isinstance(live, collections.OrderedDict):
                 self._attributes.append((live, dict(vars(live))))

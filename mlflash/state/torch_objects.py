@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import MlflashError, StateError, StructureMismatch, text_of
 from .flatten import is_object
-from .leaves import Entry, Tree, is_tensor, tensor_entry
+from .leaves import Entry, Tree, inside, is_tensor, tensor_entry
 from .plain_values import decode_plain
 
 _OF_FSDP2 = "torch.distributed.fsdp._fully_shard"  # its hooks only move shards to their places
@@ -34,8 +34,7 @@ def refusals(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> li
         name: path of the object in the state.
     """
     torch = sys.modules.get("torch")
-    while tree[0] in ("o", "k"):
-        tree = tree[1]
+    tree = inside(tree)
     if tree[0] == "p":
         where = name or "(the state itself)"
         return [f"{where}: a plain value in the checkpoint, a {type(live).__name__} in the state given"]
@@ -118,22 +117,21 @@ def _refused_by_optimizer(live: Any, tree: Tree, entries: tuple[Entry, ...], nam
     if groups[0] != "l" or any(one[0] != "l" for one in params):
         return []
     saved, given = [len(one[1]) for one in params], [len(group["params"]) for group in live.param_groups]
-    if saved == given:
-        found = []
-        for number, like in _matched(_given(live), tree):
-            if not isinstance(like, _StateOf):
-                found += _unlike(entries[number], like, entries[number].name)
-            elif like.parameter.device.type == "meta":  # the state would be made there, too
-                found += _unlike(entries[number], like.parameter, entries[number].name)
-        return found
-    return [f"{name or '(the state itself)'}: an optimizer of groups of {saved} parameters in the checkpoint, of "
-            f"{given} in the state given"]  # fmt: skip
+    if saved != given:
+        return [f"{name or '(the state itself)'}: an optimizer of groups of {saved} parameters in the checkpoint, of "
+                f"{given} in the state given"]  # fmt: skip
+    found = []
+    for number, like in _matched(_given(live), tree):
+        if not isinstance(like, _StateOf):
+            found += _unlike(entries[number], like, entries[number].name)
+        elif like.parameter.device.type == "meta":  # the state would be made there, too
+            found += _unlike(entries[number], like.parameter, entries[number].name)
+    return found
 
 
 def _item(tree: Tree, key: str) -> Tree:
     """What is saved under a key of a dict; an empty node if there is nothing."""
-    if tree[0] == "k":
-        return _item(tree[1], key)
+    tree = inside(tree)
     return next((sub for saved, sub in tree[1] if saved == key), [""]) if tree[0] == "d" else [""]
 
 
@@ -161,8 +159,7 @@ def copies_what_it_loads(live: Any, tree: Tree) -> bool:
         return False
     if torch.__future__.get_swap_module_params_on_conversion():  # then parameters are replaced by what is loaded
         return False
-    while tree[0] in ("o", "k"):
-        tree = tree[1]
+    tree = inside(tree)
     if tree[0] != "d" or any(str(key).endswith("_extra_state") for key, _ in tree[1]):
         return False
     return _wanted(torch, live) is not None

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from ..errors import StateError
-from ..state.leaves import Entry, Tree
+from ..state.leaves import Entry, Tree, inside
 from ..state.paths import unique
 from ..state.plain_values import decode_plain
 
@@ -42,15 +42,15 @@ def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
     Raises:
         StateError: the state is not a dict.
     """
-    if _inside(tree)[0] != "d":
+    if inside(tree)[0] != "d":
         raise StateError("a DCP checkpoint holds a dict: save the state as {'state': ...}")
     found = list(_visit(tree, (), entries))
     names = unique([(".".join(map(str, path)), ".".join(exact)) for path, exact, _ in found])
     keys = Keys()
     for key, (path, _, part) in zip(names, found, strict=True):
         keys.paths[key] = path
-        if _is_tensor(inside := _inside(part), entries):
-            keys.tensors[key] = inside[1]
+        if _is_tensor(node := inside(part), entries):
+            keys.tensors[key] = node[1]
         else:
             keys.objects[key] = part
     return keys
@@ -59,20 +59,16 @@ def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
 def _visit(tree: Tree, path: Path, entries: Sequence[Entry], exact: tuple[str, ...] = ()
            ) -> Iterator[tuple[Path, tuple[str, ...], Tree]]:  # fmt: skip
     """Each part of the state that gets a key, and where it is."""
-    tag, rest = _inside(tree)
+    tag, rest = inside(tree)
     if tag == "d":
         for code, sub in rest:
             key = decode_plain(code)
             yield from _visit(sub, (*path, str(key)), entries, (*exact, repr(key)))
-    elif tag == "l" and _is_open(_inside(tree), entries):
+    elif tag == "l" and _is_open(inside(tree), entries):
         for number, sub in enumerate(rest):
             yield from _visit(sub, (*path, number), entries, (*exact, str(number)))
     else:
         yield path, exact, tree
-
-
-def _inside(tree: Tree) -> Tree:
-    return _inside(tree[1]) if tree[0] in ("o", "k") else tree
 
 
 def _is_tensor(tree: Tree, entries: Sequence[Entry]) -> bool:
@@ -81,6 +77,6 @@ def _is_tensor(tree: Tree, entries: Sequence[Entry]) -> bool:
 
 def _is_open(tree: Tree, entries: Sequence[Entry]) -> bool:
     """Whether DCP looks into a list."""
-    items = [_inside(item) for item in tree[1]]
+    items = [inside(item) for item in tree[1]]
     return any(item[0] == "d" or _is_tensor(item, entries) or (item[0] == "l" and _is_open(item, entries))
                for item in items)  # fmt: skip

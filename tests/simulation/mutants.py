@@ -251,8 +251,8 @@ MUTANTS = [
     Mutant(
         "mark-not-drained", "a mark that comes while the step is drained is in memory only",
         "draining/write_checkpoint.py",
-        "            if (now := self.drain_input.verdict()) is not verdict:\n",
-        "            if False and (now := self.drain_input.verdict()) is not verdict:\n",
+        "        if verdict is not written:\n",
+        "        if verdict is written:\n",
         {"special": frozenset({"values", "drain"})},
     ),
     Mutant(
