@@ -214,7 +214,7 @@ READY := .venv/.tests .venv/.installed $(VENV)/.tests $(VENV)/.installed
 # What people run
 
 demo: .venv/.installed
-	.venv/bin/mlflash demo
+	.venv/bin/mlflash demo $(DEMO)
 
 gate full:
 	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m ci $@
@@ -223,7 +223,7 @@ shake: $(READY)
 	$(SUPPORT) $(PYTHON) tests/ci/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
 
 unit: $(READY)
-	$(BIN)/pytest tests/unit -n 3 $(MARKED) --junitxml $(REPORTS)/unit.xml
+	$(BIN)/pytest tests/unit -n 2 --dist loadfile $(MARKED) --junitxml $(REPORTS)/unit.xml
 
 programs: $(READY)
 	$(BIN)/pytest tests/programs $(MARKED) --junitxml $(REPORTS)/programs.xml

@@ -7,6 +7,7 @@ python tools/draw_rooms.py PATH    draws the source tree below PATH, and prints 
 from __future__ import annotations
 
 import ast
+import functools
 import html
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ def room_of(root: Path, path: Path) -> str:
     return path.relative_to(root).with_suffix("").parts[0]
 
 
+@functools.cache
 def imports(root: Path, path: Path) -> tuple[set[str], set[str]]:
     """Names of mlflash, and other top-level packages, that a module imports anywhere."""
     package = ["mlflash", *path.relative_to(root).parts[:-1]]

@@ -7,7 +7,7 @@ import re
 
 from ..errors import ConfigError
 
-MOST_HOSTS = 1_000_000
+MOST_HOSTS = 100_000
 LONGEST_NAME = 255
 
 _ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+")
@@ -25,7 +25,7 @@ def expand_hosts(text: str, where: str = "host list") -> tuple[str, ...]:
         ``n[08-10,12],gpu1`` → ``n08 n09 n10 n12 gpu1``; ``x[0-1]y[0-1]`` → ``x0y0 x0y1 x1y0 x1y1``.
 
     Raises:
-        ConfigError: it is not a host list, names more than a million hosts, or a name is longer than 255 characters.
+        ConfigError: it is not a host list, names more than 100,000 hosts, or a name is longer than 255 characters.
 
     Source: ``scontrol show hostnames`` of Slurm 22.05 gives the same where it reads the text; it
         refuses a name that continues after its last bracket, and passes over empty names.

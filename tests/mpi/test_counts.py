@@ -74,8 +74,14 @@ def faults() -> int:
 
 
 @pytest.mark.in_thread
-@pytest.mark.parametrize("lazy", [False, True], ids=["at once", "until"])
-@pytest.mark.parametrize("redundancy", ["none", pytest.param("copy", marks=pytest.mark.mpi(min_size=2))])
+@pytest.mark.parametrize(
+    ("redundancy", "lazy"),
+    [
+        pytest.param("none", False, marks=pytest.mark.slow),
+        pytest.param("copy", True, marks=pytest.mark.mpi(min_size=2)),
+    ],
+    ids=["none-at once", "copy-until"],
+)
 def test_a_save_copies_once_checks_once_at_each_end_and_agrees_three_times(
     options: dict[str, Any], counts: Counter[str], redundancy: str, lazy: bool
 ) -> None:

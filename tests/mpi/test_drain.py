@@ -195,7 +195,9 @@ def test_plain_h5py_shows_every_tensor_whole(options: dict[str, Any], pfs: Path,
 
 
 @general
-@pytest.mark.parametrize("compression", ["gzip", "zstd", "bshuf"])
+@pytest.mark.parametrize(
+    "compression", [pytest.param("gzip", marks=pytest.mark.slow), "zstd", pytest.param("bshuf", marks=pytest.mark.slow)]
+)
 def test_compressed_files_come_back_bit_for_bit(
     options: dict[str, Any], pfs: Path, nodes: Nodes, compression: str
 ) -> None:
@@ -221,7 +223,7 @@ def test_compressed_files_come_back_bit_for_bit(
 
 
 @general
-@pytest.mark.parametrize(("form", "compression"), [("hdf5", None), ("hdf5", "gzip"), ("dcp", None)])
+@pytest.mark.parametrize(("form", "compression"), [("hdf5", "gzip"), ("dcp", None)])
 def test_provenance_names_the_nodes_and_is_signed_by_rank_0_and_each_rank_checks_a_share_of_the_files(
     options: dict[str, Any], pfs: Path, root: Path, form: str, compression: str | None
 ) -> None:

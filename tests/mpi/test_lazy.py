@@ -64,7 +64,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("point", "how"),
     [(None, {}), ("commit.released", {"fused": True}), ("protect.announced", {"foreach": False}),
-     ("transfer.sent", {"fused": True}), ("transfer.sent", {"foreach": False}), ("commit.seen", {})],
+     ("transfer.sent", {"fused": True}), ("commit.seen", {"foreach": False})],
     ids=str,
 )  # fmt: skip
 def test_what_is_restored_is_the_state_at_the_save_however_early_training_goes_on(

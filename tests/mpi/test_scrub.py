@@ -93,8 +93,9 @@ def restored(options: dict[str, Any]) -> int | None:
     return int(step)
 
 
-@pytest.mark.parametrize("place", ["blocks", "table", "header"])
-@pytest.mark.parametrize("kind", ["own", "redundancy"])
+@pytest.mark.parametrize(
+    ("kind", "place"), [("own", "blocks"), ("own", "header"), ("redundancy", "table"), ("redundancy", "blocks")]
+)
 def test_what_is_damaged_in_a_running_job_is_said_once_and_whole_again_before_the_next_save_is_protected(
     options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold], tmp_path: Path, kind: str, place: str,
     caplog: pytest.LogCaptureFixture,

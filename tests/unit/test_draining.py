@@ -739,6 +739,7 @@ def test_h5dump_reads_a_slice_across_the_files_of_two_ranks(three_ranks: tuple[P
     np.testing.assert_array_equal(np.array(read, dtype=float), whole[10:18, 5:9].flatten())
 
 
+@pytest.mark.slow
 def test_three_thousand_tensors_are_laid_out_fast_and_in_little_memory() -> None:
     entry = Entry("", "tensor", "bfloat16", (1024, 2048), (0, 0), (1024, 2048), 0, 4 * MIB)
     entries = [dataclasses.replace(entry, name=f"model.layers.{n}.weight") for n in range(3000)]

@@ -73,10 +73,10 @@ def test_what_is_no_host_list_is_refused_as_a_whole(text: str) -> None:
 
 
 def test_too_many_hosts_are_refused_before_they_are_made() -> None:
-    assert len(expand_hosts("n[1-1000000]")) == MOST_HOSTS
+    assert len(expand_hosts("n[1-100000]")) == MOST_HOSTS
     start = time.process_time()
-    for text in ("n[0-1000000]", "n[1-999999],a,b", "n[0-999999999999999999]", "[0-9999][0-9999]" * 9, "[1-2]" * 200):
-        with pytest.raises(ConfigError, match="at most 1000000"):
+    for text in ("n[0-100000]", "n[1-99999],a,b", "n[0-999999999999999999]", "[0-9999][0-9999]" * 9, "[1-2]" * 200):
+        with pytest.raises(ConfigError, match="at most 100000"):
             expand_hosts(text)
     assert time.process_time() - start < 5
 

@@ -178,6 +178,7 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     end_well(ranks, tmp_path)
 
 
+@pytest.mark.slow
 def test_on_a_host_that_is_back_processes_wait_again(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,7 +293,7 @@ def test_words_of_a_wrong_kind_harm_nobody(start: Start, tmp_path: Path) -> None
     end_well(ranks, tmp_path)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_agents_kill_their_ranks_when_nothing_is_heard_of_who_decides(tmp_path: Path, shell: str, how: int) -> None:
     words = SUPERVISOR.format(shell=shell, program=RANK, folder=str(tmp_path))
     said = Said(tmp_path)
@@ -332,6 +333,7 @@ def test_it_is_reached_by_an_address_of_any_kind(start: Start, monkeypatch: pyte
     end_well(start("a"), tmp_path)
 
 
+@pytest.mark.slow
 def test_twenty_kills_in_a_row_leave_nothing(start: Start, tmp_path: Path) -> None:
     ranks = start("a", spares=1, per_node=2)
     said = Said(tmp_path)

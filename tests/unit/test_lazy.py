@@ -240,6 +240,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["step", "training step"])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"fullgraph": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -227,6 +227,7 @@ def test_commands_do_what_they_are_told(shm: Path, tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
 
 
+@pytest.mark.slow
 def test_the_doctor_says_that_it_is_off(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLASH_DISABLE", "1")
     found = subprocess.run([sys.executable, "-m", "mlflash", "doctor", "--memory", str(shm)], cwd=shm, timeout=100,

@@ -31,7 +31,7 @@ def send(pace: SendRate, clock: Clock, nbytes: int, tick_s: float = 1e-3) -> flo
     return clock.now - start
 
 
-@pytest.mark.parametrize("rate", [50e6, 1e9, 20e9])
+@pytest.mark.parametrize("rate", [1e9, 20e9])
 def test_bytes_go_at_the_rate_and_pauses_are_not_made_up_for(rate: float) -> None:
     clock = Clock()
     pace = SendRate(rate, 0, 300, clock)
@@ -187,8 +187,7 @@ class SlowLink:
             yield True
 
 
-@pytest.mark.parametrize("aim", [0.03, 0.1])
-@pytest.mark.parametrize("chunk", [1 << 18, 1 << 20, CHUNK])
+@pytest.mark.parametrize(("aim", "chunk"), [(0.03, CHUNK), (0.1, 1 << 18)])
 def test_transfers_that_take_longer_than_a_step_slow_training_no_more_than_asked(chunk: int, aim: float) -> None:
     clock = Clock()
     link = SlowLink(SendRate(0, aim, 300, clock), clock, chunk)

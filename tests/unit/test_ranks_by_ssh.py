@@ -151,6 +151,7 @@ def test_lines_go_on_as_soon_as_they_are_whole() -> None:
     assert lines.add(b"x" * (1 << 20)) == b"" and len(lines.add(b"x")) == (1 << 20) + 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_on_all_hosts_with_its_code_and_one_that_is_done_ends_none(
     start: Start, tmp_path: Path
 ) -> None:

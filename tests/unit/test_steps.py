@@ -69,14 +69,14 @@ def test_no_two_steps_make_one_environment_at_a_time(listed: Sequence[steps.Step
     for step in listed:
         for folder in environments(step.make):
             users.setdefault(folder, []).append(step)
-    assert {".venv", ".venv-build", ".venv-lint", ".venv-docs", ".venv-transformers"} <= users.keys()
+    assert {".venv", ".venv-build", ".venv-lint", ".venv-transformers"} <= users.keys()
     for folder, those in users.items():
         late = [step.name for step in those[1:] if those[0].name not in before(step)]
         assert not late, f"{folder} is made by {those[0].name} and by {late}"
 
 
 def test_all_tests_are_those_of_the_gate_and_more() -> None:
-    gate = {re.sub(" MARK=.*", "", step.make) for step in steps.GATE}
+    gate = {re.sub(" (MARK|DEMO)=.*", "", step.make) for step in steps.GATE}
     assert gate <= {step.make for step in steps.FULL}
     folders = {path.name for path in (REPO / "tests").iterdir() if list(path.glob("test_*.py"))}
     makefile = (REPO / "Makefile").read_text()

@@ -77,6 +77,7 @@ def test_a_copy_that_never_ends_costs_one_slot_and_no_later_save_waits_for_it(
     assert not file.view.nbytes  # unmapped, now that nothing writes to it
 
 
+@pytest.mark.slow
 def test_a_lazy_copy_that_never_ends_ends_its_save_and_leaves_its_slot_alone(
     ckpt: Checkpointer, device_goes_on: threading.Event
 ) -> None:
