@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -93,7 +94,10 @@ def killed_in_the_end(words: Sequence[str], **options: Any) -> Iterator[subproce
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody listens at just now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port of the loopback device that nobody listens at, and that no connection gets by itself meanwhile."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(first - 10_000, first)
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port

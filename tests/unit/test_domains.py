@@ -101,7 +101,7 @@ def test_a_host_may_be_given_twice_in_one_place() -> None:
         ("n1 a\nlevels: rack", 2, "'levels: NAME ...' once, first", "levels: rack"),
         ("levels:\nn1 a", 1, "'levels: NAME ...' once, first", "levels:"),
         ("levels: a\nlevels: b\nn1 a", 2, "'levels: NAME ...' once, first", "levels: b"),
-        ("n1 a\nn[1-] b", 2, "names such as node[001-016],gpu1: at most 1000000 of at most 255 characters", "'n[1-]'"),
+        ("n1 a\nn[1-] b", 2, "names such as node[001-016],gpu1: at most 100000 of at most 255 characters", "'n[1-]'"),
     ],
 )
 def test_a_bad_line_is_named_with_what_was_expected_and_found(text: str, line: int, expected: str, found: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
+from processes import free_port
 from torch_jobs import job
 from waiting import PATIENCE_S
 
@@ -28,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             for text in QUIET:
                 item.add_marker(pytest.mark.filterwarnings(text))
+
+
+@pytest.fixture(autouse=True)
+def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what saves in a process of PyTorch's meet at a port that stays free for the seconds of its imports."""
+    monkeypatch.setattr("torch.distributed.checkpoint._async_process_executor.get_free_port", free_port)
 
 
 @dataclasses.dataclass
