@@ -30,6 +30,7 @@ log = logging.getLogger("mlflash")
 
 _HEAR_S = 30.0  # limit for a child to send a message or to take an answer
 _LONGEST_S = 1e9  # the longest timeout that the kernel accepts
+_MOST = 64  # connections that have not asked yet; more are closed
 _REST_S = 0.25  # pause after a failed accept, for example without file descriptors
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -94,13 +95,19 @@ _Questions = queue.SimpleQueue[tuple[Connection, bytes]]
 
 
 def _listen(listener: socket.socket, key: bytes, questions: _Questions) -> None:
-    rest, wrong = Event(), False
+    rest, wrong, heard = Event(), False, list[socket.socket]()
     while True:
         try:
             plain, _ = listener.accept()
+            if len(heard) >= _MOST:
+                plain.close()
+                continue
             try:
-                threading.Thread(target=_hear, args=(plain, key, questions), name="mlflash-dcp", daemon=True).start()
+                heard.append(plain)
+                work = (plain, key, questions, heard)
+                threading.Thread(target=_hear, args=work, name="mlflash-dcp", daemon=True).start()
             except RuntimeError:
+                heard.pop()
                 plain.close()
                 raise
             wrong = False
@@ -111,7 +118,14 @@ def _listen(listener: socket.socket, key: bytes, questions: _Questions) -> None:
             rest.wait(_REST_S)
 
 
-def _hear(plain: socket.socket, key: bytes, questions: _Questions) -> None:
+def _hear(plain: socket.socket, key: bytes, questions: _Questions, heard: list[socket.socket]) -> None:
+    try:
+        _hear_one(plain, key, questions)
+    finally:
+        heard.pop()  # whichever: they are counted only
+
+
+def _hear_one(plain: socket.socket, key: bytes, questions: _Questions) -> None:
     try:
         _bound(plain, _HEAR_S)
         line = _line(plain)

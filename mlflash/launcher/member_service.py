@@ -30,25 +30,29 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..errors import LaunchFailed
 from ..human_readable.wording import named
 from ..wireup.frames import BadFrame, Frames, Outbox
+from ..wireup.open_files import allow
+from ..wireup.strangers import MOST, Strangers
 from .kept_processes import BEATS, LARGEST_NBYTES
 from .membership import Deadlines, Member, Membership
 from .run_log import RunLog
 
 _WRITES_S = 2.0  # limit to write the remaining events at the end
 _STRANGER_S = 10.0  # limit for a new connection to say who it is
+_OTHER_DESCRIPTORS = 128  # of this process: its output, its log, shells
 
 
 class _Connection:
     """A connection to a process or an agent. At first it is not known to which."""
 
     def __init__(self, sock: socket.socket):
-        sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.frames, self.out = Frames(LARGEST_NBYTES), Outbox(sock)
         self.name = self.host = ""
+        self.is_awaited = False  # the selector waits until the socket takes more
         self.heard = time.monotonic()
 
 
@@ -63,6 +67,9 @@ class MemberService:
         over: called on the thread of the service when there is no next round, or when all have finished.
         lost: called on the same thread with the name of a lost host.
 
+    Raises:
+        LaunchFailed: this process may not have so many connections.
+
     Attributes:
         token: each connection must send it.
         membership: the decisions.
@@ -70,10 +77,13 @@ class MemberService:
 
     def __init__(self, address: str, members: Sequence[Member], deadlines: Deadlines, run_log: RunLog,
                  over: Callable[[], None], lost: Callable[[str], None]):  # fmt: skip
+        # A process that is replaced may still be connected when its successor is.
+        if why_not := allow(2 * len(members) + len({one.host for one in members}) + MOST + _OTHER_DESCRIPTORS):
+            raise LaunchFailed(f"mlflash run {why_not}")
         self.token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self._listener.setblocking(False)
+        listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self._address = listener.getsockname()[:2]
         self._run_log, self._over, self._lost, self._lost_s = run_log, over, lost, deadlines.lost_s
         self.membership = Membership(members, self, deadlines, time.monotonic())
         self._connections: list[_Connection] = []
@@ -83,6 +93,9 @@ class MemberService:
         self._fresh = 0
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._wake = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._strangers = Strangers(listener, self._selector, _STRANGER_S, self._drop)
         self._is_closed = False
         self._notes: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_down, name="mlflash-journal", daemon=True)
@@ -93,7 +106,7 @@ class MemberService:
     @property
     def address(self) -> tuple[str, int]:
         """Its host and port."""
-        host, port = self._listener.getsockname()[:2]
+        host, port = self._address
         return host, port
 
     def host_lost(self, host: str, why: str) -> None:
@@ -172,7 +185,8 @@ class MemberService:
         finally:
             for one in self._connections:
                 one.sock.close()
-            self._listener.close()
+            self._strangers.close()
+            self._selector.close()
             os.close(self._woken)
             os.close(self._wake)
 
@@ -182,32 +196,34 @@ class MemberService:
                 one.out.send({})
                 if now - one.heard > self._lost_s:
                     self._lose(one.host, f"nothing was heard from {one.host} for {self._lost_s:g} s")
-            elif not one.name and now - one.heard > _STRANGER_S:
-                self._drop(one)
+        self._strangers.look()
 
     def _wait(self, timeout_s: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
-            for one in self._connections:
-                selector.register(
-                    one.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if one.out.unsent else 0), one
-                )
-            ready = selector.select(timeout_s)
+        for one in self._connections:
+            if one.is_awaited != bool(one.out.unsent):
+                one.is_awaited = bool(one.out.unsent)
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.is_awaited else 0)
+                self._selector.modify(one.sock, events, one)
+        ready = self._selector.select(timeout_s)
         # Read what a process has sent before its agent's message that the process has ended.
         for key, events in sorted(ready, key=lambda one: bool(one[0].data and one[0].data.host)):
             if key.fd == self._woken:
                 os.read(self._woken, 4096)
                 while not self._calls.empty():
                     self._calls.get()()
-            elif key.fileobj is self._listener:
-                with contextlib.suppress(OSError):
-                    self._connections.append(_Connection(self._listener.accept()[0]))
+            elif key.data is None:
+                self._strangers.accept(self._made)
             elif key.data in self._connections:  # an earlier event of this loop may have dropped it
                 if events & selectors.EVENT_WRITE:
                     key.data.out.send_rest()
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
+
+    def _made(self, sock: socket.socket) -> _Connection:
+        one = _Connection(sock)
+        self._selector.register(sock, selectors.EVENT_READ, one)
+        self._connections.append(one)
+        return one
 
     def _read(self, one: _Connection) -> None:
         try:
@@ -237,6 +253,7 @@ class MemberService:
             if not secrets.compare_digest(str(message["token"]), self.token):
                 raise ValueError("not the token of this job")
             one.name, one.host = str(message.get("name", "")), str(message.get("host", ""))
+            self._strangers.known(one)
             for told in self._untold.pop(one.name, []) if one.name else []:
                 one.out.send(told)
             if one.host in self._gone:
@@ -273,7 +290,9 @@ class MemberService:
     def _drop(self, one: _Connection) -> None:
         if one in self._connections:
             self._connections.remove(one)
+            self._selector.unregister(one.sock)
             one.sock.close()
+            self._strangers.closed(one)
 
 
 def how_it_ended(code: int) -> str:

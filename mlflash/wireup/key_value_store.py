@@ -29,22 +29,20 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import errno
 import hmac
 import itertools
 import secrets
 import selectors
 import socket
-import time
 from typing import Any
 
 from .frames import BadFrame, Frames, pack, packed_text, text_of
 from .store_limits import Limits
+from .strangers import Strangers
 
 _LARGEST_NUMBER = 2**53
 _TOKEN_NBYTES = 16
 _PREFIXES = 8  # prefixes whose pages are kept
-_NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _Refused(Exception):
@@ -55,7 +53,6 @@ class _Refused(Exception):
 class _Connection:
     sock: socket.socket
     frames: Frames
-    since: float
     is_known: bool = False  # it has sent the token
     is_open: bool = True
     unsent: bytearray = dataclasses.field(default_factory=bytearray)
@@ -83,28 +80,27 @@ class KeyValueStore:
         self.token = token or secrets.token_hex(_TOKEN_NBYTES)
         self.limits = limits or Limits()
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
         try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(address)
-            self._listener.listen(1 << 14)  # all ranks come at once; somaxconn of the kernel is the limit
-            self._listener.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1 << 14)  # all ranks come at once; somaxconn of the kernel is the limit
         except OSError:
-            self._listener.close()
+            listener.close()
             raise
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         self._values: dict[str, str] = {}
         self._keys: list[str] = []  # in order
         self._nbytes = 0
         self._waiting: dict[str, dict[tuple[_Connection, int], None]] = {}  # in order of arrival
         self._connections: dict[_Connection, None] = {}
-        self._strangers: dict[_Connection, None] = {}  # oldest first
         self._answered: dict[_Connection, None] = {}  # in this step
         # Answers in the form in which they are sent, until a key in them changes: all ranks ask for the same ones.
         self._pages: dict[str, dict[str | None, bytes]] = {}
         self._selector = selectors.EpollSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._is_listening = self._is_open = True
+        limits = self.limits
+        self._strangers = Strangers(listener, self._selector, limits.stranger_s, self._drop, limits.strangers)
+        self._is_open = True
 
     def fileno(self) -> int:
         """A descriptor that is readable when `step` has something to do. Not collective."""
@@ -126,7 +122,7 @@ class KeyValueStore:
         """
         for ready, events in self._selector.select(timeout_s):
             if ready.data is None:
-                self._accept()
+                self._strangers.accept(self._made)
                 continue
             connection: _Connection = ready.data
             try:
@@ -137,9 +133,7 @@ class KeyValueStore:
             except (OSError, BadFrame):
                 self._drop(connection)
         self._flush_answered()
-        late = time.monotonic() - self.limits.stranger_s
-        for connection in [one for one in self._strangers if one.since <= late]:
-            self._drop(connection)
+        self._strangers.look()
 
     def put(self, key: str, value: str) -> bool:
         """Set the value of a key, without a client. Not collective.
@@ -168,40 +162,21 @@ class KeyValueStore:
             self._is_open = False
             for connection in list(self._connections):
                 self._drop(connection)
-            self._listen(False)
+            self._strangers.close()
             self._selector.close()
-            self._listener.close()
 
     # Connections
 
-    def _listen(self, on: bool) -> None:
-        if on != self._is_listening:
-            self._is_listening = on
-            if on:
-                self._selector.register(self._listener, selectors.EVENT_READ)
-            else:
-                self._selector.unregister(self._listener)
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in _NO_MORE:  # without this, the waiting connection would keep step() from ever sleeping
-                self._listen(False)
-                if self._strangers:
-                    self._drop(next(iter(self._strangers)))
-            return
-        sock.setblocking(False)
+    def _made(self, sock: socket.socket) -> _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A node that has lost power sends nothing any more: its connection ends after a minute.
         for option, seconds in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection = _Connection(sock, Frames(2 * _TOKEN_NBYTES + 2), time.monotonic())
-        self._connections[connection] = self._strangers[connection] = None
+        connection = _Connection(sock, Frames(2 * _TOKEN_NBYTES + 2))
+        self._connections[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        if len(self._strangers) > self.limits.strangers:
-            self._drop(next(iter(self._strangers)))
+        return connection
 
     def _drop(self, connection: _Connection) -> None:
         if not connection.is_open:
@@ -210,15 +185,13 @@ class KeyValueStore:
         for number in list(connection.waits):
             self._forget(connection, number)
         del self._connections[connection]
-        self._strangers.pop(connection, None)
         self._selector.unregister(connection.sock)
         try:
             connection.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough if a forked process has it open, too
         except OSError:
             pass
         connection.sock.close()
-        if self._is_open:
-            self._listen(True)
+        self._strangers.closed(connection)
 
     def _receive(self, connection: _Connection) -> None:
         received = connection.sock.recv(1 << 16)
@@ -232,7 +205,7 @@ class KeyValueStore:
             elif isinstance(message, str) and hmac.compare_digest(message.encode(errors="replace"), self._secret):
                 connection.is_known = True
                 connection.frames.largest_nbytes = self.limits.message_nbytes
-                del self._strangers[connection]
+                self._strangers.known(connection)
             else:
                 raise BadFrame("no token")
             if not connection.is_open:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
 from .frames import BadFrame, Frames, pack
+from .strangers import Strangers
 
 Connect = Callable[[float], socket.socket]
 """Connects to one address within a number of seconds, or raises OSError."""
@@ -24,7 +25,6 @@ Connect = Callable[[float], socket.socket]
 _GREETING = "mlflash rendezvous"
 _LARGEST_NBYTES = 4096
 _ANSWER_S = 2.0  # limit for a new connection to send its request, and for an answer to arrive
-_STRANGERS = 64  # connections that have not sent their request; the oldest is closed for the next
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 
 
@@ -60,7 +60,7 @@ def serve(listener: socket.socket, launch: str, size: int, text: str, timeout_s:
 
 class _Connection:
     def __init__(self, sock: socket.socket):
-        self.sock, self.frames, self.since = sock, Frames(_LARGEST_NBYTES), time.monotonic()
+        self.sock, self.frames = sock, Frames(_LARGEST_NBYTES)
         self.rank: int | None = None  # once it has said so
 
 
@@ -68,48 +68,40 @@ class _Served:
     def __init__(self, listener: socket.socket, launch: str, size: int, text: str):
         self.got: set[int] = set()
         self._launch, self._size, self._text = launch, size, text
-        self._listener = listener
         self._connections: dict[_Connection, None] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        listener.setblocking(False)
+        self._strangers = Strangers(listener, self._selector, _ANSWER_S, self._drop)
 
     def step(self, timeout_s: float) -> None:
         for ready, _ in self._selector.select(min(timeout_s, _ANSWER_S if self._connections else timeout_s)):
             connection: _Connection | None = ready.data
             if connection is None:
-                self._accept()
+                self._strangers.accept(self._made)
                 continue
             try:
                 self._receive(connection)
             except (OSError, BadFrame):
                 self._drop(connection)
-        strangers = [one for one in self._connections if one.rank is None]  # oldest first
-        late = time.monotonic() - _ANSWER_S
-        for place, connection in enumerate(strangers):
-            if connection.since < late or place < len(strangers) - _STRANGERS:
-                self._drop(connection)
+        self._strangers.look()
 
     def close(self) -> None:
         for connection in list(self._connections):
             self._drop(connection)
+        self._strangers.close()
         self._selector.close()
-        self._listener.close()
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # it has already gone
-            return
-        sock.setblocking(False)
+    def _made(self, sock: socket.socket) -> _Connection:
         connection = _Connection(sock)
         self._connections[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
+        return connection
 
     def _drop(self, connection: _Connection) -> None:
-        del self._connections[connection]
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
+        if connection in self._connections:  # an earlier event may have dropped it
+            del self._connections[connection]
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
+            self._strangers.closed(connection)
 
     def _receive(self, connection: _Connection) -> None:
         received = connection.sock.recv(_LARGEST_NBYTES)
@@ -120,6 +112,7 @@ class _Served:
             match message:
                 case [str(greeting), self._launch, int(rank)] if greeting == _GREETING and 0 < rank < self._size:
                     connection.rank = rank
+                    self._strangers.known(connection)
                     connection.sock.sendall(pack([_GREETING, self._launch, self._text]))
                 case "got" if connection.rank is not None:
                     self.got.add(connection.rank)

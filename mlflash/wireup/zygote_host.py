@@ -35,6 +35,7 @@ READY = "couriers of this job start here now"
 _MEMORY = "/dev/shm"  # the default of MLFLASH_MEMORY
 _LARGEST_NBYTES = 1 << 22  # of a request, which contains an environment
 _ANSWER_S = 10.0
+_REQUEST_S = 2.0  # limit for a request to arrive: whoever says nothing delays the others
 _BACKLOG = 1024
 SOCK, TRAINER = "{sock}", "{trainer}"
 """Placeholders in the arguments of a program: the number of the zygote's socket; the trainer and its pidfd."""
@@ -219,7 +220,7 @@ class ZygoteHost:
         except OSError:  # the client has gone, or there are no descriptors left
             return
         with sock, contextlib.suppress(OSError, BadFrame, KeyError, TypeError, ValueError):
-            sock.settimeout(_ANSWER_S)
+            sock.settimeout(_REQUEST_S)
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             if not self._is_ending and _CREDENTIALS.unpack(credentials)[1] == os.geteuid():
                 self._serve(sock)
@@ -247,7 +248,7 @@ class ZygoteHost:
 def _received(sock: socket.socket) -> Iterator[tuple[dict[str, Any], tuple[int, int]]]:
     """One request with its two descriptors, which are closed afterwards."""
     frames, descriptors = Frames(_LARGEST_NBYTES), list[int]()
-    end = time.monotonic() + _ANSWER_S
+    end = time.monotonic() + _REQUEST_S
     try:
         while time.monotonic() < end:
             data, got, _, _ = socket.recv_fds(sock, 1 << 16, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from waiting import PATIENCE_S, until
 from mlflash.doctor import couriers
 from mlflash.doctor.findings import Level
 from mlflash.memory.courier_process import works_for
+from mlflash.wireup.private_directory import opened
 from mlflash.wireup.zygote_client import ZygoteClient
+from mlflash.wireup.zygote_host import HostedProcess
 
 pytestmark = [needs.MPI, needs.PMI_1]
 BIN = Path(sys.executable).parent
@@ -142,6 +145,17 @@ def test_trainers_that_come_all_at_once_are_all_served(job: Job) -> None:
     finally:
         for zygote in zygotes:
             zygote.stop(PATIENCE_S)
+
+
+def test_who_says_nothing_to_a_host_delays_it_for_a_moment(job: Job) -> None:
+    host = job.host()
+    (path,) = job.root.glob("mlflash-*/couriers-*")
+    with opened(path.parent) as folder, socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(f"{folder}/{path.name}")
+        zygote = ZygoteClient(["mlflash.courier.process_main:run"], job.environment, mpi=False)
+        zygote.stop(PATIENCE_S)
+    assert isinstance(zygote.process, HostedProcess), "the host did not start it"
+    assert host.poll() is None
 
 
 def test_a_process_that_knows_no_job_is_told_so(shm: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -74,6 +75,23 @@ def test_who_connects_and_says_nothing_holds_nobody_up() -> None:
     with connected(door) as silent, connected(door) as other:
         assert silent.recv(1) and other.recv(1)  # both have been let in
         assert door.ask(1, END_S) == 2
+
+
+def test_more_silent_connections_than_it_hears_are_closed() -> None:
+    door = open_door(lambda question: question + 1)
+    with contextlib.ExitStack() as silent:
+        heard = [silent.enter_context(connected(door)) for _ in range(64)]
+        assert all(line.recv(1) for line in heard)
+        assert not silent.enter_context(connected(door)).recv(1)
+        heard[0].close()
+        until(lambda: asked(door) == 2, "there is room for another one")
+
+
+def asked(door: Door) -> object:
+    try:
+        return door.ask(1, END_S)
+    except (EOFError, ConnectionError):  # it is closed at once
+        return None
 
 
 def test_who_asks_waits_no_longer_than_it_said_whatever_the_parent_does() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -278,6 +280,34 @@ def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, cap
         "an unknown process sent a message that cannot be read: ValueError('not the token of this job')"
         in capfd.readouterr().err
     )
+
+
+SILENT = """
+import resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+silent = [socket.create_connection((sys.argv[1], int(sys.argv[2])), 60) for _ in range(1100)]
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_thousand_silent_connections_keep_no_rank_from_being_replaced(start: Start, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    try:
+        ranks = start("a,b", "c")
+        said = Said(tmp_path)
+        until(lambda: len(said.begun()) == 3, "the spare")
+        first, second = said.seats(1)
+        words = [sys.executable, "-c", SILENT, *map(str, ranks._service.address)]
+        with killed_in_the_end(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+            assert stranger.stdout and stranger.stdout.readline() == b"there\n"
+            kill(second)
+            assert said.seats(2) == [first, said.begun()["c#0"]]
+            end_well(ranks, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_words_of_a_wrong_kind_harm_nobody(start: Start, tmp_path: Path) -> None:
