@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+_SHARED_MEMORY = Path("/dev/shm")
 _LONGEST = 128  # longest repeated sequence of blocks that is tried; more do not fit into a value of PMI
 
 
@@ -75,5 +76,10 @@ def name_of_host() -> str:
 
 
 def name_of_node(number: int | None) -> str:
-    """A name of what ranks share memory on: the host, or an emulated node of it. Not collective."""
-    return name_of_host() + ("" if number is None else f" {number}")
+    """A name of what ranks share memory on: a host, a container of it, or an emulated node. Not collective.
+
+    Containers of one host may have its name and its network, and a ``/dev/shm`` each (``docker run --network host``).
+    MPI would wait without end for a file that is in another one. The kernel numbers each file system of memory.
+    """
+    found = _SHARED_MEMORY.stat()
+    return f"{name_of_host()} {found.st_dev}:{found.st_ino}" + ("" if number is None else f" {number}")

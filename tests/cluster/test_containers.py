@@ -27,6 +27,12 @@ try:
 except mlflash.errors.JobInUse as error:
     print(error)
 """
+TWO_NODES = """
+import os, mlflash
+with mlflash.Checkpointer(job="j", timeout_s=60, redundancy="copy") as ckpt:
+    committed = ckpt.save(1, {"rank": int(os.environ["RANK"])}).wait().committed
+    print(committed, ckpt.survives)
+"""
 LARGE = """
 import numpy, mlflash
 with mlflash.Checkpointer(job="j") as ckpt:
@@ -75,6 +81,12 @@ def test_containers_that_share_memory_under_two_host_names_are_told_so(shm: Path
     said = containers(shm, spaces, 'hostname "$0"')
     assert all(" is alive on this node: end it first" in text for text in said), said
     assert all("containers of one job that share this memory need one host name, too" in text for text in said), said
+
+
+def test_containers_of_a_host_with_a_dev_shm_each_are_two_nodes() -> None:
+    """As `docker run --network host` makes them: they share the host's network and its name, and no memory."""
+    said = containers(Path("/dev/shm"), ["--mount"], "mount -t tmpfs tmpfs /dev/shm", script=TWO_NODES)
+    assert said == ["True any process; any 1 of 2 nodes\n"] * 2
 
 
 @pytest.mark.parametrize(
