@@ -25,6 +25,7 @@ from pathlib import Path
 
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
+from ..events import Event
 from ..wireup.courier_cores import to_list
 from ..wireup.departures import Departure, RankDeparted
 from ..wireup.launch import Couriers, Meeting
@@ -48,6 +49,7 @@ _NO_MPI = (
     "protocol, start all of the job from one installation of mlflash"
 )
 _IN_VAIN = 3  # if so many couriers in a row end before they are up, no more are started
+_ROUND_S = 30.0  # limit for `mlflash run` to replace another rank that keeps this one from having a courier
 _LAST_S = 2.0  # limit for posted jobs to end after a rank has left the job
 
 
@@ -75,7 +77,7 @@ class CourierLink:
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers of each set of ranks
         self.lost: Closed | None = None  # why there is no courier any more
         self._departed: Departure | None = None  # the first departure reported
-        self.is_closing = self._is_failing = False
+        self._closing, self._is_failing = Event(), False
         self._down = threading.Lock()  # held while items are added to `_held` or taken from it
         self._going_down = threading.Lock()
         self._restarting = threading.Lock()  # held by the thread that uses the zygote
@@ -93,6 +95,11 @@ class CourierLink:
         self.is_kept = KEPT in os.environ  # after a loss the other processes continue, and so does this one
         if not self.is_kept:
             sys.excepthook = self._hook
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this process needs no courier any more."""
+        return self._closing.is_set()
 
     def number(self) -> int:
         """A new number."""
@@ -189,7 +196,7 @@ class CourierLink:
             except StartFailed as error:
                 with contextlib.suppress(OSError, DeadlineExceeded):  # first, because `_lose` may end this process
                     self.couriers.depart(f"{_NO_MPI}: {error}", _ANNOUNCE_S, ends_job=False)
-                self._lose(Closed(_NO_MPI, found=str(error)))
+                self._lose(Closed(_NO_MPI, found=str(error)), is_own=True)
                 return True
             except (OSError, ValueError, DeadlineExceeded) as error:  # it is being closed, or the zygote has ended, too
                 log.debug("it is not known how this courier has ended: %s", error)
@@ -223,7 +230,8 @@ class CourierLink:
         except RankDeparted as departed:
             self._part(departed.departure)
         except Exception as error:
-            self._lose(_ended(f"the next one could not be started: {text_of(error)}"))
+            is_own = isinstance(error, (ZygoteLost, ZygoteRefused, CourierEnded))
+            self._lose(_ended(f"the next one could not be started: {text_of(error)}"), is_own)
 
     def _fail(self, print_it: Callable[..., object], pid: int, kind: type[BaseException], error: BaseException,
               *traceback: object) -> None:  # fmt: skip
@@ -288,8 +296,9 @@ class CourierLink:
         except Exception as error:
             if self.is_closing or self.lost is not None:
                 return
-            if isinstance(error, DeadlineExceeded) or not self._may_try_again(error):
-                self._lose(_ended(f"the next one could not be started: {text_of(error)}"))
+            is_late = isinstance(error, DeadlineExceeded)
+            if is_late or not self._may_try_again(error):
+                self._lose(_ended(f"the next one could not be started: {text_of(error)}"), is_own=not is_late)
             return
         with self._down:
             if self._losses > losses:  # this courier has ended, too
@@ -324,7 +333,12 @@ class CourierLink:
         if session is not None:
             session.take(frame)
 
-    def _lose(self, why: Closed) -> None:
+    def _lose(self, why: Closed, is_own: bool = False) -> None:
+        """Take for granted that there is no courier any more.
+
+        Args:
+            is_own: whether this rank cannot have one, and not another one.
+        """
         with self._down:
             held, self._held = self._held, None
             is_first, self.lost = self.lost is None, self.lost or why
@@ -334,6 +348,20 @@ class CourierLink:
         if is_first:
             for session in list(self.sessions.values()):
                 session.lose(why)
+            if self.is_kept and self._departed is None:
+                self._end_if_not_replaced(why, is_own)
+
+    def _end_if_not_replaced(self, why: Closed, is_own: bool) -> None:
+        """End this process, so that another one takes its rank, unless the next round comes because of another rank.
+
+        Under `keep_alive` nobody else would notice that this rank does not save any more.
+        """
+        if not self._closing.wait(0.0 if is_own else _ROUND_S):
+            log.error("%s. This process ends, and another one takes rank %d", why, self.couriers.rank)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
+                    stream.flush()
+            os._exit(1)
 
     def check(self) -> None:
         """Raise Closed if there is no courier any more. Not collective."""
@@ -342,14 +370,14 @@ class CourierLink:
 
     def close(self) -> None:
         """End the courier when it has done its jobs. Not collective."""
-        self.is_closing = True
+        self._closing.set()
         self.queue.put(None)
         self._sender.join(_LAST_S)
         self.couriers.close(kill=False)
 
     def interrupt(self, why: MlflashError) -> None:
         """Kill the courier, fail everything that waits for it, and start no next one. Not collective; any thread."""
-        self.is_closing = True
+        self._closing.set()
         self._lose(Closed(str(why)))
         self.couriers.give_up()
 

@@ -31,7 +31,7 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; a new run waits 5 s for the old one
+ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; see `forked_courier.ENDS_S`
 _TOLD_S = 0.05  # shortest time between two reports of a drain's progress
 _PLANS = 3  # older plans to keep, in addition to the newest
 

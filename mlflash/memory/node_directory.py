@@ -75,7 +75,7 @@ class NodeDirectory:
         self._lock_fd = -1
         self._locks: list[tuple[str, int]] = []
 
-    def lock(self, local_rank: int, local_size: int, wait_s: float = 5.0) -> None:
+    def lock(self, local_rank: int, local_size: int, wait_s: float = 8.0) -> None:
         """Hold this rank's part of the job's lock until the process ends.
 
         Not collective, but each rank of the node calls it. The first local rank also holds the places of all local

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator
 
 from . import mpich_segments
@@ -11,6 +12,11 @@ from .address_relay import Watch
 from .frames import Frames
 from .pmi_server import PmiServer
 from .store_client import StoreClient
+
+NOT_UP = "MPI was not up"
+"""How the text begins why a courier was killed in MPI_Init."""
+ENDS_S = 6.0
+"""Limit for a courier to end after its trainer: it gives up what is left after 4 s, and a new run waits 8 s for it."""
 
 
 @dataclasses.dataclass
@@ -23,13 +29,15 @@ class ForkedCourier:
         epoch: the name of its world.
         rank: in that world.
         mpi: the server of PMI over which it starts MPI, and that server's connection; None without MPI.
-        up_s: how long it may take to initialize MPI after its trainer's end, in seconds.
+        up_s: how long it may take to initialize MPI, in seconds.
         reports_fd: a pipe from it.
         reports: what came over the pipe.
         segments: shared memory that it may leave behind.
         reports_more: whether the pipe is open.
         is_up: whether its MPI is initialized.
+        up_at: since when, by time.monotonic.
         why: why the zygote killed it.
+        forked_at: when, by time.monotonic.
     """
 
     pid: int
@@ -43,7 +51,9 @@ class ForkedCourier:
     segments: set[str]
     reports_more: bool = True
     is_up: bool = False
+    up_at: float = 0.0
     why: str | None = None
+    forked_at: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def error(self) -> str | None:

@@ -156,8 +156,8 @@ class Couriers:
         when the courier is forked; `wait_up` waits for its MPI. After DeadlineExceeded it may be called again.
 
         Args:
-            timeout_s: how long it may take, in seconds. If this process ends, and MPI of the courier is not up this
-                long afterwards, the courier is killed.
+            timeout_s: how long it may take, in seconds. If MPI of the courier is not up so long after its fork, it is
+                killed.
             freed: what this rank has seen freed, for all ranks to know.
 
         Raises:

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 
+from .forked_courier import NOT_UP
 from .pmi_server import ABORTS
 from .zygote_client import CourierEnd, ZygoteClient
 
@@ -71,7 +72,7 @@ def check_start(running: RunningCourier, zygote: ZygoteClient) -> None:
     poll.register(running.pidfd, select.POLLIN)
     if poll.poll(_REAPED_S * 1000):
         end = zygote.wait(running.pid, _REAPED_S)
-        # The zygote kills a courier whose MPI has reported an abort. Such a courier counts as ended by itself.
-        by_itself = end.signal is None or (end.why or "").startswith(ABORTS)
+        # The zygote kills a courier whose MPI has reported an abort, or has not come up. It has ended by itself.
+        by_itself = end.signal is None or (end.why or "").startswith((ABORTS, NOT_UP))
         if not zygote.is_up(running.pid) and by_itself:
             raise StartFailed(str(ended(end)))

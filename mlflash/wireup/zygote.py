@@ -26,10 +26,11 @@ After ``serve`` it serves the key-value store of ``ranks`` ranks, at an address 
 port 0 and token null it chooses both.
 
 ``nodes`` is a list of the node of each rank, ``store`` is host (numeric) and port, and ``entry`` is one of the given
-functions. If a trainer has ended, and its courier has not initialized MPI ``up_s`` seconds later, the courier is
-killed, because it may wait for ranks that never come. It runs on ``cores`` if possible; null means the cores of its
-zygote. If ``reads`` is false, its MPI does not read the memory of other processes (`cross_memory`). If ``store`` is
-null, the courier has no MPI, and its world is one rank.
+functions. A courier that has not initialized MPI ``up_s`` seconds after its fork is killed, because it may wait for
+ranks that never come. One that has not ended `ENDS_S` seconds after its trainer, or after its later MPI_Init, is
+killed, too, because it has the job's lock. It runs on ``cores`` if possible; null means the cores of its zygote. If
+``reads`` is false, its MPI does not read the memory of other processes (`cross_memory`). If ``store`` is null, the
+courier has no MPI, and its world is one rank.
 
 Two messages are no answers: ``{"event": "up", "pid": ...}`` when a courier's MPI is initialized, and
 ``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}`` at a courier's end. Either the exit status or
@@ -42,7 +43,6 @@ import contextlib
 import functools
 import gc
 import os
-import resource
 import select
 import signal
 import socket
@@ -52,14 +52,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import courier_process, mpich_segments
+from ..errors import UnsafePath
+from . import courier_process, mpich_segments, open_files
 from .courier_process import Courier
 from .departures import Departure, Farewell, needed_until_up, number_of
-from .forked_courier import ForkedCourier
+from .forked_courier import ENDS_S, NOT_UP, ForkedCourier
 from .frames import BadFrame, Frames, pack, send_ready
 from .key_value_store import KeyValueStore
 from .pmi_server import PmiServer, is_epoch_name
 from .process_mapping import numbered
+from .segment_records import SegmentRecord
 from .store_client import StoreClient
 from .store_limits import Limits
 from .zygote_imports import Entry, import_all, vendor
@@ -94,6 +96,7 @@ class Zygote:
         self._children: dict[int, ForkedCourier] = {}
         self._used: set[tuple[str, int]] = set()  # epochs and ranks that had a courier
         self._segments: set[str] = set()  # of killed couriers; other processes still map them
+        self._record: SegmentRecord | None = None  # for whoever finds them if this process is killed, too
         self._store: KeyValueStore | None = None  # the store that this zygote serves
         self._trainer_ended: float | None = None  # by time.monotonic
         self._hears = True
@@ -110,10 +113,12 @@ class Zygote:
             for child in list(self._children.values()):
                 if child.error is not None and child.why is None:
                     self._kill(child, child.error)
-            for child, left_s in self._orphans():
-                if left_s <= 0 and child.why is None:
-                    self._kill(child, f"its trainer has ended, and MPI was not up {child.up_s:g} s later")
+            for child, left_s, why in self._limits():
+                if left_s <= 0:
+                    self._kill(child, why)
         mpich_segments.remove_unmapped(self._segments)
+        if self._record is not None:
+            self._record.close()
         if self._trainer_ended is None and self._unsent:
             self._sock.settimeout(1.0)
             self._flush()
@@ -132,13 +137,20 @@ class Zygote:
             self._farewell = Farewell(store, departure, number_of(self._newest["epoch"]))
         return self._farewell.left_s > 0
 
-    def _orphans(self) -> list[tuple[ForkedCourier, float]]:
-        """Couriers that may wait in MPI_Init for ranks that never come, with the seconds that each has left."""
-        if self._trainer_ended is None:
-            return []
-        waited_s = time.monotonic() - self._trainer_ended
-        return [(child, child.up_s - waited_s) for child in self._children.values()
-                if child.mpi is not None and not child.is_up and child.why is None]  # fmt: skip
+    def _limits(self) -> list[tuple[ForkedCourier, float, str]]:
+        """Couriers that must reach something, with the seconds that each has left, and why it is killed then."""
+        now, found = time.monotonic(), []
+        for child in self._children.values():
+            if child.why is not None:
+                continue
+            if child.mpi is not None and not child.is_up:
+                found.append(
+                    (child, child.forked_at + child.up_s - now, f"{NOT_UP} {child.up_s:g} s after it was forked")
+                )
+            elif self._trainer_ended is not None:
+                end = max(self._trainer_ended, child.up_at) + ENDS_S
+                found.append((child, end - now, f"its trainer ended {ENDS_S:g} s ago"))
+        return found
 
     def _ready(self) -> list[Callable[[], None]]:
         """Wait, and return what to do."""
@@ -162,7 +174,7 @@ class Zygote:
                 watch(fd, events, act)
         if self._store is not None:
             watch(self._store.fileno(), select.POLLIN, self._store.step)
-        waits = [left_s for _, left_s in self._orphans()]
+        waits = [left_s for _, left_s, _ in self._limits()]
         if self._farewell is not None:
             store = self._farewell.store
             watch(store.fileno(), store.events, store.step)
@@ -236,7 +248,8 @@ class Zygote:
 
     def _serve(self, host: str, port: int, token: str | None, ranks: int) -> dict[str, Any]:
         if self._store is None:
-            _allow_descriptors(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS)
+            if why_not := open_files.allow(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS):
+                raise _Refused(f"the key-value store of rank 0 {why_not}")
             # All ranks connect at once, and those that were forked first send their token last.
             strangers = Limits.strangers + _DESCRIPTORS_PER_RANK * ranks
             self._store = KeyValueStore(host, port, token, Limits(strangers=strangers))
@@ -280,6 +293,9 @@ class Zygote:
     def _fork_checked(self, order: dict[str, Any], trainer: socket.socket) -> int:
         epoch, rank, nodes = order["epoch"], order["rank"], tuple(order["nodes"])
         zygote_pid = os.getpid()
+        segments = set() if order["store"] is None else mpich_segments.named_after(epoch, numbered(nodes)[rank])
+        if segments:
+            self._note(segments)
         with contextlib.ExitStack() as opened:
             ours, its = socket.socketpair() if order["store"] is not None else (None, None)
             if its is not None:
@@ -308,11 +324,17 @@ class Zygote:
                     os.waitpid(pid, 0)
                     raise
                 kept.pop_all()
-        segments = mpich_segments.named_after(epoch, numbered(nodes)[rank]) if mpi is not None else set()
         self._children[pid] = ForkedCourier(
             pid, pidfd, epoch, rank, mpi, order["up_s"], reports_fd, Frames(_LARGEST_NBYTES), segments
         )
         return pid
+
+    def _note(self, segments: set[str]) -> None:
+        """Write down what a courier may leave. Without a directory for that, it is left if all are killed."""
+        with contextlib.suppress(OSError, UnsafePath):
+            if self._record is None:
+                self._record = SegmentRecord(mpich_segments.SHARED_MEMORY / f"mlflash-{os.geteuid()}")
+            self._record.add(segments)
 
     def _kill(self, child: ForkedCourier, why: str | None) -> None:
         child.why = child.why or why
@@ -331,7 +353,7 @@ class Zygote:
             child.reports_more = bool(reported)
             child.reports.add(reported)
             for report in child.reports.messages():
-                child.is_up = True
+                child.is_up, child.up_at = True, time.monotonic()
                 if child.mpi is not None:
                     child.mpi[0].initialized(*needed_until_up(number_of(child.epoch)))
                 child.segments |= {name for name in report["mapped"] if mpich_segments.is_segment(name)}
@@ -352,18 +374,6 @@ class Zygote:
         why = child.why or child.error
         self._tell({"event": "ended", "pid": child.pid, "epoch": child.epoch, "rank": child.rank, "why": why,
                     "status": status if status >= 0 else None, "signal": -status if status < 0 else None})  # fmt: skip
-
-
-def _allow_descriptors(count: int) -> None:
-    """Allow this process a number of open descriptors, if possible."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < count:
-        raise _Refused(
-            f"the key-value store needs {count} open files, and the hard limit of this host is {hard}: raise it for "
-            "rank 0 (ulimit -Hn, or LimitNOFILE of the daemon that starts it)"
-        )
-    if soft != resource.RLIM_INFINITY and soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else count, hard))
 
 
 def main(arguments: list[str]) -> NoReturn:

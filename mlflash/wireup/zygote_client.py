@@ -171,8 +171,7 @@ class ZygoteClient:
             token: that of the store.
             descriptor: a socket; the courier gets a copy, so close yours.
             timeout_s: how long to wait, in seconds; the first call also waits for the zygote's imports.
-            up_s: how long the courier may take to initialize MPI after the end of this process, in seconds; None:
-                ``timeout_s``.
+            up_s: how long the courier may take to initialize MPI, in seconds; None: ``timeout_s``.
             cores: the cores on which it runs if possible; None: those of the zygote.
             reads: whether on each node all ranks can read each other's memory (`cross_memory`).
 

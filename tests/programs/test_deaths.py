@@ -180,6 +180,34 @@ def test_a_courier_that_ends_while_all_close_takes_nothing_along(
     until(lambda: not job.left(), "the end of all that was started")
 
 
+@pytest.mark.parametrize("launcher", ["none"])
+def test_a_courier_that_is_stopped_when_its_trainer_ends_does_not_keep_the_job(job: Job, launcher: str) -> None:
+    job.start(who="courier", how="stopped", rank=0)
+    (victim,) = job.wait_for("victim", 1)
+    until(lambda: not runs(victim["pid"]), "the victim to be stopped")
+    for process in job.processes:
+        process.kill()
+    job.start()  # at once: the job's lock is free in time
+    assert not any(job.wait()), job.log
+    restored = {(record["step"], record["same"]) for record in job.records("restored")}
+    assert restored in ({(1, True)}, {(2, True)}), job.log
+    until(lambda: not job.left(), "the end of all that was started")
+
+
+@pytest.mark.parametrize("launcher", ["none"])
+def test_shared_memory_of_a_job_that_is_killed_whole_is_removed_by_the_next(job: Job, launcher: str) -> None:
+    job.start(who="courier", how="stopped", rank=0)
+    job.wait_for("victim", 1)
+    names = {name for record in job.wait_for("mapped", 2) for name in record["names"]}
+    while left := job.left():  # as a scheduler does it: nobody is left who could remove anything
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert names and all(Path("/dev/shm", name).exists() for name in names)
+    job.start()
+    assert not any(job.wait()), job.log
+    assert not [name for name in names if Path("/dev/shm", name).exists()]
+
+
 @pytest.mark.parametrize(
     ("who", "how", "launcher"),
     [pytest.param(who, how, launcher, id=f"{who} {how}-{launcher}",

@@ -190,13 +190,17 @@ def test_a_rank_that_was_never_started_is_named_and_the_others_leave_nothing(job
     assert zero["children"] == one["children"] == []
 
 
-def test_a_courier_that_waits_in_init_ends_after_its_trainer(job: Job) -> None:
+def test_a_courier_that_waits_in_init_is_killed_in_time(job: Job) -> None:
+    """Though its trainer lives; the zygote ends with the trainer."""
     names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     zero = job.start([sys.executable], {**names, "RANK": "0"}, do="alone_in_init", up_s=0.5)
     job.start([sys.executable], {**names, "RANK": "1"}, do="alone_in_init", up_s=0.5, entry="wireup_courier:before_mpi")
     until(lambda: (job.folder / "0").exists() and (job.folder / "1").exists(), "both have waited")
     (said,) = job.said(0)
-    assert "to initialize MPI" in said["error"] and all(lives(pid) for pid in said["pids"])
+    zygote, courier = said["pids"]
+    assert "to initialize MPI" in said["error"]
+    until(lambda: not lives(courier), "the courier is gone")
+    assert lives(zygote)
     zero.kill()
-    until(lambda: not [pid for pid in said["pids"] if lives(pid)], "courier and zygote are gone")
+    until(lambda: not lives(zygote), "the zygote is gone")
     assert not [name for name in named_after(said["epoch"], 0) if (SHM / name).exists()]

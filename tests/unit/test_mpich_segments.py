@@ -14,6 +14,7 @@ import pytest
 
 from mlflash.wireup import mpich_segments
 from mlflash.wireup.mpich_segments import SHARED_MEMORY, is_segment, mapped_by, named_after, remove_unmapped
+from mlflash.wireup.segment_records import SegmentRecord
 
 
 @pytest.fixture
@@ -49,6 +50,33 @@ def test_nothing_but_a_file_of_ours_is_removed(name: str, monkeypatch: pytest.Mo
     link.unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert mpich_segments.remove_unmapped({name}) == set() and target.exists()
+
+
+def test_what_a_killed_zygote_has_left_is_removed_by_the_next_one(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "mine"
+    killed, lives = SegmentRecord(directory), SegmentRecord(directory)
+    killed.add({name, "mpich_shm_0_0"})
+    lives.add({name})
+    os.close(killed._fd)  # as at the end of its process
+    with open(SHARED_MEMORY / name, "r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+    SegmentRecord(directory).close()
+    assert (SHARED_MEMORY / name).exists(), "another zygote may have a courier that maps it"
+    lives.close()
+    SegmentRecord(directory).close()
+    assert (SHARED_MEMORY / name).exists() and [*directory.iterdir()], "somebody maps it"
+    mapped.close()
+    SegmentRecord(directory).close()
+    assert not (SHARED_MEMORY / name).exists() and not [*directory.iterdir()]
+
+
+def test_files_of_other_kinds_are_left_as_they_are(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "mine"
+    directory.mkdir(0o700)
+    (directory / "segments-odd").write_text(f"../{name}\n/dev/shm/{name}\nmpich\n")
+    (directory / "couriers-1").write_text(name)
+    SegmentRecord(directory).close()
+    assert (SHARED_MEMORY / name).exists() and [path.name for path in directory.iterdir()] == ["couriers-1"]
 
 
 def test_names_follow_from_the_epoch_as_in_mpich() -> None:

@@ -1,0 +1,68 @@
+"""A rank of `mlflash run --keep-alive` whose couriers cannot be started any more is a lost rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import needs
+from waiting import PATIENCE_S
+
+pytestmark = [needs.MPI, needs.PMI_1]
+TRAIN = """
+import os, pathlib, sys, threading
+import numpy as np
+import mlflash
+from mlflash.courier import linked
+
+LAST, OUT = 30, pathlib.Path(sys.argv[1])
+state = {"w": np.zeros(1000), "step": 0}
+
+
+def lose_each_zygote():
+    while True:
+        try:
+            linked._link.couriers.zygote.process.kill()
+        except (AttributeError, OSError):
+            pass
+
+
+def train(ckpt, step):
+    rank = int(os.environ["RANK"])
+    for step in range(step + 1, LAST + 1):
+        if (rank, step) == (1, 5) and not (OUT / "doomed").exists():
+            (OUT / "doomed").write_text(str(os.getpid()))
+            threading.Thread(target=lose_each_zygote, daemon=True).start()
+        state["w"] += step
+        state["step"] = step
+        try:
+            ckpt.save(step, state).wait()
+        except mlflash.errors.SaveFailed:  # a courier is started anew
+            pass
+    while not ckpt.save(LAST + 1, state).wait().committed:
+        pass
+    return ckpt.steps()
+
+
+steps = mlflash.keep_alive(train, state, timeout_s=30.0, ranks_per_node=1, redundancy="copy")
+(OUT / f"end-{os.environ['RANK']}").write_text(f"{os.getpid()} {state['w'][0]:g} {steps[-1]}")
+"""
+
+
+def test_a_rank_whose_couriers_cannot_be_started_is_replaced(shm: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    options = ["-N", "1", "--ranks-per-node", "2", "--keep-alive", "--spares", "1", "--job", "kept"]
+    words = ["run", *options, "--", "python", script, tmp_path]
+    env = {**os.environ, "MLFLASH_MEMORY": str(shm), "OMP_NUM_THREADS": "1",
+           "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "mlflash", *map(str, words)], cwd=tmp_path, env=env, text=True,
+                          capture_output=True, timeout=2 * PATIENCE_S, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "This process ends, and another one takes rank 1" in done.stderr
+    assert "rank 1 was lost (its process ended with code 1); all train on after step" in done.stderr
+    ends = [(tmp_path / f"end-{rank}").read_text().split() for rank in range(2)]
+    assert [end[1:] for end in ends] == [["465", "31"]] * 2
+    assert ends[1][0] != (tmp_path / "doomed").read_text()
