@@ -284,6 +284,7 @@ np.savez(out, weight=state["model"]["weight"], tied=state["model"]["tied"], arra
 """
 
 
+@pytest.mark.slow
 @general
 def test_plain_dcp_loads_what_was_drained_as_dcp_and_mlflash_restores_every_ranks_own(
     options: dict[str, Any], pfs: Path, root: Path, nodes: Nodes

@@ -91,8 +91,8 @@ RANKS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(
     ("launcher", "initializes"),
     [
-        pytest.param("ssh", True, marks=pytest.mark.gate),
-        ("ssh", False),
+        ("ssh", True),
+        pytest.param("ssh", False, marks=pytest.mark.gate),
         ("IPv6", False),
         ("Ray Train", True),
         ("PyTorchJob", False),

@@ -39,11 +39,11 @@ def test_no_seed_fails_and_nearly_all_crash_points_are_reached() -> None:
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    once, again = (re.findall("digest.*", simulate("", "0:8", "--digests", "--jobs", jobs)) for jobs in "12")
-    assert len(once) == 8 and sorted(once) == sorted(again)
+    once, again = (re.findall("digest.*", simulate("", "0:5", "--digests", "--jobs", jobs)) for jobs in "12")
+    assert len(once) == 5 and sorted(once) == sorted(again)
 
 
 @pytest.mark.parametrize(("scheme", "transport"), [("copy", "rma"), ("rs:2+1", "p2p")])
 def test_every_state_that_a_crash_of_a_save_can_leave_is_restored_from(scheme: str, transport: str) -> None:
     # A sample: all of them by hand, with --every 1.
-    simulate("cuts.py", "--every", "16", "--set", f"scheme={scheme}", f"transport={transport}")
+    simulate("cuts.py", "--every", "24", "--set", f"scheme={scheme}", f"transport={transport}")

@@ -31,8 +31,10 @@ def state_of(seed: int, mesh: Any, *placements: Any) -> dict[str, Any]:
     return {"cut": cut, "step": torch.tensor(float(seed)), "epoch": seed}
 
 
-@pytest.mark.parametrize("how", ["sync", "thread", "process"])
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.gate)])
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [("sync", 0), pytest.param("sync", 1, marks=pytest.mark.gate), ("thread", 0), ("thread", 1), ("process", 1)],
+)
 def test_a_lost_node_costs_nothing_on_as_many_ranks_or_fewer(
     started: Callable[..., Any], nodes: Nodes, lost: int, how: str
 ) -> None:
