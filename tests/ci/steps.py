@@ -48,20 +48,20 @@ def _gate(name: str, seconds: float, *after: str, waits: bool = False) -> Step:
     return Step(name, f"{name} MARK=gate", seconds, after or ("env",), waits=waits)
 
 
-def _first(unit: str) -> tuple[Step, ...]:
+def _first(unit: str, seconds: float) -> tuple[Step, ...]:
     return (
         Step("packages", ".venv/.tests", 75, (), is_first=True, has_report=False),
         _environment("env-lint", 11, is_first=True),
         Step("lint", "lint", 3, ("env-lint",), is_first=True, has_report=False),
         Step("wheel", ".venv-build/.wheel", 6, (), is_first=True, has_report=False),
         _environment("env", 5, "packages", "wheel", is_first=True),
-        Step("unit", unit, 90, is_first=True),
+        Step("unit", unit, seconds, is_first=True),
         Step("type", "type", 20, ("env", "env-lint"), is_first=True, has_report=False),
     )
 
 
 GATE = (
-    *_first("unit MARK='not slow'"),
+    *_first("unit MARK='not slow'", 90),
     # What waits.
     _gate("slurm", 60, waits=True),
     _gate("cluster", 80, waits=True),
@@ -85,7 +85,7 @@ GATE = (
     Step("test-1", "test-1 TRANSPORT=p2p", 40),
 )
 FULL = (
-    *_first("unit"),
+    *_first("unit", 200),
     Step("docs", "docs", 60, ("wheel",), has_report=False),
     _environment("env-openmpi", 10, "env"),
     _environment("env-transformers", 50, "env"),

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
 Spec = tuple[Any, ...]
@@ -203,6 +205,16 @@ class Built:
             return Wrapper(half, half)
         return self._keep(tensor)
 
+    def _dtensor(self, path: str, dtype: str, shape: Any, mesh: str, splits: Any, seed: int) -> Any:
+        whole = self._viewed(getattr(torch, dtype), tuple(shape), "plain", seed)
+        if not torch.distributed.is_initialized():
+            return self._keep(whole)
+        of = meshes()[mesh]
+        placements = [Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in splits[: of.ndim]]
+        if not shape and of.get_coordinate() is None:
+            self.doubtful.add(path)
+        return distribute_tensor(whole, of, placements, src_data_rank=None)
+
     def _viewed(self, kind: torch.dtype, shape: tuple[int, ...], view: str, seed: int) -> torch.Tensor:
         def raw(*shape: int, kind: torch.dtype = kind) -> torch.Tensor:
             nbytes = int(np.prod(shape)) * kind.itemsize
@@ -256,6 +268,15 @@ class Built:
     def _odd(self, path: str, name: str) -> Any:
         self.doubtful |= {path, f"{path}.kept"}
         return ODD[name]()
+
+
+@functools.cache
+def meshes() -> dict[str, DeviceMesh]:
+    """The meshes of this job: of all ranks, of rows and columns of them, and one that not all ranks are on."""
+    size = torch.distributed.get_world_size()
+    grid = init_device_mesh("cpu", (max(1, size // 2), min(2, size)), mesh_dim_names=("rows", "columns"))
+    return {"line": init_device_mesh("cpu", (size,)), "grid": grid, "rows": grid["rows"], "columns": grid["columns"],
+            "last": DeviceMesh("cpu", [size - 1])}  # fmt: skip
 
 
 @functools.cache
@@ -359,7 +380,12 @@ def _arrays(dtypes: list[int], wraps: list[str]) -> st.SearchStrategy[Spec]:
     return st.tuples(st.just("array"), st.sampled_from(dtypes), _SHAPES, _VIEWS, _SEEDS, st.sampled_from(wraps))
 
 
+_SPLITS = st.sampled_from([None, 0, 1])
 _LEAVES = st.one_of(
+    st.tuples(
+        st.just("dtensor"), st.sampled_from(["float32", "bfloat16", "int64"]), _SHAPES,
+        st.sampled_from(["line", "grid", "rows", "columns", "last"]), st.tuples(_SPLITS, _SPLITS), _SEEDS,
+    ),
     _tensors([name for name in TORCH_DTYPES if not _is_strange(name)], ["", "", "", "parameter", "own"]),
     _arrays(_BYTES, ["", "", "", "memmap"]),
     st.tuples(st.just("plain"), _PLAIN),
@@ -414,6 +440,8 @@ def changed(spec: Spec, by: int) -> Spec:
 
     def again(spec: Spec) -> Spec:
         kind, *rest = spec
+        if kind == "dtensor":
+            return (*spec[:-1], by)
         if kind in ("tensor", "array"):
             return ("tie", made.randrange(9)) if how == "ties" and made.random() < 0.5 else (*spec[:-2], by, spec[-1])
         if kind == "dict":
@@ -442,6 +470,12 @@ def differences(one: Any, other: Any, path: str, loaded: bool) -> list[str]:
     """
     if isinstance(one, Thing) and loaded:
         one = one.state_dict()
+    if isinstance(one, DTensor) and type(other) is DTensor:
+        if (one.placements, one.device_mesh, one.shape) != (other.placements, other.device_mesh, other.shape):
+            return [f"{path}: another mesh, other shards or another shape"]
+        one, other = one.to_local(), other.to_local()
+    elif isinstance(one, DTensor) and loaded:  # of a state of its own, in which nothing says what it was
+        one = one.to_local() if one.device_mesh.get_coordinate() is not None else one.to_local().new_zeros(other.shape)
     wanted = _as_loaded(one) if loaded else type(one)
     if type(other) is not wanted:
         return [f"{path}: {wanted} and {type(other)}"]

@@ -6,17 +6,29 @@ tests/programs/test_any_state.py does the same on ranks and in a new process.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import states
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import Built, Spec, changed, differences, untied
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from unit.stored import Store
 
 from mlflash.errors import StateError
 from mlflash.memory.node_directory import NodeDirectory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_of_four_ranks() -> Iterator[None]:
+    """DTensors are on meshes of these; nobody communicates."""
+    torch.distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+    states.meshes.cache_clear()
 
 
 def check(*specs: Spec) -> None:
