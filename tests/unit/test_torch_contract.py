@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
+from torch.nn.utils import parametrizations, prune
+from torch.optim import lr_scheduler, swa_utils
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_leaves
 from unit.stored import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -40,7 +43,22 @@ _OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     **{name: (lambda p, name=name: getattr(torch.optim, name)(p)) for name in (
         "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")},
 }  # fmt: skip
-_OTHER = {"Optimizer", "SparseAdam", "Muon"}  # an abstract class; one for sparse gradients; one for matrices only
+_OF_SOME: dict[str, Callable[[], Any]] = {  # a model that they take
+    "SparseAdam": lambda: Chosen(sparse=True),
+    "Muon": lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)),
+}
+
+
+class Chosen(nn.Module):
+    """Rows of a table, of which the numbers of an input choose some."""
+
+    def __init__(self, sparse: bool):
+        super().__init__()
+        self.table = nn.Embedding(7, 2, sparse=sparse)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.table((10 * inputs).long() % 7)
+        return rows
 
 
 def classes(module: Any, base: type) -> set[str]:
@@ -49,7 +67,7 @@ def classes(module: Any, base: type) -> set[str]:
 
 def test_each_class_of_torch_is_tried() -> None:
     assert classes(lr_scheduler, lr_scheduler.LRScheduler) - {"LRScheduler", "_LRScheduler"} == set(_SCHEDULERS)
-    assert classes(torch.optim, torch.optim.Optimizer) - _OTHER == set(_OPTIMIZERS)
+    assert classes(torch.optim, torch.optim.Optimizer) - {"Optimizer"} == {*_OPTIMIZERS, *_OF_SOME}
 
 
 def trained(state: State, steps: range) -> list[Any]:
@@ -72,9 +90,14 @@ def trained(state: State, steps: range) -> list[Any]:
     return [*found, *(parameter.detach().clone() for parameter in state["model"].parameters())]
 
 
-def made(optimizer: Callable[[Any], Any], schedule: Callable[[Any], Any] | None = None) -> State:
+def dense() -> Any:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def made(optimizer: Callable[[Any], Any], schedule: Callable[[Any], Any] | None = None,
+         make: Callable[[], Any] = dense) -> State:  # fmt: skip
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = make()
     state: State = {"model": model, "optimizer": optimizer(model.parameters())}
     if schedule is not None:
         state["schedule"] = schedule(state["optimizer"])
@@ -102,6 +125,75 @@ def test_a_schedule_goes_on(node_memory: Any, name: str) -> None:
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_an_optimizer_goes_on(node_memory: Any, name: str) -> None:
     goes_on(Store(node_memory), lambda: made(_OPTIMIZERS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _OF_SOME)
+def test_an_optimizer_of_some_models_goes_on(node_memory: Any, name: str) -> None:
+    goes_on(Store(node_memory), lambda: made(getattr(torch.optim, name), make=_OF_SOME[name]))
+
+
+# Modules, with the arguments and inputs that torch's own tests have for them
+
+_WRAPPED: dict[str, Callable[[], Any]] = {
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 4)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 4)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 4)),
+    "older spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4)),
+    "averaged": lambda: swa_utils.AveragedModel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), use_buffers=True),
+    "fake quantized": lambda: torch.ao.quantization.FakeQuantize.with_args(
+        observer=torch.ao.quantization.MovingAverageMinMaxObserver)(),
+    "pruned": lambda: prune.l1_unstructured(nn.Linear(3, 4), "weight", 0.5),
+}  # fmt: skip
+
+
+def is_restored(store: Store, make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
+    """Check that what another module has learnt makes a new one the same, in what it holds and what it computes."""
+    torch.manual_seed(1)
+    model = make()
+    for _ in range(2):
+        use(model)
+    store.write({"model": model})
+    saved = {name: value.clone() if torch.is_tensor(value) else value for name, value in model.state_dict().items()}
+    torch.manual_seed(2)
+    other = make()
+    use(other)
+    store.fill({"model": other})
+    found = other.state_dict()
+    assert found.keys() == saved.keys() and found._metadata == model.state_dict()._metadata
+    assert all(torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
+               for name, value in saved.items())  # fmt: skip
+    results = []
+    for one in (model, other):
+        torch.manual_seed(3)
+        results.append(tree_leaves(use(one)))
+    assert all(torch.equal(*pair) if torch.is_tensor(pair[0]) else pair[0] == pair[1]
+               for pair in zip(*results, strict=True))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
+def test_a_module_is_as_it_was(node_memory: Any, info: Any) -> None:
+    tried = 0
+    for case in info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True):
+        built, given = case.constructor_input, case.forward_input
+        if given is None or not info.module_cls(*built.args, **built.kwargs).state_dict():
+            continue
+        tried += 1
+        is_restored(Store(node_memory), lambda built=built: info.module_cls(*built.args, **built.kwargs).float(),
+                    lambda model, given=given: model(*given.args, **given.kwargs))  # fmt: skip
+        if tried == 2:
+            break
+
+
+@pytest.mark.parametrize("name", _WRAPPED)
+def test_a_wrapped_module_is_as_it_was(node_memory: Any, name: str) -> None:
+    def use(model: Any) -> Any:
+        if isinstance(model, swa_utils.AveragedModel):
+            model.update_parameters(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        return model(torch.randn(5, 3))
+
+    is_restored(Store(node_memory), _WRAPPED[name], use)
 
 
 # Modules whose loading looks at what their state dict says of their versions
