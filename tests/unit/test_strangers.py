@@ -135,8 +135,9 @@ def test_without_a_descriptor_and_a_stranger_it_sleeps_and_listens_again(
 def test_each_listener_is_in_the_table_of_guarantees() -> None:
     root = Path(__file__).parents[2]
     listens = re.compile(r"\.listen\(|create_server\(")
-    found = {path.relative_to(root / "mlflash").as_posix() for path in (root / "mlflash").rglob("*.py")
-             if listens.search(path.read_text())}  # fmt: skip
+    files = {path.relative_to(root / "mlflash").as_posix(): path for path in (root / "mlflash").rglob("*.py")}
+    files |= {path.relative_to(root).as_posix(): path for path in (root / "adapters").rglob("*.py")}
+    found = {name for name, path in files.items() if listens.search(path.read_text())}
     table = (root / "docs" / "guarantees.md").read_text().partition("### Listeners")[2].partition("###")[0]
     # One only tries whether an address can be listened at.
     assert found - {"wireup/own_address.py"} == set(re.findall(r"^\| `([\w/]+\.py)`", table, re.MULTILINE))
