@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,8 @@ class Config:
 
         A chain of Slurm jobs that the user did not name is one owner.
         """
-        by_slurm = re.fullmatch(r"slurm-[0-9]+-([0-9a-f]{8})", self.job)
-        return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[1] if by_slurm else self.job}"
+        by_slurm = _BY_SLURM.fullmatch(self.job)
+        return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[2] if by_slurm else self.job}"
 
     @property
     def slots(self) -> int:
@@ -273,27 +274,36 @@ def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
     return (given is None or bool(given)) and not _parse(DISABLE, env.get(DISABLE, "") or "0", bool)
 
 
+_RANK_OPTION = re.compile(r"--?(?:local|node|machine|proc|process|global)?[-_]?rank(=.*)?")
+_BY_SLURM = re.compile(r"slurm-([0-9]+)-([0-9a-f]{8})")
 _MADE_UP = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # torchrun --standalone makes up such a UUID
 
 
-def job_name(env: Mapping[str, str], directory: str | None) -> str:
+def job_name(env: Mapping[str, str], directory: str | None, program: Sequence[str] | None = None) -> str:
     """Make a name for the job if neither ``job=`` nor ``MLFLASH_JOB`` gives one.
 
-    A requeue keeps the Slurm job id; the digest keeps two trainings in one allocation apart. An id that the user gives
-    torchrun (``--rdzv-id``) is used as a name. An id that torchrun makes up is not, because it changes at each start.
+    A requeue keeps the Slurm job id; the digest keeps two trainings in one allocation apart. It is that of the
+    directory, or without one that of the script and its arguments, except options that give a process its rank. An id
+    that the user gives torchrun (``--rdzv-id``) is used as a name. An id that torchrun makes up is not, because it
+    changes at each start.
 
     Example:
         ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``; without Slurm → ``run42-1c0d5a3e``;
         with ``torchrun --rdzv-id 42`` and no directory → ``torchrun-42-73475cb4``.
 
+    Args:
+        env: the environment.
+        directory: where the job drains to, an absolute path.
+        program: the script of the training and its arguments; None: those of this process.
+
     Raises:
         ConfigError: nothing gives the job a name.
     """
-    digest = _digest(directory) if directory else ""
     if env.get("SLURM_JOB_ID"):
-        return "-".join(filter(None, ("slurm", env["SLURM_JOB_ID"], digest)))
+        told = directory or _training(sys.argv if program is None else program)
+        return f"slurm-{env['SLURM_JOB_ID']}-{_digest(told)}"
     if directory:
-        return "-".join(filter(None, (_stem(Path(directory).name), digest)))
+        return "-".join(filter(None, (_stem(Path(directory).name), _digest(directory))))
     run_id = env.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none" and not _MADE_UP.fullmatch(run_id):
         return "-".join(filter(None, ("torchrun", _stem(run_id), _digest(run_id))))
@@ -302,6 +312,24 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
         "job=..., or set MLFLASH_JOB"
         + (", or give torchrun an --rdzv-id (not with --standalone)" if "TORCHELASTIC_RUN_ID" in env else "")
     )
+
+
+def _training(program: Sequence[str]) -> str:
+    """The script of a training and its arguments, the same on all ranks."""
+    words, left = [os.path.realpath(program[0]) if program else ""], iter(program[1:])
+    for word in left:
+        if (option := _RANK_OPTION.fullmatch(word)) is None:
+            words.append(word)
+        elif option[1] is None:
+            next(left, None)
+    return "\0".join(words)
+
+
+def others_of(job: str, there: Iterable[str]) -> list[str]:
+    """Those of some jobs that are of the same Slurm job as one that was named after it. Not collective."""
+    mine = _BY_SLURM.fullmatch(job)
+    found = [(name, _BY_SLURM.fullmatch(name)) for name in there if mine and name != job]
+    return [name for name, by_slurm in found if mine and by_slurm and by_slurm[1] == mine[1]]
 
 
 def slots_of(certify_after: int) -> int:

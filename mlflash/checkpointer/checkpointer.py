@@ -12,6 +12,7 @@ from .. import config
 from ..courier.connect import connect
 from ..draining.drain import Drain
 from ..errors import Closed, StepNotFound
+from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
 from ..protocol.client import one_unit
 from ..protocol.messages import GoBeyond, HealNewest, Mark, Report, RunFacts, Scavenge, Survives
@@ -40,7 +41,8 @@ class Checkpointer(Ending):
             to 3). "none": no protection. Default "copy".
         memory: node-local memory file system. Default "/dev/shm".
         job: name by which a relaunch finds the memory of the run before. Default: ``MLFLASH_JOB``, then
-            ``SLURM_JOB_ID`` with a digest of ``directory``, then a name made from ``directory``.
+            ``SLURM_JOB_ID`` with a digest of ``directory`` (without one: of the script and its arguments), then a name
+            made from ``directory``.
         comm: mpi4py communicator. None: COMM_WORLD under an MPI launcher or srun, otherwise this process alone.
         strict: a save that fails raises instead of warning.
         timeout_s: seconds that each job of the courier (such as a commit) may take from its start. A drain is late only
@@ -229,7 +231,19 @@ class Checkpointer(Ending):
         """
         self._check_open()
         wanted = _wanted(step, before, certified)
-        return self._restores.restore(state, wanted, None if source is None else os.fspath(source))
+        found = self._restores.restore(state, wanted, None if source is None else os.fspath(source))
+        if found is None:
+            self._name_others()
+        return found
+
+    def _name_others(self) -> None:
+        """Warn if memory has nothing of this training, but of others of the same Slurm job. Not collective."""
+        if not self.enabled or self._config.fresh or self._trainer.ranks.rank:
+            return
+        if others := config.others_of(self._config.job, jobs_of(self._config.memory)):
+            log.warning("nothing of this training (job %s) is in memory, but of others in this Slurm job: %s. If it is "
+                        "one of them with other arguments, give it that name: job= or MLFLASH_JOB",
+                        self._config.job, ", ".join(others))  # fmt: skip
 
     @one_unit
     def load(

@@ -104,7 +104,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
     if directory is not None and "://" not in directory:
         directory = str(Path(directory).absolute())
     try:
-        name = job or job_name(os.environ, directory)
+        name = job or job_name(os.environ, directory, argv)
     except ConfigError:
         raise click.UsageError("the job has no name: give --directory (where it drains to) or --job") from None
     try:

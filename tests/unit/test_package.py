@@ -158,9 +158,16 @@ def test_job_names() -> None:
     digest = name({}, "/lustre/me/run42").removeprefix("run42-")
     assert len(digest) == 8
     assert name({"SLURM_JOB_ID": "71"}, "/lustre/me/run42") == f"slurm-71-{digest}"
-    assert name({"SLURM_JOB_ID": "71"}, None) == "slurm-71"
     assert name({"SLURM_JOB_ID": "71"}, "/a") != name({"SLURM_JOB_ID": "71"}, "/b")
     assert config.from_environment({"MLFLASH_JOB": "env", "SLURM_JOB_ID": "7"}, "/a").job == "env"
+    programs = ("train.py --seed 1", "train.py --seed 2", "/train.py --seed 1", "")
+    names = {name({"SLURM_JOB_ID": "71"}, None, words.split()) for words in programs}
+    assert len(names) == 4 and all(re.fullmatch(r"slurm-71-[0-9a-f]{8}", one) for one in names)
+    ranks = ("t.py -a 1", "t.py --local_rank=3 -a 1", "t.py --local-rank 4 -a 1", "t.py -a 1 --node_rank=2 --rank 5")
+    assert len({name({"SLURM_JOB_ID": "71"}, None, words.split()) for words in ranks}) == 1
+    there = ["slurm-71-0123abcd", "slurm-71-11111111", "slurm-72-11111111", "a"]
+    assert config.others_of("slurm-71-0123abcd", there) == ["slurm-71-11111111"]
+    assert not config.others_of("mine", ["slurm-71-11111111"])
     assert config.from_environment({"MLFLASH_JOB": "env"}, "/a", job="given").job == "given"
     with pytest.raises(errors.ConfigError, match=r"or set MLFLASH_JOB$"):
         name({}, None)

@@ -117,10 +117,11 @@ def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm:
 
 
 def test_one_torchrun_on_each_node_is_started_by_srun(slurm: Slurm) -> None:
-    """Workers are torchrun's, the name of the job is Slurm's, and a second launch goes on from memory."""
+    """Workers are torchrun's, and a second launch with other arguments, but the same name, goes on from memory."""
     env = {**NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1", "OUT": str(slurm.path),
            "PYTHON": sys.executable, "WORKER": str(SUPPORT / "elastic_worker.py")}  # fmt: skip
     script = """#!/bin/sh
+export MLFLASH_JOB=slurm-$SLURM_JOB_ID
 for last in 2 4; do
   srun --ntasks-per-node=1 --mpi=none "$PYTHON" -m torch.distributed.run --nnodes=2 --nproc-per-node=2 \\
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.$last" --rdzv-endpoint="$SLURMD_NODENAME:29500" \\
