@@ -62,18 +62,48 @@ class NodeDirectory:
         except OSError:
             os.close(fd)
             raise
-        path = memory
-        for part in (os.path.basename(top), job, *([] if emulated_node is None else [f"node{emulated_node}"])):
+        self._parts = os.path.basename(top), job, *([] if emulated_node is None else [f"node{emulated_node}"])
+        self.path, self.top = os.path.join(memory, *self._parts), top
+        self._memory, self._job = memory, job
+        self.fd = self._opened(fd, make)
+        self._lock_fd = -1
+        self._locks: list[tuple[str, int]] = []
+        self._locked: list[tuple[int, int]] = []  # ranges of the lock file
+
+    def _opened(self, fd: int, make: bool) -> int:
+        """Open the directory below that of the memory, whose descriptor is closed."""
+        path = self._memory
+        for part in self._parts:
             path, above = os.path.join(path, part), fd
             try:
                 fd = _open_directory(part, above, path, make)
             finally:
                 os.close(above)
-        self.path, self.top = path, top
-        self.fd = fd
-        self._memory, self._job = memory, job
-        self._lock_fd = -1
-        self._locks: list[tuple[str, int]] = []
+        return fd
+
+    def renew(self) -> None:
+        """Make the directory, and hold the lock, anew if somebody has removed them.
+
+        Not collective. systemd does so with RemoveIPC at the end of a user's last session on the node.
+
+        Raises:
+            ConfigError, UnsafePath: it cannot be made.
+            JobInUse: another process has made it, and holds the lock.
+        """
+        is_there = os.fstat(self.fd).st_nlink > 0
+        if is_there and (self._lock_fd < 0 or os.fstat(self._lock_fd).st_nlink):
+            return
+        if not is_there:
+            old, self.fd = (
+                self.fd,
+                self._opened(os.open(self._memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), True),
+            )
+            os.close(old)
+        log.warning("somebody has removed %s: it is made anew, and the next save is the first one in it", self.path)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+            self._hold(self._locked, 0.0)
 
     def lock(self, local_rank: int, local_size: int, wait_s: float = 8.0) -> None:
         """Hold this rank's part of the job's lock until the process ends.
@@ -88,9 +118,15 @@ class NodeDirectory:
         if key in _locked_here:
             raise JobInUse("this process has a Checkpointer with this job name already: close it, or give "
                            "job= another name", found=self.path)  # fmt: skip
+        self._locked = [(local_rank, 1)] + ([(local_size, 0)] if local_rank == 0 else [])
+        self._hold(self._locked, wait_s)
+        _locked_here.add(key)
+        self._locks.append(key)
+
+    def _hold(self, wanted: list[tuple[int, int]], wait_s: float) -> None:
+        """Lock ranges of the lock file; length 0: to the end of the file, wherever it is."""
         self._lock_fd = self.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
-        wanted = [(local_rank, 1)] + ([(local_size, 0)] if local_rank == 0 else [])
-        for start, length in wanted:  # length 0: to the end of the file, wherever it is
+        for start, length in wanted:
             deadline = time.monotonic() + wait_s
             while not self._try_lock(start, length):
                 if time.monotonic() > deadline:
@@ -101,8 +137,6 @@ class NodeDirectory:
                         found=_who(self._holder(start, length)),
                     )
                 time.sleep(0.05)
-        _locked_here.add(key)
-        self._locks.append(key)
 
     def _try_lock(self, start: int, length: int) -> bool:
         try:

@@ -109,8 +109,13 @@ class OwnSlots:
             leave: leave files to the views that this rank has given, instead of waiting for the end of these.
         """
         end = time.monotonic() + wait_s
+        with contextlib.suppress(OSError, MlflashError):  # the courier tries it, too, and all ranks hear of it
+            self._memory.renew()
         while True:
             with self._lock:
+                for _, slot in self._all():
+                    if slot.use is Use.FREE and slot.is_gone:
+                        self._unmap(slot)
                 pair = self._free_pair(leave)
                 for slot in pair or ():
                     slot.taker = taker

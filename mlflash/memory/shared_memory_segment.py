@@ -113,6 +113,11 @@ class Segment:
         """Whether any process of this node has views of the file; see `lend`."""
         return self._close_file.alive and _ask(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed the file: nothing finds it after the end of this process."""
+        return self._close_file.alive and not os.fstat(self._fd).st_nlink
+
     def prefault(self) -> None:
         """Fault the pages in, and pin them if there is CUDA. Not collective; done once."""
         at = 0

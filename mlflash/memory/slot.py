@@ -94,6 +94,11 @@ class Slot:
         return self.segment is not None and self.segment.is_lent
 
     @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed its file."""
+        return self.segment is not None and self.segment.is_gone
+
+    @property
     def generation(self) -> int:
         """Generation of what it holds; -1 if it holds nothing."""
         return -1 if self.header is None else self.header.attempt.generation

@@ -202,6 +202,7 @@ def _announce(save: Save, context: Context) -> bool:
     """Tell the other ranks; return False if some rank's structure is new and must be settled first."""
     world, pool = context.world, context.pool
     save.times.begin_announcing()
+    _locally(save, context.memory.renew)
     extents = save.extents
     demand = context.protection.offer(pool, extents)
     if extents is not None and save.slot is not None:
@@ -300,6 +301,8 @@ def _protect(save: Save, context: Context) -> None:
     if save.problem is None and not whole:
         save.problem = SaveFailed("its copies or parity did not arrive whole")
         save.problem.follows = True
+    if save.problem is None and (gone := _gone(save, context)):
+        save.problem = SaveFailed(f"somebody has removed {', '.join(gone)} from {context.memory.path}")
     findings = looks.findings
     tell(context, save.step, findings)
     if save.problem is not None:
@@ -316,6 +319,12 @@ def _protect(save: Save, context: Context) -> None:
     reach("commit.recorded")
     is_held = save.is_suspect and context.certification.has_better
     context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.unusable)))
+
+
+def _gone(save: Save, context: Context) -> list[str]:
+    """The files of this rank's slots for a save that are in no directory any more. Not collective."""
+    slots = [save.slot, *_shares(save), *context.protection.kept(context.pool, save.attempt)]
+    return [slot.name for slot in slots if slot is not None and slot.is_gone]
 
 
 def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:

@@ -16,8 +16,9 @@ from ..state.layout import PAGE_NBYTES, round_up
 
 
 def needs_room(slot: Slot, nbytes: int) -> bool:
-    """Whether a slot needs a larger file for ``nbytes``."""
-    return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent
+    """Whether a slot needs a larger file for ``nbytes``, or another one because somebody has removed its own."""
+    is_too_small = slot.view.nbytes < nbytes or slot.is_gone
+    return slot.use is not Use.HOLDS and not slot.drains and is_too_small and not slot.is_lent
 
 
 def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
