@@ -208,16 +208,23 @@ class Watch:
 
     def __init__(self, looks: Looks, run: str, seats: NodeAssignment, patience_s: float):
         self._looks, self._run, self._seats, self._patience_s = looks, run, seats, patience_s
-        self._begun = time.time()
+        self._beats: dict[int, float] = {}  # the last beat of each rank, by the clock of its node
+        self._progress = time.monotonic()  # when a look last showed a new one
         self._seen = 0  # the largest number of ranks seen in one look
         self._suspects = ""
 
     def hangs(self) -> bool:
-        """Whether no trainer has made progress for too long. Progress of couriers does not count."""
-        last_beat = max(
-            (float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self._run)), default=self._begun
-        )
-        return self._patience_s > 0 and time.time() - last_beat > self._patience_s
+        """Whether no trainer has made progress for too long. To be called after each look.
+
+        Progress of couriers does not count. Clocks of nodes may differ: it only matters whether a beat is another one
+        than in the look before. As long as no rank that was heard of is heard again, nothing is known.
+        """
+        beats = {int(heartbeat["rank"]): float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self._run)}
+        if any(self._beats.get(rank) != beat for rank, beat in beats.items()):
+            self._beats |= beats
+            self._progress = time.monotonic()
+        is_known = bool(beats) or not self._beats
+        return is_known and 0 < self._patience_s < time.monotonic() - self._progress
 
     def dead(self) -> str:
         """The nodes or ranks that are gone, in words; "" if there are none. To be called once after each look.

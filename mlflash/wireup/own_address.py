@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
 
-from .interfaces import addresses, chosen
+from .interfaces import OWN, addresses, chosen
 
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # addresses for documentation; nothing is sent there
@@ -18,7 +18,7 @@ def own_address(one_host: bool, environment: Mapping[str, str]) -> str:
     If all ranks are on this host, it is loopback. Otherwise it is the first of these that is an address of this host
     and not loopback: that of the interfaces to use (`interfaces`); the address of MASTER_ADDR, which usually is the
     host of rank 0; the address from which this host reaches MASTER_ADDR; the address of its own host name; the address
-    from which it reaches the rest of the world. If there is none, it is loopback.
+    from which it reaches the rest of the world; that of any of its interfaces. If there is none, it is loopback.
 
     Args:
         one_host: whether all ranks are known to be on this host.
@@ -42,6 +42,8 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[str]:
     yield from _meanings(socket.gethostname())
     for host in _ELSEWHERE:
         yield from speaking_to(host)
+    for name in chosen({OWN: "^docker"}) or ():  # no route leads elsewhere, and no name means an address of this host
+        yield from addresses(name)
 
 
 def _meanings(host: str) -> list[str]:

@@ -271,6 +271,12 @@ class StoreClient:
             then(None, self.lost)
 
 
+_ONLY_HERE = (
+    "this is an address of each host's own. If rank 0 is on another host, that found no address of its own to name: "
+    "MLFLASH_INTERFACE says which interface to use"
+)
+
+
 def connect(address: tuple[str, int], token: str, end: float, check: Callable[[], None]) -> StoreClient:
     """Connect to a store, which may be just restarting. Not collective.
 
@@ -288,10 +294,11 @@ def connect(address: tuple[str, int], token: str, end: float, check: Callable[[]
         try:
             store.ping(left_s(end))
             return store
-        except StoreLost:
+        except StoreLost as lost:
             store.close()
             if time.monotonic() >= end:
-                raise
+                hint = f"; {_ONLY_HERE}" if address[0].startswith("127.") else ""
+                raise StoreLost(f"{lost}{hint}") from lost
         except BaseException:
             store.close()
             raise

@@ -89,6 +89,17 @@ def test_containers_of_a_host_with_a_dev_shm_each_are_two_nodes() -> None:
     assert said == ["True any process; any 1 of 2 nodes\n"] * 2
 
 
+def test_the_own_address_is_that_of_an_interface_where_nothing_else_tells_it() -> None:
+    """No default route, and a host name that nobody knows, as on a cluster whose only network is its fabric."""
+    words = ["ip link add one type veth peer name other", "ip addr add 10.99.0.7/24 dev one", "ip link set one up",
+             "ip link set other up", "hostname nobody-knows-it"]  # fmt: skip
+    program = "from mlflash.wireup.own_address import own_address; print(own_address(False, {}))"
+    shell = ["unshare", "--net", "--uts", "sh", "-c", f'{" && ".join(words)} && exec "$@"', "sh"]
+    command = [*shell, sys.executable, "-c", program]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.stdout == "10.99.0.7\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("spaces", "netmod"), [("--pid --fork --kill-child --mount-proc", "ucx"), ("--user --map-root-user", "ofi")]
 )

@@ -301,6 +301,9 @@ def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: 
     monkeypatch.setattr(own, "_meanings", lambda host: meant.get(host, []))
     monkeypatch.setattr(own, "speaking_to", lambda host: ["192.0.2.8"] if host == "remote" else ["127.0.0.1"])
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "eth0")])
+    monkeypatch.setattr(own, "addresses", lambda name: {"docker0": ["192.0.2.7"], "eth0": its}.get(name, []))
+    its: list[str] = []
 
     def create_server(address: tuple[str, int], **_: Any) -> socket.socket:
         if address[0] not in ours:
@@ -314,8 +317,10 @@ def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: 
     assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "127.0.0.1", (
         "which has no other"
     )
-    meant["me"] = ["192.0.2.8"]
-    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.8"
+    its.append("192.0.2.8")
+    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.8", "of an interface"
+    meant["me"] = ["192.0.2.7"]
+    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.7"
 
 
 def test_the_own_address_can_be_listened_at() -> None:
