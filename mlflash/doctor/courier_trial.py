@@ -17,6 +17,7 @@ from ..mpi.world import load_mpi
 from ..wireup.courier_process import Courier
 from ..wireup.launch import Couriers
 from ..wireup.launcher_variables import as_torchrun, without_rank
+from ..wireup.own_process import running
 from .findings import Finding, fine, warning
 
 _MODULE = "mlflash.doctor.courier_trial"
@@ -39,7 +40,7 @@ def look(library: str, environment: Mapping[str, str], timeout_s: float = _LONGE
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     start, anew = time.monotonic(), without_rank(environment)
-    command = [sys.executable, "-m", _MODULE, str(timeout_s)]
+    command = [*running(_MODULE), str(timeout_s)]
     trainers = [
         subprocess.Popen(command, env=as_torchrun(anew, rank, _RANKS, rank, "127.0.0.1", port), text=True,
                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Sequence
 
 from ..errors import LaunchFailed
+from ..wireup.own_process import running
 from .launch_system import Launcher
 from .node_assignment import NodeAssignment
 from .node_watch import LOOK_S, Looks
@@ -31,7 +31,7 @@ def wind_up(launcher: Launcher, looks: Looks, options: RunOptions, hosts: Sequen
     holding = looks.holding(there)
     scavenged = scavenge(launcher, options, holding) if options.directory and holding else None
     if holding and not options.keep_memory and scavenged is not False:
-        clean = [sys.executable, "-m", "mlflash", "clean", options.job, "--memory", options.memory]
+        clean = [*running("mlflash"), "clean", options.job, "--memory", options.memory]
         try:
             launcher.on_each(holding, clean, LOOK_S)
         except LaunchFailed as error:

@@ -17,6 +17,7 @@ from ..config import is_enabled
 from ..errors import LaunchFailed
 from ..events import Event
 from ..human_readable.wording import many
+from ..wireup.own_process import running
 from ..wireup.zygote_host import READY
 from .on_slurm import COURIERS, OnSlurm, SlurmStep, beside
 from .processes import spawn
@@ -45,7 +46,7 @@ class CourierHosts:
     def __init__(self, slurm: OnSlurm, options: RunOptions, environment: Mapping[str, str] = os.environ):
         self._slurm = slurm
         self._step: SlurmStep | None = None
-        self._command = [sys.executable, "-m", "mlflash", "courier", "--job", options.job, "--memory", options.memory]
+        self._command = [*running("mlflash"), "courier", "--job", options.job, "--memory", options.memory]
         self._is_wanted = is_enabled(environment) and environment.get("MLFLASH_COURIER") != "thread"
         self._environment = {name: value for name, value in environment.items() if name not in _CORES}
         self._left, self._are_ready = 0, Event()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..errors import LaunchFailed
 from ..events import Event
+from ..wireup.own_process import running
 from .cleanup import wind_up
 from .node_watch import Looks
 from .on_slurm import OnSlurm, ask, beside, hosts_of, is_lost, states_of
@@ -57,7 +58,7 @@ class Guard:
         told = {"job": slurm.job, "host": here, "mpi": slurm.mpi, "extra": slurm.extra,
                 "options": dataclasses.asdict(options), "run_log": str(run_log.absolute()) if run_log else None,
                 "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
-        self._command = [sys.executable, "-m", "mlflash.launcher.first_node_guard", json.dumps(told)]
+        self._command = [*running("mlflash.launcher.first_node_guard"), json.dumps(told)]
         self._ended = Event()
         self._thread = threading.Thread(target=self._keep, name="mlflash-guard", daemon=True)
 
@@ -165,7 +166,7 @@ def _is_left_alone(host: str) -> bool:
 
 def _is_lost(host: str) -> bool:
     try:
-        return is_lost(states_of([host]).get(host, "unknown"))
+        return is_lost(states_of([host]).get(host, ""))  # a node that Slurm does not show is not known to be dead
     except LaunchFailed:  # slurmctld does not answer
         return False
 

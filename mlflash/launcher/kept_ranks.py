@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import LaunchFailed
 from ..wireup.own_address import own_address
+from ..wireup.own_process import running
 from .host_agent import LOST
 from .member_service import MemberService
 from .membership import Deadlines, Member
@@ -72,7 +72,7 @@ class KeptBySteps(OnKeptHosts):
         self._local = set()
 
     def _command(self, host: str) -> list[str]:
-        return beside([host], self._extra_words, [sys.executable, "-m", AGENT])
+        return beside([host], self._extra_words, running(AGENT))
 
 
 @dataclasses.dataclass

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from ..errors import LaunchFailed
 from ..telemetry.heartbeat import SHOW_STACKS
 from ..telemetry.heartbeat_format import has_own_courier, is_without_courier, why_unread
 from ..version import __version__
+from ..wireup.own_process import running
 from .downtime import Heartbeat
 from .launch_system import Launcher
 from .node_assignment import NodeAssignment
@@ -46,7 +46,7 @@ def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str
     Raises:
         LaunchFailed: no node can be asked.
     """
-    argv = [sys.executable, "-m", "mlflash.launcher.node_status", *words]
+    argv = [*running("mlflash.launcher.node_status"), *words]
     said: dict[str, dict[str, Any]] = {}
     unread: list[str] = []
     for host, text in launcher.on_each(hosts, argv, LOOK_S, _BEHIND_S).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import shlex
@@ -14,7 +15,9 @@ from collections.abc import Mapping, Sequence
 
 from .launch_system import Patience, Ranks, Step
 from .node_assignment import NodeAssignment
-from .processes import find_mpiexec, signal_group, spawn
+from .processes import find_mpiexec, last_words, signal_group, spawn
+
+log = logging.getLogger("mlflash")
 
 
 class OnHosts:
@@ -29,6 +32,7 @@ class OnHosts:
     def __init__(self, hosts: Sequence[str], shell: str = "ssh", extra: Sequence[str] = ()):
         self._hosts, self._shell, self._extra = list(hosts), shell, list(extra)
         self._local = {"localhost", socket.gethostname()}
+        self._shown = set[tuple[str, str]]()  # hosts, and why they have not answered
 
     def hosts(self) -> list[str]:
         return list(self._hosts)
@@ -70,12 +74,15 @@ class OnHosts:
                 threading.Thread(target=_listen, args=given, name="mlflash-lines", daemon=True).start()
             while running and (left := patience.left_s) > 0:
                 try:
-                    host, text = answers.get(timeout=left)
+                    host, text, wrong = answers.get(timeout=left)
                 except queue.Empty:
                     break
                 del running[host]
                 if text is not None:
                     told[host] = text
+                elif (host, wrong) not in self._shown:
+                    self._shown.add((host, wrong))
+                    log.warning("%s does not answer: %s", host, wrong)
                 patience.answered(len(told))
         finally:
             for process in running.values():  # the threads end when these end
@@ -84,17 +91,17 @@ class OnHosts:
 
     def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:
         words = list(argv) if host in self._local else [self._shell, host, shlex.join(argv)]
-        return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
+        return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
 
 
-_Answers = queue.SimpleQueue[tuple[str, "str | None"]]
+_Answers = queue.SimpleQueue[tuple[str, "str | None", str]]
 
 
 def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:
-    """Put the output of a process into a queue when it ends; None if it failed."""
-    text = None
+    """Put the output of a process into a queue when it ends; None, and its last words, if it failed."""
+    text, wrong = None, ""
     try:
-        said = process.communicate()[0]
+        said, wrong = process.communicate()
         text = said if process.returncode == 0 else None
     finally:
-        answers.put((host, text))
+        answers.put((host, text, last_words(wrong)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,10 +19,12 @@ from typing import Any
 from ..errors import LaunchFailed
 from .launch_system import Patience, Step
 from .node_assignment import NodeAssignment
-from .processes import KILL_WAIT_S, ask_within, spawn
+from .processes import KILL_WAIT_S, LastLines, ask_within, spawn
+
+log = logging.getLogger("mlflash")
 
 _ASK_S = 30.0  # deadline of a question to Slurm
-_LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot", "unknown")
+_LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot")
 STEPS = "mlflash-"
 """Prefix of the names of our steps."""
 COURIERS = f"{STEPS}couriers"
@@ -44,6 +48,7 @@ class OnSlurm:
     def __init__(self, job: str, mpi: str = "", extra: Sequence[str] = ()):
         self.job, self.mpi, self.extra = job, mpi, list(extra)
         self._starts = 0
+        self._shown = set[str]()  # what nodes have said, with 0 for each number
 
     def hosts(self) -> list[str]:
         return ask(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
@@ -96,7 +101,8 @@ class OnSlurm:
         """See `Launcher.on_each`. Each line gets the name of its node, because Slurm does not say where it is from."""
         mark = f'"$@" | sed "s/^/{_TOLD}$SLURMD_NODENAME:/"'
         command = beside(hosts, [], ["sh", "-c", mark, "sh", *argv])
-        process = spawn(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
+        process = spawn(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+        wrong = LastLines(process)
         told: dict[str, str] = {}
         patience = Patience(len(hosts), timeout_s, behind_s)
         for line in _lines(process, patience):
@@ -105,7 +111,16 @@ class OnSlurm:
                 told[host] = told.get(host, "") + rest
                 patience.answered(len(told))
         Step(process).end()  # some nodes may not have answered
+        if len(told) < len(hosts):
+            self._warn_once(wrong.text())
         return told
+
+    def _warn_once(self, text: str) -> None:
+        """Show what srun and the programs on nodes have said, if no similar text was shown before."""
+        alike = re.sub(r"\d+", "0", text)
+        if text and alike not in self._shown:
+            self._shown.add(alike)
+            log.warning("not all nodes have answered: %s", text)
 
 
 class SlurmStep(Step):
@@ -201,12 +216,16 @@ def hosts_of(job: str) -> list[str]:
 
 def states_of(hosts: Sequence[str]) -> dict[str, str]:
     """The state of each node, as sinfo prints it. Raises LaunchFailed if Slurm does not answer."""
-    text = ask(["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"])
+    # --all: nodes of hidden partitions, too.
+    text = ask(["sinfo", "--noheader", "--all", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"])
     return {words[0]: words[1] for line in text.splitlines() if len(words := line.split()) == 2 and words[0] in hosts}
 
 
 def is_lost(state: str) -> bool:
-    """Whether a node in this state of sinfo is out of service. A node that is only being drained goes on training."""
+    """Whether a node in this state of sinfo is out of service.
+
+    A node that is only being drained goes on training. Of an unknown one slurmctld has not heard since its own start.
+    """
     return state.endswith("*") or state.rstrip("*$~#!%@^+-").lower() in _LOST
 
 

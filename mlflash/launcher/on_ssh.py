@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from ..errors import LaunchFailed
 from ..wireup.launcher_variables import without_rank
+from ..wireup.own_process import running
 from .host_agent import Spec
 from .node_assignment import NodeAssignment
 from .on_hosts import OnHosts
@@ -70,10 +70,10 @@ class OnSsh(OnHosts):
         return meets
 
     def with_mpi(self, words: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "mlflash.command_line.wired_ranks", *words]
+        return [*running("mlflash.command_line.wired_ranks"), *words]
 
     def _command(self, host: str) -> list[str]:
-        agent = [sys.executable, "-m", AGENT]
+        agent = running(AGENT)
         if host in self._local:
             return agent
         needed = [f"{name}={os.environ[name]}" for name in _OF_PYTHON if name in os.environ]

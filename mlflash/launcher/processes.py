@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -10,15 +11,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import LaunchFailed, MpiUnavailable
 
 log = logging.getLogger("mlflash")
 
 KILL_WAIT_S = 10.0
+_READ_S = 1.0  # limit for the rest of what an ended process has printed to be read
 
 
 @functools.cache
@@ -107,6 +110,35 @@ def ask_within(
             if pipe is not None:
                 pipe.close()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def last_words(text: str) -> str:
+    """The last line of what a program has printed that says something."""
+    lines = [line.strip() for line in text.splitlines() if any(map(str.isalpha, line))]
+    return lines[-1] if lines else "it prints nothing"
+
+
+class LastLines:
+    """The last lines that a process prints as errors, which a thread reads as long as it runs.
+
+    Args:
+        process: with a pipe for its errors.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._lines = collections.deque[str](maxlen=20)
+        assert process.stderr is not None
+        self._thread = threading.Thread(target=self._read, args=(process.stderr,), name="mlflash-errors", daemon=True)
+        self._thread.start()
+
+    def _read(self, source: IO[str]) -> None:
+        with source:
+            self._lines.extend(source)
+
+    def text(self) -> str:
+        """The last one that says something, once the process has ended."""
+        self._thread.join(_READ_S)
+        return last_words("".join(self._lines))
 
 
 def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> None:

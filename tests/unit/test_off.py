@@ -249,7 +249,7 @@ def seen():
             words = line.read_text().split("\\0")
         except OSError:
             continue
-        if "mlflash.launcher.node_status" in words and {str(shm)!r} in words:
+        if any("mlflash.launcher.node_status" in word for word in words) and {str(shm)!r} in words:
             looks.add(line.parent.name)
     return len(looks)
 until(lambda: seen() >= 5, "looks at this node, half a second after one another")

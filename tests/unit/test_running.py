@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash.commands.run import run
+from mlflash.launcher import first_node_guard
 from mlflash.launcher.downtime import failure, recovery
 from mlflash.launcher.node_assignment import NodeAssignment, assign_nodes, reassign_nodes
-from mlflash.launcher.node_watch import Looks, Watch
+from mlflash.launcher.node_watch import Looks, Watch, ask
 from mlflash.launcher.on_hosts import OnHosts
-from mlflash.launcher.on_slurm import is_lost, own_id
+from mlflash.launcher.on_slurm import OnSlurm, is_lost, own_id
 from mlflash.launcher.restart_policy import Restarts
 
 HOSTS = [f"n{number}" for number in range(8)]
@@ -110,13 +112,13 @@ def test_a_lost_node_is_no_reason_to_go_back_nor_is_a_step_that_is_the_newest() 
     assert restarts.after_failure(13, node_lost=False, is_suspect=True) == "" and not restarts.goes_back
 
 
-@pytest.mark.parametrize("state", ["down", "down*", "allocated*", "idle*", "fail", "DOWN", "unknown"])
+@pytest.mark.parametrize("state", ["down", "down*", "allocated*", "idle*", "fail", "DOWN"])
 def test_a_node_that_is_out_of_service_is_lost(state: str) -> None:
     assert is_lost(state)
 
 
 @pytest.mark.parametrize(
-    "state", ["allocated", "idle", "mixed", "mixed-", "allocated$", "draining", "drained", "completing"]
+    "state", ["allocated", "idle", "mixed", "mixed-", "allocated$", "draining", "drained", "completing", "unknown", ""]
 )
 def test_one_that_trains_goes_on_whatever_else_slurm_says(state: str) -> None:
     assert not is_lost(state)
@@ -205,6 +207,50 @@ def test_a_node_far_behind_most_others_is_not_waited_for(tmp_path: Path) -> None
     start = time.monotonic()
     told = launcher.on_each(launcher.hosts(), ["echo", "well"], 1000, behind_s=1)
     assert told == {"a": "well\n", "b": "well\n"} and time.monotonic() - start > 1
+
+
+def test_a_look_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tokenize", "json", "mlflash"):
+        (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w')\nraise SystemExit(3)\n")
+    said, unread = ask(OnHosts(["localhost"]), ["localhost"], str(tmp_path), "j")
+    assert said["localhost"]["steps"] == [] and not unread and not (tmp_path / "ran").exists()
+
+
+def test_why_a_node_does_not_answer_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text("#!/bin/sh\necho 'Traceback:' >&2; echo 'DiskOnFire: no python' >&2; exit 1\n")
+    shell.chmod(0o700)
+    launcher = OnHosts(["far"], str(shell))
+    for _ in range(2):
+        assert launcher.on_each(["far"], ["true"], 60) == {}
+    assert [record.getMessage() for record in caplog.records] == ["far does not answer: DiskOnFire: no python"]
+
+
+def test_what_slurm_says_of_nodes_that_do_not_answer_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, text in (("srun", "echo mlflash-told:a:{}; echo 'srun: error: b: StepId=7.$$ has a core' >&2"),
+                       ("squeue", "true")):  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    launcher = OnSlurm("7")
+    for _ in range(2):
+        assert launcher.on_each(["a", "b"], ["true"], 60) == {"a": "{}\n"}
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("not all nodes have answered: srun: error: b: StepId=7.")
+
+
+def test_a_node_that_slurm_does_not_show_is_not_known_to_be_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sinfo = tmp_path / "sinfo"
+    for text, lost in (("true", False), ("echo a unknown", False), ("exit 1", False), ("echo a down", True)):
+        sinfo.write_text(f"#!/bin/sh\n{text}\n")
+        sinfo.chmod(0o700)
+        assert first_node_guard._is_lost("a") is lost
 
 
 def test_ranks_are_dead_when_two_looks_in_a_row_say_so() -> None:
