@@ -241,6 +241,22 @@ def open_file(file: Any) -> Any:
     return h5py.File(file, "r")
 
 
+def missing_filters(file: Any) -> list[str]:
+    """The names of the compressions of an open file that this process cannot read. Not collective."""
+    missing: dict[str, None] = {}
+
+    def look(name: str, dataset: Any) -> None:
+        if isinstance(dataset, h5py.Dataset):
+            made = dataset.id.get_create_plist()
+            for number in range(made.get_nfilters()):
+                code, _, _, called = made.get_filter(number)
+                if not h5py.h5z.filter_avail(code):
+                    missing[called.decode(errors="replace") or str(code)] = None
+
+    file.visititems(look)
+    return [*missing]
+
+
 def plugin() -> Any:
     """Load hdf5plugin, which registers its compressions with HDF5. Not collective.
 

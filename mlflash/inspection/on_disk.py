@@ -10,7 +10,7 @@ from typing import Any
 
 from ..draining import rank_table
 from ..draining.checkpoint_directory import MASTERS, Listed, is_folder, list_checkpoints, read_index
-from ..errors import CorruptSlot, MlflashError
+from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..human_readable.wording import many
 from ..memory.wanted_step import NEWEST
 from ..mpi.world import World
@@ -165,7 +165,7 @@ def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[
         for rank in range(world.rank, drained.world_size, world.size):
             try:
                 name, read, bad = drained.verify(rank)
-            except CorruptSlot as error:
+            except (ConfigError, CorruptSlot) as error:
                 wrong.append((drained.name_of(rank), error.message))
                 continue
             nbytes += read

@@ -17,7 +17,7 @@ import xxhash
 from ..draining import file_index
 from ..draining.checkpoint_directory import Listed
 from ..draining.file_index import CARD_NBYTES, Card, Index, Place, Places, Stored, blocks, read_card
-from ..errors import CorruptSlot
+from ..errors import ConfigError, CorruptSlot
 from ..state.shards import Box, box
 from ..storage.store import Store
 
@@ -212,6 +212,10 @@ class DrainedFiles:
             dataset = self._open[its.data][0]["tensors"][hdf5_files.dataset_name(name)]
             raw = hdf5_files.read_rows(dataset, first, last, (last - first) * row)
         except Exception as error:  # HDF5 may raise anything if a file is damaged or a plugin is missing
+            if its.data in self._open and (missing := hdf5_files.missing_filters(self._open[its.data][0])):
+                raise ConfigError(f"{self._inside.path}/{its.data} cannot be read here: its compression "
+                                  f"({', '.join(missing)}) is not installed: pip install 'mlflash[compression]'",
+                                  tensor=name, step=self._listed.step) from None  # fmt: skip
             raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{its.data}: {error}", tensor=name,
                               step=self._listed.step) from None  # fmt: skip
         return raw[low - first * row : high - first * row]

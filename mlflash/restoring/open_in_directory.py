@@ -20,7 +20,7 @@ from ..draining import rank_table
 from ..draining.checkpoint_directory import Listed, read_index
 from ..draining.file_index import Index, Place, Places, first_names
 from ..draining.rank_table import Dealt
-from ..errors import CorruptSlot, MlflashError, text_of
+from ..errors import ConfigError, CorruptSlot, MlflashError, text_of
 from ..protocol.ranks import Collectives
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint
@@ -125,8 +125,12 @@ class OpenInDirectory:
 
         Args:
             reading: reads some more each time, and yields the number of bytes.
+
+        Raises:
+            ConfigError: on all ranks, if one has not the library that reads a compression.
         """
         good, more, why = True, True, ""
+        problem: ConfigError | None = None
         while True:
             left = _ROUND_NBYTES
             while good and more and left > 0:
@@ -134,12 +138,15 @@ class OpenInDirectory:
                     nbytes = next(reading, None)
                     more = nbytes is not None
                     left -= nbytes or 0
+                except ConfigError as error:  # nothing is damaged, and nothing older may be taken in its place
+                    good, problem = False, error
                 except Exception as error:  # from reading files, or from what yields the wanted parts
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)
                     good, why = False, str(error)
             self._world.renew_deadline()
             all_good, all_through = self._world.agree([int(good), int(not more)])
             if not all_good:
+                self._world.raise_together(problem)
                 self.damage = next(filter(None, self._world.gather(why)), "")
             if all_through or not all_good:
                 return bool(all_good)
@@ -172,11 +179,14 @@ class OpenInDirectory:
 
         Raises:
             CorruptSlot: it is missing, or its card or index is damaged.
+            ConfigError: a library that reads its compression is not installed.
         """
         bad, nbytes = [], 0
         for entry, place in self.index(rank).pieces:
             try:
                 nbytes += sum(raw.nbytes for raw in self.content(rank, entry.name, place))
+            except ConfigError:
+                raise
             except (MlflashError, OSError):
                 bad.append(entry.name)
         return self.index(rank).places.data, nbytes, bad
