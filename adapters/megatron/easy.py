@@ -340,6 +340,9 @@ def _layout() -> dict[str, int]:
         "ranks": dist.get_world_size(),
         "tensor parallel": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "expert parallel": parallel_state.get_expert_model_parallel_world_size(),
+        "expert tensor parallel": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 
@@ -350,7 +353,8 @@ def _check(saved: dict[str, int], here: dict[str, int], concat: bool, iteration:
     if not concat:
         why = "another layout of ranks saved the checkpoint: concat=True loads another number of data-parallel ranks"
     elif {**saved, "ranks": 0} != {**here, "ranks": 0}:
-        why = "concat=True loads another number of data-parallel ranks, but no other tensor or pipeline parallelism"
+        names = [name for name in here if name != "ranks" and saved.get(name) != here[name]]
+        why = f"concat=True loads another number of data-parallel ranks, but no other layout of: {', '.join(names)}"
     else:
         return
     raise StructureMismatch(why, step=iteration, expected=saved, found=here)

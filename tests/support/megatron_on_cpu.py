@@ -119,15 +119,20 @@ class Training:
         tensor: ranks that share each layer.
         sharded: whether the optimizer's state is spread over data-parallel ranks.
         overlaps: whether their shares of the weights are gathered in the next forward pass.
+        experts, expert_tensor: ranks over which experts are spread, and each is cut.
 
     Attributes:
         step: steps done.
         losses: loss and gradient norm of each.
     """
 
-    def __init__(self, tensor: int = 1, sharded: bool = True, overlaps: bool = False):
+    def __init__(self, tensor: int = 1, sharded: bool = True, overlaps: bool = False, experts: int = 1,
+                 expert_tensor: int | None = None):  # fmt: skip
         parallel_state.destroy_model_parallel()  # of the training before
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor, expert_model_parallel_size=experts,
+            expert_tensor_parallel_size=expert_tensor,
+        )  # fmt: skip
         tensor_parallel.get_cuda_rng_tracker().reset()
         tensor_parallel.model_parallel_cuda_manual_seed(7)
         config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,

@@ -183,9 +183,24 @@ def test_fewer_data_parallel_ranks_load_with_concat_only(
             with on_cpu():
                 other = Training(tensor=2)
                 easy.initialize(1, 0, 0, directory=None, comm=comm, **options)
-                with pytest.raises(StructureMismatch, match="no other tensor"):
+                with pytest.raises(StructureMismatch, match="no other layout of: tensor parallel"):
                     easy.load_checkpoint(other.model, other.optimizer, scheduler, concat=True)
                 easy.close()
+
+
+def test_another_layout_of_experts_is_refused_by_name(easy: Any, options: dict[str, Any]) -> None:
+    """On the same ranks, with the same tensor and pipeline parallelism: the state of experts would be scrambled."""
+    with job(), on_cpu():
+        first, scheduler = Training(experts=2), Scheduler()
+        easy.initialize(1, 0, 0, directory=None, **options)
+        train(easy, first, scheduler, 1)
+        easy.close()
+        for experts, expert_tensor, concat in ((1, 1, False), (1, 1, True), (1, 2, True)):
+            other = Training(experts=experts, expert_tensor=expert_tensor)
+            easy.initialize(1, 0, 0, directory=None, **options)
+            with pytest.raises(StructureMismatch, match="expert parallel" if concat else "concat=True"):
+                easy.load_checkpoint(other.model, other.optimizer, scheduler, concat=concat)
+            easy.close()
 
 
 def test_another_directory_is_read_and_never_written(
