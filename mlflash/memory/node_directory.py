@@ -7,6 +7,8 @@ logged. Foreign files in it are passed over, with one warning.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -15,7 +17,7 @@ import stat
 import struct
 import time
 
-from ..errors import ConfigError, ForeignNode, JobInUse, UnsafePath
+from ..errors import ConfigError, ForeignNode, JobInUse, MemoryTooSmall, UnsafePath
 from . import user_directory
 from .courier_process import works_for
 from .user_directory import PRIVATE, describe, is_private
@@ -29,6 +31,25 @@ _REQUEST_NAME = "drain"
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _locked_here: set[tuple[str, int]] = set()  # POSIX locks do not exclude the process that holds them
 os.register_at_fork(after_in_child=_locked_here.clear)  # and a forked child does not have them
+
+
+_FULL = {
+    errno.ENOSPC: "is full",
+    errno.ENOMEM: "has no memory left",
+    errno.EDQUOT: "has no room left for this user (quota)",
+    errno.EFBIG: "may not have such large files of this process (ulimit -f)",
+}
+
+
+def too_small(error: OSError, path: str, expected: str) -> MemoryTooSmall | None:
+    """What an error of the file system means; None if that is not full. Not collective."""
+    if error.errno not in _FULL:
+        return None
+    why = _FULL[error.errno]
+    with contextlib.suppress(OSError):
+        if error.errno == errno.ENOSPC and not (found := os.statvfs(path)).f_favail and found.f_files:
+            why = "has no inode left for another file"
+    return MemoryTooSmall(f"{path} {why}", expected=expected)
 
 
 class NodeDirectory:
@@ -173,6 +194,7 @@ class NodeDirectory:
 
         Raises:
             ForeignNode: the name leads out of this node's directory.
+            MemoryTooSmall: there is no room for another file.
             UnsafePath: the file is a link, open to others, or somebody else's.
         """
         if "/" in name or name in ("", ".", ".."):
@@ -183,6 +205,8 @@ class NodeDirectory:
         except OSError as error:
             if isinstance(error, (FileExistsError, FileNotFoundError)):
                 raise
+            if full := too_small(error, self.path, f"room for the file {name}"):
+                raise full from error
             raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_look_at(name, self.fd)) from error
         status = os.fstat(fd)
         if not _is_ours(status):

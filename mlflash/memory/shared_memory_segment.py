@@ -8,7 +8,6 @@ times as long as into pages that exist.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import logging
@@ -23,11 +22,11 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import CorruptSlot, MemoryTooSmall
+from ..errors import CorruptSlot
 from ..events import Event
 from ..state.layout import PAGE_NBYTES, round_up
 from . import huge_pages
-from .node_directory import NodeDirectory
+from .node_directory import NodeDirectory, too_small
 
 log = logging.getLogger("mlflash")
 
@@ -239,9 +238,9 @@ def _allocated(memory: NodeDirectory, name: str, fd: int, nbytes: int, begin: in
         if segment is not None:
             segment.close()
         memory.remove(name)
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-            raise
-        raise MemoryTooSmall(f"{memory.path} is full", expected=f"{nbytes} bytes for a slot") from None
+        if full := too_small(error, memory.path, f"{nbytes} bytes for a slot"):
+            raise full from None
+        raise
     finally:
         os.close(fd)
 

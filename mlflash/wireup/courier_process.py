@@ -116,7 +116,8 @@ def _leave(zygote_pid: int, kept: Collection[int]) -> None:
         except OSError:  # a signal that the C library keeps for itself
             continue
     ignore_signals_of_the_step()
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in any Python, writing to an ended trainer raises OSError
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as in any Python: an ended trainer, or ulimit -f, is an OSError
+        signal.signal(number, signal.SIG_IGN)
     # If the zygote ends, nobody would notice the end of this process or remove what it leaves.
     end_with(zygote_pid)
     # Close the descriptors, not the socket objects: the zygote's frames, which never return here, still refer to those.

@@ -33,6 +33,26 @@ with mlflash.Checkpointer(job="j", timeout_s=60, redundancy="copy") as ckpt:
     committed = ckpt.save(1, {"rank": int(os.environ["RANK"])}).wait().committed
     print(committed, ckpt.survives)
 """
+NO_INODES = """
+import itertools, numpy, os, mlflash
+with mlflash.Checkpointer(job="j", redundancy="none") as ckpt:
+    made = []
+    try:
+        for number in itertools.count():
+            made.append(f"/dev/shm/{number}")
+            open(made[-1], "w").close()
+    except OSError:
+        made.pop()
+    state = {"a": numpy.zeros(100_000, "u1")}
+    print("restored", ckpt.restore(state))
+    try:
+        ckpt.save(1, state).wait()
+    except mlflash.errors.SaveFailed as error:
+        print(error)
+    for name in made:
+        os.unlink(name)
+    print("then", ckpt.save(2, state).wait().committed)
+"""
 LARGE = """
 import numpy, mlflash
 with mlflash.Checkpointer(job="j") as ckpt:
@@ -117,6 +137,25 @@ def test_nothing_but_the_memory_has_to_be_writable(shm: Path) -> None:
     for step in (None, 1):
         said = containers(shm, spaces, "mount -o remount,bind,ro /; ! touch /var/tmp/mlflash-test || exit 9", ranks=1)
         assert said == [f"restored {step} {{'rank': 0, 'step': {step or 0}}}\n"]
+
+
+def test_without_an_inode_a_save_fails_with_the_reason_and_saves_go_on() -> None:
+    script = 'mount -t tmpfs -o size=64m,nr_inodes=200 tmpfs /dev/shm && exec "$@"'
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH")}
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", NO_INODES]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "restored None" in done.stdout and "has no inode left for another file" in done.stdout
+    assert done.stdout.endswith("then True\n")
+
+
+def test_what_is_larger_than_ulimit_allows_fails_with_the_reason_and_saves_go_on(shm: Path) -> None:
+    env = {**os.environ, "MLFLASH_MEMORY": str(shm)}
+    command = ["sh", "-c", 'ulimit -f 20000 && exec "$@"', "sh", sys.executable, "-c", LARGE]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "may not have such large files of this process (ulimit -f)" in done.stdout
+    assert done.stdout.endswith("then True\n")
 
 
 def test_what_does_not_fit_into_the_64_mib_of_dockers_dev_shm_fails_with_numbers_and_saves_go_on() -> None:
