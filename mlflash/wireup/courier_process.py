@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -118,6 +119,8 @@ def _leave(zygote_pid: int, kept: Collection[int]) -> None:
     ignore_signals_of_the_step()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as in any Python: an ended trainer, or ulimit -f, is an OSError
         signal.signal(number, signal.SIG_IGN)
+    # A courier whose MPI fails because another node has died must not leave its memory in the working directory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # If the zygote ends, nobody would notice the end of this process or remove what it leaves.
     end_with(zygote_pid)
     # Close the descriptors, not the socket objects: the zygote's frames, which never return here, still refer to those.

@@ -95,6 +95,18 @@ def test_couriers_print_where_they_are_told_and_import_nothing_of_the_working_di
     zygote.stop(PATIENCE_S)
 
 
+def test_a_courier_leaves_no_core_file_and_survives_ulimit(tmp_path: Path, store: KeyValueStore) -> None:
+    source = (
+        "import resource, signal\n"
+        "def run(courier):\n"
+        "    print(resource.getrlimit(resource.RLIMIT_CORE)[0], signal.getsignal(signal.SIGXFSZ).name)\n"
+    )
+    zygote = start(tmp_path, source)
+    assert zygote.wait(fork(zygote, store), PATIENCE_S).status == 0
+    assert (tmp_path / "output").read_text() == "0 SIG_IGN\n"
+    zygote.stop(PATIENCE_S)
+
+
 def test_signals_that_a_scheduler_sends_to_a_whole_step_end_no_courier(tmp_path: Path, store: KeyValueStore) -> None:
     source = (
         "import os, signal\n"
