@@ -365,10 +365,9 @@ def _state_of(model: Any, optimizer: Any, with_rng: bool, is_loading: bool = Fal
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"distrib_optim_sharding_type": _CUT, "singleton_local_shards": False,
                 "chained_optim_avoid_prefix": True, "dp_cp_group": group}  # fmt: skip
+    # Without a prefix: the chunks of a virtual pipeline have layers of one model, which are numbered through.
     chunks = {
-        f"model{number}": _unwrapped(one).sharded_state_dict(
-            prefix=f"model{number}." if number else "", metadata=metadata
-        )
+        f"model{number}": _unwrapped(one).sharded_state_dict(prefix="", metadata=metadata)
         for number, one in enumerate(_listed(model))
     }
     state: dict[str, Any] = dict(chunks)

@@ -213,3 +213,26 @@ def digest(training: Training) -> bytes:
 
 
 __all__ = ["Training", "digest", "dist", "on_cpu", "whole_and_first"]
+
+
+def virtual_pipeline() -> tuple[list[Any], Any]:
+    """The two chunks that each of two pipeline stages has of a model of four layers, and their optimizer."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    tensor_parallel.get_cuda_rng_tracker().reset()
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
+                               pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
+                               pipeline_dtype=torch.float32, bias_dropout_fusion=False, masked_softmax_fusion=False,
+                               gradient_accumulation_fusion=False)  # fmt: skip
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    chunks = []
+    for stage in range(2):
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+                       parallel_output=True, share_embeddings_and_output_weights=False, vp_stage=stage,
+                       pre_process=is_first, post_process=is_last)  # fmt: skip
+        chunks.append(DistributedDataParallel(config, ddp, gpt, disable_bucketing=stage > 0))
+    settings = OptimizerConfig(lr=1e-2, clip_grad=0.0, use_distributed_optimizer=True, bf16=False)
+    return chunks, get_megatron_optimizer(settings, chunks)

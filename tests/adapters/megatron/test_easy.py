@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from emulated import COMM, Nodes
-from megatron_on_cpu import Training, digest, on_cpu
+from megatron_on_cpu import Training, digest, on_cpu, virtual_pipeline
 from torch_jobs import job
 
 from mlflash.errors import ConfigError, StateError, StructureMismatch
@@ -201,6 +202,27 @@ def test_another_layout_of_experts_is_refused_by_name(easy: Any, options: dict[s
             with pytest.raises(StructureMismatch, match="expert parallel" if concat else "concat=True"):
                 easy.load_checkpoint(other.model, other.optimizer, scheduler, concat=concat)
             easy.close()
+
+
+def test_chunks_of_a_virtual_pipeline_come_back(easy: Any, options: dict[str, Any]) -> None:
+    with job(), on_cpu():
+        chunks, optimizer = virtual_pipeline()
+        easy.initialize(1, 0, 0, directory=None, **options)
+        for number, chunk in enumerate(chunks):
+            for parameter in chunk.parameters():
+                parameter.data.normal_(generator=torch.Generator().manual_seed(number))
+            chunk.zero_grad_buffer()
+            chunk.finish_grad_sync()
+        optimizer.step()
+        easy.save_checkpoint_if_needed(1, chunks, optimizer, Scheduler())
+        easy.close()
+        expected = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+        chunks, optimizer = virtual_pipeline()
+        easy.initialize(1, 0, 0, directory=None, **options)
+        assert easy.load_checkpoint(chunks, optimizer, Scheduler()) == 1
+        found = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        assert all(map(torch.equal, found, expected))
+        easy.close()
 
 
 def test_another_directory_is_read_and_never_written(
