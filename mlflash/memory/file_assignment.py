@@ -36,6 +36,7 @@ def assign(
     shares: Mapping[int, tuple[int, int]],
     own: int = 2,
     copies: int = 2,
+    certified: Attempt | None = None,
 ) -> tuple[dict[int, AssignedFiles], list[int]]:
     """Divide the files of a node among its ranks, so that ranks that moved do not double the memory.
 
@@ -53,12 +54,13 @@ def assign(
         shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
         own: number of slots for a rank's own state, and for its share.
         copies: number of slots for each copy, and for parity.
+        certified: the attempt that must be kept in addition.
 
     Returns:
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is whole in
         its new places).
     """
-    unused = _Unused(found.on(node), names, chosen)
+    unused = _Unused(found.on(node), names, chosen, certified)
     files = {
         rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
         for rank in inboxes
@@ -81,18 +83,19 @@ def assign(
                 pair[index] = unused.take(False, kind, what)
         for (kind, _), pair in those:
             if pair[index] is None:  # keep the kind: slots and parity have different sizes
-                pair[index] = unused.take(False, kind)
+                pair[index] = unused.take(False, kind, fills=True)
     for (kind, _), pair in pairs:
         if pair[1] is None and pair[0] not in unused.kept:  # so that one of the two can always be written
             pair[1] = unused.take(True, kind)
-    return files, unused.numbers
+    return files, sorted(unused.numbers)
 
 
 class _Unused:
-    """The files of a node that no rank has taken over yet: ``numbers``, and which of them are ``kept``."""
+    """The files of a node that no rank has taken over yet, the certified ones first; ``kept`` are the chosen ones."""
 
-    def __init__(self, here: Inventory, names: Sequence[str], chosen: Attempt | None):
-        self.numbers = sorted(file_number(name) for name in names)
+    def __init__(self, here: Inventory, names: Sequence[str], chosen: Attempt | None, certified: Attempt | None):
+        self._certified = set(here.of(certified).rows["file"].tolist()) if certified else set[int]()
+        self.numbers = sorted(map(file_number, names), key=lambda number: (number not in self._certified, number))
         self.kept = {int(file) for file in here.of(chosen).rows["file"]} if chosen else set()
         self._content: dict[int, tuple[Kind, object]] = {}
         for row in here.rows:
@@ -100,11 +103,16 @@ class _Unused:
             of_share = (int(row["shared_by"]), int(row["number"]))
             self._content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
 
-    def take(self, is_kept: bool, kind: Kind, what: object = None) -> int | None:
-        """Take the first file of a kind, or one that holds nothing; with ``what``, the one that holds that."""
+    def take(self, is_kept: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
+        """Take the first file of a kind, or one that holds nothing; with ``what``, the one that holds that.
+
+        Args:
+            fills: it will be written: leave the certified ones to the slots that they are for.
+        """
         for number in self.numbers:
             its_kind, holds = self._content.get(number, (kind, None))
-            if (number in self.kept) is is_kept and its_kind is kind and what in (None, holds):
+            may_be = (number in self.kept) is is_kept and not (fills and number in self._certified)
+            if may_be and its_kind is kind and what in (None, holds):
                 self.numbers.remove(number)
                 return number
         return None

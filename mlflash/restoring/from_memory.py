@@ -77,7 +77,8 @@ def find_and_verify(
         WorldSizeChanged: another number of ranks saved it, and it must not be resharded.
     """
     context.pool.take_back()
-    found = context.take_stock().since(oldest)
+    there = context.take_stock()
+    found = there.since(oldest)
     reach("restore.listed")
     while True:
         node_of, is_free = context.world.topology.node_of, wanted.is_newest
@@ -90,7 +91,7 @@ def find_and_verify(
         if not same_ranks and not others:
             raise _other_ranks(choice, context.world.size)
         slots: dict[int, Slot] = {}
-        bad = _bring(context, found, choice, slots, checked)
+        bad = _bring(context, there, choice, slots, checked)
         if not bad:
             if same_ranks:
                 own = next(slot for slot in context.pool.own if _is(slot, context.world.rank, choice.attempt))
@@ -99,7 +100,7 @@ def find_and_verify(
             bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
         if bad:
             context.pool.unmap_others(slots.values())
-            found = found.without(bad)
+            found, there = found.without(bad), there.without(bad)
             if struck is not None:
                 struck |= bad
             continue
@@ -187,11 +188,12 @@ def count(context: Context, home: Slot) -> None:
         )  # fmt: skip
 
 
-def _bring(context: Context, found: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
+def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
            ) -> dict[Place, str]:  # fmt: skip
     """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without, and why.
 
     Args:
+        there: all that the nodes hold, also what is passed over: the certified step may be part of it.
         slots: gets the slots of other ranks that this rank has, if the ranks of the choice are not those of this run.
     """
     same_ranks = choice.world_size == context.world.size
@@ -204,7 +206,7 @@ def _bring(context: Context, found: Inventory, choice: Choice, slots: dict[int, 
         bad = dict.fromkeys(repairs.beyond, "it is damaged, and parity cannot rebuild it")
     if not bad:
         reach("restore.verified")
-        context.adopt(found, choice)
+        context.adopt(there, choice)
         reach("restore.adopted")
         lost = repairs.run() if repairs is not None else []
         bad = dict.fromkeys(lost, "the state that was rebuilt from parity is damaged")

@@ -225,7 +225,7 @@ class Context:
             self.pool.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
         names = [name for name in names if file_number(name) not in self.pool.aside]
         files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
-                                  len(self.pool.own), self.config.slots)  # fmt: skip
+                                  len(self.pool.own), self.config.slots, self.pool.certified())  # fmt: skip
         self.protection.close_windows()
         rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
         # Shares, and slots of ranks of another world, may belong to no rank of this run.

@@ -97,6 +97,17 @@ def test_a_moved_rank_takes_the_free_files_first_and_the_kept_ones_last() -> Non
     assert (files[1].own, files[1].inbox, unused) == ([2, 3], {0: [0, 1]}, [])  # the copy is its own slot now
 
 
+def test_the_certified_state_of_a_rank_fills_no_slot_for_the_copies_of_another_one() -> None:
+    # Rank 0's own slots, of which the certified one has the largest number, and fewer copies of rank 1's.
+    rows = [(RUN_A, 4, 40, 0, 0, 3), (RUN_A, 3, 30, 0, 0, 2), (RUN_A, 3, 30, 0, 0, 4), (RUN_A, 2, 20, 0, 0, 6),
+            (RUN_A, 4, 40, 1, 0, 8), (RUN_A, 2, 20, 1, 0, 7)]  # fmt: skip
+    here = names(2, 3, 4, 6, 7, 8)
+    files, unused = assign(
+        table(*rows), here, 0, Attempt(RUN_A, 4), True, {0: [1]}, {}, 5, 4, certified=Attempt(RUN_A, 2)
+    )
+    assert (files[0].own, files[0].inbox, unused) == ([3, 6, 2, None, None], {1: [8, 7, 4, None]}, [])
+
+
 @given(data=st.data())
 def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data: Any) -> None:
     ranks = data.draw(st.integers(1, 4))
