@@ -246,7 +246,7 @@ endef
 # COURIER=process: with couriers that are processes. TRANSPORT=rma: with this one only.
 $(SIZES:%=test-%): export MLFLASH_COURIER := $(or $(COURIER),thread)
 $(SIZES:%=test-%): test-%: $(READY)
-	$(call on_ranks,$(VENV),$*,600,tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
+	$(call on_ranks,$(VENV),$*,600,tests/mpi $(if $(filter 8,$*),-k 'parity and p2p') $(if $(ONLY),-k '$(ONLY)'))
 
 # What a gate has of them needs no S3.
 FILES := $(if $(filter gate,$(MARK)),.venv,.venv-files)
