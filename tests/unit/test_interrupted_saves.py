@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interruption import Interrupted, uncollected
 from waiting import PATIENCE_S
 
 import mlflash
@@ -20,10 +21,6 @@ from mlflash import Checkpointer, crash_points
 
 _HOME = str(Path(mlflash.__file__).parent)
 _EVERY = 7  # lines of a save from one at which it is interrupted to the next
-
-
-class Interrupted(BaseException):
-    """What a signal handler raises."""
 
 
 class InterruptAt:
@@ -35,13 +32,16 @@ class InterruptAt:
 
     def __init__(self, line: int):
         self.lines, self._line = 0, line
+        self._uncollected = uncollected()
 
     def __enter__(self) -> InterruptAt:
+        self._uncollected.__enter__()
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(None)
+        self._uncollected.__exit__(None, None, None)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_HOME):

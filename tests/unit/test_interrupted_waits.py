@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
+from interruption import interrupted
 from waiting import PATIENCE_S, until
 
 import mlflash
@@ -21,30 +19,6 @@ _SOON_S = 0.001  # of a wait that is meant to pass
 _HOME = Path(mlflash.__file__).parent
 # The courier's process runs no code of a user, hence no signal handler either.
 _WITHOUT_HANDLERS = {"courier/hosted_session.py", "events.py"}
-
-
-class Interrupted(BaseException):
-    """What a signal handler raises."""
-
-
-def interrupted(call: Any, nth: int) -> bool:
-    """Call something, and raise at the nth event of any Python code in it; return whether there was such an event."""
-    left = [nth]
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 def test_who_waits_is_woken_and_a_late_one_is_not_kept_waiting() -> None:

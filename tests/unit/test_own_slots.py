@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from interruption import interrupted
 from waiting import PATIENCE_S
 
 from mlflash.memory import shared_memory_segment
@@ -401,40 +401,17 @@ def test_what_a_device_still_writes_is_given_to_no_courier(both: Both) -> None:
     assert not both.own.is_device_stuck
 
 
-class _Interrupted(Exception):
-    pass
-
-
 def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(both: Both) -> None:
     """As of a signal's handler, which may come between any two lines, and where a function is entered or left."""
-    for number in itertools.count():
-        was_left = _leave_at(number, lambda: both.own.take(0.001, object()))
+    for number in itertools.count(1):
+        was_left = interrupted(lambda: both.own.take(0.001, object()), number)
         other = threading.Thread(target=both.own.give_back, args=([],), daemon=True)
         other.start()
         other.join(PATIENCE_S)
         assert not other.is_alive(), f"after {number} events a lock is held by nobody"
         if not was_left:
             break
-    assert number > 20
-
-
-def _leave_at(number: int, work: Callable[[], object]) -> bool:
-    """Raise in the middle of some work, after so many events of a trace; whether it was not done before."""
-    left = itertools.count(number, -1)
-
-    def trace(frame: object, event: str, value: object) -> Any:
-        if next(left) == 0:
-            raise _Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    except _Interrupted:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
+    assert number > 21
 
 
 def test_an_open_slot_is_unmapped_by_itself_and_outlives_what_the_slots_do(both: Both) -> None:

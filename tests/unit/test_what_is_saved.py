@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interruption import uncollected
 from states import Own, Thing, Wrapper, differences
 from unit.stored import Store
 
@@ -105,12 +105,8 @@ def test_a_state_that_is_too_deep_for_the_stack_is_refused_and_not_a_crash() -> 
     def deep(frames: int) -> Any:
         return deep(frames - 1) if frames else flatten(nested(MAX_DEPTH, "dict"))
 
-    gc.disable()  # what other tests have left has no room on this stack for its finalizers
-    try:
-        with pytest.raises(StateError, match="too deep"):
-            deep(700)
-    finally:
-        gc.enable()
+    with uncollected(), pytest.raises(StateError, match="too deep"):  # finalizers have no room on this stack
+        deep(700)
 
 
 @pytest.mark.parametrize("key", [float("nan"), np.datetime64("NaT"), (1, float("nan")), complex(0, float("nan"))])
