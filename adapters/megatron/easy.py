@@ -350,10 +350,10 @@ def _check(saved: dict[str, int], here: dict[str, int], concat: bool, iteration:
     """Refuse a layout that cannot be loaded."""
     if saved == here:
         return
+    names = [name for name in {**here, **saved} if name != "ranks" and saved.get(name) != here.get(name)]
     if not concat:
         why = "another layout of ranks saved the checkpoint: concat=True loads another number of data-parallel ranks"
-    elif {**saved, "ranks": 0} != {**here, "ranks": 0}:
-        names = [name for name in here if name != "ranks" and saved.get(name) != here[name]]
+    elif names:
         why = f"concat=True loads another number of data-parallel ranks, but no other layout of: {', '.join(names)}"
     else:
         return

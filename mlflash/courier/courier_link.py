@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
@@ -250,10 +251,7 @@ class CourierLink:
             return
         if departure.ends_job and not self._is_failing:
             log.error("%s; this rank ends, too", departure)
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
-                    stream.flush()
-            os._exit(1)
+            _end_process()
         self._departed = departure
         if self._held is not None:  # a courier had ended just before
             self._lose(Closed(str(departure)))
@@ -358,10 +356,7 @@ class CourierLink:
         """
         if not self._closing.wait(0.0 if is_own else _ROUND_S):
             log.error("%s. This process ends, and another one takes rank %d", why, self.couriers.rank)
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
-                    stream.flush()
-            os._exit(1)
+            _end_process()
 
     def check(self) -> None:
         """Raise Closed if there is no courier any more. Not collective."""
@@ -396,6 +391,14 @@ class CourierLink:
         if sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
         return self.couriers.zygote.left
+
+
+def _end_process() -> NoReturn:
+    """End this process from any thread, with what it has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
+            stream.flush()
+    os._exit(1)
 
 
 def _ended(why: str) -> Closed:

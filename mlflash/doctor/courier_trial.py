@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
+from ..human_readable.wording import last_words
 from ..mpi.world import load_mpi
 from ..wireup.courier_process import Courier
 from ..wireup.launch import Couriers
@@ -57,8 +58,7 @@ def look(library: str, environment: Mapping[str, str], timeout_s: float = _LONGE
         took = f"{time.monotonic() - start:.1f} s"
         yield fine(_CHECK, "{library} started two couriers without a launcher in {took}", library=library, took=took)
         return
-    lines = [line.strip() for text in said for line in text.splitlines() if any(map(str.isalpha, line))]
-    last = lines[-1] if lines else "it does not end and prints nothing"
+    last = last_words("\n".join(said), "it does not end and prints nothing")
     advice = "pip install 'mlflash[mpich]' into this environment"
     if "pidfd_open" in last:
         advice = "allow pidfd_open and pidfd_send_signal in the container's profile"

@@ -13,6 +13,12 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
+def last_words(text: str, nothing: str = "it prints nothing") -> str:
+    """The last line of what a program has printed that says something; ``nothing`` if there is none."""
+    lines = [line.strip() for line in text.splitlines() if any(map(str.isalpha, line))]
+    return lines[-1] if lines else nothing
+
+
 def many(count: int, thing: str) -> str:
     """Count something: "1 launch", "2 launches", "1,024 ranks"."""
     if count == 1:

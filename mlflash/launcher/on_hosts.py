@@ -13,9 +13,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from ..human_readable.wording import last_words
 from .launch_system import Patience, Ranks, Step
 from .node_assignment import NodeAssignment
-from .processes import find_mpiexec, last_words, signal_group, spawn
+from .processes import find_mpiexec, signal_group, spawn
 
 log = logging.getLogger("mlflash")
 

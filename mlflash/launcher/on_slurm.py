@@ -118,7 +118,7 @@ class OnSlurm:
     def _warn_once(self, text: str) -> None:
         """Show what srun and the programs on nodes have said, if no similar text was shown before."""
         alike = re.sub(r"\d+", "0", text)
-        if text and alike not in self._shown:
+        if alike not in self._shown:
             self._shown.add(alike)
             log.warning("not all nodes have answered: %s", text)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import LaunchFailed, MpiUnavailable
+from ..human_readable.wording import last_words
 
 log = logging.getLogger("mlflash")
 
@@ -110,12 +111,6 @@ def ask_within(
             if pipe is not None:
                 pipe.close()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def last_words(text: str) -> str:
-    """The last line of what a program has printed that says something."""
-    lines = [line.strip() for line in text.splitlines() if any(map(str.isalpha, line))]
-    return lines[-1] if lines else "it prints nothing"
 
 
 class LastLines:

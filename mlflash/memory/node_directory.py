@@ -115,11 +115,9 @@ class NodeDirectory:
         if is_there and (self._lock_fd < 0 or os.fstat(self._lock_fd).st_nlink):
             return
         if not is_there:
-            old, self.fd = (
-                self.fd,
-                self._opened(os.open(self._memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), True),
-            )
-            os.close(old)
+            above = os.open(self._memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            removed, self.fd = self.fd, self._opened(above, make=True)
+            os.close(removed)
         log.warning("somebody has removed %s: it is made anew, and the next save is the first one in it", self.path)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)

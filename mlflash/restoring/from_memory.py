@@ -78,9 +78,9 @@ def find_and_verify(
     """
     context.pool.take_back()
     there = context.take_stock()
-    found = there.since(oldest)
     reach("restore.listed")
     while True:
+        found = there.since(oldest)
         node_of, is_free = context.world.topology.node_of, wanted.is_newest
         skip_stuck, skip_suspect = context.config.skip_stuck * is_free, context.config.on_suspect == "keep" and is_free
         choice = choose(found, node_of, wanted, skip_stuck, skip_suspect)
@@ -100,7 +100,7 @@ def find_and_verify(
             bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
         if bad:
             context.pool.unmap_others(slots.values())
-            found, there = found.without(bad), there.without(bad)
+            there = there.without(bad)
             if struck is not None:
                 struck |= bad
             continue

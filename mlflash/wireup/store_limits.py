@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .strangers import MOST
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -22,7 +24,7 @@ class Limits:
         page_nbytes: characters of the keys and values of a page, not counting its last key.
     """
 
-    strangers: int = 64
+    strangers: int = MOST
     stranger_s: float = 10.0
     message_nbytes: int = 1 << 20
     key_length: int = 512

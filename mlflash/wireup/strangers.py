@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 C = TypeVar("C")
 
 MOST = 64
+"""Number of strangers that a port has at a time, if its service says nothing else."""
 _NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 1.0  # until a port listens again whose accept failed for lack of descriptors
 

@@ -144,12 +144,12 @@ class Zygote:
             if child.why is not None:
                 continue
             if child.mpi is not None and not child.is_up:
-                found.append(
-                    (child, child.forked_at + child.up_s - now, f"{NOT_UP} {child.up_s:g} s after it was forked")
-                )
+                end, why = child.forked_at + child.up_s, f"{NOT_UP} {child.up_s:g} s after it was forked"
             elif self._trainer_ended is not None:
-                end = max(self._trainer_ended, child.up_at) + ENDS_S
-                found.append((child, end - now, f"its trainer ended {ENDS_S:g} s ago"))
+                end, why = max(self._trainer_ended, child.up_at) + ENDS_S, f"its trainer ended {ENDS_S:g} s ago"
+            else:
+                continue
+            found.append((child, end - now, why))
         return found
 
     def _ready(self) -> list[Callable[[], None]]:
