@@ -1,4 +1,4 @@
-"""Events to wait for, of which an exception in the middle of a call leaves nothing locked.
+"""Events and queues to wait for: an exception in the middle of a call leaves nothing locked, and each wait ends.
 
 `threading.Event` waits with a lock held that Python code takes and releases: if a signal handler raises an exception
 there, which many programs' handlers do, the lock stays taken, and each later call hangs for ever. Here each wait has a
@@ -7,10 +7,12 @@ lock of its own, which only C code takes.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -83,3 +85,36 @@ class News:
             if left is not None and left <= 0:
                 return found
             news.wait(left)
+
+
+class Queue(Generic[T]):
+    """What any thread puts in, one thread takes out, in order, like `queue.SimpleQueue`.
+
+    ``SimpleQueue.get(timeout=...)`` of CPython up to 3.12 can wait for ever: it subtracts the time that has passed from
+    its timeout, and a negative rest, of a thread that was not running meanwhile, means no limit.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._filled = Event()
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._items.append(item)
+        self._filled.set()
+
+    def get(self, timeout: float) -> T:
+        """Take the oldest item, waiting for at most so many seconds; raises `queue.Empty`."""
+        end = time.monotonic() + timeout
+        while True:
+            self._filled.clear()
+            if self._items:
+                return self._items.popleft()
+            left = end - time.monotonic()
+            if left <= 0:
+                raise queue.Empty
+            self._filled.wait(min(left, _LOOK_S))
+
+    def empty(self) -> bool:
+        """Whether no item waits."""
+        return not self._items

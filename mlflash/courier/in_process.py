@@ -106,9 +106,8 @@ class CourierProcess:
 
     # Jobs
 
-    @property
-    def post(self) -> Callable[[Any], None]:
-        return self._link.queue.put
+    def post(self, job: RemoteJob) -> None:
+        self._link.queue.put(job)
 
     def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
             on_refused: Callable[[MlflashError], None] | None = None) -> RemoteJob:  # fmt: skip

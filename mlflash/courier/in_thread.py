@@ -42,9 +42,8 @@ class CourierThread:
     def pace(self) -> Pace:
         return self.session.context.pace
 
-    @property
-    def post(self) -> Callable[[Job], None]:
-        return self._jobs.post
+    def post(self, job: Job) -> None:
+        self._jobs.post(job)
 
     def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
             on_refused: Callable[[MlflashError], None] | None = None) -> Job:  # fmt: skip

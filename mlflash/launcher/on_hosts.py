@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from ..events import Queue
 from ..human_readable.wording import last_words
 from .launch_system import Patience, Ranks, Step
 from .node_assignment import NodeAssignment
@@ -66,7 +67,7 @@ class OnHosts:
                 ) -> dict[str, str]:  # fmt: skip
         patience = Patience(len(hosts), timeout_s, behind_s)
         told: dict[str, str] = {}
-        answers: _Answers = queue.SimpleQueue()
+        answers: _Answers = Queue()
         running: dict[str, subprocess.Popen[str]] = {}
         try:
             for host in dict.fromkeys(hosts):
@@ -95,7 +96,7 @@ class OnHosts:
         return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
 
 
-_Answers = queue.SimpleQueue[tuple[str, "str | None", str]]
+_Answers = Queue[tuple[str, "str | None", str]]
 
 
 def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchFailed
+from ..events import Queue
 from .launch_system import Patience, Step
 from .node_assignment import NodeAssignment
 from .processes import KILL_WAIT_S, LastLines, ask_within, spawn
@@ -173,7 +174,7 @@ def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
     """The lines that a process prints, until the patience ends."""
     assert process.stdout is not None
     source = process.stdout
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    lines: Queue[str | None] = Queue()
 
     def read() -> None:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
-from ..events import Event
+from ..events import Event, Queue
 from .deadlines import Abandoned
 from .liveness_pings import RankFailed
 from .nonblocking import Operation
@@ -129,7 +129,7 @@ class JobThread:
         self._aside: Operation | None = None
         self._nap = _ASIDE_S[0]
         world.go_on_behind = self._advance  # the rank that a job waits for may itself wait for this work
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: Queue[Job | None] = Queue()
         self._thread: threading.Thread | None = None
         self._over = Event()  # the thread has ended
         if threaded:
@@ -139,18 +139,16 @@ class JobThread:
         else:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
 
-    @property
-    def post(self) -> Callable[[Job], None]:
+    def post(self, job: Job) -> None:
         """Queue a job. Not collective, but every rank must post the same jobs in the same order.
 
-        A job that is posted twice is done once. If there is a thread, this returns a function written in C, so that no
-        exception of a signal handler can interrupt it.
+        A job that is posted twice is done once.
         """
-        return self._do_here if self._thread is None else self._queue.put
-
-    def _do_here(self, job: Job) -> None:
-        self._do(job)
-        self._advance()
+        if self._thread is not None:
+            self._queue.put(job)
+        else:
+            self._do(job)
+            self._advance()
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Queue a job and wait for its result.

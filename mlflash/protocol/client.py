@@ -55,12 +55,10 @@ class Client(Protocol):
     def is_stuck(self) -> bool:
         """Whether a job has passed its deadline, or the courier has stopped working."""
 
-    @property
-    def post(self) -> Callable[[Any], None]:
-        """Post a job made by `job`. A job that is posted twice is done once. Collective if its message is.
+    def post(self, job: Any) -> None:
+        """Post a job made by `job`. Collective if its message is.
 
-        If the courier is a thread or a process, this returns a function written in C, so that no exception of a signal
-        handler can interrupt it.
+        A job that is posted twice is done once: who is interrupted by an exception of a signal handler posts it again.
         """
 
     def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,

@@ -154,7 +154,7 @@ class SaveQueue:
         save = PendingSave(snapshot, self._slots, self._ranks)
         request = save.request
         late, refused = lambda error: self._note_late(snapshot, error), lambda error: save.ended(error)
-        job, post = self._courier.job(Commit(request), save, late, refused), self._courier.post
+        job = self._courier.job(Commit(request), save, late, refused)
         mistake: BaseException | None = None
         try:
             try:
@@ -168,14 +168,14 @@ class SaveQueue:
                     mistake = self._give_up(save, error)
                 self._recorder.posting(snapshot.step)
             finally:
-                post(job)  # in C: no exception of a signal handler comes in between
+                self._courier.post(job)
             self._courier.wait_sent(job)
             must_wait = request.waits_for_room and not again and not save.is_copied
             if must_wait and not save.staged.wait(self._config.timeout_s):
                 save.left = "the slots were not made larger in time"
         except BaseException:
             save.left = _LEFT
-            post(job)  # in case it was not posted; twice has no effect
+            self._courier.post(job)  # in case it was not posted; twice has no effect
             raise
         finally:
             self._pending.append(snapshot)

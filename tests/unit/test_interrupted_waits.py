@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
 import time
@@ -13,7 +14,7 @@ from interruption import interrupted
 from waiting import PATIENCE_S, until
 
 import mlflash
-from mlflash.events import Event, News
+from mlflash.events import Event, News, Queue
 
 _SOON_S = 0.001  # of a wait that is meant to pass
 _HOME = Path(mlflash.__file__).parent
@@ -81,6 +82,40 @@ def test_an_exception_at_any_moment_of_a_wait_leaves_nothing_locked(what: str) -
     assert nth > 10
 
 
+def test_a_queue_gives_items_in_order_and_its_wait_ends() -> None:
+    numbers: Queue[int] = Queue()
+    assert numbers.empty()
+    for timeout in (-1.0, 0.0, _SOON_S):
+        with pytest.raises(queue.Empty):
+            numbers.get(timeout)
+    giving = threading.Thread(target=lambda: [numbers.put(one) for one in range(1000)], daemon=True)
+    giving.start()
+    assert [numbers.get(PATIENCE_S) for _ in range(1000)] == [*range(1000)]
+    giving.join(PATIENCE_S)
+    assert numbers.empty()
+
+
+def is_put_interrupted(nth: int) -> bool:
+    """Interrupt a put at its nth moment; who posts again is heard. Return whether there was such a moment."""
+    items: Queue[str] = Queue()
+    taken: list[str] = []
+    taker = threading.Thread(target=lambda: taken.append(items.get(PATIENCE_S)), daemon=True)
+    taker.start()
+    until(lambda: len(items._filled._waiting) == 1, "it waits")
+    was = interrupted(lambda: items.put("first"), nth)
+    items.put("first" if was else "second")
+    taker.join(PATIENCE_S)
+    assert taken == ["first"], nth
+    return was
+
+
+def test_an_exception_at_any_moment_of_a_put_loses_nothing() -> None:
+    nth = 1
+    while is_put_interrupted(nth):
+        nth += 1
+    assert nth > 5
+
+
 def is_set_interrupted(nth: int) -> bool:
     event, woken = Event(), list[bool]()
     other = waits(lambda: event.wait(PATIENCE_S), woken)
@@ -106,6 +141,7 @@ def test_nothing_of_the_trainer_waits_with_a_lock_that_python_code_takes() -> No
         text = re.sub(r'""".*?"""|#[^\n]*', "", path.read_text(), flags=re.DOTALL)
         uses = re.findall(r"threading\.(?:Event|Condition|Semaphore|BoundedSemaphore|Barrier)\b", text)
         uses += re.findall(r"queue\.(?:Lifo|Priority)?Queue\b", text)
+        uses += re.findall(r"\.get\(timeout=.*", text) if "SimpleQueue" in text else []  # it can wait for ever
         if uses and name not in _WITHOUT_HANDLERS:
             found[name] = uses
-    assert found == {}, "use mlflash.events, queue.SimpleQueue, or a plain lock in a with"
+    assert found == {}, "use mlflash.events, queue.SimpleQueue without timeout, or a plain lock in a with"
