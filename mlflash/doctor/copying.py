@@ -67,6 +67,6 @@ def judge_copying(now_gbs: float, past_gbs: float) -> Finding:
 
 
 def _measured(env: dict[str, str]) -> float:
-    ran = subprocess.run([sys.executable, "-c", _PROGRAM], env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True,
+    ran = subprocess.run([sys.executable, "-c", _PROGRAM], env={**env, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
                          text=True, timeout=_DEADLINE_S, check=True)  # fmt: skip
     return float(ran.stdout)

@@ -25,7 +25,7 @@ from ..wireup.own_process import running
 from .cleanup import wind_up
 from .node_watch import Looks
 from .on_slurm import OnSlurm, ask, beside, hosts_of, is_lost, states_of
-from .processes import kill, spawn
+from .processes import LastLines, kill, spawn
 from .run_log import RunLog
 from .run_options import RunOptions
 
@@ -36,7 +36,7 @@ _SILENCE_S = 15.0  # without a beat; then the guard asks Slurm
 _CLOSE_S = 5.0
 _ASK_AGAIN_S = 0.5
 _ASK_LONG_S = 300.0
-_BYE = b"bye\n"
+_BEAT, _BYE = "\n", "bye\n"
 
 
 class Guard:
@@ -73,15 +73,21 @@ class Guard:
             self._thread.join(3 * _CLOSE_S)
 
     def _keep(self) -> None:
-        process: subprocess.Popen[bytes] | None = None
-        starts, wrong = 0, False
+        process: subprocess.Popen[str] | None = None
+        errors: LastLines | None = None
+        starts, wrong, has_ended = 0, False, False
         while True:
-            if process is None or not _told(process, b"\n"):
-                if process is not None:
+            if process is None or not _told(process, _BEAT):
+                if process is not None and errors is not None:
                     _close(process)
+                    if not has_ended:
+                        log.warning("the guard of the first node of this job ended, and is started again: %s",
+                                    errors.text())  # fmt: skip
+                    has_ended = True
                 process = None
                 try:
                     process, starts, wrong = self._start(starts), starts + 1, False
+                    errors = LastLines(process)
                 except LaunchFailed as error:
                     if not wrong:
                         log.warning("the guard of the first node of this job could not be started: %s; "
@@ -93,16 +99,16 @@ class Guard:
             _told(process, _BYE)
             _close(process)
 
-    def _start(self, starts: int) -> subprocess.Popen[bytes]:
+    def _start(self, starts: int) -> subprocess.Popen[str]:
         """Start the guard, each time on another node."""
         command = beside([self._hosts[starts % len(self._hosts)]], ["--output=none"], self._command)
-        process = spawn(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = spawn(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)  # a guard that hangs reads nothing
         return process
 
 
-def _told(process: subprocess.Popen[bytes], beat: bytes) -> bool:
+def _told(process: subprocess.Popen[str], beat: str) -> bool:
     """Tell the guard that all is well. Return whether the guard still runs."""
     assert process.stdin is not None
     try:
@@ -113,7 +119,7 @@ def _told(process: subprocess.Popen[bytes], beat: bytes) -> bool:
     return process.poll() is None
 
 
-def _close(process: subprocess.Popen[bytes]) -> None:
+def _close(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     try:
         process.stdin.close()
@@ -155,7 +161,7 @@ def _is_left_alone(host: str) -> bool:
             time.sleep(_BEAT_S)
         elif select.select([0], [], [], _BEAT_S)[0]:
             said = os.read(0, 4096)
-            if said.endswith(_BYE):
+            if said.endswith(_BYE.encode()):
                 return False
             # No more beats will come: srun died, with its node or alone. Slurm knows which.
             hears, last = said != b"", time.monotonic()

@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from ..errors import LaunchFailed
+from ..human_readable.wording import last_words
 from ..inspection.node_memory import look
 from ..memory.node_directory import emulated_nodes
 from ..telemetry.heartbeat import all_heartbeats, live_jobs
@@ -35,8 +36,9 @@ def main() -> int:
     space = os.statvfs(memory)
     heard = all_heartbeats(memory, job)
     nodes: list[int | None] = [*emulated_nodes(memory, job), None]
+    gpus, gpu_error = _gpus()
     found: dict[str, Any] = {
-        "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": _gpus(),
+        "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": gpus, "gpu_error": gpu_error,
         "interface": _is_up(interface[0]) if interface else None,
         "heartbeats": heard.heartbeats, "unread": heard.unread, "version": __version__,
         "steps": sorted({header.step for node in nodes for file, header in look(memory, job, node, "").sealed}),
@@ -45,15 +47,15 @@ def main() -> int:
     return 0
 
 
-def _gpus() -> int | None:
-    """Number of GPUs that answer; None if there is no nvidia-smi."""
+def _gpus() -> tuple[int, str]:
+    """Number of GPUs that answer, and what is wrong in words. No GPU is known to answer if nvidia-smi does not."""
     if shutil.which("nvidia-smi") is None:
-        return None
+        return 0, "there is no nvidia-smi"
     try:
         done = ask_within(["nvidia-smi", "-L"], _GPU_S)
-    except LaunchFailed:
-        return 0
-    return len(done.stdout.splitlines()) if done.returncode == 0 else 0
+    except LaunchFailed as error:
+        return 0, error.message
+    return (len(done.stdout.splitlines()), "") if done.returncode == 0 else (0, last_words(done.stdout + done.stderr))
 
 
 def _is_up(interface: str) -> bool:

@@ -66,7 +66,8 @@ def _why_unread(document: Any, of_job: bool) -> str:
     """Why the status of a node cannot be read; "" if it can. That node may have another version of mlflash."""
     kinds: dict[str, Any] = {"jobs": list}
     if of_job:
-        kinds = {"free": int, "gpus": int | None, "interface": bool | None, "heartbeats": list, "steps": list}
+        kinds = {"free": int, "gpus": int, "gpu_error": str, "interface": bool | None, "heartbeats": list,
+                 "steps": list}  # fmt: skip
     if not isinstance(document, dict):
         return "cannot be read: it is not what mlflash.launcher.node_status prints"
     if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name, ...), kind)]:
@@ -139,8 +140,8 @@ class Looks:
         said = self._said.get(host)
         if said is None:
             return "it does not answer"
-        if self._gpus and (said["gpus"] or 0) < self._gpus:
-            return f"{said['gpus'] or 0} of {self._gpus} GPUs answer"
+        if said["gpus"] < self._gpus:
+            return f"{said['gpus']} of {self._gpus} GPUs answer" + f" ({said['gpu_error']})" * bool(said["gpu_error"])
         return f"{self._interface} is down" if said["interface"] is False else ""
 
     def holding(self, hosts: Sequence[str]) -> list[str]:

@@ -67,11 +67,18 @@ def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> li
 
 
 def _newest(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:
-    """Return the newest heartbeat of each rank. A rank that has moved is where its last heartbeat came from."""
+    """Return the newest heartbeat of each rank. A rank that has moved is where its process lives, or lived last.
+
+    Nodes have different clocks, so times of heartbeats decide only among the living and among the dead.
+    """
+
+    def age(heartbeat: Heartbeat) -> tuple[bool, float]:
+        return bool(heartbeat["alive"]), float(heartbeat["beat"])
+
     found: dict[int, Heartbeat] = {}
-    for heartbeat in sorted(heartbeats, key=lambda one: float(one["beat"])):
+    for heartbeat in sorted(heartbeats, key=age):
         found[int(heartbeat["rank"])] = heartbeat
-    size = max(found.values(), key=lambda one: float(one["beat"]))["ranks"] if found else 0
+    size = max(found.values(), key=age)["ranks"] if found else 0
     return tuple(found[rank] for rank in sorted(found) if rank < size)  # a relaunch may have fewer ranks
 
 

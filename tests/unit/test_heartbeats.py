@@ -148,7 +148,7 @@ class Nodes:
             self.kills.append(argv)
             return {}
         found = all_heartbeats(str(self._shm), "j")
-        rest = {"free": 1, "gpus": None, "interface": None, "steps": []}
+        rest = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": []}
         return {"a": json.dumps(rest | {"heartbeats": found.heartbeats, "unread": found.unread})}
 
 

@@ -170,7 +170,7 @@ class Nodes:
 
 
 def say(*heartbeats: dict[str, Any]) -> str:
-    return json.dumps({"free": 1, "gpus": None, "interface": None, "steps": [], "heartbeats": heartbeats})
+    return json.dumps({"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": [], "heartbeats": heartbeats})
 
 
 def test_what_a_later_look_has_found_is_not_undone_by_an_earlier_one_that_took_longer() -> None:

@@ -121,7 +121,7 @@ def test_a_node_that_prints_what_is_no_text_does_not_silence_the_others(tmp_path
     assert told == {"b": "well\n", "bad": "\N{REPLACEMENT CHARACTER}well\n"}
 
 
-SOUND: dict[str, Any] = {"free": 1, "gpus": None, "interface": None, "heartbeats": [], "steps": []}
+SOUND: dict[str, Any] = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "heartbeats": [], "steps": []}
 
 
 class Nodes:
@@ -198,10 +198,11 @@ def test_a_look_that_does_not_end_is_told_of_and_keeps_nothing_from_ending(
     until(look.done, "the end of the look", END_S)
 
 
-def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can_be(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    def program(name: str, text: str) -> None:
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], None]:
+    """Makes a program of Slurm, for a guard of node a."""
+
+    def make(name: str, text: str) -> None:
         (tmp_path / f"{name}.new").write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / f"{name}.new").chmod(0o700)
         (tmp_path / f"{name}.new").rename(tmp_path / name)
@@ -209,10 +210,27 @@ def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can
     monkeypatch.setattr(first_node_guard, "_BEAT_S", 0.05)
     for name, value in (("PATH", str(tmp_path)), ("SLURMD_NODENAME", "a"), ("SLURM_JOB_NODELIST", "a,b")):
         monkeypatch.setenv(name, value)
-    program("scontrol", "printf 'a\\nb\\n'")
+    make("scontrol", "printf 'a\\nb\\n'")
+    return make
+
+
+def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can_be(
+    program: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     options = RunOptions(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
     with first_node_guard.Guard(OnSlurm("1"), options, None):
         until(lambda: "guard of the first node" in caplog.text, "a warning", END_S)
         program("srun", f"exec /bin/cat > {tmp_path}/heard")
         until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_bytes(), "a beat", END_S)
     assert (tmp_path / "heard").read_bytes().endswith(b"bye\n") and caplog.text.count("guard of the first node") == 1
+
+
+def test_why_a_guard_ended_is_said_once(
+    program: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    program("srun", f"echo x >> {tmp_path}/starts; echo 'srun: error: b: Connection refused' >&2; exit 1")
+    options = RunOptions(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
+    with first_node_guard.Guard(OnSlurm("1"), options, None):
+        until(lambda: (tmp_path / "starts").exists() and (tmp_path / "starts").stat().st_size > 6, "starts", END_S)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.endswith("ended, and is started again: srun: error: b: Connection refused")

@@ -118,14 +118,16 @@ def test_words_and_bars() -> None:
 def test_nodes_that_say_nonsense_or_nothing_are_named() -> None:
     class Nodes:
         def on_each(self, hosts: Any, argv: Any, timeout_s: float, behind_s: float) -> dict[str, str]:
-            rest = {"gpus": None, "interface": None, "steps": []}
-            good = {"heartbeats": [heartbeat(0, beat=5.0, node="a"), heartbeat(1)], "free": 3, **rest}
-            moved = {"heartbeats": [heartbeat(0, beat=9.0, node="b")], "free": 4, **rest}
+            rest = {"gpus": 0, "gpu_error": "", "interface": None, "steps": []}
+            gone = heartbeat(0, beat=9.0, node="a", alive=False)  # by a clock that is ahead
+            good = {"heartbeats": [gone, heartbeat(1), heartbeat(2, beat=3.0, node="a")], "free": 3, **rest}
+            both = [heartbeat(0, beat=5.0, node="b"), heartbeat(2, beat=4.0, node="b")]
+            moved = {"heartbeats": both, "free": 4, **rest}
             return {"a": json.dumps(good), "b": json.dumps(moved), "c": "Killed"}
 
     look = look_everywhere(Nodes(), ["a", "b", "c", "d"], "/dev/shm", "j")  # type: ignore[arg-type]
     assert look.silent == ("c", "d") and look.free == (("a", 3), ("b", 4))
-    assert [(one["rank"], one["node"]) for one in look.heartbeats] == [(0, "b"), (1, "n0")]
+    assert [(one["rank"], one["node"]) for one in look.heartbeats] == [(0, "b"), (1, "n0"), (2, "b")]
 
 
 def test_a_look_that_fails_is_shown_and_the_next_one_comes_all_the_same() -> None:
