@@ -167,6 +167,7 @@ class Looks:
             mine = [heartbeat for heartbeat in heartbeats if heartbeat["run"] == run]
             pids = [str(one["pid"]) for one in mine if one["alive"]]
             pids += [str(one["courier_pid"]) for one in mine if has_own_courier(one) and one["courier_alive"]]
+            pids = [pid for pid in pids if pid != "0"]  # those of other pid namespaces
             if pids:
                 try:
                     self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)

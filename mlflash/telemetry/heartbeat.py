@@ -62,7 +62,7 @@ class _Part:
         self._over = False
         self._said: dict[str, Any] = {
             "format": FORMAT, "version": __version__, "start": facts.start, "rank": facts.rank, "pid": os.getpid(),
-            "state": "started", "times": {},
+            "pid_namespace": _pid_namespace(), "state": "started", "times": {},
         }  # fmt: skip
         if facts.run:
             faulthandler.register(SHOW_STACKS, sys.__stderr__ or 2)
@@ -243,7 +243,18 @@ def live_jobs(memory: str) -> list[str]:
     ]
 
 
+def _pid_namespace() -> int:
+    """The number of this process's pid namespace: the same pid in another one is another process."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _pid_here(part: dict[str, Any]) -> int:
+    return int(part["pid"]) if part["pid_namespace"] == _pid_namespace() else 0
+
+
 def _is_alive(pid: int) -> bool:
+    if pid == 0:  # of another container: nothing is known of it
+        return True
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except OSError:
@@ -274,5 +285,8 @@ def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | N
         return None, [] if trainer is None else [trainer]
     unread = [f"{courier} in what the courier says"] if isinstance(courier, str) else []
     heard = courier if isinstance(courier, dict) else None
+    for part in (trainer, heard):
+        if part is not None:
+            part["pid"] = _pid_here(part)
     courier_alive = heard is not None and _is_alive(heard["pid"])
     return together(trainer, heard, _is_alive(trainer["pid"]), courier_alive), unread

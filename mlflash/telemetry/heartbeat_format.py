@@ -21,8 +21,8 @@ _LARGEST = 1 << 63
 _SHORT = 64  # letters of each text if all of them together are too long
 _STATES = ("started", "ended", "failed")
 _NUMBER = int | float
-_OF_BOTH: dict[str, Any] = {"format": int, "start": str, "rank": int, "pid": int, "state": str, "times": dict,
-                            "beat": _NUMBER}  # fmt: skip
+_OF_BOTH: dict[str, Any] = {"format": int, "start": str, "rank": int, "pid": int, "pid_namespace": int, "state": str,
+                            "times": dict, "beat": _NUMBER}  # fmt: skip
 # Required and optional fields of the parts. A reader need not check them again.
 _TRAINER = _OF_BOTH | {
     "run": str,
@@ -53,7 +53,9 @@ _GOES_ON = (
     "times",
 )  # fmt: skip
 # The fields of both parts together.
-_RANK = {name: kind for name, kind in _TRAINER.items() if name != "start"} | {"committed": int | None, "alive": bool}
+_OF_PART = ("start", "pid_namespace")
+_RANK = {name: kind for name, kind in _TRAINER.items() if name not in _OF_PART}
+_RANK |= {"committed": int | None, "alive": bool}
 _RANK_MAY = (
     _TRAINER_MAY
     | _COURIER_MAY
@@ -108,9 +110,10 @@ def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, aliv
 
     Returns:
         What both report, as if they were one process, ``alive`` of the trainer, and ``courier_pid``, ``courier_alive``,
-        ``courier_beat`` and ``courier_state``, each None if nothing is known about a courier.
+        ``courier_beat`` and ``courier_state``, each None if nothing is known about a courier. A pid is 0 if the process
+        has another pid namespace than who reads: it counts as alive.
     """
-    names = (name for name in (*_TRAINER, *_TRAINER_MAY, "version") if name not in ("start", "restored_at"))
+    names = (name for name in (*_TRAINER, *_TRAINER_MAY, "version") if name not in (*_OF_PART, "restored_at"))
     said: dict[str, Any] = {name: trainer[name] for name in names if name in trainer}
     said |= {"committed": None, "alive": alive}
     said |= dict.fromkeys(("courier_pid", "courier_alive", "courier_beat", "courier_state"))
@@ -169,8 +172,8 @@ def _why_unread(said: object, must: Mapping[str, Any], may: Mapping[str, Any]) -
     if not wrong:
         times = said["times"]
         wrong += ["state"] * (said["state"] not in _STATES)
-        wrong += ["pid"] * (said["pid"] <= 0)
-        wrong += ["courier_pid"] * ((said.get("courier_pid") or 1) <= 0)
+        wrong += ["pid"] * (said["pid"] < (0 if must is _RANK else 1))
+        wrong += ["courier_pid"] * ((said.get("courier_pid") or 0) < 0)
         wrong += ["times"] * (not all(_is_a(when, _NUMBER) for when in times.values()))
         wrong += ["times"] * (said.get("restored") is not None and "restored" not in times)
     if not wrong:

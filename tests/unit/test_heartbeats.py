@@ -70,8 +70,8 @@ for line in sys.stdin:
 class Process:
     """A trainer or a courier of its own."""
 
-    def __init__(self, part: str, shm: Path, facts: RankFacts = FACTS, log: str = ""):
-        argv = [sys.executable, "-c", PROCESS, str(shm), part, json.dumps(dataclasses.asdict(facts)), log]
+    def __init__(self, part: str, shm: Path, facts: RankFacts = FACTS, log: str = "", before: Sequence[str] = ()):
+        argv = [*before, sys.executable, "-c", PROCESS, str(shm), part, json.dumps(dataclasses.asdict(facts)), log]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         self.hear()
@@ -219,6 +219,23 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
     assert caplog.text.count(f"a: the courier of rank 1 (pid {courier.pid}) died, and its trainer goes on") == 1
     looks.show_stacks(["a"], "r")
     assert nodes.kills[-1][2:] == [str(os.getpid())]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a container is made by root")
+def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its_signals(
+    shm: Path, start: Callable[..., Process]
+) -> None:
+    start("trainer", before=["unshare", "--pid", "--fork", "--kill-child"])
+    said = heard(shm)
+    assert (said["pid"], said["alive"], said["courier_pid"]) == (0, True, None)
+    nodes = Nodes(shm)
+    looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
+    watch = Watch(looks, "r", NodeAssignment(("a",), 4), 0)
+    for _ in range(3):
+        looks.look(["a"])
+        assert watch.dead() == ""
+    looks.show_stacks(["a"], "r")
+    assert nodes.kills == [], "its pid is that of another process here"
 
 
 def test_a_courier_that_ended_with_a_word_is_not_missed_and_a_dead_rank_misses_none(
@@ -404,6 +421,7 @@ def test_the_format_is_the_golden_one(shm: Path, node_memory: NodeDirectory, mon
     monkeypatch.setattr(heartbeat, "__version__", "0.1.0")
     monkeypatch.setattr(heartbeat.time, "time", lambda: 1_700_000_000.25)
     monkeypatch.setattr(heartbeat.os, "getpid", lambda: 4321)
+    monkeypatch.setattr(heartbeat, "_pid_namespace", lambda: 4026531836)
     facts = RankFacts(1, 4, 0, "node-a", "", "0123456789abcdef")
     log = EventLog(None)
     trainer = TrainerRecorder(1, TrainerHeartbeat(node_memory, facts), log)
@@ -430,6 +448,7 @@ def test_the_golden_file_reads_as_documented_and_one_of_the_older_format_is_refu
     shm: Path, node_memory: NodeDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_is_alive", lambda pid: pid == 4322)
+    monkeypatch.setattr(heartbeat, "_pid_namespace", lambda: 4026531836)
     file = Path(node_memory.path) / "pulse-0000"
     file.touch(0o600)
     file.write_bytes(GOLDEN.read_bytes())
