@@ -170,6 +170,7 @@ class History:
 
     def _run_launch(self) -> str:
         kernel, setting, launch = self.kernel, self.setting, self.launch
+        self.oracle.ranks_of[launch.number] = setting.ranks
         kernel.note(f"launch {launch.number}: {setting} {launch.plan}")
         machine.FAULTS.no_space = 0.0 if launch.is_last else setting.no_space
         machine.FAULTS.bad_sync = 0.0 if launch.is_last else setting.bad_sync

@@ -37,6 +37,7 @@ class Oracle:
         marked: what all ranks have marked bad.
         lost: nodes whose memory was lost or damaged since every copy of the newest was in place.
         ranks_of_newest: so many ranks, from rank 0, have state of their own in it.
+        ranks_of: the ranks of each launch. What comes back from the directory may be of an earlier one.
     """
 
     def __init__(self, history: History):
@@ -46,6 +47,7 @@ class Oracle:
         self.marked: set[Pair] = set()
         self.lost: set[int] = set()
         self.ranks_of_newest = history.setting.ranks
+        self.ranks_of: dict[int, int] = {}
         # The layouts that the newest may have: a restore on other ranks commits it in a new one.
         self._layouts = {(history.setting.ranks, history.setting.per_node)}
         self._healed: set[tuple[int, int]] = set()
@@ -107,7 +109,8 @@ class Oracle:
                 problems.append(f"restored the suspect step {pair} as a certified one")
         covered = self.covers()
         least = max((pair for pair in (self.newest if covered else None, self.drained) if pair), default=None)
-        if least is not None and not launch.wants_certified and "kept" not in self._history.setting.special:
+        is_kept = "kept" in self._history.setting.special  # then what is lost is that of the last round
+        if least is not None and not launch.wants_certified and not is_kept:
             problems += [f"restored {pair}, but {least} was committed"
                          for pair in map(_pair, restored) if pair is None or pair < least]  # fmt: skip
             problems += [f"rank {record.rank}: {least} was committed, and nodes {self.lost} are lost: {record.text}"
@@ -116,7 +119,7 @@ class Oracle:
             problems += [f"rank {record.rank}: nothing was committed: {record.text}"
                          for record in launch.of("unrestorable")]  # fmt: skip
         is_known = self._has_receipts and len(self.lost) < self._history.setting.nodes and not launch.wants_certified
-        if is_known and least is None and any(_pair(record) is None for record in restored):
+        if is_known and not is_kept and least is None and any(_pair(record) is None for record in restored):
             problems.append(f"restored nothing, though a node that is left knows that {self.newest} was committed")
         return problems
 

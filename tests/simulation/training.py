@@ -111,8 +111,8 @@ class Training:
         except mlflash.errors.Unrestorable as error:
             self._note("unrestorable", text=str(error))
             raise
-        is_new = self._rank >= oracle.ranks_of_newest
         found = None if start is None else state["launch"]
+        is_new = self._rank >= min(oracle.ranks_of_newest, oracle.ranks_of.get(found, self._rank + 1))
         wrong = [] if start is None else self._states.differences(state, self._rank, start, found, is_new)
         self._note("restored certified" if more else "restored", step=start, launch=found, wrong=wrong)
         if "lazy" in self._special:
