@@ -25,6 +25,7 @@ from .processes import KILL_WAIT_S, LastLines, ask_within, spawn
 log = logging.getLogger("mlflash")
 
 _ASK_S = 30.0  # deadline of a question to Slurm
+_ENVIRONMENT = "--export=ALL"  # in a job of `sbatch --export=NONE`, too: ranks need what mlflash run tells them
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot")
 STEPS = "mlflash-"
 """Prefix of the names of our steps."""
@@ -80,7 +81,7 @@ class OnSlurm:
             raise LaunchFailed(f"the list of hosts cannot be written to a temporary file: {error}") from error
         name = f"{STEPS}{self._starts}"
         # --overlap, because Slurm keeps the cores of a step for a while after one of its nodes has died.
-        command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=1", "--distribution=arbitrary",
+        command = ["srun", _ENVIRONMENT, "--overlap", "--no-kill", "--kill-on-bad-exit=1", "--distribution=arbitrary",
                    "--job-name", name, f"--nodes={len(seats.hosts)}", f"--ntasks={seats.ranks}"]  # fmt: skip
         command += [f"--mpi={self.mpi}"] if self.mpi else []
         whole = {**os.environ, **env, "SLURM_HOSTFILE": hosts}
@@ -205,8 +206,9 @@ def own_id(environ: Mapping[str, str]) -> str:
 def beside(hosts: Sequence[str], options: Sequence[str], argv: Sequence[str]) -> list[str]:
     """The srun command that runs a program once on each of the given nodes, in addition to the ranks."""
     count = len(hosts)
-    return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--mem=0", f"--nodes={count}",
-            f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}", *options, *argv]  # fmt: skip
+    return ["srun", _ENVIRONMENT, "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--mem=0",
+            f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}",
+            *options, *argv]  # fmt: skip
 
 
 def hosts_of(job: str) -> list[str]:

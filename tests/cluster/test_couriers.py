@@ -46,6 +46,18 @@ def test_ranks_on_three_nodes_have_couriers_and_hydra_notices_nothing(nodes: Nod
     check(nodes, nodes.path, "hydra", [0, 1, 2])
 
 
+def test_ranks_whose_host_names_mean_loopback_have_couriers(nodes: Nodes) -> None:
+    """As Debian's installer writes /etc/hosts. These nodes have no default route, either."""
+    for host in nodes.names:
+        assert "default" not in nodes.run(host, "ip", "route")
+        write = f"sed '/ {host}$/d' /etc/hosts > /tmp/hosts && echo 127.0.1.1 {host} >> /tmp/hosts"
+        nodes.run(host, "sh", "-c", f"{write} && mount --bind /tmp/hosts /etc/hosts")
+        assert nodes.run(host, "getent", "hosts", host).split()[0] == "127.0.1.1"
+    command = mpiexec_on(nodes, ["host1", "host2"], 1, trainer(nodes.path))
+    assert subprocess.run(command, timeout=PATIENCE_S, stdin=subprocess.DEVNULL).returncode == 0
+    check(nodes, nodes.path, "hydra", [0, 1])
+
+
 def test_ranks_that_only_know_the_name_of_the_first_host_have_couriers(nodes: Nodes) -> None:
     started = []
     for rank, host in enumerate(("host1", "host2")):

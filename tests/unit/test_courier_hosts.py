@@ -47,7 +47,7 @@ def test_ranks_start_when_all_nodes_have_couriers_and_these_end_by_themselves_at
     with CourierHosts(slurm, OPTIONS) as hosts:
         assert hosts._left == 0 and not (tmp_path / "log").exists()
     words = (tmp_path / "words").read_text()
-    assert words.startswith(" --overlap") and "--nodelist=a,b" in words and "--cpu-bind=none" in words
+    assert words.startswith(" --export=ALL --overlap") and "--nodelist=a,b" in words and "--cpu-bind=none" in words
     assert "run_module('mlflash'" in words and words.endswith(" courier --job j --memory /dev/shm\n")
     assert (tmp_path / "log").read_text().split("\n")[:2] == ["scancel --signal=TERM 7.1", "ended"]
     assert capfd.readouterr().err == "a word\n" and not caplog.text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,16 @@ LAST = 150
 
 
 def submit(slurm: Slurm, template: str, out: str, options: str = "", nodes: int = 3, directory: str = "",
-           **training: object) -> Job:  # fmt: skip
+           sbatch: Sequence[str] = (), **training: object) -> Job:  # fmt: skip
     """Submit a training on two nodes; any more are spares. ``out``, and ``directory``, are where it writes."""
     text = written(
         slurm, template, f'--journal "{out}/run.jsonl" {options}', "--nodes", 2, "--spares", nodes - 2, "--directory",
         directory or f"{out}-pfs", "--script", WORKER, "--", "$directory", out, LAST,
         json.dumps({"pause": 0.05, **training}),
     )  # fmt: skip
-    env = {**MPI_ENVIRONMENT, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    return slurm.sbatch(text, *(["--array=0-1"] if template == "array" else []), env=env)
+    env = {**MPI_ENVIRONMENT, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    text = text.replace("export PATH=", f"export {shlex.join(f'{name}={value}' for name, value in env.items())} PATH=")
+    return slurm.sbatch(text, *sbatch, *(["--array=0-1"] if template == "array" else []))
 
 
 class Training(Results):
@@ -51,7 +55,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.gate
 def test_a_node_that_crashes_is_replaced_by_a_spare(slurm: Slurm, expected: list[str]) -> None:
-    training = Training(slurm, hold_at=25)
+    training = Training(slurm, hold_at=25, sbatch=["--export=NONE"])  # its steps get its environment nevertheless
     training.wait_for_step(20)
     slurm.nodes.crash("host2")
     training.go_on()
