@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from mlflash import errors
 from mlflash.cli import main
 from mlflash.memory.file_assignment import AssignedFiles
 from mlflash.memory.memory_limits import available
-from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of
+from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of, too_small
 from mlflash.memory.shared_memory_segment import attach, create, grow, lend, prefault_in_background
 from mlflash.memory.slot_pool import SlotPool
 from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
@@ -375,3 +376,12 @@ def test_a_rank_with_a_long_story_is_still_heard(shm: Path) -> None:
     heartbeat.end("ended")
     memory.close()
     assert live_jobs(str(shm)) == ["j"], "the process is alive still"
+
+
+def test_what_leaves_no_room_is_named_and_other_errors_are_none_of_it(tmp_path: Path) -> None:
+    said = {number: too_small(OSError(number, ""), str(tmp_path), "1 GiB") for number in (
+        errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EIO)}  # fmt: skip
+    assert said.pop(errno.EIO) is None
+    reasons = ["is full", "has no memory left", "has no room left for this user (quota)",
+               "may not have such large files of this process (ulimit -f)"]  # fmt: skip
+    assert [error and error.message for error in said.values()] == [f"{tmp_path} {reason}" for reason in reasons]
