@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_names: dict[int, tuple[weakref.ref[Any], int, str]] = {}  # by the id of a mesh: it, the size of the job, its name
 
 
 def name_of(mesh: Any) -> str:
@@ -22,24 +23,26 @@ def name_of(mesh: Any) -> str:
     Returns:
         "" for all ranks; "expert=1/4,pp=0/2"; "ranks 0-6:2"; or "ranks #..." with a checksum.
     """
-    try:
-        return _names[mesh]
-    except (KeyError, TypeError):
-        pass
-    name = _name_of(mesh)
-    try:
-        _names[mesh] = name
-    except TypeError:  # such a mesh has no weak references
-        pass
+    import torch.distributed as dist
+
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    # By its id: meshes are equal that were cut out of different ones, or belong to an earlier job of the process.
+    known = _names.get(id(mesh))
+    if known is not None and known[0]() is mesh and known[1] == size:
+        return known[2]
+    name = _name_of(mesh, size)
+    _names[id(mesh)] = weakref.ref(mesh, functools.partial(_forget, id(mesh))), size, name
     return name
 
 
-def _name_of(mesh: Any) -> str:
-    import torch.distributed as dist
+def _forget(number: int, reference: weakref.ref[Any]) -> None:
+    if number in _names and _names[number][0] is reference:
+        del _names[number]
 
+
+def _name_of(mesh: Any, size: int) -> str:
     ranks = np.unique(mesh.mesh.numpy())
-    size = dist.get_world_size() if dist.is_initialized() else len(ranks)
-    if len(ranks) == size:
+    if len(ranks) == (size or len(ranks)):
         return ""
     root = mesh._get_root_mesh()
     names = getattr(root, "mesh_dim_names", None)

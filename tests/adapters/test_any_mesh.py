@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch_jobs import COMM, job
 
 from mlflash import Checkpointer, errors
+from mlflash.state.meshes import name_of
 
 RANK, SIZE = COMM.rank, COMM.size
 SEED = int(os.environ.get("MLFLASH_TEST_SEED") or 1)
@@ -145,3 +146,15 @@ def test_any_tensors_on_any_meshes_come_back_as_they_were(options: dict[str, Any
             wrong = [f"{type(error).__name__}: {error}"]
         found = [text for texts in COMM.allgather(wrong) for text in texts]
         assert not found, f"MLFLASH_TEST_SEED={SEED}, example {number}: {spec}\n" + "\n".join(found[:8])
+
+
+def test_a_mesh_is_named_anew_in_a_job_of_another_size() -> None:
+    """As where training goes on with fewer ranks in the same processes: their meshes are equal to earlier ones."""
+    kept = []
+    with job(2) as comm:
+        if comm is not None:
+            kept.append(init_device_mesh("cpu", (2,)))
+            assert name_of(kept[0]) == ""
+    with job():
+        pair = DeviceMesh("cpu", [0, 1])
+        assert name_of(pair) == "ranks 0-1" and (not kept or kept[0] == pair)
