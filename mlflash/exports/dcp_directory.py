@@ -36,7 +36,7 @@ def write(whole: Whole, store: Store, rules: Sequence[Rule] = (), file_nbytes: i
         file_nbytes: most bytes of tensors in a file. A larger tensor gets its own file.
 
     Raises:
-        StateError: the state is not a dict, two leaves get the same key, or torch cannot load a dtype.
+        StateError: the state is not a dict, or torch cannot load a dtype.
         ConfigError: a rule does not fit.
     """
     entries = list(whole.entries.values())
