@@ -195,8 +195,9 @@ class Oracle:
         if len(restored) == 1:
             (pair,) = restored
             outcomes["restored nothing" if pair is None else "restored"] += 1
-            if pair is not None and (is_healed or launch.wants_certified):
-                self.newest = pair if launch.wants_certified else max(self.newest or pair, pair)
+            is_certified = bool(launch.of("restored certified"))  # and not the newest one, as none is certified
+            if pair is not None and (is_healed or is_certified):
+                self.newest = pair if is_certified else max(self.newest or pair, pair)
         good = {pair for pair in committed if not history.states.is_suspect(pair[1])}
         if good:
             self.newest, self.ranks_of_newest = max(good), history.setting.ranks
