@@ -186,7 +186,8 @@ class Oracle:
         outcomes["marked"] += len(marked)
         self.settle(launch)
         layout = history.setting.ranks, history.setting.per_node
-        is_resharded = bool(restored - {None}) and layout not in self._layouts
+        has_room = launch.is_last or not history.setting.no_space  # else a warning may say: no redundancy yet
+        is_resharded = bool(restored - {None}) and layout not in self._layouts and has_room
         if is_resharded:
             self.lost.clear()
         if is_healed or committed or is_resharded:
