@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-_names: dict[int, tuple[weakref.ref[Any], int, str]] = {}  # by the id of a mesh: it, the size of the job, its name
+_names: dict[int, tuple[int, str]] = {}  # by the id of a mesh that lives: the size of the job, its name
 
 
 def name_of(mesh: Any) -> str:
@@ -28,16 +27,13 @@ def name_of(mesh: Any) -> str:
     size = dist.get_world_size() if dist.is_initialized() else 0
     # By its id: meshes are equal that were cut out of different ones, or belong to an earlier job of the process.
     known = _names.get(id(mesh))
-    if known is not None and known[0]() is mesh and known[1] == size:
-        return known[2]
+    if known is not None and known[0] == size:
+        return known[1]
     name = _name_of(mesh, size)
-    _names[id(mesh)] = weakref.ref(mesh, functools.partial(_forget, id(mesh))), size, name
+    if known is None:
+        weakref.finalize(mesh, _names.pop, id(mesh))
+    _names[id(mesh)] = size, name
     return name
-
-
-def _forget(number: int, reference: weakref.ref[Any]) -> None:
-    if number in _names and _names[number][0] is reference:
-        del _names[number]
 
 
 def _name_of(mesh: Any, size: int) -> str:
