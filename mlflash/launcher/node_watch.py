@@ -165,10 +165,9 @@ class Looks:
         for host in hosts:
             heartbeats = self._said[host]["heartbeats"] if host in self._said else []
             mine = [heartbeat for heartbeat in heartbeats if heartbeat["run"] == run]
-            pids = [str(one["pid"]) for one in mine if one["alive"]]
-            pids += [str(one["courier_pid"]) for one in mine if has_own_courier(one) and one["courier_alive"]]
-            pids = [pid for pid in pids if pid != "0"]  # those of other pid namespaces
-            if pids:
+            pids = [one["pid"] for one in mine if one["alive"]]
+            pids += [one["courier_pid"] for one in mine if has_own_courier(one) and one["courier_alive"]]
+            if pids := [str(pid) for pid in pids if pid]:  # 0: of another pid namespace
                 try:
                     self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)
                 except LaunchFailed as error:
