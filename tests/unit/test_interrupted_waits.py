@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from interruption import interrupted
@@ -15,6 +17,8 @@ from waiting import PATIENCE_S, until
 
 import mlflash
 from mlflash.events import Event, News, Queue
+
+T = TypeVar("T")
 
 _SOON_S = 0.001  # of a wait that is meant to pass
 _HOME = Path(mlflash.__file__).parent
@@ -51,10 +55,15 @@ def test_whoever_waits_for_a_condition_sees_it_hold() -> None:
     assert seen == [True] and not news.wait_for(lambda: False, _SOON_S)
 
 
-def waits(call: Callable[[], bool], woken: list[bool]) -> threading.Thread:
+def waits(call: Callable[[], T], woken: list[T]) -> threading.Thread:
     thread = threading.Thread(target=lambda: woken.append(call()), daemon=True)
     thread.start()
     return thread
+
+
+def moments(is_interrupted: Callable[[int], bool]) -> int:
+    """Interrupt something at each of its moments, the first one first; return the number after the last one."""
+    return next(nth for nth in itertools.count(1) if not is_interrupted(nth))
 
 
 def is_wait_interrupted(what: str, nth: int) -> bool:
@@ -76,10 +85,7 @@ def is_wait_interrupted(what: str, nth: int) -> bool:
 
 @pytest.mark.parametrize("what", ["event", "news"])
 def test_an_exception_at_any_moment_of_a_wait_leaves_nothing_locked(what: str) -> None:
-    nth = 1
-    while is_wait_interrupted(what, nth):
-        nth += 1
-    assert nth > 10
+    assert moments(lambda nth: is_wait_interrupted(what, nth)) > 10
 
 
 def test_a_queue_gives_items_in_order_and_its_wait_ends() -> None:
@@ -99,8 +105,7 @@ def is_put_interrupted(nth: int) -> bool:
     """Interrupt a put at its nth moment; who posts again is heard. Return whether there was such a moment."""
     items: Queue[str] = Queue()
     taken: list[str] = []
-    taker = threading.Thread(target=lambda: taken.append(items.get(PATIENCE_S)), daemon=True)
-    taker.start()
+    taker = waits(lambda: items.get(PATIENCE_S), taken)
     until(lambda: len(items._filled._waiting) == 1, "it waits")
     was = interrupted(lambda: items.put("first"), nth)
     items.put("first" if was else "second")
@@ -110,10 +115,7 @@ def is_put_interrupted(nth: int) -> bool:
 
 
 def test_an_exception_at_any_moment_of_a_put_loses_nothing() -> None:
-    nth = 1
-    while is_put_interrupted(nth):
-        nth += 1
-    assert nth > 5
+    assert moments(is_put_interrupted) > 5
 
 
 def is_set_interrupted(nth: int) -> bool:
@@ -128,10 +130,7 @@ def is_set_interrupted(nth: int) -> bool:
 
 
 def test_an_exception_at_any_moment_of_a_set_forgets_nobody_for_long() -> None:
-    nth = 1
-    while is_set_interrupted(nth):
-        nth += 1
-    assert nth > 3
+    assert moments(is_set_interrupted) > 3
 
 
 def test_nothing_of_the_trainer_waits_with_a_lock_that_python_code_takes() -> None:
