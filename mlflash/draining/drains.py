@@ -42,7 +42,7 @@ class Drains:
         """Drain the newest checkpoint; see `Checkpointer.drain`."""
         if not self._has_directory:
             raise DrainFailed("this Checkpointer has no directory to drain to")
-        self.wait()
+        self.settle()
         self._courier.call(BeginDrain(if_due=False))
         assert self.last is not None
         return self.last
@@ -59,16 +59,28 @@ class Drains:
         except MlflashError:
             pass  # a warning was logged already
 
+    def settle(self) -> None:
+        """Wait on all ranks until no drain is running. Collective over the world.
+
+        A rank that waited in vain, and then left out the next collective call, would make another one than the others.
+
+        Raises:
+            DeadlineExceeded: on all ranks, if some rank still drains.
+        """
+        if self._has_directory:
+            self._ranks.on_all(self.wait)
+
     def finish(self) -> None:
         """Drain the newest checkpoint, if draining is on and that is not done yet, and wait. Collective over the world.
 
         A drain that fails is a warning.
         """
+        if not self._has_directory:
+            return
         try:
-            self.wait()
-            if self._has_directory:
-                self._courier.call(BeginDrain(if_due=True))
-                self.wait()
+            self.settle()
+            self._courier.call(BeginDrain(if_due=True))
+            self.settle()
         except DrainFailed:
             pass  # a warning was logged already
 

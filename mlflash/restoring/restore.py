@@ -233,7 +233,7 @@ class Restores:
     ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
         start = self._began = time.perf_counter()
         self._saves.settle()
-        self._drains.wait()
+        self._drains.settle()
         self._saves.forget()
         passed_over = {} if bad is None else bad
         again = source is None

@@ -599,6 +599,28 @@ def test_a_second_drain_of_the_same_checkpoint_writes_nothing(options: dict[str,
         ckpt.drain()
 
 
+@two
+@pytest.mark.parametrize("call", ["drain", "restore", "close"])
+def test_a_rank_that_waits_for_a_drain_in_vain_leaves_out_no_call_that_the_others_make(
+    call: str, options: dict[str, Any], pfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = errors.DeadlineExceeded("waited for a drain", rank=SIZE - 1)
+    with Checkpointer(comm=COMM, **options) as ckpt:
+        ckpt.save(1, {"w": np.full(9, RANK)}).wait()
+        ckpt.drain().wait()
+        if RANK == SIZE - 1:
+            monkeypatch.setattr(ckpt._drains, "wait", lambda: (_ for _ in ()).throw(late))
+        calls = {"drain": ckpt.drain, "restore": lambda: ckpt.restore({"w": np.zeros(9, int)}), "close": ckpt.close}
+        with pytest.raises(errors.DeadlineExceeded, match="waited for a drain"):
+            calls[call]()
+        monkeypatch.undo()
+        if call != "close":
+            ckpt.save(2, {"w": np.full(9, RANK + 7)}).wait()
+            ckpt.drain().wait()
+    COMM.Barrier()
+    assert steps_in(pfs) == ([1] if call == "close" else [2, 1])
+
+
 @general
 def test_an_exception_in_training_ends_a_drain_without_waiting_for_it(options: dict[str, Any], pfs: Path) -> None:
     with pytest.raises(ZeroDivisionError), Checkpointer(**options, drain_every=1, drain_rate=MIB / 1000) as ckpt:
