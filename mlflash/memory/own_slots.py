@@ -165,10 +165,12 @@ class OwnSlots:
             has_failed: whether what slots were taken for is a failed save.
         """
         with self._lock:
-            for slot in [slot for _, slot in self._all() if slot.use is Use.BUSY and has_failed(slot.taker)]:
+            failed = [slot for _, slot in self._all() if slot.use is Use.BUSY and has_failed(slot.taker)]
+            for slot in failed:
                 self._free(slot)
                 slot.use = Use.HOLDS
-            self._tell_freed()
+            if failed:  # or who waits in a loop that begins with this would not wait
+                self._tell_freed()
 
     def wait_until_given(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
         """Leave all slots to the courier, and wait until none is being filled; return whether that happened in time.

@@ -381,6 +381,17 @@ def test_all_slots_are_left_to_the_next_courier_once_none_is_filled(both: Both) 
     assert both.own.wait_until_given(0.01, lambda taker: False), "one that is given back meanwhile is left, too"
 
 
+def test_a_slot_that_is_still_filled_is_not_waited_for_in_a_busy_loop(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_files(both)
+    looks = itertools.count()
+    prepare = both.own.prepare
+    monkeypatch.setattr(both.own, "prepare", lambda wanted: (next(looks), prepare(wanted))[1])
+    assert both.take() is not None and not both.own.wait_until_given(0.2, lambda taker: False)
+    assert next(looks) <= 6, "which would take the interpreter from the thread that fills it"
+
+
 def test_slots_of_saves_that_have_failed_are_left_to_the_next_courier(both: Both) -> None:
     with_files(both)
     save = both.take()
