@@ -37,6 +37,7 @@ class Record:
     Attributes:
         round: of a recovery in place.
         least: launch and step that had to be restored in a round, at the least.
+        idle_s: virtual seconds since any rank came to a crash point.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Record:
     wrong: list[str] = dataclasses.field(default_factory=list)
     round: int = 1
     least: tuple[int, int] | None = None
+    idle_s: float = 0.0
 
 
 @dataclasses.dataclass
@@ -121,6 +123,7 @@ class History:
         self.memory = _SHM / f"simulation-{machine.real_pid()}"
         self.files = self.memory / "files"
         self.problems: list[str] = []
+        self._worked_at = 0.0  # virtual time of the last crash point of any rank
         self.reached, self.kills, self.outcomes = Counter[str](), Counter[str](), Counter[str]()
         self.states = States(self.setting.nbytes, self.setting.special, self.kernel.random.random() < 0.3)
         self.oracle = Oracle(self)
@@ -212,14 +215,17 @@ class History:
 
     def _reach(self, point: str) -> None:
         self.reached[point] += 1
+        self._worked_at = self.kernel.now
         if self.kernel.current is not None:
             if point == "heal.done":
                 self.oracle.healed(self.launch, self.kernel.current.process.rank)
+            elif point == "restore.adopted":
+                self.oracle.adopted()
             self.kernel.point(point)
 
     def note(self, process: Process, event: str, **more: Any) -> None:
         """Note an event of a training."""
-        record = Record(process.rank, event, **more)
+        record = Record(process.rank, event, idle_s=self.kernel.now - self._worked_at, **more)
         self.launch.records.append(record)
         self.kernel.note(f"{process.name} {process.rank} notes {event} {record.step}")
 

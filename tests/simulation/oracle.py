@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Pair = tuple[int, int]
 """Launch and step of a save."""
 
+_IDLE_S = 5.0  # a job that comes to no crash point for so many virtual seconds does not work
+
 
 @functools.cache
 def _survival(ranks: int, per_node: int, scheme: str) -> Survival:
@@ -61,6 +63,10 @@ class Oracle:
             _survival(ranks, per_node, scheme).survives({node for node in lost if node < ranks // per_node})
             for ranks, per_node in self._layouts
         )
+
+    def adopted(self) -> None:
+        """Note that a rank has taken over a slot in a restore, though the restore may not end."""
+        self._may_be_known = True
 
     def healed(self, launch: Launch, rank: int) -> None:
         """Note that a rank has seen the heal end."""
@@ -156,6 +162,8 @@ class Oracle:
         first = next((record for record in launch.records if record.event in ("error", "failed")), None)
         is_late = first is not None and (isinstance(first.error, DeadlineExceeded) or "DeadlineExceeded" in first.text)
         if first is None or not is_late or launch.triggered or launch.plan.stop is not None:
+            return []
+        if first.idle_s < _IDLE_S:  # polls without news take a quarter of a second of virtual time
             return []
         return [f"rank {first.rank}: a wait until the deadline, though all ranks are there: {first.text}"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import json
@@ -12,7 +13,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,20 @@ def warm_up() -> None:
     gc.freeze()
 
 
-class _Child:
-    """A process that makes one result."""
+Make = functools.partial[Result]
+"""What makes a result; its first argument says which."""
 
-    def __init__(self, make: Callable[[], Result]):
-        self.end, self.output = now() + LIMIT_S, b""
+
+class _Child:
+    """A process that makes one result. Shortly before its time is over, it prints where it is."""
+
+    def __init__(self, make: Make):
+        self.end, self.output, self._name = now() + LIMIT_S, b"", make.args[0]
         self.out, into = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             os.close(self.out)
+            faulthandler.dump_traceback_later(0.95 * LIMIT_S)
             try:
                 text = json.dumps(make())
             except BaseException as error:
@@ -90,17 +96,17 @@ class _Child:
         try:
             result: Result = json.loads(self.output)
         except ValueError:
-            result = {"problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
+            result = {"seed": self._name, "problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
         return result
 
 
 def seeds(numbers: Iterable[int], fixed: Mapping[str, object], until_points: float = NEVER, keeps_trace: bool = False
-          ) -> Iterator[Callable[[], Result]]:  # fmt: skip
+          ) -> Iterator[Make]:  # fmt: skip
     """What makes the results of some seeds; see `run`."""
     return (functools.partial(run, number, fixed, until_points, keeps_trace) for number in numbers)
 
 
-def run_all(makes: Iterable[Callable[[], Result]], jobs: int = 1, end: float = NEVER) -> Iterator[Result]:
+def run_all(makes: Iterable[Make], jobs: int = 1, end: float = NEVER) -> Iterator[Result]:
     """Make results side by side, each in a process of its own; yield each when it is there.
 
     Args:
