@@ -2,9 +2,8 @@
 
 If a rank is lost, a collective fails and raises an error out of forward or backward. Then DDP's reducer waits for
 gradients that never come. FSDP2's modules still hold whole parameters, unreduced gradients, and the order in which
-modules ran. This module makes a new reducer for DDP, as unpickling does, and puts FSDP2 back to its state between
-steps. Neither has a public call for this, so it uses attributes of PyTorch 2.11 and 2.13. A missing attribute raises an
-error.
+modules ran. This module makes a new reducer for DDP, as unpickling does; DDP has no public call for this. FSDP2 has
+had one since PyTorch 2.13, `FSDPModule.reset_iter_state`. What that call does not expect is cleared before it.
 
 Afterwards parameters, optimizer and buffers have undefined values: restore them.
 """
@@ -17,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 _GIVEN = "_mlflash_buckets"
@@ -70,35 +68,26 @@ def _make_reducer(module: DistributedDataParallel, buckets: str) -> None:
 
 def _forget_shards(module: FSDPModule) -> None:
     state: Any = module._get_fsdp_state()
-    if state._is_root is None:  # it has never run
+    if not state._is_root:  # its root does it, or it has never run
         return
-    state._training_state = TrainingState.IDLE
-    state._modules_to_run_forward.clear()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-    for group in groups_of(state):
-        group._training_state = TrainingState.IDLE
-        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-        group._reshard_after_forward_event = group._partial_reduce_output = None
-        group._post_forward_indices.clear()
-        shared = group.comm_ctx
-        shared.all_gather_state = None
-        if hasattr(shared, "reduce_scatter_state"):  # before PyTorch 2.13
-            shared.reduce_scatter_state = None
-        else:
-            shared.reduce_scatter_states.clear()
-            shared._last_post_reduce_events.clear()
-        shared.post_forward_order.clear()
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-        group._to_sharded()
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            group._all_gather_result = None  # its collective has failed: waiting for it would raise the error again
+            for parameter in group.fsdp_params:
+                _forget_gradient(parameter)
+    module.reset_iter_state()
 
 
-def groups_of(state: Any) -> list[Any]:
-    """Give the groups of parameters that a module of FSDP2 gathers. Before PyTorch 2.13 there was at most one."""
-    if not hasattr(state, "_fsdp_param_groups"):
-        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def _forget_gradient(parameter: Any) -> None:
+    """Forget the gradient of a whole parameter. PyTorch does this itself since 2.15."""
+    if hasattr(parameter, "_unsharded_param"):  # otherwise this rank has not used it
+        parameter._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # in 2.15 it is the gradient above, under another name
+        parameter.unsharded_accumulated_grad = None
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """Give the groups of parameters that a module of FSDP2 gathers."""
+    state: Any = module._get_fsdp_state()
     groups: list[Any] = state._fsdp_param_groups
     return groups

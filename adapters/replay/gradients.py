@@ -2,7 +2,7 @@
 
 A hook on each leaf of the graph gets the gradient as this rank computed it. With DDP and plain models the leaves are
 the parameters. With FSDP2 the leaves are whole parameters, which it gathers into the same objects each time. Torch has
-no public names for these, so this module uses attributes of PyTorch 2.13.
+no public names for these, so this module uses attributes of PyTorch 2.13 to 2.15.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _leaves(model: nn.Module, names: dict[int, str]) -> dict[str, torch.Tensor]:
     """Give the leaves of the graph that belong to parameters, by name. Call it after forward."""
     found: dict[str, torch.Tensor] = {}
     for module in model.modules():
-        for group in groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+        for group in groups_of(module) if isinstance(module, FSDPModule) else ():
             for one in group.fsdp_params:
                 if hasattr(one, "_unsharded_param"):  # otherwise this rank has not used it
                     whole = one.unsharded_param

@@ -63,7 +63,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
             elif isinstance(module, FSDPModule):
-                for group in groups_of(module._get_fsdp_state()):
+                for group in groups_of(module):
                     stack.enter_context(_attributes(group, dict.fromkeys(_OF_GROUPS, False)))
         try:
             yield

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +32,7 @@ from mlflash.adapters.left_steps import forget_step
 RANK, SIZE, KIND, PORT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 PATIENCE = datetime.timedelta(seconds=60)
 WIDTH = 32
+IN_PARTS = "in parts" in KIND  # two micro-batches, of which the first reduces nothing
 COMPILED = ("FSDP2 compiled", "TP compiled")  # from outside; torch.compile of a DDP is another one for each reducer
 
 State = tuple[list[torch.Tensor], dict[Any, dict[str, Any]]]
@@ -80,8 +81,9 @@ def made() -> nn.Module:
         mesh = init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (SIZE,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if IN_PARTS else MixedPrecisionPolicy()
     for layer in (*layers, model):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -94,7 +96,11 @@ class Training:
     def step(self, number: int) -> None:
         data = torch.Generator().manual_seed(number if KIND.startswith("TP") else 1000 * RANK + number)
         self.optimizer.zero_grad()
-        self.run(torch.randn(8, WIDTH, generator=data)).square().mean().backward()
+        for is_last in (False, True) if IN_PARTS else (True,):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(is_last)
+                self.model.unshard(async_op=IN_PARTS)
+            self.run(torch.randn(8, WIDTH, generator=data)).square().mean().backward()
         self.optimizer.step()
 
     def state(self) -> State:

@@ -18,7 +18,16 @@ PROGRAM = Path(__file__).with_name("left_step_rank.py")
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [("DDP", 2), ("FSDP2", 2), ("HSDP", 4), ("TP", 2), ("DDP compiled", 2), ("FSDP2 compiled", 2), ("TP compiled", 2)],
+    [
+        ("DDP", 2),
+        ("FSDP2", 2),
+        ("FSDP2 in parts", 2),
+        ("HSDP", 4),
+        ("TP", 2),
+        ("DDP compiled", 2),
+        ("FSDP2 compiled", 2),
+        ("TP compiled", 2),
+    ],
 )
 def test_a_step_that_is_left_at_any_collective_is_done_again_with_the_same_bits(kind: str, ranks: int) -> None:
     store = torch_distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
