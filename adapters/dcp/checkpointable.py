@@ -1,4 +1,7 @@
-"""Tensors that name their own parts for a checkpoint: PyTorch's protocol `_Checkpointable`."""
+"""Tensors that name their own parts for a checkpoint, by one of PyTorch's protocols.
+
+`_Checkpointable` is a class with methods. `CheckpointableTensor`, since PyTorch 2.14, is a tensor with attributes.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,34 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint.utils import find_tensor_shard
+
+from mlflash.state.leaves import is_placed
+
+_KNOWS_PLACED = hasattr(dcp, "CheckpointableTensor")  # before, its planners take such a tensor for a whole one
 
 
 def is_checkpointable(value: Any) -> bool:
-    """Whether a value follows the protocol."""
-    return hasattr(value, "__create_write_items__") and hasattr(value, "__get_tensor_shard__")
+    """Whether a value follows a protocol that DCP's planners know."""
+    if hasattr(value, "__create_write_items__") and hasattr(value, "__get_tensor_shard__"):
+        return True
+    return _KNOWS_PLACED and isinstance(value, torch.Tensor) and is_placed(value)
 
 
 def items_of(value: Any, name: str) -> list[WriteItem]:
-    """Give the write items of a value that follows the protocol."""
-    items: list[WriteItem] = value.__create_write_items__(name, value)
+    """Give the write items of a value that follows a protocol."""
+    items: list[WriteItem] = _create_write_items(name, value)
     return items
 
 
 def parts_of(value: Any, name: str) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    """Give the write items of a value that follows the protocol, each with its tensor."""
+    """Give the write items of a value that follows a protocol, each with its tensor."""
     for item in items_of(value, name):
-        yield item, value.__get_tensor_shard__(item.index).detach()
+        yield item, find_tensor_shard(value, item.index).detach()
 
 
 class Parts(torch.Tensor):

@@ -322,7 +322,7 @@ def _chunks(value: Any, path: str) -> Iterator[Chunk]:
 
 def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
     """Copy a state dict with its local tensors replaced by others, which come in the order of `_chunks`."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):  # most are, and the other checks take longer
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and not is_checkpointable(value):  # most are: ask this first
         return next(tensors)
     prefix = path + "." if path else ""
     if isinstance(value, Mapping):

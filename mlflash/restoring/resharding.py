@@ -206,8 +206,6 @@ def only_shards_differ(state: Any, home: RankCheckpoint) -> bool:
 
     Not collective.
     """
-    if "torch.distributed.tensor" not in sys.modules and all(e.shape == e.global_shape for e in home.manifest.entries):
-        return False  # neither side has shards
     flat = flatten_or_none(state)
     if flat is None:
         return False

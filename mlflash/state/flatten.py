@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import StateError
 from . import containers
-from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_tensor, tensor_entry
+from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_placed, is_tensor, tensor_entry
 from .paths import entry_names
 from .plain_values import MAX_DEPTH, encode_key, encode_plain
 
@@ -108,6 +108,10 @@ class Flattener:
         if set(walk.kinds) <= _known_kinds():
             self._known = _Known(walk, flat)
         return flat
+
+
+class _Placed:
+    """The class, to this module, of tensors that say where they belong: that may change while nothing else does."""
 
 
 class _Changed(Exception):
@@ -329,7 +333,7 @@ class _Walk:
     def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> str:
         tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
         whole = value if type(value).__name__ == "DTensor" else None
-        self.kinds.append(type(value))
+        self.kinds.append(_Placed if is_placed(value) else type(value))
         self.leaves.append(Leaf(entry, local, -1 if tie == len(self.leaves) else tie, whole))
         return LEAF
 
@@ -387,6 +391,7 @@ _OF_TENSORS: tuple[Callable[[list[Any]], list[Any]], ...] = (
     lambda tensors: [tensor.device for tensor in tensors],
     lambda tensors: [tensor.is_contiguous() for tensor in tensors],  # raises for tensors that are not strided
     lambda tensors: [tensor.is_neg() for tensor in tensors],
+    lambda tensors: [hasattr(tensor, "global_shape") for tensor in tensors],  # see `leaves.is_placed`
 )
 _OF_COMPLEX: tuple[Callable[[list[Any]], list[Any]], ...] = (lambda tensors: [tensor.is_conj() for tensor in tensors],)
 _OF_ARRAYS: tuple[Callable[[list[Any]], list[Any]], ...] = (

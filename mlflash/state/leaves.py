@@ -14,6 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,8 @@ def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple
     if type(tensor).__name__ == "DTensor":
         global_shape, mesh = tuple(tensor.shape), meshes.name_of(tensor.device_mesh)
         tensor, *shard = dtensor_shard(tensor.detach(), path)
+    elif is_placed(tensor):
+        tensor, global_shape, *shard = _placed_part(tensor, path)
     tensor = as_plain_tensor(torch, tensor, path)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
@@ -179,6 +182,34 @@ def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple
     plain_bits = not (tensor.is_conj() or tensor.is_neg())
     key = (str(tensor.device), tensor.data_ptr(), dtype, shape, tensor.stride()) if nbytes and plain_bits else None
     return tensor, entry, key
+
+
+def is_placed(tensor: Any) -> bool:
+    """Whether a tensor says which part of a larger one it is, by the attributes of PyTorch's `CheckpointableTensor`."""
+    return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in _PLACE)
+
+
+def _placed_part(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The part of a larger tensor that a tensor holds, the shape of the larger one, the part's shape and its place.
+
+    Source: torch.distributed.checkpoint.protocol, since PyTorch 2.14.
+    """
+    whole = tuple(tensor.global_shape)
+    parts = list(zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True))
+    if len(parts) > 1:
+        raise StateError("this tensor holds several parts of a larger one: make a tensor of each", tensor=path,
+                         found=f"{len(parts)} parts of {list(whole)}")  # fmt: skip
+    if not parts:  # this rank has nothing of it
+        nothing = (0,) * len(whole)
+        return tensor.detach().reshape(-1)[:0].reshape(nothing), whole, nothing, nothing
+    ((offset, local, shape),) = ([tuple(numbers) for numbers in part] for part in parts)
+    outside = any(at < 0 or at + size > most for at, size, most in zip(
+        (*offset, *local), (*shape, *shape), (*whole, *tensor.shape), strict=True))  # fmt: skip
+    if outside:
+        raise StateError("the part that this tensor is said to hold is not in it, or not in the larger one",
+                         tensor=path, expected=f"{list(shape)} at {list(offset)} of {list(whole)}",
+                         found=f"at {list(local)} of {list(tensor.shape)}")  # fmt: skip
+    return tensor.detach()[tuple(map(slice, local, map(add, local, shape)))], whole, shape, offset
 
 
 def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
@@ -215,6 +246,7 @@ def _class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+_PLACE = ("global_offsets", "local_offsets", "local_sizes")
 _SHARD_PLACES = 10_000
 _shard_places: dict[Any, tuple[Any, Any]] = {}  # shape and offset of a shard, by what they depend on
 

@@ -323,6 +323,67 @@ def test_tied_tensors_may_be_cut_apart(options: dict[str, Any], root: Path) -> N
         assert all(torch.equal(tensor.full_tensor(), whole) for tensor in state.values())
 
 
+def part_of(whole: torch.Tensor, dim: int, rank: int, size: int, blank: bool = False) -> torch.Tensor:
+    """A part of a tensor that says where it belongs, as PyTorch's `CheckpointableTensor`; between other elements."""
+    parts = [*whole.tensor_split(size, dim)]
+    offset = [0] * whole.ndim
+    offset[dim] = sum(part.shape[dim] for part in parts[:rank])
+    part = torch.full_like(parts[rank], -1) if blank else parts[rank]
+    made = torch.nn.functional.pad(part, (1, 2) * whole.ndim, value=-5)
+    has_some = part.numel() > 0
+    made.global_shape = tuple(whole.shape)
+    made.global_offsets = (tuple(offset),) * has_some
+    made.local_offsets = ((1,) * whole.ndim,) * has_some
+    made.local_sizes = (tuple(part.shape),) * has_some
+    return made
+
+
+def parts_at(step: int, dim: int, rank: int, blank: bool = False) -> dict[str, Any]:
+    named = {name: whole for name, whole in wholes(step).items() if whole.ndim > 1}
+    return {"parts": {name: part_of(whole, dim, rank, dist.get_world_size(), blank) for name, whole in named.items()}}
+
+
+def equal_parts(state: dict[str, Any], step: int, dim: int, rank: int) -> bool:
+    return all(torch.equal(state["parts"][name], part) for name, part in parts_at(step, dim, rank)["parts"].items())
+
+
+@pytest.mark.parametrize("new", [pytest.param(2, marks=pytest.mark.gate), 3])
+def test_a_tensor_that_says_where_it_belongs_comes_back_in_other_parts(
+    options: dict[str, Any], root: Path, new: int
+) -> None:
+    options["directory"] = root / "pfs"
+    with job(SIZE) as comm, Checkpointer(comm=comm, strict=True, **options) as ckpt:
+        other = SIZE - 1 - RANK  # what is saved last lies elsewhere, in tensors of the same shapes where they are even
+        for step, dim, rank in ((1, 0, RANK), (2, 0, other), (3, 1, other)):
+            ckpt.save(step, parts_at(step, dim, rank)).wait()
+            found = parts_at(step, 0, RANK, blank=True)
+            assert ckpt.restore(found) == step and equal_parts(found, step, 0, RANK)
+        mesh = init_device_mesh("cpu", (SIZE,))
+        into = {name: distribute_tensor(torch.zeros_like(wholes(3)[name]), mesh, [Shard(1)]) for name in ("w", "deep")}
+        assert ckpt.restore({"parts": into}) == 3
+        assert all(torch.equal(tensor.full_tensor(), wholes(3)[name]) for name, tensor in into.items())
+        ckpt.drain().wait()
+    for memory in (root, root / "empty"):
+        memory.mkdir(exist_ok=True)
+        with job(new) as comm:
+            if comm is not None:
+                with Checkpointer(comm=comm, **options | {"memory": str(memory)}) as ckpt:
+                    found = parts_at(3, 0, dist.get_rank(), blank=True)
+                    assert ckpt.restore(found) == 3 and equal_parts(found, 3, 0, dist.get_rank())
+
+
+def test_a_tensor_whose_place_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+    made, two = (part_of(wholes(1)["w"], 0, 0, 2) for _ in range(2))
+    made.global_offsets = ((200, 0),)
+    for name in ("global_offsets", "local_offsets", "local_sizes"):
+        setattr(two, name, 2 * getattr(two, name))
+    with Checkpointer(comm=COMM, **options) as ckpt:
+        with pytest.raises(errors.StateError, match=r"(?s)or not in the larger one.*\[200, 0\]"):
+            ckpt.save(1, {"w": made})
+        with pytest.raises(errors.StateError, match=r"(?s)several parts .*2 parts of \[211, 130\]"):
+            ckpt.save(2, {"w": two})
+
+
 def test_a_dtensor_of_the_optimizer_needs_its_state_first(options: dict[str, Any], root: Path) -> None:
     with job(SIZE) as comm:
         assert comm is not None

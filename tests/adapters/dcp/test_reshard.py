@@ -135,6 +135,33 @@ def test_sharded_tensors_of_any_spec_load_each_other(dcp_job: Any, how: str) -> 
             Kept.of({"table": sharded(other, whole), "in": [{"table": sharded(other, -whole)}]}).check(found)
 
 
+if hasattr(torch.distributed.checkpoint, "CheckpointableTensor"):  # since PyTorch 2.14
+
+    def placed(whole: torch.Tensor, cuts: int, nth: int) -> torch.Tensor:
+        """Every so many-th rows of a tensor, in one that says where each of them belongs."""
+        rows = [*range(nth, len(whole), cuts)]
+        made = torch.cat([whole[row : row + 1] for row in rows] + [torch.zeros(1, whole.shape[1])])
+        made.global_shape = tuple(whole.shape)  # type: ignore[attr-defined]
+        made.global_offsets = tuple((row, 0) for row in rows)  # type: ignore[attr-defined]
+        made.local_offsets = tuple((n, 0) for n in range(len(rows)))  # type: ignore[attr-defined]
+        made.local_sizes = ((1, whole.shape[1]),) * len(rows)  # type: ignore[attr-defined]
+        return made
+
+    @pytest.mark.parametrize("how", ["sync", "thread", "process"])
+    def test_tensors_that_say_where_their_parts_belong_load_each_other(dcp_job: Any, how: str) -> None:
+        for step in (1, 2, 3):  # of the same shapes, in other places
+            whole = wholes(step)["f32"].float()
+            nth = (RANK + step) % SIZE
+            dcp_job.save({"w": placed(whole, SIZE, nth), "plain": whole}, step, how)()
+            found = {"w": placed(torch.zeros_like(whole), SIZE, RANK), "plain": torch.zeros_like(whole)}
+            dcp_job.load(found, step)
+            assert torch.equal(found["w"], placed(whole, SIZE, RANK)) and torch.equal(found["plain"], whole)
+            mesh = init_device_mesh("cpu", (SIZE,))
+            into = distribute_tensor(torch.zeros_like(whole), mesh, [COLUMNS])
+            dcp_job.load({"w": into}, step)
+            assert torch.equal(into.full_tensor(), whole)
+
+
 def test_some_names_load_alone_and_missing_ones_are_refused_unless_asked_for(dcp_job: Any) -> None:
     mesh = init_device_mesh("cpu", (SIZE,))
     dcp_job.save(state_of(1, mesh, [ROWS]), 1)()
