@@ -98,20 +98,38 @@ _NUMPY: list[Any] = [
 ]  # fmt: skip
 
 
+class _Properties(dcp.TensorProperties):  # type: ignore[misc]
+    """Properties of a tensor as any version of PyTorch has pickled them: 2.15 has added its strides."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:5])
+
+
 class _Unpickler(pickle.Unpickler):
-    """Unpickles only the classes that a ``.metadata`` needs."""
+    """Unpickles only the classes that a ``.metadata`` needs.
+
+    Args:
+        trusts: unpickle any class.
+    """
 
     _KNOWN = frozenset({
         *(("torch.distributed.checkpoint.metadata", name) for name in (
             "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "Metadata", "MetadataIndex",
-            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+            "StorageMeta", "_MEM_FORMAT_ENCODING")),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
     })  # fmt: skip
 
+    def __init__(self, raw: io.BytesIO, trusts: bool):
+        super().__init__(raw)
+        self._trusts = trusts
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) == (dcp.__name__, "TensorProperties"):
+            return _Properties
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if self._trusts or is_dtype or (module, name) in self._KNOWN:
             return super().find_class(module, name)
         raise StateError(f"the metadata of this checkpoint is more than plain data. {_HINT}", found=f"{module}.{name}")
 
@@ -121,7 +139,7 @@ def _read_metadata(store: Store, trust_pickle: bool) -> Any:
         raise StructureMismatch("this is not a checkpoint of PyTorch DCP: it has no .metadata", found=store.path)
     raw = io.BytesIO(store.read(".metadata"))
     try:
-        metadata = (pickle.Unpickler if trust_pickle else _Unpickler)(raw).load()
+        metadata = _Unpickler(raw, trust_pickle).load()
     except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, StateError):
             raise

@@ -8,6 +8,7 @@ Source: torch.distributed.checkpoint.filesystem.FileSystemWriter.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import io
 import math
@@ -137,7 +138,18 @@ def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping
     if missing := [key for key in paths if key not in described]:
         raise StructureMismatch("no file holds this part of the state", tensor=missing[0])
     about = dcp.StorageMeta(save_id=save_id)
-    return pickle.dumps(dcp.Metadata({key: described[key] for key in paths}, dict(paths), stored, about, _VERSION))
+    raw = io.BytesIO()
+    _Pickler(raw).dump(dcp.Metadata({key: described[key] for key in paths}, dict(paths), stored, about, _VERSION))
+    return raw.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a ``.metadata`` that PyTorch before 2.15 can read, too: it knows five properties of a tensor, not six."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, dcp.TensorProperties):
+            return copyreg.__newobj__, (dcp.TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
+        return NotImplemented
 
 
 def _add_piece(piece: Entry, info: _StorageInfo, described: dict[str, Any], stored: dict[Any, _StorageInfo]) -> None:
