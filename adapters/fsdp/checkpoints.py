@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -30,6 +29,11 @@ from .groups import Everyone, Group, Member
 from .ids import DistributedFileSystemReader
 from .load_planner import LoadPlanner
 from .save_checks import refuse_missing_shards, refuse_other_shards, warn_of_unlike
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ImportError:  # before PyTorch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 log = logging.getLogger("mlflash")
 
