@@ -137,11 +137,15 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
 
     A spare, which has no rank yet, sets itself up with a presumed rank. Collective over the ranks, without spares.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     from . import kept_groups
 
     if backend is not None or any(value not in (None, -1) for value in given.values()):
         raise ConfigError("under mlflash run --keep-alive, init_process_group takes no backend, store or ranks",
                           expected="none of them", found=str(backend or given))  # fmt: skip
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ConfigError("mlflash run --keep-alive needs a newer PyTorch", expected="2.13", found=torch.__version__)
     if is_spare() and not torch.cuda.is_initialized():
         fork_spares(lambda: not torch.cuda._is_in_bad_fork())
     if torch.cuda.is_available():

@@ -18,7 +18,7 @@ from ..memory.shared_memory_segment import Segment
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World, find_world
 from ..protocol.client import Client
-from ..protocol.loaded_versions import loaded_versions
+from ..protocol.loaded_versions import loaded_versions, not_run_with
 from ..protocol.messages import Start, Started
 from ..protocol.ranks import Ranks
 from ..protocol.torch_rank import check_torch_rank, replicas_of, some_ranks
@@ -102,6 +102,8 @@ def _connect_process(choice: Choice, config: Config, process_group: Any, replica
 def _say(trainer: TrainerContext) -> None:
     if not trainer.ranks.rank:
         log.info("courier: %s", trainer.courier.is_a)
+        if (torch := loaded_versions().get("torch")) is not None and (said := not_run_with(torch)) is not None:
+            log.warning("%s", said)
 
 
 def _group_of(comm: Any, ranks: Sequence[int] | None) -> Any:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..config import DISABLE, is_enabled, unknown_variables
 from ..mpi.world import World
 from ..placement.redundancy_scheme import parse
+from ..protocol.loaded_versions import not_run_with
 from .findings import Finding, fine, warning, wrong
 
 _PACKAGES = ("mlflash", "numpy", "torch", "mpi4py", "h5py", "xxhash")
 
 
 def versions() -> Iterator[Finding]:
-    """Name the installed packages and their versions."""
+    """Name the installed packages and their versions, and a PyTorch with which mlflash was not run."""
     found, missing = {}, []
     for name in _PACKAGES:
         try:
@@ -26,6 +27,8 @@ def versions() -> Iterator[Finding]:
             missing.append(name)
     text = ", ".join([f"Python {platform.python_version()}", *(f"{name} {found[name]}" for name in found)])
     yield fine("versions", "{versions}", versions=text)
+    if (said := not_run_with(found.get("torch", ""))) is not None and "torch" in found:
+        yield warning("versions", said, "install one of these releases, or begin with a short run that you restore")
     if missing:
         yield wrong("versions", f"not installed: {', '.join(missing)}", "pip install mlflash into this environment")
 

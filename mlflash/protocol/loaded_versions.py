@@ -1,7 +1,8 @@
-"""The versions of the packages that a trainer has loaded; this imports none of them."""
+"""The versions of the packages that a trainer has loaded, and those that were run; this imports none of them."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 from ..version import __version__
@@ -18,3 +19,16 @@ def loaded_versions() -> dict[str, str]:
             found[name] = str(version)
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     return found | ({"cuda": cuda} if isinstance(cuda, str) else {})
+
+
+TORCH = (2, 13), (2, 15)
+"""The oldest and the newest release of PyTorch with which mlflash was run; see docs/pytorch.md."""
+
+
+def not_run_with(torch: str) -> str | None:
+    """What there is to say of a version of PyTorch with which mlflash was not run; None: it was."""
+    found = re.match(r"(\d+)\.(\d+)", torch)
+    if found is not None and TORCH[0] <= (int(found[1]), int(found[2])) <= TORCH[1]:
+        return None
+    first, last = (f"{major}.{minor}" for major, minor in TORCH)
+    return f"mlflash was run with PyTorch {first} to {last}, and not with {torch}"

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from waiting import until
 
 from mlflash import Checkpointer
@@ -34,6 +35,15 @@ def test_what_will_not_get_into_the_directory_is_said_at_the_start(
     assert f"{shm / 'file'} is not a directory" in warned[0].getMessage() and warned[0].levelno == logging.WARNING
     assert len(said(caplog, "so nothing is written to")) == len(said(caplog, "can be drained to")) == 1
     assert not (shm / "fine").exists(), "nothing is made before it is needed"
+
+
+def test_a_pytorch_with_which_nothing_was_run_is_said_at_the_start(
+    shm: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, lines in ((torch.__version__, 0), ("2.99.0", 1)):
+        monkeypatch.setattr(torch, "__version__", version)
+        with Checkpointer(memory=str(shm), redundancy="none", job="v"):
+            assert len(said(caplog, "and not with 2.99.0")) == lines
 
 
 def test_who_deletes_the_directory_is_told_that_memory_still_has_the_job(

@@ -27,6 +27,7 @@ from mlflash.doctor.findings import Level
 from mlflash.memory.memory_limits import headroom
 from mlflash.memory.mounts import Mount, find_mount, mounted
 from mlflash.planning import scheme_comparison
+from mlflash.protocol.loaded_versions import not_run_with
 from mlflash.wireup.courier_cores import Domains, Seat, from_list
 
 GIB = 1 << 30
@@ -385,6 +386,16 @@ def test_what_is_installed_is_named() -> None:
     assert versions.level is Level.OK and "mpi4py" in versions.words and "xxhash" in versions.words
     (checksums,) = software.checksums()
     assert checksums.level is Level.OK
+
+
+@pytest.mark.parametrize("version", ["2.12.0a0+nv", "2.16.0", "3.0", "a build of my own"])
+def test_a_pytorch_with_which_nothing_was_run_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software.importlib.metadata, "version", lambda name: version if name == "torch" else "1")
+    names, warned = software.versions()
+    assert version in names.words and warned.level is Level.WARNING
+    assert warned.words == f"mlflash was run with PyTorch 2.13 to 2.15, and not with {version}"
+    for known in ("2.13.0+cpu", "2.14.1", "2.15.2+cu132"):
+        assert not_run_with(known) is None
 
 
 def test_parity_by_numpy_is_worth_a_warning_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

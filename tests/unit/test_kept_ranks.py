@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import resource
@@ -17,7 +18,8 @@ from processes import described, killed_in_the_end, left_here, started_by
 from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, sizes, speak
 from waiting import until
 
-from mlflash.errors import LaunchFailed
+from mlflash.adapters import distributed
+from mlflash.errors import ConfigError, LaunchFailed
 from mlflash.launcher.kept_ranks import KeptRanks, OnKeptHosts
 from mlflash.launcher.membership import Deadlines
 from mlflash.launcher.node_assignment import NodeAssignment
@@ -381,3 +383,10 @@ def test_twenty_kills_in_a_row_leave_nothing(start: Start, tmp_path: Path) -> No
     assert not [pid for pid, _ in said.lines() if Path(f"/proc/{pid}").exists() and pid not in started_by({agent})]
     end_well(ranks, tmp_path)
     assert len(recovered(tmp_path)) == 20
+
+
+def test_a_pytorch_that_cannot_forget_a_step_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
+    with pytest.raises(ConfigError, match="needs a newer PyTorch") as refused:
+        distributed._init_kept(None, {}, datetime.timedelta(seconds=1))
+    assert refused.value.expected == "2.13"
