@@ -37,8 +37,8 @@ class _Waiters:
         assert task is not None, "the scheduler would wait"
         self._tasks.append(task)
         is_poll = timeout is not None and timeout <= 4 * POLL_S
-        woken = kernel.doze(until - kernel.now, 4 * DOZE_S) if is_poll else kernel.block(until)
-        if not woken and task in self._tasks:
+        kernel.doze(until - kernel.now, 4 * DOZE_S) if is_poll else kernel.block(until)
+        if task in self._tasks:  # something else has woken it, or its time is over
             self._tasks.remove(task)
 
     def wake(self, number: int | None = None) -> None:
