@@ -13,6 +13,7 @@
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
 #   make frameworks      trainings of other frameworks, killed and begun again: lightning transformers deepspeed
 #                        torchtitan nemo, each of them a target of its own, in an environment of its own
+#   make torch-2.14.1    units, adapters, Lightning and the Trainer with another version of PyTorch (5 GB)
 #   make browser         the page of mlflash report, and the site, in a real browser (Debian's chromium)
 #   make simulate        SEEDS=0:1000: jobs in one process whose ranks die, whose messages are late and whose files fail
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
@@ -124,6 +125,8 @@ install = $(1)/bin/python -m pip install -q --no-deps --no-index --force-reinsta
 	$(call install,.venv-$*)
 	@touch $@
 
+.PRECIOUS: .venv-torch-%/.tests .venv-torch-%/.installed
+
 # $(call layer,those below,its MPI): launchers, and what looks for MPI beside itself, must be its own.
 define layer
 	$(PYTHON) -m venv --clear --without-pip $(@D)
@@ -179,6 +182,12 @@ endef
 .venv-nemo/.tests: tests/frameworks/nemo.txt .venv-transformers/.tests .venv-lightning/.tests
 	$(call layer,.venv-lightning .venv-transformers .venv)
 	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-compile --no-deps -r tests/frameworks/nemo.txt
+	@touch $@
+
+# 5 GB: the CPU build that constraints.txt pins exists of one version only.
+.venv-torch-%/.tests: .venv-transformers/.tests .venv-lightning/.tests
+	$(call layer,.venv-lightning .venv-transformers .venv)
+	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-compile --ignore-installed torch==$*
 	@touch $@
 
 .venv-browser/.tests: .venv/.tests
@@ -279,6 +288,16 @@ lightning transformers torchtitan deepspeed:
 
 nemo: .venv-nemo/.installed
 	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo $(MARKED) --junitxml $(REPORTS)/nemo.xml
+
+# What depends on the version of PyTorch; the steps that are left at each collective are those of `keep_alive`.
+torch-%: .venv-torch-%/.installed
+	.venv-torch-$*/bin/pytest tests/unit -n 2 --dist loadfile --junitxml $(REPORTS)/$@-unit.xml
+	.venv-torch-$*/bin/pytest tests/programs/test_left_steps.py --junitxml $(REPORTS)/$@-steps.xml
+	MLFLASH_COURIER=$(USUAL) $(MAKE) --no-print-directory ranks-of-torch-$*
+	.venv-torch-$*/bin/pytest tests/frameworks -k 'lightning or transformers' -m gate --junitxml $(REPORTS)/$@-trainings.xml
+
+ranks-of-torch-%: .venv-torch-%/.installed
+	$(call on_ranks,.venv-torch-$*,4,900,tests/adapters --ignore=tests/adapters/megatron -k 'not s3')
 
 simulation: $(READY)
 	$(BIN)/pytest tests/simulation $(MARKED) --junitxml $(REPORTS)/simulation.xml

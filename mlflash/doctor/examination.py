@@ -170,6 +170,7 @@ class Examination:
             self._look("memory", "need", count_need, "give --need, --nodes and --ranks-per-node", of_all=True)
         there = f"make {given.memory}, or name another memory file system with --memory"
         self._look("memory", "space", lambda: memory.free_space(given.memory, need), there)
+        self._look("memory", "left over", lambda: memory.left_over(given.memory), there)
         self._look("memory", "limits", lambda: memory.limits(given.memory, need), there)
 
     def _look(self, subject: str, check: str, look: Check, remedy: str = _REPORT, of_all: bool = False) -> None:

@@ -15,12 +15,15 @@ from ..errors import UnsafePath
 from ..memory import node_directory, user_directory
 from ..memory.memory_limits import available
 from ..memory.node_directory import NodeDirectory
+from ..memory.other_files import other_files
 from .findings import Finding, fine, warning, wrong
 from .memory_need import Need
 
 _TRIED_NBYTES = 16 << 20
 _TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB by default
 _LOCKED_NBYTES = 1 << 30
+_LEFT_NBYTES = 16 << 20
+_LEFT_NAMED = 5
 _SHARE = 0.8  # the share of a cgroup's free memory, or of RAM, that slots may take: training needs some, too
 _TAKES = "; the job takes {need_nbytes}, and {spare_nbytes} must stay free"
 _ROOM = "use more nodes, another scheme (mlflash plan --memory) or fewer slots"
@@ -65,6 +68,18 @@ def judge_space(memory: str, size: int, free: int, held: int, need: Need | None)
         return warning("space", text, "only a relaunch of the job that holds this memory can use it: free it with "
                        "mlflash clean for another job", **values)  # fmt: skip
     return fine("space", text, **values)
+
+
+def left_over(memory: str) -> Iterator[Finding]:
+    """Look for large files of others that no process uses, such as those that NCCL leaves when it is killed."""
+    large = [one for one in other_files(memory) if one.unmapped and one.nbytes >= _LEFT_NBYTES]
+    for one in large[:_LEFT_NAMED]:
+        yield warning(
+            "left over", "{unmapped} of {count} files {name} of user {user} are mapped by no process that can be seen "
+            "here; together they take {taken_nbytes}", "delete them if none of that user's jobs runs on this node, in "
+            "a container or outside", unmapped=one.unmapped, count=one.count, name=one.name, user=one.user,
+            taken_nbytes=one.nbytes,
+        )  # fmt: skip
 
 
 def limits(memory: str, need: Need | None) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ import time
 from ..errors import ConfigError, ForeignNode, JobInUse, MemoryTooSmall, UnsafePath
 from . import user_directory
 from .courier_process import works_for
+from .other_files import OtherFiles, other_files
 from .user_directory import PRIVATE, describe, is_private
 
 log = logging.getLogger("mlflash")
@@ -294,6 +295,10 @@ class NodeDirectory:
         """Bytes of the slots that other jobs of this user hold in this memory, alive or not, by job."""
         held = held_by_jobs(self._memory)
         return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
+
+    def foreign(self) -> list[OtherFiles]:
+        """List what is in this memory besides the jobs of this user, the largest first. Not collective."""
+        return other_files(self._memory)
 
     def close(self) -> None:
         """Release the lock and the directory; the files stay. May be called twice."""

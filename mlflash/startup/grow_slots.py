@@ -14,6 +14,8 @@ from ..memory.slot_pool import unmap
 from ..mpi.world import World
 from ..state.layout import PAGE_NBYTES, round_up
 
+_NAMED = 3  # kinds of files of others that an error names
+
 
 def needs_room(slot: Slot, nbytes: int) -> bool:
     """Whether a slot needs a larger file for ``nbytes``, or another one because somebody has removed its own."""
@@ -47,7 +49,7 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
                 "container --shm-size; in a pod sizeLimit of its emptyDir)",
                 expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
                 "spare",
-                found=f"{least:,} bytes: {what}" + _other_jobs(memory),
+                found=f"{least:,} bytes: {what}" + _others(memory),
             )
 
     def create() -> None:
@@ -68,8 +70,9 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
     world.on_all(create)
 
 
-def _other_jobs(memory: NodeDirectory) -> str:
-    held = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
-    return (
-        f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{held}" if held else ""
-    )
+def _others(memory: NodeDirectory) -> str:
+    """Name what else is in a memory, in the words of an error."""
+    jobs = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
+    files = "".join(f"\n    {one}" for one in memory.foreign()[:_NAMED])
+    return (f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{jobs}" * bool(jobs)
+            + f"; this is not mlflash's (what a killed job has left may be deleted):{files}" * bool(files))  # fmt: skip
