@@ -36,7 +36,7 @@ TOOLS: dict[str, str] = {
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",
     "log_report": "human_readable planning",
-    "doctor": "placement memory mpi wireup config courier redundancy startup draining saving checkpointer "
+    "doctor": "protocol placement memory mpi wireup config courier redundancy startup draining saving checkpointer "
     "human_readable command_line planning",
     "templates": "human_readable launcher doctor",
     "commands": "background_files placement storage memory mpi wireup config telemetry draining restoring checkpointer "
