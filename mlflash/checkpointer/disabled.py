@@ -195,6 +195,9 @@ class Drains(drains.Drains):
     def wait(self, timeout_s: float | None = None) -> None:
         """No drain is running."""
 
+    def settle(self) -> None:
+        """No drain is running."""
+
     def finish(self) -> None:
         """Nothing is left to drain."""
 

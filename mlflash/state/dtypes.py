@@ -12,7 +12,7 @@ from ..errors import StateError
 TORCH_ITEM_NBYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "bcomplex32"), 4),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
     **dict.fromkeys(
