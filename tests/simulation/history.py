@@ -132,6 +132,7 @@ class History:
 
     def run(self) -> None:
         """Run all launches, the last one without faults."""
+        shutil.rmtree(self.memory, ignore_errors=True)  # of a process that was killed and had this number
         self.memory.mkdir(mode=0o700)
         machine.begin(self.seed)
         crash_points.arm(self._reach)

@@ -73,7 +73,7 @@ def test_any_nested_state_round_trips(state: Any) -> None:
         memory.close()
 
 
-@pytest.mark.parametrize("dtype", sorted(dtypes.TORCH_ITEM_NBYTES))
+@pytest.mark.parametrize("dtype", sorted(name for name in dtypes.TORCH_ITEM_NBYTES if hasattr(torch, name)))
 def test_every_torch_dtype_round_trips(store: Store, dtype: str) -> None:
     kind = getattr(torch, dtype)
     raw = torch.arange(24 * dtypes.TORCH_ITEM_NBYTES[dtype], dtype=torch.uint8)
