@@ -424,7 +424,8 @@ TORCH_DTYPES = [name for name in TORCH_ITEM_NBYTES if hasattr(torch, name)]
 # bits8 and the like can hardly be made in PyTorch.
 MAKEABLE = [name for name in TORCH_DTYPES if not name.startswith("bits")]
 NUMPY_DTYPES = ["|b1", "<i2", ">f8", "<f2", "<c8", "<U3", "|S5", "<M8[ns]", "<m8[s]", "<f16", "|u1", ">u4", "<c32"]
-RAW = {"complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"}
+RAW = {"complex32", "bcomplex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+       "float4_e2m1fn_x2"}  # fmt: skip
 ODD = ["a/b", "a", ".", "..", "", "%", "%2E", "%2F", "a%b", "s~%b%d", "é→\U0001f680", "nul\0in", " ", "x" * 10_000,
        "a.b", "\\", "'\"", "mlflash", "/", "//"]  # fmt: skip
 
