@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _ALL_ENDED = "all ranks came to their end"
 _KILLED = 137
 _RECOVERS_S = 20.0  # from the notice of a loss until all train again
+_ANSWERS_S = 5.0  # a courier that is stopped for longer may answer too late
 _IMPORTS_S = 5.0  # of a process that is started anew
 _FAULTS_NEEDED = {
     _ALL_ENDED: 0, "before all ranks had begun": 1, "no process was ready": 1, "all ranks were lost": 1,
@@ -298,6 +299,8 @@ class Supervisor:
     def stopped(self, process: Process, seconds: float) -> None:
         """Kill a trainer that is stopped for long, as the agent of its host does."""
         self.faults += 1
+        if process not in self._host_of:  # a courier, of which an answer may be late by then
+            self._has_courier_died |= seconds > _ANSWERS_S
         if process in self._host_of and seconds > self._deadlines.lost_s:
             self.kernel.after(self._deadlines.lost_s, lambda: self._history.die([process]))
 
