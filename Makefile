@@ -12,7 +12,7 @@
 #   make adapters        the adapters to PyTorch's DCP and FSDP, on 4 ranks
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
 #   make frameworks      trainings of other frameworks, killed and begun again: lightning transformers deepspeed
-#                        torchtitan nemo, each of them a target of its own, in an environment of its own
+#                        torchtitan nemo torchao, each of them a target of its own, in an environment of its own
 #   make torch-2.14.1    units, adapters, Lightning and the Trainer with another version of PyTorch (5 GB)
 #   make browser         the page of mlflash report, and the site, in a real browser (Debian's chromium)
 #   make simulate        SEEDS=0:1000: jobs in one process whose ranks die, whose messages are late and whose files fail
@@ -70,7 +70,7 @@ TIMES ?= 20
 CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
   tests/cluster -k 'test_node_loss or test_cables or one_world or replaced_by_a_spare',\
   tests/cluster --ignore=tests/cluster/slurm)
-TRAININGS := lightning transformers deepspeed torchtitan nemo
+TRAININGS := lightning transformers deepspeed torchtitan nemo torchao
 
 .PHONY: help demo gate full shake unit programs files browser adapters megatron megatron-ranks megatron-trainings \
   frameworks $(TRAININGS) simulation simulate faults \
@@ -164,6 +164,12 @@ endef
 	$(call layer,.venv-transformers .venv)
 	$(PIP) torchdata
 	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
+	@touch $@
+
+# Compiled now, as Python warns of it.
+.venv-torchao/.tests: .venv/.tests
+	$(call layer,.venv)
+	$(PIP) --compile torchao
 	@touch $@
 
 # They ask for a newer Python and for CUDA, and need neither for what is tested here. Compiled now, as Python warns of one.
@@ -282,8 +288,8 @@ megatron-trainings: .venv-megatron/.installed
 frameworks: $(TRAININGS)
 
 deepspeed: .venv-transformers/.installed
-lightning transformers torchtitan: %: .venv-%/.installed
-lightning transformers torchtitan deepspeed:
+lightning transformers torchtitan torchao: %: .venv-%/.installed
+lightning transformers torchtitan deepspeed torchao:
 	$(<D)/bin/pytest tests/frameworks -k $@ $(MARKED) --junitxml $(REPORTS)/$@.xml
 
 nemo: .venv-nemo/.installed

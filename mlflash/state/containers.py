@@ -5,7 +5,8 @@ loading asks for. A scheduler may hold a Counter. Reading a checkpoint makes no 
 named tuples that the program has already loaded; it runs no code of these.
 
 A container that is no plain dict, list or tuple is a node ``["k", container, class, attributes]`` of a tree: what it
-would be as a plain one; ``[name, ...]``, see `code_of`; and an encoded dict, or None.
+would be as a plain one; ``[name, ...]``, see `code_of`; and an encoded dict, or None. So is a tensor that wraps others:
+see `wrapped_tensors`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import StateError, StructureMismatch
+from . import wrapped_tensors
 from .plain_values import MAX_DEPTH, check_plain, decode_plain, encode_key, encode_plain
 
 Code = list[Any]
@@ -84,6 +86,8 @@ def as_class(items: Any, code: Code, attributes: Any) -> Any:
             raise StructureMismatch("the checkpoint holds a named tuple whose class is not loaded, or has other "
                                     "fields: import it first", expected=".".join(code[1:3]))  # fmt: skip
         return tuple.__new__(kind, items)  # runs no code of the class
+    if code[0] == wrapped_tensors.WRAPPED:
+        return wrapped_tensors.make(items, code, attributes)
     if code[0] == "defaultdict":
         return collections.defaultdict(FACTORIES[code[1]], items)
     return as_stock_class(items, code, attributes)
@@ -116,6 +120,9 @@ def fits(live: Any, code: Code | None) -> bool:
 def check(code: Any, attributes: Any) -> None:
     """Raise ValueError, or what decoding raises, if a class or attributes that were read are none."""
     name, *more = code
+    if name == wrapped_tensors.WRAPPED:
+        wrapped_tensors.check(code, attributes)
+        return
     known = not more if name in (*_SIMPLE, "Size") else all(isinstance(text, str) for text in more) and (
         (name == "defaultdict" and len(more) == 1 and more[0] in FACTORIES) or (name == "namedtuple" and len(more) > 1)
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import StateError
-from . import containers
+from . import containers, wrapped_tensors
 from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_placed, is_tensor, tensor_entry
 from .paths import entry_names
 from .plain_values import MAX_DEPTH, encode_key, encode_plain
@@ -110,8 +110,8 @@ class Flattener:
         return flat
 
 
-class _Placed:
-    """The class, to this module, of tensors that say where they belong: that may change while nothing else does."""
+class _Special:
+    """The class, to this module, of tensors with attributes that may change while nothing else does."""
 
 
 class _Changed(Exception):
@@ -290,7 +290,9 @@ class _Walk:
         if depth > MAX_DEPTH:
             raise StateError(f"the state is more than {MAX_DEPTH} levels deep", tensor=path)
         if self.torch is not None and isinstance(value, self.torch.Tensor):
-            return self.leaf(value, *tensor_entry(self.torch, value, path))
+            found = wrapped_tensors.found_in(value, path)
+            return self.leaf(value, *tensor_entry(self.torch, value, path)) if found is None else self.wrapped(
+                value, *found, path, depth + 1)  # fmt: skip
         if isinstance(value, np.ndarray):
             return self.leaf(value, *array_entry(value, path))
         an_object = is_object(value)
@@ -319,6 +321,13 @@ class _Walk:
         return _Node(type(value), list(value), subs, code=code, pattern=pattern,
                      attributes=containers.encode_attributes(attributes, path))  # fmt: skip
 
+    def wrapped(self, value: Any, tensor: Any, shard: wrapped_tensors.Shard | None, path: str, depth: int) -> _Node:
+        self.kinds.append(_Special)
+        inner = wrapped_tensors.inner_of(tensor)
+        subs = [self.visit(one, f"{path}.{name}" if path else name, depth) for name, one in inner.items()]
+        return _Node(type(value), list(inner), subs, code=wrapped_tensors.code_of(tensor),
+                     attributes=wrapped_tensors.attributes_of(tensor, path, shard))  # fmt: skip
+
     def object(self, value: Any, path: str, depth: int) -> _Node:
         before = len(self.leaves)
         is_private = bool(getattr(value, "rank_private", False))
@@ -333,7 +342,7 @@ class _Walk:
     def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> str:
         tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
         whole = value if type(value).__name__ == "DTensor" else None
-        self.kinds.append(_Placed if is_placed(value) else type(value))
+        self.kinds.append(_Special if is_placed(value) else type(value))
         self.leaves.append(Leaf(entry, local, -1 if tie == len(self.leaves) else tie, whole))
         return LEAF
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import StructureMismatch
-from . import containers, paths, torch_objects
+from . import containers, paths, torch_objects, wrapped_tensors
 from .flatten import is_object
 from .leaves import Entry, Tree, array_entry, as_bits, as_bytes, as_shard_like, from_bytes, is_tensor, tensor_entry
 from .plain_values import decode_plain
@@ -54,6 +54,9 @@ def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found
     if is_object(live):
         found += torch_objects.refusals(live, tree, entries, path)
         return
+    if _is_wrapped(tree) or (is_tensor(live) and wrapped_tensors.found_in(live, name) is not None):
+        _compare_wrapped(live, tree, entries, path, found)
+        return
     if tag in ("o", "k"):
         _compare(live, tree[1], entries, path, found, tree[2] if tag == "k" else None)
         return
@@ -84,6 +87,29 @@ def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found
                      f"{_describe_live(live, name)} in the state given")  # fmt: skip
 
 
+def _is_wrapped(tree: Tree) -> bool:
+    return bool(tree[0] == "k" and tree[2][0] == wrapped_tensors.WRAPPED)
+
+
+def _compare_wrapped(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str]) -> None:
+    """Compare tensors of which at least one wraps others."""
+    name = path or "(the state itself)"
+    part = wrapped_tensors.found_in(live, name) if is_tensor(live) else None
+    if part is None or not _is_wrapped(tree):
+        saved = tree[2][1] if _is_wrapped(tree) else "one that wraps none" if tree[0] == "e" else "no tensor"
+        found.append(f"{name}: {saved} in the checkpoint, {_describe_live(live, name)} in the state given")
+        return
+    tensor, shard = part
+    inner, attributes = wrapped_tensors.inner_of(tensor), wrapped_tensors.attributes_of(tensor, name, shard)
+    saved = {decode_plain(key): sub for key, sub in tree[1][1]}
+    if (wrapped_tensors.code_of(tensor), attributes, inner.keys()) != (tree[2], tree[3], saved.keys()):
+        found.append(f"{name}: {tree[2][1]} {[*tree[3].values()]} in the checkpoint, {_describe_live(live, name)} "
+                     f"{[*attributes.values()]} in the state given")  # fmt: skip
+        return
+    for key, sub in saved.items():
+        _compare(inner[key], sub, entries, f"{path}.{key}" if path else key, found)
+
+
 def _describe_entry(entry: Entry) -> str:
     whole = "" if entry.global_shape == entry.shape else f" at {list(entry.offset)} of {list(entry.global_shape)}"
     return f"{entry.kind} {entry.dtype} {list(entry.shape)}{whole}"
@@ -91,6 +117,8 @@ def _describe_entry(entry: Entry) -> str:
 
 def _describe_live(value: Any, path: str) -> str:
     if is_tensor(value):
+        if (part := wrapped_tensors.found_in(value, path)) is not None:
+            return wrapped_tensors.name_of(type(part[0]))
         return _describe_entry(tensor_entry(sys.modules["torch"], value, path)[1])
     if isinstance(value, np.ndarray):
         return _describe_entry(array_entry(value, path)[1])
@@ -165,6 +193,7 @@ class Filling:
         wanted = {n for n in _entry_numbers(tree) if self._entries[n].mesh is not None}
         found = torch_objects.patterns(live, tree, self._entries)
         found = {number: like for number, like in found.items() if number in wanted}
+        wrapped = torch_objects.wrapped_patterns(live, tree, self._entries)
         for number in wanted - found.keys():
             entry = self._entries[number]
             if self._alike is None:
@@ -175,7 +204,7 @@ class Filling:
             elif entry.shape != entry.global_shape:
                 raise StructureMismatch("this tensor was saved in shards, and no DTensor of the state given is like "
                                         "it: let the object make it before the restore", tensor=entry.name)  # fmt: skip
-        return found
+        return found | {~number: like for number, like in wrapped.items()}
 
     def fill_leaves(self) -> None:
         """Fill tensors and arrays, and replace plain leaves. Not collective.
@@ -225,6 +254,13 @@ class Filling:
         tag, rest = tree[0], tree[1]
         if tag == "o":
             return self._into(live, rest)
+        if _is_wrapped(tree):
+            part = wrapped_tensors.found_in(live, "")
+            assert part is not None
+            inner = wrapped_tensors.inner_of(part[0])
+            for key, sub in rest[1]:
+                self._into(inner[decode_plain(key)], sub)
+            return live
         if tag == "k":
             filled = self._into(live, rest)
             if isinstance(live, tuple):
@@ -301,14 +337,16 @@ class _Made:
 
         Args:
             tree: its tree.
-            like: DTensors, by number of the entry: an entry becomes a DTensor like that.
+            like: DTensors, by number of the entry: an entry becomes a DTensor like that; by ``~number`` of the first
+                entry of a tensor that wraps others: that tensor does.
             own: tensors that get the bytes of an entry, and are then used for it.
         """
         tag, rest = tree[0], tree[1]
         if tag == "o":
             return self.make(rest, like, own)
         if tag == "k":
-            return containers.as_class(self.make(rest, like, own), *tree[2:])
+            made = containers.as_class(self.make(rest, like, own), *tree[2:])
+            return as_shard_like(like.get(~next(_entry_numbers(tree))), made) if _is_wrapped(tree) else made
         if tag == "e" and rest in own:
             copy_into(own[rest], self._entries[rest], self._read(self._entries[rest]))
             return own[rest]

@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import MlflashError, StateError, StructureMismatch, text_of
+from . import meshes
 from .flatten import is_object
-from .leaves import Entry, Tree, inside, is_tensor, tensor_entry
+from .leaves import Entry, Tree, dtensor_shard, inside, is_tensor, tensor_entry
 from .plain_values import decode_plain
+from .wrapped_tensors import WRAPPED, found_in
 
 _OF_FSDP2 = "torch.distributed.fsdp._fully_shard"  # its hooks only move shards to their places
 _PER_STEP = {"step", "eta", "mu", "mu_product"}  # 0-d, whatever the parameter is, and not made like it
@@ -57,6 +59,9 @@ def _refused_by_module(torch: Any, live: Any, tree: Tree, entries: tuple[Entry, 
         if key not in saved:
             if not key.endswith("num_batches_tracked"):  # torch accepts that older versions have none
                 found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+        elif (was := saved[key][0] == "k") is not (is_now := found_in(tensor, key) is not None):
+            words = {True: "a tensor that wraps others", False: "one that wraps none"}
+            found.append(f"{prefix}{key}: {words[was]} in the checkpoint, {words[is_now]} in the state given")
         elif saved[key][0] == "e":
             entry = entries[saved[key][1]]
             shape, given = entry.global_shape, tuple(tensor.shape)
@@ -283,6 +288,52 @@ def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class _Wrapped:
+    """A DTensor that was saved, and is made of tensors that wrap others.
+
+    Attributes:
+        like: the live tensor, or the state that will be it.
+        attributes: see `wrapped_tensors`.
+    """
+
+    like: Any
+    attributes: Mapping[str, Any]
+
+
+def wrapped_patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any]:
+    """Find a live DTensor for each that was saved of an object and is made of tensors that wrap others.
+
+    Not collective, but calls ``state_dict()``.
+
+    Returns:
+        By the number of the first entry that was saved of it: the live one, or the parameter whose state it is.
+
+    Raises:
+        StructureMismatch: that is cut differently.
+    """
+    found: dict[int, Any] = {}
+    for number, one in _matched(_given(live), tree, wrapped=True):
+        if not isinstance(one, _Wrapped):
+            continue
+        like, name = one.like.parameter if isinstance(one.like, _StateOf) else one.like, entries[number].name
+        place = _place(like, name)
+        if place != (one.attributes["shard"], one.attributes["size"]):
+            raise StructureMismatch("this tensor wraps others and was saved in shards, which are not cut anew: restore "
+                                    "on the ranks and in the shards that saved it", tensor=name,
+                                    expected=one.attributes["shard"], found=place[0])  # fmt: skip
+        found[number] = like
+    return found
+
+
+def _place(like: Any, name: str) -> tuple[list[Any] | None, list[int]]:
+    """Where the shard of a DTensor is, as `wrapped_tensors` writes it, and its shape."""
+    if not _is_dtensor(like):
+        return None, list(like.shape)
+    _, shape, offset = dtensor_shard(like.detach(), name)
+    return [meshes.name_of(like.device_mesh), list(like.shape), list(offset)], list(shape)
+
+
 def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
     """DTensors in containers, parameters of modules and of optimizers, by mesh, global shape, offset and shape.
 
@@ -330,12 +381,19 @@ def has_shape_of(entry: Entry, parameter: Any) -> bool:
     return entry.global_shape == tuple(parameter.shape) or entry.shape == entry.global_shape == local
 
 
-def _matched(like: Any, tree: Tree, optimizers: bool = False) -> Iterator[tuple[int, Any]]:
-    """Pairs of saved and live tensors; with ``optimizers`` only what these have, as if they had made nothing."""
+def _matched(like: Any, tree: Tree, optimizers: bool = False, wrapped: bool = False) -> Iterator[tuple[int, Any]]:
+    """Pairs of saved and live tensors; with ``optimizers`` only what these have, as if they had made nothing.
+
+    With ``wrapped``, there is a `_Wrapped` for each DTensor of tensors that wrap others, by the first that these wrap.
+    """
     if is_object(like):
         like = None if optimizers and not _is_optimizer(like) else _given(like, made=not optimizers)
     tag, rest = tree[0], tree[1]
     pairs: Iterable[tuple[Any, Tree]] = ()
+    if tag == "k" and tree[2][0] == WRAPPED:
+        if wrapped and "shard" in tree[3] and (is_tensor(like) or isinstance(like, _StateOf)):
+            yield next(sub[1] for _, sub in rest[1] if sub[0] == "e"), _Wrapped(like, tree[3])
+        return  # what it wraps is like no parameter
     if tag in ("o", "k"):
         pairs = [(like, rest)]
     elif tag == "e" and (is_tensor(like) or isinstance(like, _StateOf)):
@@ -347,7 +405,7 @@ def _matched(like: Any, tree: Tree, optimizers: bool = False) -> Iterator[tuple[
     elif tag in ("l", "t") and isinstance(like, (list, tuple)) and len(like) == len(rest):
         pairs = zip(like, rest, strict=True)
     for one, sub in pairs:
-        yield from _matched(one, sub, optimizers)
+        yield from _matched(one, sub, optimizers, wrapped)
 
 
 def _given(live: Any, made: bool = True) -> Any:

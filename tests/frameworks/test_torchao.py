@@ -1,0 +1,109 @@
+"""Tensors of torchao: the states of its optimizers under FSDP2, and quantized models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Cluster
+from torchao import optim, quantization
+from wrapped import leaves
+
+from mlflash import Checkpointer, errors
+
+RANKS = 2
+QUIET = {"PYTHONWARNINGS": "ignore"}  # of torchao
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """Let its optimizers not compile themselves."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamWFp8"])
+def test_fsdp2_goes_on_with_the_same_bits_after_a_kill(cluster: Cluster, optimizer: str) -> None:
+    done = cluster.run(RANKS, "frameworks/torchao_job.py", optimizer, "0", env=QUIET, timeout=300)
+    wanted = [record["digest"] for record in done.of("end")]
+    assert len(wanted) == RANKS and all(record["wrapped"] >= 4 for record in done.of("end")), done.log
+    cluster.wipe(*range(RANKS))
+    killed = cluster.run(RANKS, "frameworks/torchao_job.py", optimizer, "4", env=QUIET, timeout=300)
+    assert killed.returncode and not killed.of("end")
+    again = cluster.run(RANKS, "frameworks/torchao_job.py", optimizer, "0", env=QUIET, timeout=300)
+    found = [(record["first"], record["digest"]) for record in again.of("end")]
+    assert found == [(3, one) for one in wanted], again.log
+    fewer = cluster.run(1, "frameworks/torchao_job.py", optimizer, "0", env=QUIET, timeout=300)
+    assert fewer.returncode and "saved in shards, which are not cut anew" in fewer.log
+
+
+class Training:
+    """A model and an optimizer of torchao, in one process."""
+
+    def __init__(self, seed: int, optimizer: str):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        self.optimizer = getattr(optim, optimizer)(self.model.parameters(), lr=0.01)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self, seed: int) -> None:
+        data = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+        self.optimizer.zero_grad()
+        self.model(data).square().mean().backward()
+        self.optimizer.step()
+
+    def held(self) -> list[torch.Tensor]:
+        found = [self.model.state_dict(), self.optimizer.state_dict()["state"]]
+        return [one.detach().clone() for one in leaves(dict(enumerate(found)))]
+
+
+@pytest.fixture
+def ckpt(shm: Path) -> Any:
+    with Checkpointer(memory=str(shm), redundancy="none", job="ao", strict=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_an_optimizer_in_few_bits_goes_on(ckpt: Checkpointer, optimizer: str, has_state: bool) -> None:
+    one, other = Training(1, optimizer), Training(2, optimizer)
+    one.step(1)
+    one.step(2)
+    ckpt.save(2, one.state).wait()
+    if has_state:
+        other.step(7)
+    assert ckpt.restore(other.state) == 2
+    assert len(one.held()) > 10 and equal(one.held(), other.held())
+    one.step(3)
+    other.step(3)
+    assert equal(one.held(), other.held())
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_a_quantized_model_comes_back(ckpt: Checkpointer, config: str) -> None:
+    def made(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        quantization.quantize_(model, getattr(quantization, config)())
+        return model
+
+    one, other = made(1), made(2)
+    ckpt.save(1, {"model": one}).wait()
+    assert ckpt.restore({"model": other}) == 1
+    assert equal([*leaves(one.state_dict())], [*leaves(other.state_dict())])
+    assert torch.equal(one(torch.ones(2, 64)), other(torch.ones(2, 64)))
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with pytest.raises(errors.StructureMismatch, match="wraps others in the checkpoint, one that wraps none"):
+        ckpt.restore({"model": plain})
+
+
+def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether tensors have the same bits."""
+    return len(some) == len(others) and all(
+        (one.dtype, one.shape) == (other.dtype, other.shape)
+        and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+        for one, other in zip(some, others, strict=True)
+    )
