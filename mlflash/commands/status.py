@@ -32,6 +32,7 @@ VALUES = {
     Verdict.GOOD: "marked good, ",
 }  # fmt: skip
 """What is known of the values of a step, as the first words of its description."""
+_LOOKS = 5
 _STUCK = 2  # restores of one attempt; from this number on the command mentions them
 
 
@@ -64,21 +65,36 @@ def status(directory: str | None, job: str | None, memory: str, as_json: bool) -
 
 
 def look(world: World, given: Config, job: str | None, directory: str | None) -> Found:
-    """Look at the memory and the directory of a job. Collective over the world; only rank 0 gets what is in memory."""
-    name = choose_job.choose(world, given, job, directory)
-    nodes = look_around(world, given.memory, name)
-    stored = on_disk.look_into(world, given.directory)
-    return Found(name, nodes, what_is_restorable(nodes, world.world is not None), stored)
+    """Look at the memory and the directory of a job. Collective over the world; only rank 0 gets what is in memory.
+
+    A live job may commit a step between the looks at two of its files, which then seem to belong to a step that is
+    lost. So a step is lost only if the next look finds the same.
+    """
+    name, before = choose_job.choose(world, given, job, directory), None
+    for _ in range(_LOOKS):
+        nodes = look_around(world, given.memory, name)
+        outlook = what_is_restorable(nodes, world.world is not None)
+        lost = None if outlook.lost is None else outlook.lost.attempt
+        is_moving = lost is not None and lost != before and any(node.pid is not None for node in nodes)
+        if not world.broadcast(is_moving, 0):
+            break
+        before = lost
+    return Found(name, nodes, outlook, on_disk.look_into(world, given.directory), is_moving)
 
 
 @dataclasses.dataclass
 class Found:
-    """All that the status of a job shows."""
+    """All that the status of a job shows.
+
+    Attributes:
+        is_moving: whether the job commits so fast that each look finds another step that seems to be lost.
+    """
 
     job: str
     nodes: list[Node]
     outlook: Restorability
     stored: on_disk.DirectoryContents | None
+    is_moving: bool = False
 
     @property
     def is_well(self) -> bool:
@@ -88,7 +104,7 @@ class Found:
         if self.outlook.unseen:  # what is on other nodes is unknown
             return bool(self.outlook.prospects)
         drained = self.stored.newest if self.stored is not None else None
-        lost = self.outlook.lost
+        lost = None if self.is_moving else self.outlook.lost
         if lost is not None and (drained is None or drained.card.attempt.generation < lost.attempt.generation):
             return False
         return self.outlook.newest is not None or drained is not None
@@ -142,7 +158,7 @@ class Found:
             yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
         if newest is not None or (self.stored is not None and self.stored.newest is not None):
             yield "", "this is what the headers say: only `mlflash verify` reads every byte"
-        if self.outlook.lost is not None and not self.outlook.unseen:
+        if self.outlook.lost is not None and not self.outlook.unseen and not self.is_moving:
             yield "red", describe_lost(self.outlook.lost)
         for node in self.nodes:
             for file in node.damaged:
