@@ -33,7 +33,7 @@ from ..saving.snapshot import Snapshot
 from ..saving.staging import Staging
 from ..state.flatten import flatten, flatten_or_none
 from ..state.layout import PAGE_NBYTES
-from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, tensor_entry
+from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, place_of
 from ..state.old_ranks import OldRank, OldRanks, Parts
 from ..state.paths import plain_leaves
 from ..state.rebuild import Filling, compare, refuse_differences
@@ -223,10 +223,10 @@ def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]
     for number, parameter in parameters(state, tree).items():
         entry, torch = entries[number], sys.modules["torch"]
         if entry.name not in live and is_like(entry, parameter):
-            its = tensor_entry(torch, parameter, entry.name)[1]  # the saved tensor may have another dtype
-            nbytes = math.prod(its.shape) * getattr(torch, entry.dtype).itemsize
-            live[entry.name] = dataclasses.replace(entry, global_shape=its.global_shape, offset=its.offset,
-                                                   shape=its.shape, nbytes=nbytes, mesh=its.mesh)  # fmt: skip
+            whole, offset, shape, mesh = place_of(parameter, entry.name)
+            nbytes = math.prod(shape) * getattr(torch, entry.dtype).itemsize  # the saved one may have another dtype
+            live[entry.name] = dataclasses.replace(entry, global_shape=whole, offset=offset, shape=shape, nbytes=nbytes,
+                                                   mesh=mesh)  # fmt: skip
     return live
 
 

@@ -281,6 +281,19 @@ def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[i
     return local, tuple(shape), tuple(offset)
 
 
+def place_of(tensor: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str | None]:
+    """The global shape of a tensor, the offset and the shape of this rank's part of it, and the mesh of a DTensor.
+
+    Raises:
+        StateError: it is a DTensor that has no value yet.
+    """
+    if type(tensor).__name__ == "DTensor":
+        _, shape, offset = dtensor_shard(tensor.detach(), path)
+        return tuple(tensor.shape), offset, shape, meshes.name_of(tensor.device_mesh)
+    shape = tuple(tensor.shape)
+    return shape, (0,) * len(shape), shape, None
+
+
 def local_of(dtensor: Any) -> Any:
     """The local shard of a DTensor, once it is there: it may be the result of a collective that is still running."""
     local = dtensor.to_local()

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import MlflashError, StateError, StructureMismatch, text_of
-from . import meshes
 from .flatten import is_object
-from .leaves import Entry, Tree, dtensor_shard, inside, is_tensor, tensor_entry
+from .leaves import Entry, Tree, inside, is_tensor, place_of, tensor_entry
 from .plain_values import decode_plain
 from .wrapped_tensors import WRAPPED, found_in
 
@@ -317,21 +316,14 @@ def wrapped_patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[
         if not isinstance(one, _Wrapped):
             continue
         like, name = one.like.parameter if isinstance(one.like, _StateOf) else one.like, entries[number].name
-        place = _place(like, name)
-        if place != (one.attributes["shard"], one.attributes["size"]):
+        whole, offset, shape, mesh = place_of(like, name)
+        place = [mesh, list(whole), list(offset)]
+        if (place, list(shape)) != (one.attributes["shard"], one.attributes["size"]):
             raise StructureMismatch("this tensor wraps others and was saved in shards, which are not cut anew: restore "
                                     "on the ranks and in the shards that saved it", tensor=name,
-                                    expected=one.attributes["shard"], found=place[0])  # fmt: skip
+                                    expected=one.attributes["shard"], found=place)  # fmt: skip
         found[number] = like
     return found
-
-
-def _place(like: Any, name: str) -> tuple[list[Any] | None, list[int]]:
-    """Where the shard of a DTensor is, as `wrapped_tensors` writes it, and its shape."""
-    if not _is_dtensor(like):
-        return None, list(like.shape)
-    _, shape, offset = dtensor_shard(like.detach(), name)
-    return [meshes.name_of(like.device_mesh), list(like.shape), list(offset)], list(shape)
 
 
 def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
@@ -350,12 +342,12 @@ def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
             left += [parameter for group in live.param_groups for parameter in group["params"]]
         elif isinstance(live, (dict, list, tuple)):
             left += live.values() if isinstance(live, dict) else live
-        elif is_tensor(live) and _is_dtensor(live):
+        elif is_tensor(live) and _is_dtensor(live) and live.device.type != "meta":
             try:
-                entry = tensor_entry(torch, live, "")[1]
-            except StateError:  # for example, on the meta device
+                whole, offset, shape, mesh = place_of(live, "")
+            except StateError:  # for example, a partial placement
                 continue
-            found.setdefault((entry.mesh, entry.global_shape, entry.offset, entry.shape), live)
+            found.setdefault((mesh, whole, offset, shape), live)
     return found
 
 

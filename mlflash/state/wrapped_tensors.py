@@ -5,8 +5,9 @@ by name, and a context, and puts it together again (``__tensor_unflatten__``). I
 tensors as a dict, ["wrapped", class], attributes]``, see `containers`. Only the classes in `CLASSES` are taken apart:
 of others nobody has checked that their inner tensors and their context are all that they are.
 
-A context may hold, besides plain values and containers, dtypes, enumerations and dataclasses. Reading one makes only
-those of classes that the program has loaded, in the package of the tensor's class, and runs no code of these.
+A context may hold, besides plain values and containers, dtypes, enumerations, dataclasses and named tuples. Reading one
+makes only those of classes that the program has loaded, in the package of the tensor's class, and runs no code of
+these.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import StateError, StructureMismatch
-from . import meshes
-from .leaves import dtensor_shard
+from .leaves import local_of, place_of
 
 WRAPPED = "wrapped"
 """The name of these classes in the code of a node."""
@@ -30,7 +30,6 @@ CLASSES = frozenset({
     "torchao.optim.subclass_4bit.OptimState4bit",
     "torchao.optim.subclass_fp8.OptimStateFp8",
     "torchao.quantization.Int8Tensor",
-    "torchao.quantization.Int4Tensor",
     "torchao.quantization.Float8Tensor",
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor",
     "torchao.prototype.mx_formats.mx_tensor.MXTensor",
@@ -66,8 +65,8 @@ def found_in(tensor: Any, path: str) -> tuple[Any, Shard | None] | None:
         return tensor, None
     if type(tensor).__name__ != "DTensor" or not is_wrapped(tensor._local_tensor):
         return None
-    local, _, offset = dtensor_shard(tensor.detach(), path)
-    return local, (meshes.name_of(tensor.device_mesh), tuple(tensor.shape), offset)
+    whole, offset, _, mesh = place_of(tensor, path)
+    return local_of(tensor.detach()), (str(mesh), whole, offset)
 
 
 def inner_of(tensor: Any) -> dict[str, Any]:
@@ -150,6 +149,8 @@ def _encode(value: Any, package: str, path: str) -> Any:
         if dataclasses.is_dataclass(value):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return ["data", name_of(type(value)), _encode(fields, package, path)]
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            return ["named", name_of(type(value)), _encode(value._asdict(), package, path)]
     raise StateError("the context of this tensor, which wraps others, cannot be saved", tensor=path,
                      found=name_of(type(value)))  # fmt: skip
 
@@ -174,8 +175,11 @@ def _decode(code: Any, package: str) -> Any:
                                 "loaded: import it first", expected=rest[0])  # fmt: skip
     if tag == "enum":
         return kind[rest[1]]
+    fields = _decode(rest[1], package)
+    if tag == "named" and kind.__bases__ == (tuple,):
+        return tuple.__new__(kind, fields.values())
     made = object.__new__(kind)
-    for name, one in _decode(rest[1], package).items():
+    for name, one in fields.items():
         object.__setattr__(made, name, one)
     return made
 
@@ -211,7 +215,7 @@ def _check(code: Any, depth: int = 0) -> None:
                 if not isinstance(key, str):
                     raise ValueError("a context has a key that is no text")
                 _check(one, depth + 1)
-        elif tag == "data":
+        elif tag in ("data", "named"):
             name, fields = rest
             _check(fields, depth + 1)
             if not isinstance(name, str) or fields[0] != "dict":

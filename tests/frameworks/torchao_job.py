@@ -1,6 +1,7 @@
 """A training whose optimizer keeps its state in few bits, with FSDP2; a rank may kill itself in the middle.
 
-``torchao_job.py OPTIMIZER KILLED_AT``: 0 is never. The other rank is killed by the launcher.
+``torchao_job.py OPTIMIZER KILLED_AT``: 0 is never. The other rank is killed by the launcher. OPTIMIZER is one of
+torchao, or "float8": AdamW, with weights that are gathered in 8 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from records import note
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchao import optim
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from wrapped import leaves
 
 from mlflash import Checkpointer
@@ -26,15 +28,17 @@ STEPS = 6
 
 
 def main() -> None:
-    optimizer_class, killed_at = getattr(optim, sys.argv[1]), int(sys.argv[2])
+    killed_at = int(sys.argv[2])
     torch.compiler.set_stance("force_eager")  # its optimizers compile themselves
     init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    if sys.argv[1] == "float8":
+        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    optimizer = getattr(optim, sys.argv[1], torch.optim.AdamW)(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     with Checkpointer() as ckpt:
         first = ckpt.restore(state) or 0
@@ -50,7 +54,8 @@ def main() -> None:
     digest = hashlib.sha256()
     for one in held:
         digest.update(one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    wrapped = sum(found_in(value, "") is not None for its in optimizer.state.values() for value in its.values())
+    tensors = [*model.parameters(), *(value for its in optimizer.state.values() for value in its.values())]
+    wrapped = sum(found_in(tensor, "") is not None for tensor in tensors)
     note("end", first=first, digest=digest.hexdigest(), leaves=len(held), wrapped=wrapped)
     dist.destroy_process_group()
 

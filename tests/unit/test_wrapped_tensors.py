@@ -7,7 +7,7 @@ import enum
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,10 +24,16 @@ class Rounding(enum.Enum):
     STOCHASTIC = 2
 
 
+class Limits(NamedTuple):
+    low: float
+    high: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     rounding: Rounding
     block: torch.Size
+    limits: Limits
 
 
 class Coded(torch.Tensor):
@@ -71,7 +77,7 @@ class Coded(torch.Tensor):
         raise NotImplementedError(function)
 
 
-RECIPE = Recipe(Rounding.STOCHASTIC, torch.Size([1, 5]))
+RECIPE = Recipe(Rounding.STOCHASTIC, torch.Size([1, 5]), Limits(-1.5, 1.5))
 OPTIONS: dict[str, Any] = {"redundancy": "none", "job": "wrapped", "strict": True}
 
 
