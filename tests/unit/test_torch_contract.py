@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -104,13 +106,15 @@ def made(optimizer: Callable[[Any], Any], schedule: Callable[[Any], Any] | None 
     return state
 
 
-def goes_on(store: Store, make: Callable[[], State]) -> None:
+def goes_on(store: Store, make: Callable[[], State], moments: Iterable[int] = range(1, 12)) -> None:
     whole = trained(make(), range(1, 13))
-    for at in range(1, 12):
+    for at in moments:
         state = make()
         before = trained(state, range(1, at + 1))[: -len(list(state["model"].parameters()))]
         store.write(state)
         state = make()
+        if at % 2:  # what a restore into a training that has gone on leaves behind, as in a rollback
+            trained(state, range(50, 51 + at))
         store.fill(state)
         after = trained(state, range(at + 1, 13))
         for one, other in zip([*before, *after], whole, strict=True):
@@ -124,7 +128,18 @@ def beyond(names: Iterable[str], *gate: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", beyond(_SCHEDULERS, "SequentialLR", "ReduceLROnPlateau", "LambdaLR"))
 def test_a_schedule_goes_on(node_memory: Any, name: str) -> None:
-    goes_on(Store(node_memory), lambda: made(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), _SCHEDULERS[name]))
+    goes_on(Store(node_memory), lambda: made(_OPTIMIZERS["SGD"], _SCHEDULERS[name]))
+
+
+@pytest.mark.slow
+def test_a_sequence_of_any_two_schedules_goes_on(node_memory: Any) -> None:
+    names = [name for name in _SCHEDULERS if name not in ("ReduceLROnPlateau", "ChainedScheduler", "SequentialLR")]
+    for first, second in itertools.product(names, names):
+
+        def both(o: Any, first: str = first, second: str = second) -> Any:
+            return lr_scheduler.SequentialLR(o, [_SCHEDULERS[first](o), _SCHEDULERS[second](o)], [4])
+
+        goes_on(Store(node_memory), functools.partial(made, _OPTIMIZERS["SGD"], both), (3, 4, 6))
 
 
 @pytest.mark.parametrize("name", beyond(_OPTIMIZERS, "AdamW", "LBFGS"))
