@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,6 @@ from typing import Any
 import pytest
 import torch
 from harness import Cluster, own_memory
-from torchao import optim, quantization
-from torchao.float8 import Float8LinearConfig
-from torchao.float8.float8_linear import Float8Linear
-from torchao.prototype.mx_formats.mx_tensor import MXTensor
-from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 from wrapped import leaves
 
 from mlflash import Checkpointer, errors
@@ -50,13 +46,18 @@ def test_fsdp2_goes_on_with_the_same_bits_after_a_kill(cluster: Cluster, optimiz
     assert fewer.returncode and "saved in shards, which are not cut anew" in fewer.log
 
 
+def torchao(module: str, name: str) -> Any:
+    """Something of torchao, which the environments of other frameworks do not have."""
+    return getattr(importlib.import_module(f"torchao.{module}"), name)
+
+
 class Training:
     """A model and an optimizer of torchao, in one process."""
 
     def __init__(self, seed: int, optimizer: str):
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
-        self.optimizer = getattr(optim, optimizer)(self.model.parameters(), lr=0.01)
+        self.optimizer = torchao("optim", optimizer)(self.model.parameters(), lr=0.01)
         self.state = {"model": self.model, "optimizer": self.optimizer}
 
     def step(self, seed: int) -> None:
@@ -97,7 +98,7 @@ def test_a_quantized_model_comes_back(ckpt: Checkpointer, config: str) -> None:
     def made(seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-        quantization.quantize_(model, getattr(quantization, config)())
+        torchao("quantization", "quantize_")(model, torchao("quantization", config)())
         return model
 
     one, other = made(1), made(2)
@@ -113,13 +114,19 @@ def test_a_quantized_model_comes_back(ckpt: Checkpointer, config: str) -> None:
 def float8_of_fsdp(values: torch.Tensor) -> Any:
     linear = torch.nn.Linear(64, 64, bias=False)
     linear.weight.data = values
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)  # as TorchTitan's
-    return Float8Linear.from_float(linear, config).weight
+    config = torchao("float8", "Float8LinearConfig")(enable_fsdp_float8_all_gather=True)  # as TorchTitan's
+    return torchao("float8.float8_linear", "Float8Linear").from_float(linear, config).weight
 
 
-@pytest.mark.parametrize(
-    "make", [float8_of_fsdp, lambda values: MXTensor.to_mx(values, torch.float8_e4m3fn, 32), NVFP4Tensor.to_nvfp4]
-)
+def mx(values: torch.Tensor) -> Any:
+    return torchao("prototype.mx_formats.mx_tensor", "MXTensor").to_mx(values, torch.float8_e4m3fn, 32)
+
+
+def nvfp4(values: torch.Tensor) -> Any:
+    return torchao("prototype.mx_formats.nvfp4_tensor", "NVFP4Tensor").to_nvfp4(values)
+
+
+@pytest.mark.parametrize("make", [float8_of_fsdp, mx, nvfp4])
 def test_a_tensor_in_few_bits_comes_back(ckpt: Checkpointer, make: Any) -> None:
     one, other = (make(torch.randn(64, 64, dtype=torch.bfloat16)) for _ in range(2))
     assert type(one) is not torch.Tensor and not equal([*leaves({"w": one})], [*leaves({"w": other})])
