@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -104,3 +105,13 @@ def shm() -> Iterator[Path]:
 
     with own_memory() as path:
         yield path
+
+
+@pytest.fixture
+def small(shm: Path) -> Iterator[Path]:
+    """A memory file system of 64 MiB. Needs root."""
+    place = shm / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={64 << 20}", "tmpfs", str(place)], check=True, timeout=30)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)

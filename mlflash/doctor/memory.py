@@ -15,7 +15,7 @@ from ..errors import UnsafePath
 from ..memory import node_directory, user_directory
 from ..memory.memory_limits import available
 from ..memory.node_directory import NodeDirectory
-from ..memory.other_files import other_files
+from ..memory.other_files import mapped_files, other_files
 from .findings import Finding, fine, warning, wrong
 from .memory_need import Need
 
@@ -72,12 +72,14 @@ def judge_space(memory: str, size: int, free: int, held: int, need: Need | None)
 
 def left_over(memory: str) -> Iterator[Finding]:
     """Look for large files of others that no process uses, such as those that NCCL leaves when it is killed."""
-    large = [one for one in other_files(memory) if one.unmapped and one.nbytes >= _LEFT_NBYTES]
-    for one in large[:_LEFT_NAMED]:
+    large = [one for one in other_files(memory) if one.nbytes >= _LEFT_NBYTES]
+    mapped = mapped_files(memory) if large else set()
+    left = [(one, count) for one in large if (count := one.unmapped(mapped))]
+    for one, unmapped in left[:_LEFT_NAMED]:
         yield warning(
             "left over", "{unmapped} of {count} files {name} of user {user} are mapped by no process that can be seen "
             "here; together they take {taken_nbytes}", "delete them if none of that user's jobs runs on this node, in "
-            "a container or outside", unmapped=one.unmapped, count=one.count, name=one.name, user=one.user,
+            "a container or outside", unmapped=unmapped, count=one.count, name=one.name, user=one.user,
             taken_nbytes=one.nbytes,
         )  # fmt: skip
 

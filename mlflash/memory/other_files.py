@@ -9,7 +9,7 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from . import user_directory
 
@@ -24,18 +24,33 @@ class OtherFiles:
 
     Attributes:
         name: of all of them, such as "nccl-*".
-        user: name or number of the owner.
+        uid: number of the owner.
         count: how many there are.
         nbytes: bytes of memory that they take.
-        unmapped: how many of them no process has mapped that this one can see. 0 if it cannot look at the owner's
-            processes. A container may hide others.
+        inodes: of those that are regular files.
     """
 
     name: str
-    user: str
+    uid: int
     count: int
     nbytes: int
-    unmapped: int
+    inodes: tuple[int, ...]
+
+    @property
+    def user(self) -> str:
+        """Name or number of the owner."""
+        try:
+            return pwd.getpwuid(self.uid).pw_name
+        except KeyError:
+            return str(self.uid)
+
+    def unmapped(self, mapped: Set[int]) -> int:
+        """How many of the files no process has mapped; 0 if this process cannot look at those of the owner.
+
+        Args:
+            mapped: see `mapped_files`.
+        """
+        return sum(inode not in mapped for inode in self.inodes) if os.getuid() in (0, self.uid) else 0
 
     def __str__(self) -> str:
         return f"{self.name} of user {self.user}: {self.nbytes:,} bytes in {self.count} files"
@@ -55,16 +70,14 @@ def other_files(memory: str) -> list[OtherFiles]:
                 nbytes[kind] += _nbytes(entry, status)
                 count[kind] += 1
                 files.setdefault(kind, []).extend([status.st_ino] if stat.S_ISREG(status.st_mode) else [])
-    mapped, me = mapped_files(memory), os.getuid()
-    return [
-        OtherFiles(name, _user(uid), count[name, uid], size,
-                   sum(inode not in mapped for inode in files[name, uid]) if me in (0, uid) else 0)
-        for (name, uid), size in nbytes.most_common() if size
-    ]  # fmt: skip
+    return [OtherFiles(*kind, count[kind], size, tuple(files[kind])) for kind, size in nbytes.most_common() if size]
 
 
 def mapped_files(memory: str) -> set[int]:
-    """The inodes of the files of a memory file system that processes have mapped, as far as this one may look."""
+    """The inodes of the files of a memory file system that processes have mapped, as far as this one may look.
+
+    Not collective; it reads what each process maps. A container may hide processes.
+    """
     found, inside = set[int](), os.path.join(memory, "")
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="replace") as maps:
@@ -89,10 +102,3 @@ def _nbytes(entry: os.DirEntry[str], status: os.stat_result) -> int:
         with contextlib.suppress(OSError):
             total += _nbytes(one, one.stat(follow_symlinks=False))
     return total
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

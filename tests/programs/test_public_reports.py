@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +89,6 @@ def test_who_opens_a_job_again_finds_what_another_process_has_saved_meanwhile(sh
     state = {"w": np.zeros(9, int)}
     with Checkpointer(**options(shm)) as ckpt:
         assert ckpt.steps()[-1] == 2 and ckpt.restore(state) == 2 and state["w"].tolist() == [2] * 9
-
-
-@pytest.fixture
-def small(shm: Path) -> Iterator[Path]:
-    """A memory file system of 64 MiB."""
-    place = shm / "small"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={64 * MIB}", "tmpfs", str(place)], check=True, timeout=30)
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a file system")
