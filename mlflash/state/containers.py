@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import copy
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,9 +66,7 @@ def code_of(value: dict[Any, Any] | Sequence[Any], path: str) -> Code | None:
 def _named_tuple(code: Code) -> Any:
     """The class of named tuples that has a name in the modules that are loaded; None if there is none."""
     _, module, name, *fields = code
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    found = wrapped_tensors.loaded(module, name)
     is_one = isinstance(found, type) and found.__bases__ == (tuple,) and vars(found).get("_fields") == tuple(fields)
     return found if is_one else None
 

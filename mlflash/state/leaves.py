@@ -154,7 +154,7 @@ def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[
     except StateError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # for example of nested tensors
-        raise StateError(f"this tensor cannot be read: {error}", tensor=path, found=_class_name(tensor)) from None
+        raise StateError(f"this tensor cannot be read: {error}", tensor=path, found=class_name(tensor)) from None
 
 
 def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
@@ -225,11 +225,9 @@ def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
             inner = tuple(tensor.__tensor_flatten__()[0])
         hint = ", ".join(f"its {name}" for name in inner) or "the tensors that it is made of"
         raise StateError(f"a tensor that wraps others cannot be saved as one: save {hint}", tensor=path,
-                         found=_class_name(tensor))  # fmt: skip
+                         found=class_name(tensor))  # fmt: skip
     if torch.nn.parameter.is_lazy(tensor):
-        raise StateError(
-            "a parameter that is not initialized has no values yet", tensor=path, found=_class_name(tensor)
-        )
+        raise StateError("a parameter that is not initialized has no values yet", tensor=path, found=class_name(tensor))
     with torch._C.DisableTorchFunctionSubclass():  # what the class makes of operations is not what the tensor holds
         tensor = tensor.detach()
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
@@ -242,7 +240,8 @@ def has_memory(tensor: Any) -> bool:
     return bool(tensor.data_ptr() != 0 and end <= tensor.untyped_storage().nbytes())
 
 
-def _class_name(value: Any) -> str:
+def class_name(value: Any) -> str:
+    """The name of the class of a value, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -323,7 +322,7 @@ def array_entry(array: np.ndarray, path: str) -> tuple[Any, Entry, tuple[Any, ..
     """Describe an array, as :func:`tensor_entry` does a tensor."""
     if type(array) not in (np.ndarray, np.memmap):
         raise StateError("an array of this class may hold more than its bytes: save the arrays it is made of",
-                         tensor=path, found=_class_name(array))  # fmt: skip
+                         tensor=path, found=class_name(array))  # fmt: skip
     array = array if type(array) is np.ndarray else array.view(np.ndarray)
     dtype = array_dtype_name(array.dtype, path)
     zero = (0,) * array.ndim

@@ -14,7 +14,18 @@ import numpy as np
 from ..errors import StructureMismatch
 from . import containers, paths, torch_objects, wrapped_tensors
 from .flatten import is_object
-from .leaves import Entry, Tree, array_entry, as_bits, as_bytes, as_shard_like, from_bytes, is_tensor, tensor_entry
+from .leaves import (
+    Entry,
+    Tree,
+    array_entry,
+    as_bits,
+    as_bytes,
+    as_shard_like,
+    class_name,
+    from_bytes,
+    is_tensor,
+    tensor_entry,
+)
 from .plain_values import decode_plain
 
 Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
@@ -118,7 +129,7 @@ def _describe_entry(entry: Entry) -> str:
 def _describe_live(value: Any, path: str) -> str:
     if is_tensor(value):
         if (part := wrapped_tensors.found_in(value, path)) is not None:
-            return wrapped_tensors.name_of(type(part[0]))
+            return class_name(part[0])
         return _describe_entry(tensor_entry(sys.modules["torch"], value, path)[1])
     if isinstance(value, np.ndarray):
         return _describe_entry(array_entry(value, path)[1])

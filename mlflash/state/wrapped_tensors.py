@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import StateError, StructureMismatch
-from .leaves import local_of, place_of
+from .leaves import class_name, local_of, place_of
 
 WRAPPED = "wrapped"
 """The name of these classes in the code of a node."""
@@ -45,14 +45,9 @@ Shard = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Of a DTensor: the name of its mesh, its global shape, and the offset."""
 
 
-def name_of(kind: type) -> str:
-    """The name of a class, with its module."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def is_wrapped(tensor: Any) -> bool:
     """Whether a tensor is taken apart: it is of one of `CLASSES`."""
-    return name_of(type(tensor)) in CLASSES
+    return class_name(tensor) in CLASSES
 
 
 def found_in(tensor: Any, path: str) -> tuple[Any, Shard | None] | None:
@@ -76,7 +71,7 @@ def inner_of(tensor: Any) -> dict[str, Any]:
 
 def code_of(tensor: Any) -> Code:
     """The class of a tensor, for a node."""
-    return [WRAPPED, name_of(type(tensor))]
+    return [WRAPPED, class_name(tensor)]
 
 
 def attributes_of(tensor: Any, path: str, shard: Shard | None = None) -> Attributes:
@@ -115,15 +110,21 @@ def make(inner: Mapping[str, Any], code: Code, attributes: Attributes) -> Any:
     return kind.__tensor_unflatten__(dict(inner), _decode(attributes["context"], package), size, stride)
 
 
+def loaded(module: str, qualname: str) -> Any:
+    """What has a name in the modules that are loaded; None if nothing has it. No code of a module runs."""
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found
+
+
 def _loaded(name: str) -> Any:
     """The class of a name in the modules that are loaded; None if there is none."""
     module, _, qualname = name.rpartition(".")
     while module and module not in sys.modules:
         module, _, outer = module.rpartition(".")
         qualname = f"{outer}.{qualname}"
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
+    found = loaded(module, qualname)
     return found if isinstance(found, type) else None
 
 
@@ -145,14 +146,14 @@ def _encode(value: Any, package: str, path: str) -> Any:
         return ["device", str(value)]
     if type(value).__module__.partition(".")[0] == package:
         if isinstance(value, enum.Enum):
-            return ["enum", name_of(type(value)), value.name]
+            return ["enum", class_name(value), value.name]
         if dataclasses.is_dataclass(value):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return ["data", name_of(type(value)), _encode(fields, package, path)]
+            return ["data", class_name(value), _encode(fields, package, path)]
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            return ["named", name_of(type(value)), _encode(value._asdict(), package, path)]
+            return ["named", class_name(value), _encode(value._asdict(), package, path)]
     raise StateError("the context of this tensor, which wraps others, cannot be saved", tensor=path,
-                     found=name_of(type(value)))  # fmt: skip
+                     found=class_name(value))  # fmt: skip
 
 
 def _decode(code: Any, package: str) -> Any:
