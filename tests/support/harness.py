@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import described, runs, started_by, state
+from processes import described, left_here, runs, started_by, state, uses
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
@@ -50,6 +50,7 @@ def own_memory() -> Iterator[Path]:
         for launch in [one for one in live if one.out.is_relative_to(path)]:  # its test ran out of time
             launch.kill()
         _kill_orphans(path)
+        until(lambda: not [pid for pid in left_here() if uses(pid, path)], "the end of those that remove files themselves")
         shutil.rmtree(path)
 
 

@@ -44,6 +44,16 @@ def left_here() -> set[int]:
             != os.getpid()}  # fmt: skip
 
 
+def uses(pid: int, path: Path) -> bool:
+    """Whether a process has a file open at or below a path."""
+    found = []
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                found.append(Path(os.readlink(fd)))
+    return any(one.is_relative_to(path) for one in found)
+
+
 def described(pid: int) -> str:
     """A process and its command line, for people."""
     try:
