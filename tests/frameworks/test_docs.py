@@ -89,7 +89,8 @@ def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: P
 def test_a_script_trains_with_the_switch_and_leaves_memory_alone(page: str, shm: Path, tmp_path: Path) -> None:
     script = script_of(page, tmp_path)
     first, _ = PAGES[page].steps
-    printed = PAGES[page].start(script, first, shm, MLFLASH_DISABLE="1")
+    started = dataclasses.replace(PAGES[page], before=(str(HERE / "without_finalization.py"), *PAGES[page].before))
+    printed = started.start(script, first, shm, MLFLASH_DISABLE="1")
     assert PAGES[page].beginnings(printed, 0) == 2, printed
     assert printed.count("mlflash is off (MLFLASH_DISABLE=1)") == 1, printed
     assert not list(shm.glob("mlflash-*")) and not (tmp_path / "run42" / "mlflash").exists()
