@@ -44,6 +44,7 @@ _interrupted: list[InterruptibleWork] = []  # interrupted while gloo still ran t
 _left: list[Event] = []  # for dropped groups that this process may still use
 _QUIET_S = 10.0
 _ASLEEP_S, _LOOK_S = 0.3, 0.01
+_drops = 0  # how often all groups were dropped
 _presumes = False  # whether groups are made without other processes
 
 
@@ -243,7 +244,27 @@ def presume() -> None:
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ExchangeableGroup:
     if _presumes:
         return ExchangeableGroup(rank, size, _fake(rank, size))
+    _meet(store, size, timeout)
     return ExchangeableGroup(rank, size, *connect(store, rank, size, timeout))
+
+
+def _meet(store: Store, size: int, timeout: timedelta) -> None:
+    """Wait until all ranks are here, because in gloo nobody would hear of a loss meanwhile. Collective over the group.
+
+    Raises:
+        ConnectionDropped: a rank was lost.
+        torch.distributed.DistStoreError: not all ranks made this call in time.
+    """
+    dropped_before, end = _drops, time.monotonic() + timeout.total_seconds()
+    if store.add("here", 1) == size:
+        store.set("all are here", "")
+    while not store.check(["all are here"]):
+        if _drops != dropped_before:
+            raise ConnectionDropped("a rank was lost while a process group was made")
+        if time.monotonic() > end:
+            raise dist.DistStoreError(f"{store.add('here', 0)} of {size} ranks have come to a process group within "
+                                      f"{timeout.total_seconds():g} s")  # fmt: skip
+        time.sleep(_LOOK_S)
 
 
 def _fake(rank: int, size: int) -> ProcessGroup:
@@ -259,12 +280,16 @@ def groups() -> list[ExchangeableGroup]:
 
 def drop_all() -> None:
     """Drop the connections of all groups of this process. Not collective."""
+    global _drops
+    _drops += 1
     for group in list(_groups.values()):
         group.drop()
 
 
 def cut_all() -> None:
     """Cut all groups of this process. Not collective; any thread."""
+    global _drops
+    _drops += 1
     for group in list(_groups.values()):
         group.cut()
 

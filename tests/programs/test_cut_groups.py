@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from processes import killed_in_the_end
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, until
 
 pytest.importorskip("torch.distributed")
 import torch
@@ -101,3 +103,33 @@ def test_it_is_seen_whether_threads_of_gloo_compute(pair: dist.ProcessGroupGloo)
     assert pair is not None and gloo_sockets.threads_sleep()
     names = {Path(f"/proc/self/task/{one}/comm").read_text().strip() for one in os.listdir("/proc/self/task")}
     assert gloo_sockets._COMPUTES in names
+
+
+def test_a_rank_that_comes_late_to_a_new_group_is_waited_for_until_the_timeout_or_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may import and read for minutes before it makes its groups, as a file system gives it what it reads."""
+    monkeypatch.setattr(gloo_sockets, "_MEETS", timedelta(seconds=0.2))
+
+    def make(name: str, rank: int, timeout_s: float) -> exchangeable_group.ExchangeableGroup:
+        store = dist.FileStore(str(tmp_path / name), 2)
+        return exchangeable_group._create(store, rank, 2, timedelta(seconds=timeout_s))
+
+    def is_long_there(name: str) -> bool:
+        path = tmp_path / name
+        return path.exists() and time.time() - path.stat().st_mtime > 1 and path.stat().st_size > 0
+
+    with ThreadPoolExecutor() as other:
+        first = other.submit(make, "late", 0, PATIENCE_S)
+        until(lambda: is_long_there("late"), "rank 0 to wait for more than gloo would")
+        pair = make("late", 1, PATIENCE_S), first.result(PATIENCE_S)
+        sums = [torch.ones(1), torch.ones(1)]
+        assert all(work.wait() for work in [one.allreduce([part]) for one, part in zip(pair, sums, strict=True)])
+        assert sums == [torch.tensor([2.0])] * 2
+        first = other.submit(make, "lost", 0, 600)
+        until(lambda: is_long_there("lost"), "rank 0 to wait")
+        exchangeable_group.cut_all()
+        with pytest.raises(exchangeable_group.ConnectionDropped, match="a rank was lost"):
+            first.result(PATIENCE_S)
+    with pytest.raises(dist.DistStoreError, match=r"1 of 2 ranks have come to a process group within 0\.1 s"):
+        make("never", 0, 0.1)

@@ -50,7 +50,7 @@ def own_memory() -> Iterator[Path]:
         for launch in [one for one in live if one.out.is_relative_to(path)]:  # its test ran out of time
             launch.kill()
         _kill_orphans(path)
-        until(lambda: not [pid for pid in left_here() if uses(pid, path)], "the end of those that remove files themselves")
+        until(lambda: not [pid for pid in left_here() if uses(pid, path)], "the end of those that remove files")
         shutil.rmtree(path)
 
 
