@@ -11,7 +11,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,9 @@ class MemoryReader(StorageReader):
         self._checkpointer.adapting.read(opened, lambda: [wanted_part], lambda: None, anew=True)
         return opened.step, arrived.tobytes()
 
+    def _check(self, wanted: Set[str], present: Set[str]) -> None:
+        """Check what this rank wants against what is present, by names. All ranks raise what this raises."""
+
     def _open(self, step: int | None) -> OpenCheckpoint | None:
         if self._opened is not None:  # a load that failed before it read
             self._opened.close()
@@ -143,9 +146,14 @@ class MemoryReader(StorageReader):
             CorruptSlot: something arrived damaged on some rank.
         """
         assert self._opened is not None and self._catalog is not None, "read_metadata comes first"
-        reading = _Reading(self._catalog, plan, planner)
+        reading, present = _Reading(self._catalog, plan, planner), self._catalog.names
         opened, self._opened, self._catalog = self._opened, None, None
-        self._checkpointer.adapting.read(opened, reading.wanted_parts, reading.finish)
+
+        def wanted_parts() -> Iterator[WantedPart]:
+            self._check({item.storage_index.fqn for item in plan.items}, present)
+            return reading.wanted_parts()
+
+        self._checkpointer.adapting.read(opened, wanted_parts, reading.finish)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -198,6 +206,11 @@ class _Catalog:
         self._planner_data: Any = None
         for rank, old in opened.olds.items():
             self._add(rank, old)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return {name for name, _ in self._written}
 
     def metadata(self, name: str) -> Metadata:
         """Describe the checkpoint as DCP does."""

@@ -65,7 +65,7 @@ class LocalCheckpoints(BaseCheckpointManager):
     def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
                  directory: str | os.PathLike[str] | None = None, enabled: bool = True, instead: object = None,
                  **settings: Any):  # fmt: skip
-        padding.fill_with_zeros()
+        padding.leave_out()
         self.root_local_ckpt_dir = Path(local_ckpt_dir)
         self.session_id, self.repl_strategy, self._instead = session_id, repl_strategy, instead
         self.latest_iteration = -1

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mlflash import Checkpointer
-from mlflash.errors import Unrestorable
+from mlflash.errors import StructureMismatch, Unrestorable
 
 from ..dcp import MemoryReader, MemoryWriter
 from ..ids import step_of
@@ -43,6 +43,8 @@ _KEPT = 4  # the most directories to keep; never more saves run at once
 _NOTED = "mcore_data"
 _COMMON = "common_state/shard_0_1"  # what ranks have in common; its name among the objects of a checkpoint
 _COMMON_FILE = "common.pt"
+_WEIGHTS = ("param", "fp32_param")  # parts of the names of what Megatron's optimizers hold
+_MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
 _AS_FILE = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to Core 0.18
 
 
@@ -58,6 +60,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
 
     Attributes:
         owned: gives more tensors that change only in a step, after the optimizer's own, see `Adapting.save_or_warn`.
+        committed: is called with the step, on a thread, when a save was committed.
 
     Example:
         save = SaveShards(ckpt)
@@ -67,13 +70,14 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
 
     def __init__(self, checkpointer: Checkpointer, enabled: bool = True):
         super().__init__(_BACKEND, _VERSION)
-        padding.fill_with_zeros()
+        padding.leave_out()
         self._writer, self._timeout_s = MemoryWriter(checkpointer, enabled), checkpointer.timeout_s
         self._adapting = checkpointer.adapting
         self._planning: Any = None
         self._before: concurrent.futures.Future[Any] | None = None
         self._directories = _Directories()
         self.owned: Callable[[], Iterable[Any]] = lambda: ()
+        self.committed: Callable[[int], None] = lambda step: None
 
     def directory(self, step: int) -> str:
         """Make the directory that `dist_checkpointing.save` needs, in this machine's temporary files.
@@ -118,7 +122,8 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
             planner=_planner(),
             process_group=self._planning,
         )
-        self._before = future
+        self._before, step = future, step_of(checkpoint_dir)
+        future.add_done_callback(lambda ended: None if ended.exception() else self.committed(step))
 
         def finalize() -> None:
             future.result()
@@ -201,7 +206,8 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
         Raises:
             StepNotFound: there is no such step.
-            CheckpointException: a tensor is missing or has another global shape.
+            CheckpointException: a tensor is missing or has another global shape, or you ask for weights of the
+                optimizer and not for the moments that were saved with them.
         """
         return self._reading(super().load, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
@@ -238,13 +244,23 @@ class _Planner(stock.MCoreSavePlanner):
 
 
 class _Reader(MemoryReader):
-    """Gives Core the notes back that `_Planner` saved."""
+    """Gives Core the notes back that `_Planner` saved, and refuses to load an optimizer's weights alone."""
 
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
         if _NOTED in (metadata.planner_data or {}):
             setattr(metadata, _NOTED, metadata.planner_data.pop(_NOTED))
         return metadata
+
+    def _check(self, wanted: Set[str], present: Set[str]) -> None:
+        for name in sorted(present - wanted):
+            parts = name.split(".")
+            for weights in _WEIGHTS if _MOMENTS & {*parts} else ():
+                if (alone := ".".join(weights if part in _MOMENTS else part for part in parts)) in wanted:
+                    raise StructureMismatch(
+                        "the optimizer's weights would be loaded without its moments: make the state to load into with "
+                        "sharded_state_dict(..., is_loading=True)", tensor=name, found=alone,
+                    )  # fmt: skip
 
 
 class _Directories:

@@ -7,6 +7,7 @@ own, over gloo. Import this before anything of Megatron.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import sys
 import types
@@ -104,12 +105,20 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MegatronModule, TransformerConfig
 
 VERSION = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
 # How the distributed optimizer cuts its state for a local checkpoint; by buckets, older ones need Transformer Engine.
 CUT = "dp_reshardable" if VERSION >= (0, 15) else "fully_sharded_model_space"
 VOCABULARY, LENGTH = 128, 16
+
+
+def _parallel(**sizes: Any) -> None:
+    """Begin a training on all ranks of torch.distributed."""
+    parallel_state.destroy_model_parallel()  # of the training before
+    parallel_state.initialize_model_parallel(**sizes)
+    tensor_parallel.get_cuda_rng_tracker().reset()
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 
 class Training:
@@ -128,13 +137,8 @@ class Training:
 
     def __init__(self, tensor: int = 1, sharded: bool = True, overlaps: bool = False, experts: int = 1,
                  expert_tensor: int | None = None):  # fmt: skip
-        parallel_state.destroy_model_parallel()  # of the training before
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor, expert_model_parallel_size=experts,
-            expert_tensor_parallel_size=expert_tensor,
-        )  # fmt: skip
-        tensor_parallel.get_cuda_rng_tracker().reset()
-        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        _parallel(tensor_model_parallel_size=tensor, expert_model_parallel_size=experts,
+                  expert_tensor_parallel_size=expert_tensor)  # fmt: skip
         config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
                                    tensor_model_parallel_size=tensor, attention_dropout=0.1, hidden_dropout=0.1,
                                    bias_dropout_fusion=False, masked_softmax_fusion=False,
@@ -196,6 +200,69 @@ class Training:
         self.step = state["iteration"]
 
 
+class _Parts(MegatronModule):
+    """Modules side by side; the loss is a sum over their parameters, with factors that follow from a seed."""
+
+    def __init__(self, config: TransformerConfig, parts: Iterable[torch.nn.Module]):
+        super().__init__(config)
+        self.parts = torch.nn.ModuleList(parts)
+
+    def forward(self, seed: int) -> torch.Tensor:
+        numbers = torch.Generator().manual_seed(seed)
+        return sum((part * torch.randn(part.shape, generator=numbers)).sum() for part in self.parameters())
+
+
+class PartsTraining(Training):
+    """Any modules in training, on data-parallel ranks only.
+
+    Args:
+        parts: the modules.
+        bucket: the least number of parameters in a bucket of gradients. None: all are in one bucket.
+    """
+
+    def __init__(self, parts: Iterable[torch.nn.Module], bucket: int | None = None):
+        _parallel()
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True,
+                                   gradient_accumulation_fusion=False)  # fmt: skip
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True,
+                                            overlap_grad_reduce=bucket is not None, bucket_size=bucket)  # fmt: skip
+        self.model = DistributedDataParallel(config, ddp, _Parts(config, parts))
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=1e-2, clip_grad=0.0, use_distributed_optimizer=True, bf16=False), [self.model]
+        )
+        self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.step = 0
+
+    def train(self, last: int) -> None:
+        """Train to a step; gradients depend on nothing but the step."""
+        while self.step < last:
+            self.step += 1
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self.model(self.step).backward()
+            self.model.finish_grad_sync()
+            self.optimizer.step()
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What the optimizer holds of each parameter, whole and flat, from the parts that all ranks have of it."""
+        names = {parameter: name for name, parameter in self.model.module.named_parameters()}
+        own = []
+        for part in self.optimizer.chained_optimizers:
+            for parameter in part.model_param_gbuf_map:
+                start = part._get_model_param_range_map(parameter)["param"].start
+                values = part._get_main_param_and_optimizer_states(parameter)
+                kept = {key: value.detach().clone() for key, value in values.items() if key != "step"}
+                own.append((names[parameter], start, kept))
+        parts: list[Any] = [None] * dist.get_world_size(self.replicas)
+        dist.all_gather_object(parts, own, self.replicas)
+        whole: dict[str, dict[str, torch.Tensor]] = {}
+        for name, _, values in sorted(itertools.chain.from_iterable(parts), key=lambda one: one[:2]):
+            before = whole.setdefault(name, {})
+            for key, value in values.items():
+                before[key] = torch.cat([before[key], value]) if key in before else value
+        return whole
+
+
 def whole_and_first(tensor: int, sharded: bool) -> tuple[tuple[list[tuple[float, float]], bytes], Training]:
     """Losses of steps 4 to 6 and the last weights of a training that nothing happens to; and one that is at step 3."""
     whole = Training(tensor, sharded)
@@ -212,15 +279,12 @@ def digest(training: Training) -> bytes:
     return b"".join(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 
-__all__ = ["Training", "digest", "dist", "on_cpu", "whole_and_first"]
+__all__ = ["PartsTraining", "Training", "digest", "dist", "on_cpu", "whole_and_first"]
 
 
 def virtual_pipeline() -> tuple[list[Any], Any]:
     """The two chunks that each of two pipeline stages has of a model of four layers, and their optimizer."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    tensor_parallel.get_cuda_rng_tracker().reset()
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    _parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
                                pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
                                pipeline_dtype=torch.float32, bias_dropout_fusion=False, masked_softmax_fusion=False,

@@ -8,16 +8,17 @@ from typing import Any
 import megatron_on_cpu
 import pytest
 import torch
-from emulated import Nodes
+from emulated import COMM, Nodes
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron_on_cpu import Training, digest, on_cpu, whole_and_first
+from megatron_on_cpu import PartsTraining, Training, digest, on_cpu, whole_and_first
+from torch.distributed.checkpoint.api import CheckpointException
 from torch_jobs import job
 
 from mlflash import Checkpointer
 from mlflash.adapters.megatron import LoadShards, LocalCheckpoints, SaveShards, padding
-from mlflash.errors import StepNotFound, Unrestorable
+from mlflash.errors import StateError, StepNotFound, Unrestorable
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),
@@ -133,7 +134,7 @@ def test_padding_is_saved_as_zeros_whatever_the_memory_held(
     options: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch, saves: str
 ) -> None:
     """It was a false alarm of the check of values, and could be NaN."""
-    for name in padding._METHODS:
+    for name in padding._WITH_GAPS:
         if (known := getattr(DistributedOptimizer, name, None)) is not None:
             monkeypatch.setattr(DistributedOptimizer, name, getattr(known, "__wrapped__", known))
     with job(), on_cpu():
@@ -147,3 +148,85 @@ def test_padding_is_saved_as_zeros_whatever_the_memory_held(
                 state = training.sharded_state()
     tensors = [one.data for one in nested_values(state["optimizer"]) if torch.is_tensor(getattr(one, "data", None))]
     assert tensors and not any(bool((one == 7).any()) for one in tensors)
+
+
+def came_back(ckpt: Checkpointer, again: PartsTraining, expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Load the newest checkpoint, and compare what the optimizer holds bit by bit with what was saved."""
+    again.load(load_into(ckpt, again, other_layout=True))
+    found = again.moments()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].keys() == values.keys() == {"param", "exp_avg", "exp_avg_sq"}
+        for key, value in values.items():
+            assert torch.equal(found[name][key], value), (name, key)
+            assert key == "param" or value.any()
+
+
+def linears() -> list[torch.nn.Module]:
+    """Layers of which two fill a bucket, whose length is then padded."""
+    return [torch.nn.Linear(70, 130) for _ in range(6)]
+
+
+def test_moments_in_several_buckets_come_back_from_a_fully_reshardable_checkpoint(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Core 0.19.2 itself saves zeros and other parameters' moments: Megatron-LM#5077. What stays wrong is refused."""
+    monkeypatch.setattr(megatron_on_cpu, "CUT", "fully_reshardable")
+    with job(2) as comm, on_cpu():
+        if comm is not None:
+            first = PartsTraining(linears(), bucket=12_000)
+            first.train(3)
+            (buffer,) = first.model.buffers
+            assert len(buffer.buckets) == 3 and all(len(one.grad_data) > one.numel_unpadded for one in buffer.buckets)
+            expected = first.moments()
+            with Checkpointer(comm=comm, **options) as ckpt:
+                save(ckpt, first)
+                with monkeypatch.context() as patch, pytest.raises(StateError, match="Megatron-LM#5077"):
+                    patch.setattr(padding, "_without_padding", lambda buffer, before: buffer.param_index_map)
+                    save(ckpt, first)
+    for ranks in (2, 1):
+        with job(ranks) as comm, on_cpu():
+            if comm is not None:
+                again = PartsTraining(linears(), bucket=12_000)
+                with Checkpointer(comm=comm, **options) as ckpt:
+                    came_back(ckpt, again, expected)
+
+
+def test_moments_of_very_uneven_parameters_come_back_on_all_and_on_fewer_ranks(options: dict[str, Any]) -> None:
+    """Some ranks have a part of one parameter, others parts of many: radixark/Megatron-LM#66, AReaL#1468."""
+
+    def parts() -> list[torch.nn.Module]:
+        norms = [torch.nn.LayerNorm(8) for _ in range(40)]
+        return [*norms[:20], torch.nn.Embedding(50_000, 8), *norms[20:]]
+
+    with job() as comm, on_cpu():
+        first = PartsTraining(parts())
+        first.train(3)
+        (optimizer,) = first.optimizer.chained_optimizers
+        counts = COMM.allgather(len(optimizer.model_param_gbuf_map))
+        assert min(counts) == 1 and max(counts) > 40, counts
+        expected = first.moments()
+        with Checkpointer(comm=comm, **options) as ckpt:
+            save(ckpt, first)
+    for ranks in (4, 2):
+        with job(ranks) as comm, on_cpu():
+            if comm is not None:
+                with Checkpointer(comm=comm, **options) as ckpt:
+                    came_back(ckpt, PartsTraining(parts()), expected)
+
+
+def test_weights_of_the_optimizer_are_not_loaded_without_its_moments(options: dict[str, Any]) -> None:
+    """Without is_loading=True, a new optimizer of Transformer Engine asks for no moments: AReaL#1468."""
+    with job() as comm, on_cpu():
+        first = PartsTraining(linears())
+        first.train(1)
+        with Checkpointer(comm=comm, **options) as ckpt:
+            save(ckpt, first)
+            again, load = PartsTraining(linears()), LoadShards(ckpt)
+            state = again.sharded_state(True)
+            ((bucket,),) = state["optimizer"]["param_state"][0].values()
+            for tensors in bucket:
+                del tensors["exp_avg"], tensors["exp_avg_sq"]
+            with pytest.raises(CheckpointException, match="is_loading=True"):
+                dist_checkpointing.load(state, load.directory(), load)
+            came_back(ckpt, again, first.moments())
