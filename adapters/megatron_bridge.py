@@ -45,7 +45,9 @@ class MemoryCheckpointManager(DefaultCheckpointManager):
         factor = checkpoint_config.replication_factor if checkpoint_config.replication else 1
         settings = {"repl_strategy": Clique(replication_factor=factor), **_settings}
         self._context = checkpointing_context(checkpoint_config.non_persistent_local_ckpt_dir, **settings)
-        self._context["local_checkpoint_manager"].persistent_dir = getattr(checkpoint_config, "load", None)
+        manager = self._context["local_checkpoint_manager"]
+        manager.persistent_dir = getattr(checkpoint_config, "load", None)
+        manager.persistent_save = getattr(checkpoint_config, "save", None)
 
 
 def use(checkpoint_config: Any, redundancy: str | None = None, enabled: bool = True, **settings: Any) -> None:

@@ -6,9 +6,10 @@
     local         the manager of local checkpoints
     persistent    find, load and save Megatron's own checkpoints on disk
     own_files     move Megatron's own checkpoints to disk in the background
+    memory_only   say at the end what is in memory only
     weights       which weights are whole at a save, and where weights change
     install       let Megatron's own local checkpoints use mlflash
-    padding       save padding in the optimizer's state as zeros
+    padding       keep padding out of the optimizer's state
     shards        `dist_checkpointing.save` and `load`, in any layout
     easy          save every so many iterations, with EasyCkpt's calls
 

@@ -38,6 +38,7 @@ from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, MlflashError, StructureMismatch, Unrestorable
 
 from . import persistent, weights
+from .memory_only import MemoryOnly
 from .own_files import OwnFiles
 from .shards import LoadShards, SaveShards
 
@@ -64,6 +65,7 @@ class _Running:
         is_first: whether nothing was saved yet.
         only_loads: whether `load_checkpoint` made it, before `initialize` said where checkpoints are.
         files: moves Megatron's own checkpoints to the directory.
+        only: says at the end what did not come to the directory.
     """
 
     checkpointer: Checkpointer
@@ -75,6 +77,7 @@ class _Running:
     is_first: bool = True
     only_loads: bool = False
     files: OwnFiles | None = None
+    only: MemoryOnly | None = None
 
 
 _running: _Running | None = None
@@ -131,6 +134,9 @@ def initialize(
     drained = {"drain_every": _WHEN_ASKED, "keep_last": max_ckpt_num} if drains else {}
     checkpointer = Checkpointer(directory, enabled=enabled, **{**drained, **settings})
     _running = _Running(checkpointer, SaveShards(checkpointer), save_mem_interval, save_storage_interval, handler)
+    if save_storage_interval and checkpointer.enabled:
+        _running.only = only = MemoryOnly(checkpointer)
+        _running.save.committed = lambda iteration: only.saved(iteration, _directory())
     if in_background and save_storage_interval and checkpointer.enabled:
         _running.files = OwnFiles(persistent.arguments(), checkpointer, max_ckpt_num)
 
@@ -273,6 +279,8 @@ def close() -> None:
         if running.handler is not None:
             stack.callback(running.handler.close)
             stack.callback(log.removeHandler, running.handler)
+        if running.only is not None:
+            stack.callback(running.only.end)
         stack.push(running.checkpointer.__exit__)
         if running.files is not None:
             stack.callback(running.files.close)

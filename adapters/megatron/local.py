@@ -27,6 +27,7 @@ from mlflash.state.leaves import Flat
 
 from .. import pickles
 from . import padding, persistent
+from .memory_only import MemoryOnly
 from .nvrx import BaseCheckpointManager, CheckpointingException
 from .replication import scheme_of
 from .request import request
@@ -35,6 +36,7 @@ log = logging.getLogger("mlflash")
 
 CkptID = tuple[int, int, str]
 _open: dict[str, Checkpointer] = {}  # of this process, by job
+_only: dict[str, MemoryOnly] = {}  # of each of them; a manager may be gone before the process ends
 _ROOM_NBYTES = 64 << 10  # the pickle is padded to a multiple of this, so that the layout rarely changes
 
 
@@ -60,6 +62,7 @@ class LocalCheckpoints(BaseCheckpointManager):
     Attributes:
         latest_iteration: what `find_latest` found; -1 before that.
         persistent_dir: directory of Megatron's persistent checkpoints. None: that of Megatron's ``--load``.
+        persistent_save: directory to which Megatron saves persistent ones. None: that of Megatron's ``--save``.
     """
 
     def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
@@ -70,6 +73,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         self.session_id, self.repl_strategy, self._instead = session_id, repl_strategy, instead
         self.latest_iteration = -1
         self.persistent_dir: str | os.PathLike[str] | None = None
+        self.persistent_save: str | os.PathLike[str] | None = None
         named = os.path.join(self.root_local_ckpt_dir if directory is None else directory, session_id)
         job = config.from_environment(os.environ, named, job=settings.pop("job", None), enabled=enabled).job
         own = {"job": job, "redundancy": scheme_of(repl_strategy), "directory": None if directory is None else named}
@@ -94,6 +98,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         """The Checkpointer underneath. The first use by a manager makes it, which is collective over all ranks."""
         job = self._settings["job"]
         if self._made is None or _open.get(job) is not self._made:
+            _only.pop(job, None)
             if (before := _open.pop(job, None)) is not None:
                 try:
                     before.close()
@@ -101,6 +106,8 @@ class LocalCheckpoints(BaseCheckpointManager):
                     log.warning("a new manager of local checkpoints replaced another, which ended with an error: %s",
                                 error)  # fmt: skip
             self._made = _open[job] = Checkpointer(**self._settings)
+            if self._made.enabled:
+                _only[job] = MemoryOnly(self._made)
         return self._made
 
     def find_latest(self) -> int:
@@ -181,6 +188,7 @@ class LocalCheckpoints(BaseCheckpointManager):
             snapshot = self._begin(iteration, _Apart(state_dict))
         except MlflashError as error:  # the other ranks learn of it in the commit
             failed = error
+        only = _only.get(self._settings["job"])
 
         def finalize() -> None:
             self.latest_iteration = -1
@@ -194,6 +202,8 @@ class LocalCheckpoints(BaseCheckpointManager):
                     f"Failure during saving local checkpoint from iteration {iteration}: {error}"
                 ) from error
             log.info("Successfully saved local checkpoint from iteration %d", iteration)
+            if only is not None:
+                only.saved(iteration, self.persistent_save or getattr(persistent.arguments(), "save", None))
 
         if not is_async:
             finalize()
@@ -223,9 +233,13 @@ class LocalCheckpoints(BaseCheckpointManager):
         """Wait for all saves so far and free everything but the checkpoints. Collective over all ranks."""
         if self._made is not None:
             made, self._made = self._made, None
-            if _open.get(self._settings["job"]) is made:
-                del _open[self._settings["job"]]
+            job, only = self._settings["job"], None
+            if _open.get(job) is made:
+                del _open[job]
+                only = _only.pop(job, None)
             made.close()
+            if only is not None:
+                only.end()
 
     # What NVRx's users call, and the hooks that its class leaves to subclasses. They are made for files.
 

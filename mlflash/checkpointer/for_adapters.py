@@ -274,6 +274,12 @@ class Adapting:
         self._check_open()
         self._drains.ask()
 
+    @property
+    def newest_drained(self) -> int | None:
+        """The step of this run's newest drain, if that has ended well. Not collective."""
+        last = self._drains.last
+        return last.step if last is not None and last.done and last.error is None else None
+
     @one_unit
     def open(
         self, step: int | None = None, told: Collection[str] = (), source: str | None = None

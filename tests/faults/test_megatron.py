@@ -129,6 +129,22 @@ def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
     assert losses(first) | losses(second) == uninterrupted
 
 
+@pytest.mark.timeout(600)
+def test_the_last_iteration_is_on_disk_or_a_line_says_that_it_is_in_memory_only(
+    shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
+) -> None:
+    """At --exit-interval Megatron takes a local checkpoint for the last one: Megatron-Bridge#5922."""
+    cluster, folder = Cluster(shm, 2), shm / "pfs"
+    flags = [*TRAINING, *LOCAL, "--save", str(folder), "--load", str(folder), "--train-iters", str(LAST)]
+    exits = run(cluster, last=4, flags=flags)
+    assert len(exits.of("end")) == 4 and not [*folder.glob("iter_*")], exits.log
+    assert exits.log.count("iteration 4 is in memory only: the newest on disk is none") == 1, exits.log
+    ends = run(cluster, last=1000, flags=flags)
+    assert losses(exits) | losses(ends) == uninterrupted, ends.log
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(LAST)
+    assert "in memory only" not in ends.log
+
+
 @pytest.mark.timeout(400)
 def test_the_megatron_recipe_of_ml_flashpoints_guide_recovers(shm: Path) -> None:
     assert_it_recovers(shm, "megatron", first=1)
@@ -149,3 +165,4 @@ def test_megatron_bridge_goes_on_from_memory_with_the_same_bits(shm: Path) -> No
         key: one for key, one in losses(killed).items() if key[1] > 3
     }
     assert not [*(shm / "bridge").glob("iter_*")], "it was in memory only"
+    assert again.log.count(f"iteration {LAST} is in memory only") == 1, again.log

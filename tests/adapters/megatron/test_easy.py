@@ -267,6 +267,22 @@ def test_a_newer_checkpoint_of_megatrons_own_is_loaded_by_megatron(
         easy.close()
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_last_iteration_is_in_the_directory_or_a_line_says_that_it_is_in_memory_only(
+    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], caplog: pytest.LogCaptureFixture,
+    in_background: bool,
+) -> None:  # fmt: skip
+    with job(), on_cpu():
+        first = Training()
+        easy.initialize(2, 100, 1, in_background=in_background, **options)
+        train(easy, first, Scheduler(), 5)
+        easy.close()
+    lines = [one.getMessage() for one in caplog.records if "in memory only" in one.getMessage()]
+    assert len(lines) == (1 if in_background and COMM.rank == 0 else 0)
+    assert all("iteration 4 is in memory only" in line for line in lines)
+    assert Path(arguments.save, "step-00000004").exists() == (not in_background)
+
+
 def test_intervals_that_make_no_sense_are_refused(easy: Any) -> None:
     with job():
         for mem, storage in ((0, 10), (2, -2)):

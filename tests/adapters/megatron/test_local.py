@@ -72,6 +72,24 @@ def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Any,
         assert manager.find_latest() == 6
 
 
+@pytest.mark.parametrize(("on_disk", "said"), [("", "the newest on disk is none"), ("4", "the newest on disk is 4"),
+                                               ("5", "")])  # fmt: skip
+def test_at_the_end_a_line_says_what_is_in_memory_only(
+    start: Any, root: Path, caplog: pytest.LogCaptureFixture, on_disk: str, said: str
+) -> None:
+    """Megatron-Bridge#5922: a local checkpoint counts as the one that is saved at the exit."""
+    if RANK == 0 and on_disk:
+        (root / "save").mkdir()
+        (root / "save" / "latest_checkpointed_iteration.txt").write_text(on_disk)
+    with job(), start() as manager:
+        manager.persistent_save = root / "save"
+        for iteration in (3, 5):
+            manager.save(Aware(state_of(iteration)), iteration)
+    lines = [one.getMessage() for one in caplog.records if "in memory only" in one.getMessage()]
+    assert len(lines) == (1 if said and RANK == 0 else 0)
+    assert all("iteration 5 is in memory only" in line and said in line for line in lines)
+
+
 def test_what_optimizers_hold_is_copied_until_the_next_step_and_is_what_it_was_at_the_save(
     start: Any, came: list[None]
 ) -> None:
