@@ -155,6 +155,9 @@ class Courier(Client):
     def stalled(self, seconds: float) -> None:
         """Nobody asks."""
 
+    def tell_doing(self, what: str) -> None:
+        """Nobody waits."""
+
     def go_on_behind(self) -> None:
         """Nothing continues in the background."""
 

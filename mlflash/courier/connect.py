@@ -146,7 +146,7 @@ def _trainer(config: Config, courier: Client, process_group: Any, start: Start, 
     except BaseException:
         courier.stop(abandon=True)
         raise
-    ranks = Ranks(courier, started.rank, started.topology, process_group)
+    ranks = Ranks(courier, started.rank, started.topology, config.timeout_s, process_group)
     slots = OwnSlots(memory, started.slots, known)
     slots.update(started.files)
     recorder = _recorder(config, ranks, memory, start.start, started, events)

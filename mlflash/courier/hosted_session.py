@@ -153,6 +153,8 @@ class Hosted:
             self._plans = {**dict([*self._plans.items()][-_PLANS:]), value.number: value.plan}
         elif frame.name == "step":
             self.session.context.pace.step()
+        elif frame.name == "doing":
+            self.session.tell_doing(value)
         else:
             self.session.context.pace.stalled(value)
 

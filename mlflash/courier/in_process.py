@@ -182,6 +182,9 @@ class CourierProcess:
         finally:
             del self._asked[number]
 
+    def tell_doing(self, what: str) -> None:
+        self._tell(Kind.TELL, 0, "doing", what)
+
     def go_on_behind(self) -> None:  # the courier does this itself
         pass
 

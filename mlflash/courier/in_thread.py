@@ -61,6 +61,9 @@ class CourierThread:
     def ask(self, message: Message) -> Any:
         return self.session.answer(message)
 
+    def tell_doing(self, what: str) -> None:
+        self.session.tell_doing(what)
+
     def go_on_behind(self) -> None:
         self._jobs.go_on_behind()
 

@@ -98,6 +98,10 @@ class Session:
                 raise TypeError(f"this message is a job and cannot be answered at once: {message}")
         return None
 
+    def tell_doing(self, what: str) -> None:
+        """Note what the trainer does, for ranks that wait for this one. Not collective; any thread."""
+        self._world.tell_doing(what)
+
     def close(self, abandon: bool) -> None:
         """Release memory, after the last job. Not collective.
 

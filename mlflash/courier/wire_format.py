@@ -28,7 +28,7 @@ from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
 from ..redundancy.slot_plan import Plan
 
-VERSION = 8
+VERSION = 9
 LARGEST_NBYTES = 1 << 30
 _NOTHING = b"\xc0"  # None, encoded
 _LENGTH_NBYTES = 4
@@ -230,7 +230,7 @@ EVENTS: dict[str, Any] = {
     "broken": MlflashError,
 }
 # By name: the type of a notice from the trainer.
-TELLS: dict[str, Any] = {"step": None, "stalled": float, "plan": PlanWire}
+TELLS: dict[str, Any] = {"step": None, "stalled": float, "doing": str, "plan": PlanWire}
 
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
 _MOST = (1 << 63) - 1

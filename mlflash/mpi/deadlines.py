@@ -2,6 +2,7 @@
 
 Every wait is a loop: test, push MPI's progress, sleep a little. A deadline never cancels an MPI operation, because that
 is impossible. It tells `on_late` which ranks were waited for, and the loop goes on, so that a slow peer can catch up.
+Long before that, a rank that restores logs whom it waits for (`Waits.doing`).
 If MPI has only a blocking call for something, the courier makes this call when all ranks have reached it
 (`Waits.together`). If a rank is stopped right there, another thread reports the deadline (`Waits.tell_if_held`).
 """
@@ -20,6 +21,8 @@ from . import nonblocking
 from .liveness_pings import Pings
 from .nonblocking import Operation
 
+_FIRST_LOOK_S = 10.0  # until a rank that restores asks who is missing (or a quarter of its deadline); then twice that
+
 
 class Abandoned(BaseException):
     """An exception left the Checkpointer: the courier drops what it is doing."""
@@ -37,6 +40,8 @@ class Waits:
         waiting_for: the ranks that are waited for; empty if unknown.
         inside: name of the MPI call that this rank is in.
         job_number: number of jobs that this rank has begun.
+        doing: what the trainer of this rank does in a restore, such as "restoring"; "": it is in none. In a restore
+            this rank logs for whom it waits.
         waited_s: seconds that this rank has waited so far, for other ranks, its trainer or MPI.
         abandoned: set when the courier must drop what it is doing.
         poke: pushes MPI's progress.
@@ -51,6 +56,7 @@ class Waits:
         self.waiting_for: Sequence[int] = ()
         self.inside = "MPI"
         self.job_number = 0
+        self.doing = ""
         self.waited_s = 0.0
         self.abandoned = Event()
         self.poke: Callable[[], None] = lambda: None
@@ -59,6 +65,9 @@ class Waits:
         self._clock = threading.Lock()  # held by the thread that reports a deadline
         self._naps = 0
         self._last_ping_look = 0.0
+        self._job_began = self._look_after_s = 0.0
+        self._asking: Operation | None = None  # who is missing, before the deadline
+        self._missing: Sequence[int] = ()  # the answer
 
     # Deadlines
 
@@ -66,7 +75,9 @@ class Waits:
         """Begin a job. Its deadline starts now."""
         self.job_number += 1
         self.on_late = on_late
-        self.deadline = time.monotonic() + self.timeout_s
+        self._job_began, self._asking, self._missing = time.monotonic(), None, ()
+        self._look_after_s = min(_FIRST_LOOK_S, self.timeout_s / 4)
+        self.deadline = self._job_began + self.timeout_s
 
     def end_job(self) -> None:
         """End a job. From now on nobody is told that it is late."""
@@ -118,8 +129,11 @@ class Waits:
             failed = None if self.pings is None else self.pings.failed
             if failed is not None and failed.job <= self.job_number:
                 raise failed
+        if self.doing and self.pings is not None:
+            self._look_who_is_missing(self.pings, now - self._job_began)
         if now > self.deadline and self._take_deadline():
-            self.on_late(self._late(self._who_is_missing()))
+            # A rank that comes just now was waited for, too.
+            self.on_late(self._late(self._who_is_missing() or self._missing))
         # Spin a little, then sleep up to 1 ms: with more ranks than cores a spinning rank starves the others.
         self._naps += 1
         if self._naps > 8:
@@ -185,7 +199,7 @@ class Waits:
         finally:
             self.inside = "MPI"
 
-    # Who is missing: asked only when a deadline has passed
+    # Who is missing: asked when a deadline has passed, and before in a restore
 
     def answer_pings(self) -> None:
         """Answer ranks that ask whether this one is alive, with the number of its current job."""
@@ -203,6 +217,22 @@ class Waits:
 
     def _others(self) -> Sequence[int]:
         """The ranks to ask if it is unknown which rank is waited for."""
+        raise NotImplementedError
+
+    def _look_who_is_missing(self, pings: Pings, seconds: float) -> None:
+        """Ask who is missing if this job takes long, and log it. It does not wait: each call does a part of it."""
+        if self._asking is None and seconds > self._look_after_s:
+            self._look_after_s *= 2
+            self._asking = pings.ask(self.waiting_for or self._others(), self.job_number)
+        if self._asking is not None:
+            try:
+                next(self._asking)
+            except StopIteration as end:
+                self._asking, self._missing = None, end.value
+                self._log_missing(end.value, seconds)
+
+    def _log_missing(self, missing: Sequence[int], seconds: float) -> None:
+        """Log for which ranks the job has waited for so long, if this rank is the one to say it."""
         raise NotImplementedError
 
     def _who_is_missing(self) -> Sequence[int]:

@@ -173,7 +173,9 @@ class World(Waits):
         if self.mpi is None:
             return self
         self.control = self.duplicate(self._given) if self._among is None else self._of_some(self._among)
-        self.pings = Pings(self.mpi, self.control, lambda: self.job_number)  # from now on missing ranks can be found
+        self.pings = Pings(  # from now on missing ranks can be found
+            self.mpi, self.control, lambda: self.job_number, lambda: self.doing
+        )
         self.world = self.duplicate(self.control)
         self.data = self.duplicate(self.world)
         if self.emulated_node is not None:
@@ -326,6 +328,10 @@ class World(Waits):
         """Start the deadline anew, because all ranks make progress. Not collective."""
         self.deadline = time.monotonic() + self.timeout_s
 
+    def tell_doing(self, what: str) -> None:
+        """Note what this rank does, see `Waits.doing`. Not collective; any thread."""
+        self.doing = what
+
     def on_all(self, work: Callable[[], T]) -> T:
         """Do something on each rank. If it fails on any rank, raise the error on all. Collective over the world.
 
@@ -379,7 +385,21 @@ class World(Waits):
         where = f"inside of {self.inside}, which returns when all ranks have called it" if self.mpi else "at work"
         return self._exceeded(f"and the courier of this rank is still {where}", self.waiting_for)
 
+    def _log_missing(self, missing: Sequence[int], seconds: float) -> None:
+        if not missing or (self.size <= ASK_ALL and missing[: self.rank] != [*range(self.rank)]):
+            return  # a lower rank logs it
+        said = [f"{self.names_of([rank])} ({self._doing_of(rank)})" for rank in missing[:_NAMED]]
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        log.warning("this restore is waiting for %s%s, for %.0f s so far", ", ".join(said), more, seconds)
+
+    def _doing_of(self, rank: int) -> str:
+        doing = None if self.pings is None else self.pings.doing(rank)
+        return "no answer" if doing is None else doing or "not restoring"
+
     def _others(self) -> Sequence[int]:
         if self.size <= ASK_ALL:
             return [rank for rank in range(self.size) if rank != self.rank]
-        return [ranks[0] for ranks in self.topology.ranks_on[1:]] if self.rank == 0 else ()
+        first_ranks = [ranks[0] for ranks in self.topology.ranks_on]
+        asked = {*self.topology.ranks_on[self.node_index]} if self.local_rank == 0 else set()
+        asked |= {*first_ranks} if self.rank == 0 else {0} if self.rank in first_ranks[1:2] else set()
+        return sorted(asked - {self.rank})

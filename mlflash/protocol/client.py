@@ -97,6 +97,9 @@ class Client(Protocol):
     def ask(self, message: Message) -> Any:
         """Ask a question that is not a job and is answered at once. Not collective."""
 
+    def tell_doing(self, what: str) -> None:
+        """Tell the courier what this rank does, for ranks that wait for it; "" at its end. Not collective."""
+
     def go_on_behind(self) -> None:
         """Advance drains and the like, if no thread does. Not collective."""
 

@@ -24,10 +24,17 @@ class Collectives(Protocol):
 
     Attributes:
         rank, size: the own rank, and the number of ranks.
+        node_name: of the own node.
+        timeout_s: seconds that a wait may take.
     """
 
     rank: int
     size: int
+    timeout_s: float
+
+    @property
+    def node_name(self) -> str:
+        """See above."""
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Take the minimum of each number over all ranks. Collective over the world."""
@@ -44,6 +51,9 @@ class Collectives(Protocol):
     def renew_deadline(self) -> None:
         """Start the deadline anew, because all ranks make progress. Not collective."""
 
+    def tell_doing(self, what: str) -> None:
+        """Note what this rank does, for ranks that wait for it, such as "restoring"; "" at its end. Not collective."""
+
 
 class Ranks:
     """The ranks of one Checkpointer.
@@ -51,11 +61,12 @@ class Ranks:
     Args:
         courier: takes messages to the courier.
         rank, topology: the own rank, and the nodes of all ranks.
+        timeout_s: seconds that a wait may take.
         torch_group: the process group of torch.distributed that has these ranks; None: its default group.
     """
 
-    def __init__(self, courier: Client, rank: int, topology: Topology, torch_group: Any = None):
-        self._courier = courier
+    def __init__(self, courier: Client, rank: int, topology: Topology, timeout_s: float, torch_group: Any = None):
+        self._courier, self.timeout_s = courier, timeout_s
         self.rank, self.size, self.topology = rank, len(topology.node_of), topology
         self.torch_group = torch_group
 
@@ -99,6 +110,10 @@ class Ranks:
 
     def renew_deadline(self) -> None:
         """Do nothing: each call has its own deadline."""
+
+    def tell_doing(self, what: str) -> None:
+        """Note what this rank does, for ranks that wait for it. Not collective."""
+        self._courier.tell_doing(what)
 
     def together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None = None) -> T:
         """Do something on this rank. If it fails on any rank, raise the error on all.

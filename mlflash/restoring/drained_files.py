@@ -20,6 +20,7 @@ from ..draining.file_index import CARD_NBYTES, Card, Index, Place, Places, Store
 from ..errors import ConfigError, CorruptSlot
 from ..state.shards import Box, box
 from ..storage.store import Store
+from .timely_reads import Reads
 
 RUN_NBYTES = 64 << 20  # per read
 _GAP_NBYTES = 64 << 10  # gaps up to this size are read along
@@ -65,16 +66,19 @@ class DrainedFiles:
         inside: its folder.
         listed: the checkpoint.
         files: the files of each rank, or of those ranks that are read.
+        reads: how each part is read; None: at once.
     """
 
-    def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored]):
+    def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored],
+                 reads: Reads | None = None):  # fmt: skip
+        self._reads = reads or Reads()
         self._inside, self._listed, self._files = inside, listed, files
         self._open: dict[str, tuple[Any, Any]] = {}  # compressed files, which are read through HDF5
         self._indexes: dict[int, Index] = {}
 
     def close(self) -> None:
         """Close the files. May be called twice."""
-        for opened in self._open.values():
+        for opened in () if self._reads.hang else self._open.values():  # HDF5 holds its lock while a read hangs
             for file in opened:
                 file.close()
         self._open.clear()
@@ -109,20 +113,24 @@ class DrainedFiles:
     def _card(self, rank: int) -> Card:
         """Read the card of a rank's file, and compare it, and the sizes of the files, with what was committed."""
         stored, path = self._files[rank], self._inside.path
-        nbytes = self._inside.nbytes(stored.card)
+        nbytes, raw, data_nbytes = self._reads.run(stored.card, lambda: self._read_card(stored))
         try:
-            card = read_card(self._inside.read(stored.card, 0, CARD_NBYTES))
+            card = read_card(raw)
         except CorruptSlot as error:
             raise CorruptSlot(f"{path}/{stored.card}: {error.message}", step=self._listed.step) from None
-        data_nbytes = nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
         found = (nbytes, card.attempt, card.rank, card.index_check, data_nbytes)
         wanted = (stored.nbytes, self._listed.card.attempt, rank, stored.index_check, stored.data_nbytes)
         if found != wanted:
             raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._listed.step)
         return card
 
+    def _read_card(self, stored: Stored) -> tuple[int, bytes, int]:
+        """Read the bytes of a card, with the sizes of both files of its rank."""
+        nbytes, raw = self._inside.nbytes(stored.card), self._inside.read(stored.card, 0, CARD_NBYTES)
+        return nbytes, raw, nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
+
     def _read(self, name: str, start: int, nbytes: int, check: int) -> bytes:
-        raw = self._inside.read(name, start, nbytes)
+        raw = self._reads.run(name, lambda: self._inside.read(name, start, nbytes))
         if len(raw) != nbytes or xxhash.xxh3_64_intdigest(raw) != check:
             raise CorruptSlot(f"the index of {self._inside.path}/{name} is damaged", step=self._listed.step)
         return raw
@@ -146,13 +154,14 @@ class DrainedFiles:
             if place.packed:
                 raw = self._unpacked(its, name, place.nbytes // place.rows, at, end)
             else:
-                raw = np.frombuffer(self._inside.read(its.data, place.start + at, end - at), dtype=np.uint8)
+                raw = self._read_part(its.data, place.start + at, end - at)
             self._check(its, place, name, at, raw, end - at)
             yield raw
 
     def fetch(self, runs: Sequence[Run], its: Places) -> Iterator[int]:
         """Read from a file what some runs need, in the order of the file; yield the number of bytes each time."""
         size = its.block_nbytes
+        done, needed = 0, sum(run.target.nbytes for run in runs)
         batch: list[tuple[Run, int, int]] = []
         bounds = [run.bounds for run in runs]
         starts = [(run.place.packed, run.place.start + low) for run, (low, _) in zip(runs, bounds, strict=True)]
@@ -161,15 +170,18 @@ class DrainedFiles:
             low, high = low // size * size, min(run.place.nbytes, blocks(high, size) * size)
             if run.place.packed:
                 row = run.target.shape[-1] * math.prod(run.shape[1:])
-                self._check_and_fill(its, run, low, self._unpacked(its, run.name, row, low, high), high - low)
+                raw = self._unpacked(its, run.name, row, low, high, (done, needed))
+                self._check_and_fill(its, run, low, raw, high - low)
+                done += run.target.nbytes
                 yield high - low
                 continue
             if batch and not self._joins(batch, run.place.start + low, run.place.start + high):
-                yield self._fetch_at_once(its, batch)
+                yield self._fetch_at_once(its, batch, (done, needed))
+                done += sum(run.target.nbytes for run, _, _ in batch)
                 batch = []
             batch.append((run, low, high))
         if batch:
-            yield self._fetch_at_once(its, batch)
+            yield self._fetch_at_once(its, batch, (done, needed))
 
     def _joins(self, batch: list[tuple[Run, int, int]], low: int, high: int) -> bool:
         """Whether bytes of the file are read together with those of a batch, which begin before them."""
@@ -177,14 +189,18 @@ class DrainedFiles:
         run, _, last = batch[-1]
         return low - run.place.start - last <= _GAP_NBYTES and high - first <= RUN_NBYTES
 
-    def _fetch_at_once(self, its: Places, batch: list[tuple[Run, int, int]]) -> int:
+    def _fetch_at_once(self, its: Places, batch: list[tuple[Run, int, int]], far: tuple[int, int]) -> int:
         first = batch[0][0].place.start + batch[0][1]
         last = max(run.place.start + high for run, _, high in batch)
-        raw = np.frombuffer(self._inside.read(its.data, first, last - first), dtype=np.uint8)
+        raw = self._read_part(its.data, first, last - first, far)
         for run, low, high in batch:
             at = run.place.start + low - first
             self._check_and_fill(its, run, low, raw[at : at + high - low], high - low)
         return last - first
+
+    def _read_part(self, name: str, start: int, nbytes: int, far: tuple[int, int] = (0, 0)) -> np.ndarray:
+        raw = self._reads.run(name, lambda: self._inside.read(name, start, nbytes), *far)
+        return np.frombuffer(raw, dtype=np.uint8)
 
     def _check_and_fill(self, its: Places, run: Run, low: int, raw: np.ndarray, nbytes: int) -> None:
         self._check(its, run.place, run.name, low, raw, nbytes)
@@ -200,17 +216,23 @@ class DrainedFiles:
                 raise CorruptSlot(f"block {low // size + number} is damaged in {self._inside.path}/{its.data}",
                                   tensor=name, step=self._listed.step)  # fmt: skip
 
-    def _unpacked(self, its: Places, name: str, row: int, low: int, high: int) -> np.ndarray:
+    def _unpacked(self, its: Places, name: str, row: int, low: int, high: int, far: tuple[int, int] = (0, 0)
+                  ) -> np.ndarray:  # fmt: skip
         """Read bytes of rows that HDF5 has compressed; each row has so many bytes."""
+        first, last = low // row, -(-high // row)
+        raw = self._reads.run(its.data, lambda: self._read_rows(its, name, row, first, last), *far)
+        return raw[low - first * row : high - first * row]
+
+    def _read_rows(self, its: Places, name: str, row: int, first: int, last: int) -> np.ndarray:
+        """Read rows that HDF5 has compressed; each has so many bytes."""
         from ..draining import hdf5_files
 
-        first, last = low // row, -(-high // row)
         try:
             if its.data not in self._open:
                 file = self._inside.open(its.data)
                 self._open[its.data] = (hdf5_files.open_file(file), file)
             dataset = self._open[its.data][0]["tensors"][hdf5_files.dataset_name(name)]
-            raw = hdf5_files.read_rows(dataset, first, last, (last - first) * row)
+            return hdf5_files.read_rows(dataset, first, last, (last - first) * row)
         except Exception as error:  # HDF5 may raise anything if a file is damaged or a plugin is missing
             if its.data in self._open and (missing := hdf5_files.missing_filters(self._open[its.data][0])):
                 raise ConfigError(f"{self._inside.path}/{its.data} cannot be read here: its compression "
@@ -218,4 +240,3 @@ class DrainedFiles:
                                   tensor=name, step=self._listed.step) from None  # fmt: skip
             raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{its.data}: {error}", tensor=name,
                               step=self._listed.step) from None  # fmt: skip
-        return raw[low - first * row : high - first * row]

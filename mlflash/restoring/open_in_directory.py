@@ -7,6 +7,7 @@ read part by part, each directly from the file that has it (`drained_files`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import zlib
@@ -20,7 +21,7 @@ from ..draining import rank_table
 from ..draining.checkpoint_directory import Listed, read_index
 from ..draining.file_index import Index, Place, Places, first_names
 from ..draining.rank_table import Dealt
-from ..errors import ConfigError, CorruptSlot, MlflashError, text_of
+from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, MlflashError, text_of
 from ..protocol.ranks import Collectives
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint
@@ -30,6 +31,7 @@ from ..state.rebuild import Read
 from ..state.shards import box, cut, overlap
 from ..storage.store import Store
 from .drained_files import RUN_NBYTES, DrainedFiles, Run
+from .timely_reads import TimelyReads
 
 log = logging.getLogger("mlflash")
 
@@ -69,6 +71,7 @@ class OpenInDirectory:
 
     Raises:
         CorruptSlot: on all ranks, if a file is missing, damaged, or was changed since.
+        DeadlineExceeded: on all ranks, if a read does not end on some rank.
     """
 
     def __init__(self, world: Collectives, store: Store, listed: Listed, told: Collection[str] = ()):
@@ -77,12 +80,13 @@ class OpenInDirectory:
         self.restores, self.damage = 0, ""
         self.home: RankCheckpoint | None = None
         self._mine = range(world.rank, self.world_size, world.size)  # the old ranks whose files this one reads
-        own = world.rank % self.world_size
+        own, reads = world.rank % self.world_size, TimelyReads(world, inside.path)
+        read_table = functools.partial(read_index, inside, listed)
         # Rank 0 reads the file and broadcasts it by a tree.
-        packed = self._together(lambda: b"" if world.rank else zlib.compress(read_index(inside, listed), 1))
+        packed = self._together(lambda: b"" if world.rank else zlib.compress(reads.run(listed.master, read_table), 1))
         packed = world.broadcast(packed, 0)
         table = self._together(lambda: rank_table.decode(zlib.decompress(packed), self.world_size))
-        self._files, self._dealt = DrainedFiles(inside, listed, table.files), Dealt(table)
+        self._files, self._dealt = DrainedFiles(inside, listed, table.files, reads), Dealt(table)
         self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
         # Read the index of the rank's own file now: later, only this rank would fail.
         self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))
@@ -128,9 +132,10 @@ class OpenInDirectory:
 
         Raises:
             ConfigError: on all ranks, if one has not the library that reads a compression.
+            DeadlineExceeded: on all ranks, if a read does not end on some rank.
         """
         good, more, why = True, True, ""
-        problem: ConfigError | None = None
+        problem: MlflashError | None = None
         while True:
             left = _ROUND_NBYTES
             while good and more and left > 0:
@@ -138,7 +143,7 @@ class OpenInDirectory:
                     nbytes = next(reading, None)
                     more = nbytes is not None
                     left -= nbytes or 0
-                except ConfigError as error:  # nothing is damaged, and nothing older may be taken in its place
+                except (ConfigError, DeadlineExceeded) as error:  # nothing is damaged, and nothing older may be taken
                     good, problem = False, error
                 except Exception as error:  # from reading files, or from what yields the wanted parts
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)

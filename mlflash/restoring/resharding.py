@@ -110,10 +110,9 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
         rooms = together(lambda: _make_rooms(wanted, plan, slot))
         if not ranks.agree([int(old.read(_parts_in(rooms, wanted.made_of)))])[0]:
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
-    except DeadlineExceeded:  # the courier may still write to these slots
-        raise
-    except MlflashError:  # the same on all ranks
-        give_up(trainer, made)
+    except MlflashError as error:
+        if error.agreed or not isinstance(error, DeadlineExceeded):  # otherwise the courier may still write to them
+            give_up(trainer, made)
         raise
     reach("restore.resharded")
     if ranks.rank == 0:

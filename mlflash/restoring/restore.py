@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..crash_points import reach
 from ..draining.checkpoint_directory import Listed
@@ -40,6 +40,23 @@ from .open_in_memory import OpenCheckpoint, OpenInMemory, open_home
 
 log = logging.getLogger("mlflash")
 
+_Takes = ParamSpec("_Takes")
+_Gives = TypeVar("_Gives")
+
+
+def _told(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[Concatenate[Restores, _Takes], _Gives]:
+    """Let other ranks know that this one restores as long as a method runs, and log for whom it waits in the method."""
+
+    @functools.wraps(method)
+    def told(self: Restores, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
+        self._ranks.tell_doing("restoring")
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._ranks.tell_doing("")
+
+    return told
+
 
 class Restores:
     """Fills states with what memory or the directory holds.
@@ -64,6 +81,7 @@ class Restores:
         look = functools.partial(self._find, NEWEST, others=True, checked=False)
         self.newest = Newest(trainer, functools.partial(self._find_whole, remember=True), look, self.steps_alike)
 
+    @_told
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.begun.wait()
@@ -111,6 +129,7 @@ class Restores:
         differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, home.header.step)
         return not self._ranks.agree([int(not differ)])[0]
 
+    @_told
     def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Return the state anew; see `Checkpointer.load`."""
         bad: dict[str, str] = {}
@@ -137,6 +156,7 @@ class Restores:
         state = self._ranks.together(build, lambda why: MlflashError(f"loading failed: {why}"), home.header.step)
         return self._restored(home), state
 
+    @_told
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
         find = self._find_whole if step is None else self._find
@@ -149,6 +169,7 @@ class Restores:
             found = self._as_elsewhere(home, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
 
+    @_told
     def read(
         self,
         opened: OpenCheckpoint,
@@ -172,6 +193,7 @@ class Restores:
             return
         self._count(step, opened)
 
+    @_told
     def steps(self) -> list[int]:
         """List the steps that can be restored; see `Checkpointer.steps`."""
         return self._steps(alike=False)
@@ -181,6 +203,7 @@ class Restores:
         steps: list[int] = self._courier.call(Steps(alike))
         return steps
 
+    @_told
     def steps_alike(self) -> list[int]:
         """List the steps that the same number of ranks has saved; see `Adapting.steps_alike`."""
         return self._steps(alike=True)
