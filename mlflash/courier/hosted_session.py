@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ import numpy as np
 
 from ..draining.drain import Drain
 from ..errors import Closed, MlflashError, text_of
+from ..events import Event
 from ..mpi.job_thread import Job, JobThread
 from ..mpi.world import World
 from ..protocol import messages as asked
@@ -44,13 +46,17 @@ class Hosted:
         link: to the trainer.
         opened: how the trainer has opened it.
         comm: of all ranks of the job; None if there is one rank.
+        before: earlier sessions. This one starts when those with its slots have ended.
 
     Raises:
         BadMessage: its ranks are not ranks of the job, or this rank is not among them.
     """
 
-    def __init__(self, number: int, link: Link, opened: wire.Opened, comm: Any):
+    def __init__(self, number: int, link: Link, opened: wire.Opened, comm: Any, before: Iterable[Hosted] = ()):
         self.number, self._link = number, link
+        self._config = opened.config
+        self.is_closed, self.has_ended = False, Event()
+        self._before = [one for one in before if one.is_closed and one._is_like(self)]
         config, (rank, size) = opened.config, (0, 1) if comm is None else (comm.rank, comm.size)
         ranks = set(opened.ranks)
         if len(ranks) != len(opened.ranks) or rank not in ranks or not ranks <= {*range(size)}:
@@ -63,7 +69,6 @@ class Hosted:
         self._drains = 0
         self._posted = self._done = 0  # jobs
         self._ending = threading.Condition()
-        self.is_closed = False
 
     def post(self, frame: Frame, files: deque[int]) -> None:
         """Post a job from the trainer."""
@@ -108,6 +113,9 @@ class Hosted:
 
     def _do(self, message: Message, answers: Any, landing: Landing | None) -> Any:
         try:
+            if isinstance(message, asked.Start):  # what an exception has left is given some time to end
+                self.world.wait_for(lambda: all(one.has_ended.is_set() for one in self._before))
+                self._before = []
             result = self.session.handle(message, answers)
             if isinstance(message, asked.Start):
                 self.session.attach(RemoteTrainer(self._link, self.number, self.world))
@@ -166,13 +174,20 @@ class Hosted:
         """
         abandon = wire.decode(bool, frame.body)
         closed = functools.partial(self._link.send, Kind.ANSWER, self.number, frame.number, frame.name)
-        if abandon:
-            closed(_outcome(None, None, False))
-            self.finish(time.monotonic() + ORPHAN_S)
-        self.jobs.stop(abandon)
-        self.session.close(abandon)
+        try:
+            if abandon:
+                closed(_outcome(None, None, False))
+                self.finish(time.monotonic() + ORPHAN_S)
+            self.jobs.stop(abandon)
+            self.session.close(abandon)
+        finally:
+            self.has_ended.set()
         if not abandon:
             closed(_outcome(None, None, False))
+
+    def _is_like(self, other: Hosted) -> bool:
+        """Whether another session has the same slots."""
+        return (self._config.memory, self._config.job) == (other._config.memory, other._config.job)
 
     def _drain_began(self, drain: Drain) -> None:
         self._drains += 1

@@ -43,6 +43,7 @@ _ANEW = "the couriers of this run were started anew during this call"
 _ANSWER_S = 10.0  # limit for answers outside of jobs, and for an error after its deadline
 _CLOSE_S = 3.0  # limit to close a session that is abandoned or has no courier any more
 _LOOK_S = 0.2
+_WATCH_S = 1.0  # time between two looks for a job that is late
 
 
 class CourierProcess:
@@ -73,7 +74,9 @@ class CourierProcess:
         self._frames: queue.SimpleQueue[Frame | Event | None] = queue.SimpleQueue()
         self.ranks, self._before = ranks, link.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
+        self._over = Event()
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
+        threading.Thread(target=self._watch, name="mlflash-deadline", daemon=True).start()
         self._link.queue.put(self._opened())
 
     def _opened(self) -> Sent:
@@ -196,6 +199,7 @@ class CourierProcess:
             log.debug("the courier did not report that it has closed: %s", error)
         self.is_closed = True  # its report can still be read
         self._frames.put(None)
+        self._over.set()
 
     def leave(self) -> None:
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
@@ -227,6 +231,33 @@ class CourierProcess:
             return
         self.late = error
         job.be_late(error)
+
+    def _watch(self) -> None:
+        """Report that a job is late if the courier cannot, for example because it is stopped."""
+        watched, since = None, 0.0
+        while not self._over.wait(_WATCH_S):
+            oldest = next((job for job in list(self._jobs.values()) if job.is_sent), None)
+            if oldest is None or oldest is not watched or self.is_stuck or self._is_down:
+                watched, since = oldest, time.monotonic()
+            elif time.monotonic() > since + self._config.timeout_s:
+                since = time.monotonic()
+                self._report_if_silent(oldest)
+
+    def _report_if_silent(self, job: RemoteJob) -> None:
+        try:
+            self._wait_for_answer(Kind.ASK, "RunFacts", asked.RunFacts(), _ANSWER_S)  # it answers, even with an error
+        except Closed:
+            pass  # all jobs hear of it
+        except DeadlineExceeded:
+            if job.number in self._jobs and not self._is_down:
+                rank = self._link.couriers.rank
+                node = None if self.trainer is None else self.trainer.ranks.node_name
+                self.late = DeadlineExceeded(
+                    f"waited {self._config.timeout_s:g} s, and the courier of this rank (pid {self._link.pid}) does "
+                    "not answer: look whether it is stopped. The last committed step is untouched. When it goes on, "
+                    "saves work again; if it does not, relaunch the job", rank=rank, node=node, ranks=[rank],
+                )  # fmt: skip
+                job.be_late(self.late)
 
     def _answer(self) -> None:
         while (frame := self._frames.get()) is not None:

@@ -95,7 +95,7 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], file
         if opened.version != wire.VERSION:
             raise BadMessage(f"version {opened.version} of the protocol, and this is {wire.VERSION}")
         log.setLevel(opened.log_level)
-        sessions[frame.session] = Hosted(frame.session, link, opened, comm)
+        sessions[frame.session] = Hosted(frame.session, link, opened, comm, list(sessions.values()))
         return
     if frame.kind is Kind.REPLY:
         link.replied(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -259,3 +260,24 @@ def test_no_rank_goes_on_in_what_another_rank_was_in_when_its_courier_was_killed
     assert [record["step"] for record in result.of("restored")] == [1] * 3
     assert all(record["same"] for record in result.of("restored"))
     assert len({record["step"] for record in result.of("end")}) == 1
+
+
+@pytest.mark.parametrize(("point", "dies"), [
+    pytest.param("transfer.arrived", "protect.sealed", marks=pytest.mark.gate), ("commit.agreed", "commit.agreed"),
+])  # fmt: skip
+def test_what_is_left_of_an_abandoned_save_commits_nothing_of_the_next_one(jobs: Jobs, point: str, dies: str) -> None:
+    job = jobs.start(3, "abandoned", point=point, dies=dies)
+    result = job.wait()
+    gave_up = {record["rank"]: record for record in result.of("gave up")}
+    assert gave_up.keys() >= {1}, result.log
+    assert all(record["ranks"] == [1] and record["seconds"] < 60 for record in gave_up.values()), gave_up
+    assert re.search(r"the courier of this rank \(pid \d+\) does not answer", gave_up[1]["why"])
+    before = result.of("restored")
+    assert len(before) == 3, result.log
+    (old,) = {record["step"] for record in before}
+    assert old in (1, 2) and all(record["content"] == [old] for record in before), before
+    assert result.returncode, "it was not killed"
+    after = jobs.run(3, "only_look").of("restored")
+    assert [record["rank"] for record in after] == [0, 1, 2]
+    (found,) = {(record["step"], *record["content"]) for record in after}
+    assert found in [(old, old), (old + 1, 101 + old)], (before, after)

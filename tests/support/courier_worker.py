@@ -287,6 +287,47 @@ def out_of_step(settings: dict[str, Any], late: bool) -> None:
         note("end", rank=RANK, step=_save_until_committed(ckpt, 2))
 
 
+def abandoned(settings: dict[str, Any], point: str, dies: str) -> None:
+    """The courier of rank 1 stops in a save, which all give up; in the first save of the next Checkpointer ranks die.
+
+    Before, the courier goes on with what it was in.
+    """
+    set_traps([], RANK)
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:  # with long deadlines, as couriers start
+        ckpt.save(1, state_at(1, False)).wait()
+        courier, size = ckpt._courier._link.pid, ckpt._trainer.ranks.size
+    set_traps([{"path": [point], "action": "stop", "rank": 1},
+               {"path": ["restore.loaded", "protect.announced", dies], "action": "rank"}], RANK)  # fmt: skip
+    start = time.monotonic()
+    try:
+        with mlflash.Checkpointer(courier="process", **settings | {"timeout_s": 5.0}) as ckpt:
+            ckpt.save(2, state_at(2, False)).wait()
+    except mlflash.errors.DeadlineExceeded as error:
+        note("gave up", rank=RANK, ranks=error.ranks, why=str(error), seconds=time.monotonic() - start)
+    (OUT / f"left{RANK}").touch()
+    until(lambda: len([*OUT.glob("left*")]) == size, "all ranks to have given up")
+    if RANK == 1:
+        os.kill(courier, signal.SIGCONT)
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        step = look(ckpt)
+        ckpt.save(step + 1, state_at(100 + step + 1, False)).wait()
+
+
+def look(ckpt: mlflash.Checkpointer) -> int:
+    """Restore, and note the step and whose content it has: that of 1 to 3, or of what was saved afterwards."""
+    state = state_at(0, False)
+    step = ckpt.restore(state) or 0
+    content = [number for number in (step, 100 + step) if is_same(state | {"step": number}, state_at(number, False))]
+    note("restored", rank=RANK, step=step, content=content)
+    return step
+
+
+def only_look(settings: dict[str, Any]) -> None:
+    """Restore."""
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        look(ckpt)
+
+
 def later(settings: dict[str, Any]) -> None:
     """Start MPI after the courier is there, in each of the ways there are, and save all the same."""
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
@@ -345,5 +386,6 @@ if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
     programs = [
         train, one_fails, mpi_fails, cycle, groups, one_leaves, later, keep, fail_to_start, weigh, stay, out_of_step,
+        abandoned, only_look,
     ]  # fmt: skip
     {program.__name__: program for program in programs}[spec.pop("program")](**spec)

@@ -123,6 +123,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
     "wait": hang,
+    "stop": lambda: _send(signal.SIGSTOP, os.getpid()),
     "pause": lambda: take(0.5),
     "hold": lambda: until((OUT / "go on").exists, "the test to say go on"),
     "fill": fill_memory,
