@@ -131,7 +131,9 @@ class Checkpointer(Ending):
         self._restores = Restores(trainer, self._saves, self._drains)
         self.adapting = Adapting(trainer.ranks, self._saves, self._restores, self._drains, self._config,
                                  self._check_open)  # fmt: skip
-        unclosed.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
+        unclosed.add(
+            self, lambda me, state: me._end_alone(state, "this Checkpointer was left open"), Checkpointer._leave
+        )
         try:
             self._courier.call(GoBeyond())
             facts = self._courier.ask(RunFacts()) | {"courier": self._courier.is_a}

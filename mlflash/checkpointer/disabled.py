@@ -181,7 +181,7 @@ class Drains(drains.Drains):
     idle = True
 
     def __init__(self) -> None:
-        self.last = None
+        self.last = self.restored = None
 
     def began(self, drain: Drain) -> None:
         """No drain begins."""

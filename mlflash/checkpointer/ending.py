@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 import traceback
 from types import TracebackType
 
+from ..config import Config
 from ..draining.drains import Drains
 from ..errors import MlflashError
 from ..mpi.job_thread import FORKED
@@ -17,10 +19,13 @@ from ..protocol.trainer_context import TrainerContext
 from ..saving.save_queue import SaveQueue
 from . import unclosed
 
+log = logging.getLogger("mlflash")
+
 
 class Ending:
     """The methods that end a Checkpointer, which makes the parts that they use."""
 
+    _config: Config
     _trainer: TrainerContext
     _courier: Client
     _drains: Drains
@@ -68,6 +73,15 @@ class Ending:
             steps.callback(self._drains.give_up)
             steps.callback(self._trainer.recorder.end, state)
 
+    def _end_alone(self, state: str, why: str) -> None:
+        """End it without any other rank, and say if this leaves out the drain that `close` begins. Not collective."""
+        step, config = self._saves.last_step, self._config
+        if config.drain_every and self._trainer.ranks.rank == 0 and self._drains.lacks(step):
+            log.warning("step %d is in memory only, and not in %s: %s, so close() did not drain it. A relaunch "
+                        "restores it from memory, and `mlflash scavenge %s` writes it there",
+                        step, config.directory, why, config.directory)  # fmt: skip
+        self._end(abandon=True, state=state)
+
     def interrupt(self, why: str) -> None:
         """Make the next call raise Closed, for example because this run is over. Not collective; any thread."""
         self._closed = self._closed or why
@@ -100,4 +114,4 @@ class Ending:
         elif not self._is_ended:
             if isinstance(error, MlflashError):
                 self._trainer.recorder.uncaught("".join(traceback.format_exception(kind, error, trace)))
-            self._end(abandon=True, state="failed")
+            self._end_alone("failed", "an exception ended the training")

@@ -59,6 +59,7 @@ class FoundCheckpoints:
         self._context, self._drains, self._sources = context, drains, Sources(context, drains)
         self._checked: _Checked | None = None
         self._found: RankCheckpoint | FoundElsewhere | None = None  # the newest; stays mapped until the next one
+        self._attempt: Attempt | None = None  # of what was found in memory; None: a directory was chosen
         self.table: dict[type[Message], Callable[..., Any]] = {
             asked.Choose: self._choose,
             asked.Exchange: self._exchange,
@@ -76,6 +77,7 @@ class FoundCheckpoints:
             return self._told(home)
         self._unmap()
         found = self._sources.choose(message.wanted, message.others, message.source, message.bad, message.checked)
+        self._attempt = None
         if not isinstance(found, (RankCheckpoint, FoundElsewhere)):
             return found
         self._found = found
@@ -96,6 +98,7 @@ class FoundCheckpoints:
     def _told(self, found: RankCheckpoint | FoundElsewhere) -> FoundInMemory:
         context = self._context
         told = (context.rolled_forward, context.restored_from)
+        self._attempt = found.header.attempt if isinstance(found, RankCheckpoint) else found.attempt
         if isinstance(found, RankCheckpoint):
             own = next(number for number, slot in enumerate(context.pool.own) if slot is found.slot)
             header = found.header
@@ -155,6 +158,7 @@ class FoundCheckpoints:
         context = self._context
         context.gives_way = True  # newer steps that could not be restored may now be deleted to make room
         context.examiner.forget()
+        self._drains.restored(self._attempt)
         if message.own is not None:
             home = context.pool.own[message.own]
             from_memory.count(context, home)

@@ -63,6 +63,7 @@ class DrainQueue:
         self._folders: dict[Attempt, str] = {}  # drained by this run; the newest is last
         self._clean = False  # whether leftovers of interrupted drains of earlier runs were deleted
         self._drained: Attempt | None = None  # the newest attempt whose drain has begun
+        self._restored: Attempt | None = None  # restored from memory: an earlier run may not have drained it
         self._terms = Terms(
             config.format, config.owner, config.job, config.block_nbytes * 4, config.compression, config.drain_rate,
             config.drain_writers, config.keep_last, config.keep_every, signer,
@@ -107,6 +108,10 @@ class DrainQueue:
         else:
             self._context.recorder.counts["drains put off"] += 1
 
+    def restored(self, attempt: Attempt | None) -> None:
+        """Note what was restored from memory; None: it came from a directory. Not collective."""
+        self._restored = attempt
+
     def certified(self, attempt: Attempt) -> None:
         """Note in the directory that an attempt is certified, once it is there. Not collective."""
         self._certified = attempt
@@ -132,12 +137,12 @@ class DrainQueue:
         """Begin to drain the newest checkpoint; no drain may be running. Collective over the world.
 
         Args:
-            if_due: only if draining is on and the checkpoint was not drained yet.
+            if_due: only if draining is on and the checkpoint was not drained yet, by this run or an earlier one.
 
         Raises:
             DrainFailed: on all ranks; there is nothing to drain.
         """
-        if if_due and not (self.is_on and self._since):
+        if if_due and not (self.is_on and (self._since or self._lacks_restored())):
             return
         pool = self._context.pool
         held = [slot for slot in pool.own if slot.header is not None and slot.use is Use.HOLDS]
@@ -150,6 +155,16 @@ class DrainQueue:
         attempt = slot.header.attempt
         share = next((s for s in pool.shares if s.header is not None and s.header.attempt == attempt), None)
         self._begin(slot, share)
+
+    def _lacks_restored(self) -> bool:
+        """Whether this run restored a checkpoint from memory that is not in the directory. Collective over the world.
+
+        It is, for example, the last one of a run that was killed before its end.
+        """
+        attempt = self._restored
+        if not self._context.world.agree([int(attempt is not None)])[0]:
+            return False
+        return attempt not in [one.card.attempt for one in self.listed()]
 
     def give_up(self) -> None:
         """Make a running drain end soon, and delete what it wrote. Not collective."""

@@ -19,11 +19,13 @@ class Drains:
 
     Attributes:
         last: the newest drain, running or ended; None before the first.
+        restored: the step that was restored last; None before the first.
     """
 
     def __init__(self, courier: Client, ranks: Ranks, has_directory: bool):
         self._courier, self._ranks, self._has_directory = courier, ranks, has_directory
         self.last: Drain | None = None
+        self.restored: int | None = None
 
     @property
     def idle(self) -> bool:
@@ -83,6 +85,12 @@ class Drains:
             self.settle()
         except DrainFailed:
             pass  # a warning was logged already
+
+    def lacks(self, step: int | None) -> bool:
+        """Whether this run has saved a step, its newest, that is not in the directory. Not collective."""
+        if not self._has_directory or step in (None, self.restored):
+            return False
+        return self.last is None or self.last.step != step or not self.last.done or self.last.error is not None
 
     def give_up(self) -> None:
         """Make a running drain end soon, and have what it wrote deleted. Not collective."""

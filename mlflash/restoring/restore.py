@@ -320,7 +320,7 @@ class Restores:
 
     def _count(self, step: int, source: object, own: int | None = None) -> None:
         """Note that a step was restored, from memory or from a directory."""
-        self._saves.last_step = step
+        self._saves.last_step = self._drains.restored = step
         self._courier.call(Restored(own))
         where = source.path if isinstance(source, OpenInDirectory) else "memory"
         how = "" if isinstance(source, RankCheckpoint) else f", put together for {self._ranks.size} ranks"

@@ -417,6 +417,24 @@ def test_saves_go_on_while_a_slow_drain_reads_its_slot_which_is_not_written(
 
 
 @general
+@pytest.mark.parametrize("size", sorted({SIZE, max(1, SIZE - 1)}))
+def test_what_only_memory_has_is_drained_at_the_end_of_a_run_that_restores_it_and_saves_nothing(
+    options: dict[str, Any], pfs: Path, size: int
+) -> None:
+    with job(SIZE) as comm, Checkpointer(comm=comm, **options) as ckpt:
+        ckpt.save(4, sharded(4, SIZE, 0)).wait()
+    assert not pfs.exists()
+    for _ in range(2):  # the second run finds it there
+        with job(size) as comm:
+            if comm is not None:
+                with Checkpointer(comm=comm, **options, drain_every=9) as ckpt:
+                    state = sharded(4, size, 0, fill=False)
+                    assert ckpt.restore(state) == 4
+                    assert raw(state["model"]["w"]) == raw(sharded(4, size, 0)["model"]["w"])
+                assert steps_in(pfs) == [4]
+
+
+@general
 @two
 def test_only_so_many_ranks_write_at_a_time(options: dict[str, Any], pfs: Path) -> None:
     with Checkpointer(**options, drain_writers=1, drain_rate=20 * MIB) as ckpt:
