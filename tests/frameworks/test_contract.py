@@ -309,7 +309,9 @@ def test_with_all_memory_lost_it_goes_on_from_what_was_drained(trainings: Traini
 
 
 FIRST = [pytest.param(name, variants[0], marks=pytest.mark.gate) for name, variants in VARIANTS.items()]
-SHARDED = [("lightning", "fsdp2"), ("transformers", "zero3"), ("deepspeed", "zero3")]
+# huggingface/transformers#48569: with tensor parallelism (tp), the Trainer cannot go on from its own checkpoints, so
+# the trainings above, which have some, leave it out.
+SHARDED = [("lightning", "fsdp2"), ("transformers", "zero3"), ("transformers", "tp"), ("deepspeed", "zero3")]
 
 
 @pytest.mark.parametrize(("framework", "variant"), FIRST + SHARDED)

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 that the Trainer of Hugging Face trains: DDP, or sharded by FSDP2; one or two batches to a step."""
+"""Tiny models that Hugging Face's Trainer trains: GPT-2 by DDP or FSDP2, Llama by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from accelerate.state import DistributedType, PartialState
 from job import Run
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)  # fmt: skip
 
 from mlflash.adapters.transformers import MLFlashCallback
 
@@ -76,8 +84,22 @@ def tiny(idle: bool, gains: int = 1) -> TinyForCausalLM:
     return TinyForCausalLM(config, idle, gains)
 
 
+def tiny_in_parts() -> LlamaForCausalLM:
+    """Make a Llama with dropout, always the same, whose matrices are sharded over all ranks; its norms are whole."""
+    from transformers.distributed import DistributedConfig  # older versions have none
+
+    torch.manual_seed(1)
+    whole = LlamaForCausalLM(LlamaConfig(
+        vocab_size=2048, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=12, attention_dropout=0.1,
+    ))  # fmt: skip
+    return LlamaForCausalLM.from_pretrained(
+        None, config=whole.config, state_dict=whole.state_dict(), distributed_config=DistributedConfig(tp_plan="auto")
+    )
+
+
 @contextlib.contextmanager
-def fsdp_on_cpus() -> Iterator[None]:
+def shards_on_cpus() -> Iterator[None]:
     """Let accelerate take these processes for such with GPUs, as it shards (and asks no more) on these only."""
     with (
         mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU)),
@@ -118,6 +140,8 @@ class Changes(TrainerCallback):
         (weight if state.global_step % 2 else weight.data).mul_(0.5)
 
 
+SHARDED = ("fsdp2", "tp")
+"""Variants whose parameters are DTensors."""
 BEST = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "eval_strategy": "steps"}
 TRIGGERS: dict[str, dict[str, Any]] = {
     "": {},
@@ -141,7 +165,7 @@ def make_trainer(run: Run, callbacks: list[Any] | None = None, **arguments: Any)
         "output_dir": str(run.directory), "per_device_train_batch_size": 2, "max_steps": 20, "learning_rate": 1e-2,
         "save_strategy": "steps" if run.disk else "no", "save_steps": run.disk or 500, "logging_strategy": "no",
         "save_total_limit": run.kept or None, "gradient_accumulation_steps": 2 if run.variant == "accumulate" else 1,
-        "data_seed": 5, "report_to": "none", "disable_tqdm": True, "use_cpu": run.variant != "fsdp2",
+        "data_seed": 5, "report_to": "none", "disable_tqdm": True, "use_cpu": run.variant not in SHARDED,
         "ddp_backend": "gloo", "dataloader_pin_memory": False,
     }  # fmt: skip
     sharded: dict[str, Any] = {}
@@ -152,15 +176,29 @@ def make_trainer(run: Run, callbacks: list[Any] | None = None, **arguments: Any)
 
         sharded = {"deepspeed": deepspeed_config(int(run.variant[-1]))}
     gains = size if run.variant == "zero3" else 1  # ZeRO-3 would fill up a share of one with what happens to be there
-    with fsdp_on_cpus() if run.variant == "fsdp2" else contextlib.nullcontext():
+    model = tiny_in_parts() if run.variant == "tp" else tiny(not sharded, gains)
+    with shards_on_cpus() if run.variant in SHARDED else contextlib.nullcontext():
         trainer = NotingTrainer(
-            model=tiny(not sharded, gains), args=TrainingArguments(**{**given, **sharded, **arguments}),
+            model=model, args=TrainingArguments(**{**given, **sharded, **arguments}),
             train_dataset=Rows(2 * size * (5 if run.variant == "accumulate" else 4)),
             eval_dataset=Rows(8), callbacks=[Stop(run.last), *(callbacks or [])],
         )  # fmt: skip
     trainer.run = run
     torch.manual_seed(100 + rank)
     return trainer
+
+
+def assert_sharded(trainer: Any, is_sharded: bool) -> None:
+    """Assert that the optimizer has its state in the same shards as the model its parameters; or both have it whole."""
+    assert any(isinstance(param, DTensor) for param in trainer.model.parameters()) is is_sharded
+    states = trainer.optimizer.state if is_sharded else {}
+    assert all(_shard(state[name]) == _shard(param) for param, state in states.items()
+               for name in ("exp_avg", "exp_avg_sq"))  # fmt: skip
+
+
+def _shard(tensor: torch.Tensor) -> Any:
+    is_sharded = isinstance(tensor, DTensor)
+    return (tensor.placements, tensor.to_local().shape) if is_sharded else tensor.shape
 
 
 def train(run: Run) -> None:
@@ -173,6 +211,6 @@ def train(run: Run) -> None:
     last = {"max_steps": run.last} if run.trigger == "last step" else {}
     trainer = make_trainer(run, [*asks, flash], **TRIGGERS[run.trigger], **last)
     trainer.train(resume_from_checkpoint=run.enabled)
-    assert any(isinstance(param, DTensor) for param in trainer.model.parameters()) is (run.variant == "fsdp2")
+    assert_sharded(trainer, run.variant in SHARDED)
     engine = trainer.deepspeed
     run.end(trainer.model, [trainer.optimizer if engine is None else engine.optimizer])
