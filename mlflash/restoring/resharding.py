@@ -261,7 +261,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     have theirs yet; its shards are those of the live tensors.
     """
     olds = opened.olds
-    flat = flatten(state)
+    flat = flatten(state, unbegun=False)
     live = {leaf.entry.name: leaf for leaf in flat.leaves}
     like = olds.like(rank, flat.structure.entries)
     own = olds[like]

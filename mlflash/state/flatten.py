@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import StateError
 from . import containers, wrapped_tensors
 from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_placed, is_tensor, tensor_entry
+from .loaders import has_not_begun
 from .paths import entry_names
 from .plain_values import MAX_DEPTH, encode_key, encode_plain
 
@@ -65,21 +66,26 @@ class _Node:
         return not containers.fits(value, self.code)
 
 
-def flatten(state: Any) -> Flat:
+def flatten(state: Any, unbegun: bool = True) -> Flat:
     """Take a state apart without copying any tensor.
 
     Not collective. The leaves alias the live tensors.
 
+    Args:
+        state: nested.
+        unbegun: ask loaders that have not begun for their state, see `loaders`; False, before it is filled: they have
+            no leaves.
+
     Raises:
         StateError: a leaf cannot be saved (its path is named), or a container contains itself.
     """
-    return _Walk().flatten(state)
+    return _Walk(unbegun=unbegun).flatten(state)
 
 
 def flatten_or_none(state: Any) -> Flat | None:
-    """Take a state apart as `flatten` does; None if that is not possible. Not collective."""
+    """Take a state apart that will be filled, as `flatten` does; None if that is not possible. Not collective."""
     try:
-        return flatten(state)
+        return flatten(state, unbegun=False)
     except Exception:  # state_dict() of an object may raise anything
         return None
 
@@ -254,14 +260,17 @@ class _Walk:
     Args:
         taken: what ``state_dict()`` of objects, by their ids, has already returned: it is not called once more.
         objects: see `Flattener`.
+        unbegun: ask loaders that have not begun for their state.
 
     Attributes:
         root: the state, as it was found.
         kinds: classes of the leaves.
     """
 
-    def __init__(self, taken: Mapping[int, list[Any]] | None = None, objects: bool = True) -> None:
-        self.objects = objects
+    def __init__(
+        self, taken: Mapping[int, list[Any]] | None = None, objects: bool = True, unbegun: bool = True
+    ) -> None:
+        self.objects, self.unbegun = objects, unbegun
         self.leaves: list[Leaf] = []
         self.plain: list[Any] = []
         self.memory: dict[tuple[Any, ...], int] = {}
@@ -333,7 +342,10 @@ class _Walk:
         is_private = bool(getattr(value, "rank_private", False))
         if self.torch is not None and isinstance(value, self.torch.nn.Module):
             _refuse_full_on_rank_0(value, path)
-        given = self.taken[id(value)].pop(0) if self.taken.get(id(value)) else value.state_dict()
+        if self.taken.get(id(value)):
+            given = self.taken[id(value)].pop(0)
+        else:
+            given = value.state_dict() if self.unbegun or not has_not_begun(value) else {}
         node = _Node(type(value), None, [self.visit(given, path, depth)], is_private)
         if is_private:
             self.private += range(before, len(self.leaves))

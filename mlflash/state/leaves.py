@@ -227,7 +227,8 @@ def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
         raise StateError(f"a tensor that wraps others cannot be saved as one: save {hint}", tensor=path,
                          found=class_name(tensor))  # fmt: skip
     if torch.nn.parameter.is_lazy(tensor):
-        raise StateError("a parameter that is not initialized has no values yet", tensor=path, found=class_name(tensor))
+        raise StateError("a parameter that is not initialized has no values yet: give its module an input first",
+                         tensor=path, found=class_name(tensor))  # fmt: skip
     with torch._C.DisableTorchFunctionSubclass():  # what the class makes of operations is not what the tensor holds
         tensor = tensor.detach()
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)

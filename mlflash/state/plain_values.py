@@ -115,10 +115,23 @@ def encode_plain(value: Any, path: str) -> Any:
                 return _checked(value, [tag, *kind.encode(value, path)], path)
     raise StateError(
         "this leaf cannot be saved; save tensors, arrays, None, bool, int, float, complex, str, bytes, "
-        "containers of them, or objects with state_dict and load_state_dict",
+        f"containers of them, or objects with state_dict and load_state_dict{_advice(value)}",
         tensor=path or "(the state itself)",
         found=f"{type(value).__module__}.{type(value).__qualname__}",
     )
+
+
+def _advice(value: Any) -> str:
+    """What to do with an object that has a state, under another name than mlflash asks for."""
+
+    def has(name: str) -> bool:
+        return callable(getattr(value, name, None))
+
+    if isinstance(value, type):
+        return ""
+    if has("get_state") and has("set_state"):  # a random generator
+        return ": put this one into an object whose state_dict calls get_state() and whose load_state_dict set_state()"
+    return ": this one has no load_state_dict" if has("state_dict") else ""
 
 
 def _checked(value: Any, code: list[Any], path: str) -> list[Any]:

@@ -26,6 +26,7 @@ from .leaves import (
     is_tensor,
     tensor_entry,
 )
+from .loaders import Unbegun, has_not_begun
 from .plain_values import decode_plain
 
 Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
@@ -177,7 +178,8 @@ class Filling:
         """Copy the present state of objects, so that it can be put back; some may not give it. Not collective."""
         for path in names:
             try:
-                self._kept[path] = _copied(self.objects[path][0].state_dict())
+                live = self.objects[path][0]
+                self._kept[path] = Unbegun.of(live) if has_not_begun(live) else _copied(live.state_dict())
             except Exception:  # some objects cannot give their state before they have loaded one
                 continue
 
@@ -239,7 +241,10 @@ class Filling:
             vars(container).update(attributes)
         for path, kept in self._kept.items():
             try:
-                torch_objects.load(self.objects[path][0], kept, path)
+                if isinstance(kept, Unbegun):
+                    kept.put_back(self.objects[path][0])
+                else:
+                    torch_objects.load(self.objects[path][0], kept, path)
             except Exception:  # load_state_dict() may raise anything
                 self._for_good = True
         return not self._for_good

@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import MlflashError, StateError, StructureMismatch, text_of
 from .flatten import is_object
 from .leaves import Entry, Tree, inside, is_tensor, place_of, tensor_entry
+from .loaders import forget_early_iterator, has_not_begun
 from .plain_values import decode_plain
 from .wrapped_tensors import WRAPPED, found_in
 
@@ -216,6 +217,7 @@ def load(live: Any, saved: Any, name: str) -> None:
         raise
     except Exception as error:
         raise StructureMismatch(f"loading failed: {text_of(error)}", tensor=name or "(the state itself)") from error
+    forget_early_iterator(live)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(live, torch.nn.Module):
         _refuse_meta(live, saved, name)
@@ -402,7 +404,7 @@ def _matched(like: Any, tree: Tree, optimizers: bool = False, wrapped: bool = Fa
 
 def _given(live: Any, made: bool = True) -> Any:
     """What an object returns, and what it would return with all of its state; or as if none were ``made``."""
-    given = live.state_dict()
+    given = {} if has_not_begun(live) else live.state_dict()
     if not _is_optimizer(live) or not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         return given
     state = dict(given["state"])
