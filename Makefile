@@ -162,7 +162,6 @@ endef
 # It asks for data sets and trackers, and needs neither for what is tested here.
 .venv-torchtitan/.tests: .venv-transformers/.tests
 	$(call layer,.venv-transformers .venv)
-	$(PIP) torchdata
 	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 	@touch $@
 

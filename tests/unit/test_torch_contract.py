@@ -1,170 +1,118 @@
-"""All schedulers, optimizers and modules of torch: restored at any step, they go on with the same bits."""
+"""All that torch and torchdata have in a training: restored at any step, it goes on with the same bits.
+
+The trainings are those of `torch_table`. Here they are tried in one process; `tests/programs/test_killed_contract.py`
+kills the process that saved them.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch_table
 from torch import nn
-from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler, swa_utils
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves
+from torch_table import OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, digests, made, of_kind
 from unit.stored import Store
+
+from mlflash.errors import StateError
+from mlflash.state.flatten import flatten
+from mlflash.state.rebuild import Filling
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 State = dict[str, Any]
-
-_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 5, 5], 0.5),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 4),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6, 2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, mode="exp_range", gamma=0.9),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.MultiStepLR(o, [4, 6], 0.5)], o),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.MultiStepLR(o, [2, 4], 0.5)], [4]),
-}  # fmt: skip
-_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=2),
-    **{name: (lambda p, name=name: getattr(torch.optim, name)(p)) for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")},
-}  # fmt: skip
-_OF_SOME: dict[str, Callable[[], Any]] = {  # a model that they take
-    "SparseAdam": lambda: Chosen(sparse=True),
-    "Muon": lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)),
-}
-
-
-class Chosen(nn.Module):
-    """Rows of a table, of which the numbers of an input choose some."""
-
-    def __init__(self, sparse: bool):
-        super().__init__()
-        self.table = nn.Embedding(7, 2, sparse=sparse)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.table((10 * inputs).long() % 7)
-        return rows
+LAST = 12
 
 
 def classes(module: Any, base: type) -> set[str]:
     return {name for name, one in vars(module).items() if inspect.isclass(one) and issubclass(one, base)}
 
 
-def test_each_class_of_torch_is_tried() -> None:
-    assert classes(lr_scheduler, lr_scheduler.LRScheduler) - {"LRScheduler", "_LRScheduler"} == set(_SCHEDULERS)
-    assert classes(torch.optim, torch.optim.Optimizer) - {"Optimizer"} == {*_OPTIMIZERS, *_OF_SOME}
+def has_version(one: type) -> bool:
+    """Whether a class is a module of torch.nn with a version, or with an extra state."""
+    if not issubclass(one, nn.Module) or not one.__module__.startswith("torch.nn."):
+        return False
+    return one._version != 1 or one.get_extra_state is not nn.Module.get_extra_state
 
 
-def trained(state: State, steps: range) -> list[Any]:
-    found: list[Any] = []
-    for step in steps:
-        torch.manual_seed(step)
-        inputs = torch.randn(4, 3)
+def test_each_class_of_torch_and_torchdata_is_in_the_table() -> None:
+    from torchdata import nodes
 
-        def loss(inputs: torch.Tensor = inputs) -> torch.Tensor:
-            state["optimizer"].zero_grad()
-            value: torch.Tensor = state["model"](inputs).square().mean()
-            value.backward()
-            return value
-
-        state["optimizer"].step(loss)
-        if "schedule" in state:
-            plateau = isinstance(state["schedule"], lr_scheduler.ReduceLROnPlateau)
-            state["schedule"].step(*([float(step % 3)] if plateau else []))
-        found += [group["lr"] for group in state["optimizer"].param_groups]
-    return [*found, *(parameter.detach().clone() for parameter in state["model"].parameters())]
+    schedules = classes(lr_scheduler, lr_scheduler.LRScheduler) | classes(swa_utils, lr_scheduler.LRScheduler)
+    assert schedules - {"LRScheduler", "_LRScheduler"} == set(SCHEDULES)
+    assert classes(torch.optim, torch.optim.Optimizer) - {"Optimizer"} == set(OPTIMIZERS)
+    modules = [module for name, module in sys.modules.items() if name.split(".")[:2] == ["torch", "nn"]]
+    found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and has_version(one)}
+    assert {one.__name__ for one in found if not one.__name__.startswith("_")} == set(VERSIONED)
+    named = {name.split()[0] for name in torch_table.NODES} | {"PinMemory"}  # it needs a GPU
+    assert named == set(nodes.__all__) - {"BaseNode", "Loader", "Stateful", "StopCriteria", "T"}
+    criteria = {name for name in vars(nodes.StopCriteria) if name.isupper()}
+    assert {name.split()[1] for name in torch_table.NODES if " CYCLE" in name or "EXHAUSTED" in name} == criteria
+    assert len([name for name in TABLE if name.startswith("sequences ")]) == len(SCHEDULES) - 3
 
 
-def dense() -> Any:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+def in_one_process() -> list[Any]:
+    names = [name for name in of_kind(PLAIN) if not TABLE[name].has_processes]
+    return [pytest.param(name, marks=pytest.mark.slow) if TABLE[name].is_dear else name for name in names]
 
 
-def made(optimizer: Callable[[Any], Any], schedule: Callable[[Any], Any] | None = None,
-         make: Callable[[], Any] = dense) -> State:  # fmt: skip
-    torch.manual_seed(0)
-    model = make()
-    state: State = {"model": model, "optimizer": optimizer(model.parameters())}
-    if schedule is not None:
-        state["schedule"] = schedule(state["optimizer"])
-    return state
+@pytest.mark.parametrize("name", in_one_process())
+def test_a_training_goes_on(node_memory: Any, name: str) -> None:
+    """Restored into one that is new, and into one that has gone on, as a rollback finds it."""
+    training, stores, whole = made(PLAIN, name), {}, {}
+    for number in range(1, LAST + 1):
+        whole[number] = torch_table.stepped(name, training, number)
+        stores[number] = Store(node_memory)
+        stores[number].write(training.state)
+    for at in range(1, LAST):
+        other = made(PLAIN, name)
+        if at % 2:
+            for number in range(50, 51 + at % 4):
+                torch_table.stepped(name, other, number)
+        stores[at].fill(other.state)
+        other.begin()
+        for number in range(at + 1, LAST + 1):
+            assert torch_table.stepped(name, other, number) == whole[number], (at, number)
 
 
-def goes_on(store: Store, make: Callable[[], State], moments: Iterable[int] = range(1, 12)) -> None:
-    whole = trained(make(), range(1, 13))
-    for at in moments:
-        state = make()
-        before = trained(state, range(1, at + 1))[: -len(list(state["model"].parameters()))]
-        store.write(state)
-        state = make()
-        if at % 2:  # what a restore into a training that has gone on leaves behind, as in a rollback
-            trained(state, range(50, 51 + at))
-        store.fill(state)
-        after = trained(state, range(at + 1, 13))
-        for one, other in zip([*before, *after], whole, strict=True):
-            assert torch.equal(one, other) if torch.is_tensor(one) else one == other, at
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_saved_is_refused_with_what_to_do(name: str) -> None:
+    make, path, message = REFUSED[name]
+    with pytest.raises(StateError, match=message) as caught:
+        flatten({"it": make()})
+    assert caught.value.tensor == path
 
 
-def beyond(names: Iterable[str], *gate: str) -> list[Any]:
-    """Of some names, all but these few are left to make full."""
-    return [name if name in gate else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", beyond(_SCHEDULERS, "SequentialLR", "ReduceLROnPlateau", "LambdaLR"))
-def test_a_schedule_goes_on(node_memory: Any, name: str) -> None:
-    goes_on(Store(node_memory), lambda: made(_OPTIMIZERS["SGD"], _SCHEDULERS[name]))
-
-
-@pytest.mark.slow
-def test_a_sequence_of_any_two_schedules_goes_on(node_memory: Any) -> None:
-    names = [name for name in _SCHEDULERS if name not in ("ReduceLROnPlateau", "ChainedScheduler", "SequentialLR")]
-    for first, second in itertools.product(names, names):
-
-        def both(o: Any, first: str = first, second: str = second) -> Any:
-            return lr_scheduler.SequentialLR(o, [_SCHEDULERS[first](o), _SCHEDULERS[second](o)], [4])
-
-        goes_on(Store(node_memory), functools.partial(made, _OPTIMIZERS["SGD"], both), (3, 4, 6))
-
-
-@pytest.mark.parametrize("name", beyond(_OPTIMIZERS, "AdamW", "LBFGS"))
-def test_an_optimizer_goes_on(node_memory: Any, name: str) -> None:
-    goes_on(Store(node_memory), lambda: made(_OPTIMIZERS[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _OF_SOME)
-def test_an_optimizer_of_some_models_goes_on(node_memory: Any, name: str) -> None:
-    goes_on(Store(node_memory), lambda: made(getattr(torch.optim, name), make=_OF_SOME[name]))
+@pytest.mark.parametrize("name", ["loader in order, 0 workers", "nodes Batcher"])
+def test_a_loader_that_has_not_begun_does_not_begin_by_a_restore(node_memory: Any, name: str) -> None:
+    saved, store = made(PLAIN, name), Store(node_memory)
+    first = digests(saved.step(1))
+    store.write(saved.state)
+    second = digests(saved.step(2))
+    for fails in (False, True):
+        other = made(PLAIN, name)
+        loader = other.state["loader"]
+        loader.state_dict = lambda: pytest.fail("asked for its state")
+        filling = Filling(other.state, store.manifest.tree, store.manifest.entries, store.manifest.plain, store.read)
+        filling.keep(filling.objects)
+        filling.load(filling.objects)
+        assert not fails or filling.put_back()
+        del loader.state_dict
+        assert digests(other.step(1)) == (first if fails else second)
+    # As before, where it was asked: torchdata itself would go on with the iterator that it has made for that.
+    other = made(PLAIN, name)
+    other.state["loader"].state_dict()
+    store.fill(other.state)
+    assert digests(other.step(2)) == second
 
 
 # Modules, with the arguments and inputs that torch's own tests have for them
-
-_WRAPPED: dict[str, Callable[[], Any]] = {
-    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 4)),
-    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 4)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 4)),
-    "older spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4)),
-    "averaged": lambda: swa_utils.AveragedModel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), use_buffers=True),
-    "fake quantized": lambda: torch.ao.quantization.FakeQuantize.with_args(
-        observer=torch.ao.quantization.MovingAverageMinMaxObserver)(),
-    "pruned": lambda: prune.l1_unstructured(nn.Linear(3, 4), "weight", 0.5),
-}  # fmt: skip
 
 
 def is_restored(store: Store, make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
@@ -204,16 +152,6 @@ def test_a_module_is_as_it_was(node_memory: Any, info: Any) -> None:
                     lambda model, given=given: model(*given.args, **given.kwargs))  # fmt: skip
         if tried == 2:
             break
-
-
-@pytest.mark.parametrize("name", _WRAPPED)
-def test_a_wrapped_module_is_as_it_was(node_memory: Any, name: str) -> None:
-    def use(model: Any) -> Any:
-        if isinstance(model, swa_utils.AveragedModel):
-            model.update_parameters(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-        return model(torch.randn(5, 3))
-
-    is_restored(Store(node_memory), _WRAPPED[name], use)
 
 
 # Modules whose loading looks at what their state dict says of their versions
