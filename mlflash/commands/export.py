@@ -188,7 +188,8 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
 def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: str, as_json: bool) -> None:
     """Make a checkpoint in DIR from SOURCE, a directory that torch.distributed.checkpoint wrote.
 
-    Use it to continue a training in mlflash that saved with PyTorch DCP. Start one process, without mpiexec.
+    Use it to continue a training in mlflash that saved with PyTorch DCP. SOURCE may also have safetensors with whole
+    tensors, as Hugging Face has them. Start one process, without mpiexec.
 
     \b
     mlflash import dcp/step-900 --to /lustre/me/run42 --step 900

@@ -1,16 +1,18 @@
 """Read a directory that PyTorch DCP has written as a nested state.
 
 No code in the directory runs. ``.metadata`` is a pickle, and an unpickler reads it that knows only the classes of DCP.
-``torch.load(weights_only=True)`` reads tensors and objects.
+``torch.load(weights_only=True)`` reads tensors and objects. DCP's own reader reads safetensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import os
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from ..errors import StateError, StructureMismatch
+from ..errors import ConfigError, StateError, StructureMismatch
 from ..state.shards import box
-from ..storage.store import Store, open_store
+from ..storage import other_formats
+from ..storage.store import Directory, Store, open_store
 
 _HINT = "read_dcp(..., trust_pickle=True) reads it, but may run code in it: use it only if you trust the author"
 
@@ -35,13 +38,17 @@ def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[s
         trust_pickle: unpickle everything. This can run code.
 
     Returns:
-        The state that was given to ``dcp.save``: nested, with whole tensors on the CPU.
+        The state that was given to ``dcp.save``: nested, with whole tensors on the CPU. Of safetensors: tensors by
+        name.
 
     Raises:
+        ConfigError: the package that reads safetensors is missing.
         StateError: an object needs ``trust_pickle``. The error has its key.
         StructureMismatch: this is not a DCP checkpoint, or it is damaged.
     """
     store = open_store(path)
+    if other_formats.format_of(store.names()) == other_formats.SAFETENSORS:
+        return _read_safetensors(store)
     metadata = _read_metadata(store, trust_pickle)
     flat: dict[str, Any] = {}
     for key, described in metadata.state_dict_metadata.items():
@@ -135,7 +142,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(store: Store, trust_pickle: bool) -> Any:
-    if ".metadata" not in store.names():
+    names = store.names()
+    if other_formats.format_of(names) == other_formats.TORCH_CHECKPOINTING:
+        raise StructureMismatch(
+            "this is a checkpoint of torch_checkpointing, which only its CheckpointManager reads: load it in the "
+            "training, and save it with mlflash there", found=store.path,
+        )  # fmt: skip
+    if ".metadata" not in names:
         raise StructureMismatch("this is not a checkpoint of PyTorch DCP: it has no .metadata", found=store.path)
     raw = io.BytesIO(store.read(".metadata"))
     try:
@@ -147,3 +160,69 @@ def _read_metadata(store: Store, trust_pickle: bool) -> Any:
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise StructureMismatch("the .metadata of this checkpoint has another type", found=type(metadata))
     return metadata
+
+
+# Safetensors, as DCP's HuggingFaceStorageWriter and the tools of Hugging Face write them
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _read_safetensors(store: Store) -> dict[str, torch.Tensor]:
+    """Read tensors by name with DCP's reader, which itself does not notice that files or parts of tensors are missing.
+
+    Raises:
+        ConfigError: the directory is a URL, or a package is missing.
+        StructureMismatch: tensors may be missing or may not be whole.
+    """
+    try:
+        import safetensors
+        from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    except ImportError as error:
+        raise ConfigError("safetensors are read by the package of this name and by the HuggingFaceStorageReader of a "
+                          "newer PyTorch: pip install safetensors", found=error) from None  # fmt: skip
+    index = _check_files(store)
+    reader = HuggingFaceStorageReader(store.path)
+    try:
+        described = reader.read_metadata().state_dict_metadata
+    except safetensors.SafetensorError as error:
+        raise StructureMismatch(
+            "a file cannot be read. HuggingFaceStorageWriter writes such files if the state has a value that is no "
+            "tensor", found=f"{store.path}: {error}",
+        ) from None  # fmt: skip
+    for key, tensor in described.items():
+        if len(tensor.chunks) != 1 or tensor.chunks[0].sizes != tensor.size:
+            raise StructureMismatch("only a part of this tensor is in the checkpoint", tensor=key,
+                                    expected=tuple(tensor.size), found=tuple(tensor.chunks[0].sizes))  # fmt: skip
+    if missing := sorted(index.get("weight_map", described).keys() - described.keys()):
+        raise StructureMismatch("no file has this tensor, which the index names", tensor=missing[0])
+    state = {key: torch.empty(tensor.size, dtype=tensor.properties.dtype) for key, tensor in described.items()}
+    there, written = sum(tensor.nbytes for tensor in state.values()), index.get("metadata", {}).get("total_size", 0)
+    if there < written:
+        raise StructureMismatch(
+            "the index counts more bytes than the files have. HuggingFaceStorageWriter without save_distributed=True "
+            "lets ranks write over each other's parts of sharded tensors", expected=f"{written} bytes", found=there,
+        )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def _check_files(store: Store) -> dict[str, Any]:
+    """Check that the files are all there are. Return the index, or an empty one if there is one file."""
+    if not isinstance(store, Directory):
+        raise ConfigError("safetensors are read from file systems only: copy them there first", found=store.path)
+    names = store.names()
+    files = [name for name in names if name.endswith(".safetensors")]
+    if any(name.startswith("shard-") for name in files):
+        raise StructureMismatch(
+            "these are the parts of each rank, and nothing says how many ranks there were: write them with "
+            "HuggingFaceStorageWriter(..., save_distributed=True, enable_consolidation=True), or load them with "
+            "HuggingFaceStorageReader in the training, and save with mlflash there", found=store.path,
+        )  # fmt: skip
+    index: dict[str, Any] = json.loads(store.read(_INDEX)) if _INDEX in names else {}
+    expected = sorted(set(index["weight_map"].values())) if index else files[:1]
+    if files != expected:
+        raise StructureMismatch(f"the files are not those that {_INDEX} names, or it is missing", expected=expected,
+                                found=files)  # fmt: skip
+    return index

@@ -14,7 +14,8 @@ from ..memory.slot_header import Verdict
 from ..memory.wanted_step import WantedStep
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
-from ..storage.store import open_store
+from ..storage import other_formats
+from ..storage.store import Store, open_store
 from . import from_memory
 from .found import FoundElsewhere
 
@@ -79,8 +80,17 @@ class Sources:
             self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, struck)
             return left[0]
         self._refuse_unusable(wanted, source, there, bad, struck)
+        self._say_what_others_wrote(store)
         self._context.looked = True
         return None
+
+    def _say_what_others_wrote(self, store: Store | None) -> None:
+        """Warn of checkpoints of other libraries in the directory: training would begin anew without a word."""
+        if store is None or self._context.world.rank != 0 or self._context.config.fresh:
+            return
+        if (found := other_formats.find(store)) is not None:
+            log.warning("nothing is restored, but %s has a checkpoint of %s. mlflash restores what it saved itself: "
+                        "load that checkpoint as before, or see mlflash import", *found)  # fmt: skip
 
     def _refuse_unusable(self, wanted: WantedStep, source: str | None, there: Listing, bad: Mapping[str, str],
                          struck: Mapping[Place, str]) -> None:  # fmt: skip
