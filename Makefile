@@ -162,7 +162,7 @@ endef
 # It asks for data sets and trackers, and needs neither for what is tested here.
 .venv-torchtitan/.tests: .venv-transformers/.tests
 	$(call layer,.venv-transformers .venv)
-	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
+	$(PIP) --no-deps torchtitan torch_checkpointing spmd_types tyro docstring_parser typeguard
 	@touch $@
 
 # Compiled now, as Python warns of it.

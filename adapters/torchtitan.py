@@ -81,7 +81,15 @@ class MemoryCheckpointManager(CheckpointManager):
 
         @classmethod
         def beside(cls, disk: CheckpointManager.Config, **memory: Any) -> MemoryCheckpointManager.Config:
-            """Add options for memory to those of TorchTitan's own manager."""
+            """Add options for memory to those of TorchTitan's own manager.
+
+            Raises:
+                ConfigError: these are the options of another manager, which this one would replace.
+            """
+            if type(disk) is not CheckpointManager.Config:
+                raise ConfigError("memory goes beside TorchTitan's own CheckpointManager only, which writes by DCP",
+                                  expected=f"{CheckpointManager.__module__}.CheckpointManager.Config",
+                                  found=f"{type(disk).__module__}.{type(disk).__qualname__}")  # fmt: skip
             return cls(**{field.name: getattr(disk, field.name) for field in dataclasses.fields(disk)}, **memory)
 
     _flash: Checkpointer | None = None

@@ -12,9 +12,12 @@ import torch
 from harness import UID, Cluster, Result, own_memory
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from mlflash.exports.imports import read_dcp
+
 ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
        "MLFLASH_CHUNK_NBYTES": "65536"}  # fmt: skip
 DISK = {"interval": 1, "keep_latest_k": 2, "last_save_model_only": True, "export_dtype": "bfloat16"}
+WEIGHTS = {"interval": 3, "last_save_in_hf": True, "last_save_model_only": True}
 ASYNC = {"interval": 2, "keep_latest_k": 0, "async_mode": "async"}
 pytestmark = pytest.mark.timeout(400)  # the first one waits for three launches
 SEPARATE = {"exclude_from_loading": ["dataloader"]}
@@ -32,6 +35,7 @@ class Trained:
         self.root = root
         drawn, worker = {"draws": True}, {"num_workers": 1}
         both = {"interval": 2, "memory_interval": 1}  # memory has 3 and 4 then, the disk 2 and 4
+        from_weights = {"initial_load_in_hf": True, "initial_load_path": str(root / "disk-weights/checkpoint/step-4")}
         two = [
             {"name": "reference", "last": 5, "job": "reference", "checkpoint": {"memory_enable": False}},
             {"name": "plain disk", "last": 4, "steps": 4, "job": "plain", "plain": True, "checkpoint": DISK},
@@ -39,6 +43,13 @@ class Trained:
             {"name": "ended", "last": 4, "steps": 4, "job": "beside", "checkpoint": DISK},
             {"name": "plain async", "last": 4, "job": "async-plain", "plain": True, "checkpoint": ASYNC},
             {"name": "async", "last": 4, "job": "async", "checkpoint": ASYNC},
+            {"name": "plain weights", "last": 4, "steps": 4, "job": "weights-plain", "plain": True,
+             "checkpoint": WEIGHTS},
+            {"name": "weights", "last": 4, "steps": 4, "job": "weights", "checkpoint": WEIGHTS},
+            {"name": "weights ended", "last": 4, "steps": 4, "job": "weights", "checkpoint": WEIGHTS},
+            {"name": "plain from weights", "last": 2, "job": "from-plain", "plain": True, "checkpoint": from_weights},
+            {"name": "from weights", "last": 2, "job": "from", "checkpoint": from_weights},
+            {"name": "from weights, on", "last": 3, "job": "from", "checkpoint": from_weights},
             {"name": "both", "last": 4, "job": "both", "checkpoint": both},
             {"name": "tie", "last": 4, "job": "both", "checkpoint": both},
             *({"name": f"step {step}", "last": step + 1, "job": "both",
@@ -130,6 +141,28 @@ def test_async_saves_on_disk_do_as_without_memory(trained: Trained) -> None:
     assert list(plain) == list(beside) == ["step-2", "step-4"]
     assert same(beside, plain)
     assert [r["counts"]["committed"] for r in trained.records("end", "async")] == [2, 2]
+
+
+def test_weights_for_hugging_face_are_written_as_without_memory_and_memory_is_gone_on_from(trained: Trained) -> None:
+    plain, beside = (read_dcp(trained.root / f"disk-{job}/checkpoint/step-4") for job in ("weights-plain", "weights"))
+    assert "model.norm.weight" in beside and same(beside, plain)
+    assert [r["counts"]["committed"] for r in trained.records("end", "weights")] == [2, 2]
+    assert trained.restores("weights ended") == {1} and not trained.losses("weights ended")
+
+
+def test_a_training_begins_with_weights_of_hugging_face_and_goes_on_from_memory(trained: Trained) -> None:
+    assert trained.losses("from weights") and trained.losses("from weights") == trained.losses("plain from weights")
+    first = {key: found for key, found in trained.losses("reference").items() if key[1] <= 2}
+    assert trained.losses("from weights") != first, "the weights are those of the file"
+    assert {step for _, step in trained.losses("from weights, on")} == {3}
+    assert trained.restores("from weights, on") == {1}
+
+
+def test_another_manager_of_torchtitan_is_refused_and_torch_checkpointing_does_not_work_there(trained: Trained) -> None:
+    (refused,) = trained.one.of("other manager")
+    assert "CheckpointManager only" in refused["error"] and "OtherManager.Config" in refused["error"]
+    (missing,) = trained.one.of("torch_checkpointing")
+    assert missing["version"].startswith("0.1.1") and "torch_checkpointing.dtensor_resharder" in missing["error"]
 
 
 def test_a_training_that_has_ended_is_not_begun_again(trained: Trained) -> None:

@@ -6,6 +6,8 @@ from titan_on_cpu import Training, config  # isort: skip  # before anything of T
 
 import dataclasses
 import hashlib
+import importlib
+import importlib.metadata
 import json
 import os
 import random
@@ -18,14 +20,14 @@ import torch
 from records import OUT, note
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import ConfigManager
 
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.torchtitan import MemoryCheckpointManager, _tensors
-from mlflash.errors import StateError
+from mlflash.errors import ConfigError, StateError
 
 ROOT = OUT.parent
 
@@ -151,6 +153,26 @@ def names() -> None:
     note("names", saved=sorted(_tensors(model)), titans=sorted(map(canonical_fqn, model.state_dict())))
 
 
+class OtherManager(BaseCheckpointManager):
+    """A back end that is not DCP."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        pass
+
+
+def other_managers() -> None:
+    """Note what comes of other managers than the one that writes by DCP."""
+    try:
+        MemoryCheckpointManager.Config.beside(OtherManager.Config())
+    except ConfigError as error:
+        note("other manager", error=str(error))
+    try:
+        importlib.import_module("torchtitan.components.checkpointer.torch_checkpointing")
+    except ImportError as error:
+        note("torch_checkpointing", version=importlib.metadata.version("torch_checkpointing"), error=str(error))
+
+
 def small() -> Any:
     """A config as those of TorchTitan's registries."""
     return config(str(ROOT / "disk-registry"), MemoryCheckpointManager.Config.beside(
@@ -175,5 +197,6 @@ if __name__ == "__main__":
         train(Case(**spec))
     if arguments:
         names()
+        other_managers()
         from_command_line(*arguments)
     note("done")
