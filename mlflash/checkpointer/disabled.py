@@ -204,6 +204,10 @@ class Drains(drains.Drains):
     def finish(self) -> None:
         """Nothing is left to drain."""
 
+    def lacks(self, step: int | None) -> bool:
+        """Nothing is in memory that a directory could lack."""
+        return False
+
     def give_up(self) -> None:
         """No drain is running."""
 
