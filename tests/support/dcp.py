@@ -15,6 +15,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
+from waiting import take
 
 
 def local_tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
@@ -194,3 +195,19 @@ class Trap:
 
     def __reduce__(self) -> Any:
         return spring, ()
+
+
+class Hesitant(DefaultSavePlanner):
+    """A planner that takes its time, also on its way to a checkpoint process."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self._seconds = seconds
+
+    def __getstate__(self) -> dict[str, Any]:
+        take(self._seconds)
+        return self.__dict__
+
+    def create_local_plan(self) -> Any:
+        take(self._seconds)
+        return super().create_local_plan()
