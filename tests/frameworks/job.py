@@ -92,6 +92,11 @@ class Run:
         return None if self.follows else self.every
 
     @property
+    def workers(self) -> int | None:
+        """The number of a loader's workers: the training then ends after three epochs, and not at a step."""
+        return int(self.variant.removeprefix("workers ")) if self.variant.startswith("workers ") else None
+
+    @property
     def directory(self) -> Path:
         """Where the framework writes."""
         return OUT.parent / f"disk-{self.job or os.environ['MLFLASH_JOB']}"

@@ -170,7 +170,8 @@ def train(run: Run) -> None:
     data = TensorDataset(torch.randn(rows * size, 16, generator=torch.Generator().manual_seed(3)))
     trainer = pl.Trainer(
         strategy=strategy(run, size),
-        accelerator="cpu", devices=size, max_steps=run.last, callbacks=callbacks, logger=False,
+        accelerator="cpu", devices=size, max_steps=run.last if run.workers is None else -1,
+        max_epochs=None if run.workers is None else 3, callbacks=callbacks, logger=False,
         enable_checkpointing=bool(run.disk) or run.trigger in TRIGGERS, enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=run.directory, use_distributed_sampler=False,
@@ -178,7 +179,8 @@ def train(run: Run) -> None:
         val_check_interval=2 if run.variant == "validate" else None,
         plugins=[MLFlashCheckpointIO(**run.checkpointing)] if run.variant == "only validate" else None,
     )  # fmt: skip
-    loader = StatefulDataLoader(data, batch_size=2, sampler=StatefulDistributedSampler(data, size, rank))
+    sampler = StatefulDistributedSampler(data, size, rank)
+    loader = StatefulDataLoader(data, batch_size=2, sampler=sampler, num_workers=run.workers or 0)
     valid = torch.utils.data.DataLoader(data, batch_size=16)
     path = run.variant if run.variant.startswith("mlflash:") else "last" if run.disk else None
     if run.variant == "only validate":

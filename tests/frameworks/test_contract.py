@@ -308,6 +308,35 @@ def test_with_all_memory_lost_it_goes_on_from_what_was_drained(trainings: Traini
     trainings.goes_on("all lost", 7)
 
 
+# A plain loop needs torchdata, which the environment of Lightning has.
+@pytest.mark.parametrize(
+    "framework", ["lightning", "transformers", pytest.param("plain", id="plain, beside lightning")]
+)
+def test_killed_after_the_last_batch_of_an_epoch_it_does_the_same_steps_with_the_same_samples(
+    shm: Path, framework: str
+) -> None:
+    """verl#7401: the loader went on at the end of its epoch, and the next epoch was left out, with exit code 0.
+
+    No training is told how many steps there are: three epochs of four batches each. The losses show the samples, all
+    of which differ.
+    """
+    cluster, common = Cluster(shm), {"every": 4, "last": 99}
+    alone, read = ({"name": name, "job": name, "variant": f"workers {workers}", **common}
+                   for name, workers in (("alone", 0), ("read", 2)))  # fmt: skip
+    whole = {"name": "whole", "job": "whole", "variant": "workers 0", "enabled": False, **common}
+    first = run(cluster, framework, whole, {**alone, "dies_at": 5})
+    second = run(cluster, framework, alone, {**read, "dies_at": 5})
+    third = run(cluster, framework, read)
+    expected = losses(first, "whole")
+    assert expected.keys() == {(rank, step) for rank in range(RANKS) for step in range(1, 13)}, first.log
+    assert len({loss for noted in expected.values() for loss in noted}) == 12 * RANKS
+    for killed, gone_on, name in ((first, second, "alone"), (second, third, "read")):
+        assert [record["steps"] for record in killed.of("held")] == [[4]] * RANKS, killed.log
+        assert losses(gone_on, name) == {key: loss for key, loss in expected.items() if key[1] > 4}, gone_on.log
+        assert digests(gone_on, name) == digests(first, "whole")
+    assert third.returncode == 0 and len(third.of("done")) == RANKS, third.log
+
+
 FIRST = [pytest.param(name, variants[0], marks=pytest.mark.gate) for name, variants in VARIANTS.items()]
 # huggingface/transformers#48569: with tensor parallelism (tp), the Trainer cannot go on from its own checkpoints, so
 # the trainings above, which have some, leave it out.

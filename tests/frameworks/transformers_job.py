@@ -208,7 +208,9 @@ def train(run: Run) -> None:
     asks: list[Any] = [Asks(run.trigger != "callback")] if run.trigger in ("callback", "epoch ends early") else []
     if run.variant.startswith("changes "):
         asks.append(Changes(run.variant.removeprefix("changes ")))
-    last = {"max_steps": run.last} if run.trigger == "last step" else {}
+    last: dict[str, Any] = {"max_steps": run.last} if run.trigger == "last step" else {}
+    if run.workers is not None:
+        last = {"max_steps": -1, "num_train_epochs": 3, "dataloader_num_workers": run.workers}
     trainer = make_trainer(run, [*asks, flash], **TRIGGERS[run.trigger], **last)
     trainer.train(resume_from_checkpoint=run.enabled)
     assert_sharded(trainer, run.variant in SHARDED)
