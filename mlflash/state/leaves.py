@@ -310,8 +310,24 @@ def replica_ranks(dtensor: Any) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """That a tensor is a DTensor without shards, on the mesh of another.
+
+    Attributes:
+        near: the other one.
+    """
+
+    near: Any
+
+
 def as_shard_like(live: Any, local: Any) -> Any:
     """Make a local shard part of a DTensor like a live one; if that has another shard or none, return it as it is."""
+    if isinstance(live, Replica):
+        from torch.distributed.tensor import Replicate
+
+        mesh = live.near.device_mesh
+        return type(live.near).from_local(local.to(live.near.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     if type(live).__name__ != "DTensor" or live.to_local().shape != local.shape:
         return local
     on_device = local.to(live.device)

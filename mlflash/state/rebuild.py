@@ -16,6 +16,7 @@ from . import containers, paths, torch_objects, wrapped_tensors
 from .flatten import is_object
 from .leaves import (
     Entry,
+    Replica,
     Tree,
     array_entry,
     as_bits,
@@ -198,7 +199,7 @@ class Filling:
     def _dtensors(self, live: Any, tree: Tree) -> dict[int, Any]:
         """Find a live DTensor for each one that was saved of an object, by number: of its own, or one that is alike.
 
-        Not collective.
+        Not collective. For a replica that is like none, one on its mesh is enough.
 
         Raises:
             StructureMismatch: there is none.
@@ -217,7 +218,17 @@ class Filling:
             elif entry.shape != entry.global_shape:
                 raise StructureMismatch("this tensor was saved in shards, and no DTensor of the state given is like "
                                         "it: let the object make it before the restore", tensor=entry.name)  # fmt: skip
+            elif (near := self._near(live, entry.mesh)) is not None:
+                found[number] = Replica(near)
         return found | {~number: like for number, like in wrapped.items()}
+
+    def _near(self, live: Any, mesh: str | None) -> Any:
+        """Find a DTensor on a mesh: one of an object, or any of the state; None if there is none. Not collective."""
+        for dtensors in (torch_objects.dtensors_in([live]), self._alike or {}):
+            for (its_mesh, *_), one in dtensors.items():
+                if its_mesh == mesh:
+                    return one
+        return None
 
     def fill_leaves(self) -> None:
         """Fill tensors and arrays, and replace plain leaves. Not collective.
