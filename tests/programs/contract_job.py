@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from records import note
-from torch_table import NOT_BY_TORCH, PLAIN, Training, made, of_kind, stepped
+from torch_table import DDP, FSDP2, NOT_BY_TORCH, PLAIN, Training, made, of_kind, stepped
 
 from mlflash import Checkpointer
 from mlflash.adapters.distributed import init_process_group
@@ -27,6 +27,9 @@ from mlflash.adapters.distributed import init_process_group
 # Within an epoch of a loader, and on its last batch; before and at the end of the first schedule of a sequence.
 SAVED = (3, 4)
 MORE = 2
+# Into new trainings, and into those that have gone on; on ranks, which take longer, each step and each way once.
+_ROUNDS = [(3, "stepped"), (4, "fresh")]
+ROUNDS = {PLAIN: [(3, "fresh"), (4, "stepped"), *_ROUNDS], DDP: _ROUNDS, FSDP2: _ROUNDS}
 Digests = dict[str, str]
 
 
@@ -78,25 +81,24 @@ def save(ckpt: Checkpointer, kind: str, file: Path) -> None:
 
 
 def restore(ckpt: Checkpointer, kind: str, file: Path) -> None:
-    """Restore each step into new trainings and into others, and go on: as in a job, with saves."""
+    """Restore into trainings, and go on: in the end as in a job, with saves."""
     wanted = json.loads(file.read_text())
-    for at in SAVED:
-        for way in ("stepped", "fresh"):
-            trainings = all_made(kind)
-            if way == "stepped":
-                for number in (51, 52):
-                    step(trainings, number)
-            assert ckpt.restore(states(trainings), step=at) == at
-            for training in trainings.values():
-                training.begin()
-            for number in range(at + 1, at + MORE + 1):
-                found = step(trainings, number)
-                expected = wanted[str(number)]
-                unlike = [key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)]
-                wrong = sorted(f"{key}: {found.get(key)} != {expected.get(key)}" for key in unlike)
-                note("compared", at=at, way=way, step=number, wrong=wrong, leaves=len(found))
-                if (at, way) == (SAVED[-1], "fresh"):  # the last: what it saves takes the place of both
-                    ckpt.save(number, states(trainings)).wait()
+    for at, way in ROUNDS[kind]:
+        trainings = all_made(kind)
+        if way == "stepped":
+            for number in (51, 52):
+                step(trainings, number)
+        assert ckpt.restore(states(trainings), step=at) == at
+        for training in trainings.values():
+            training.begin()
+        for number in range(at + 1, at + MORE + 1):
+            found = step(trainings, number)
+            expected = wanted[str(number)]
+            unlike = [key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)]
+            wrong = sorted(f"{key}: {found.get(key)} != {expected.get(key)}" for key in unlike)
+            note("compared", at=at, way=way, step=number, wrong=wrong, leaves=len(found))
+            if (at, way) == ROUNDS[kind][-1]:  # what it saves takes the place of both steps
+                ckpt.save(number, states(trainings)).wait()
     note("end", entries=len(trainings))
 
 
