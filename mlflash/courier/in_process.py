@@ -234,22 +234,24 @@ class CourierProcess:
 
     def _watch(self) -> None:
         """Report that a job is late if the courier cannot, for example because it is stopped."""
-        watched, since = None, 0.0
+        watched: int | None = None
+        since = 0.0
         while not self._over.wait(_WATCH_S):
-            oldest = next((job for job in list(self._jobs.values()) if job.is_sent), None)
-            if oldest is None or oldest is not watched or self.is_stuck or self._is_down:
+            oldest = next((number for number, job in list(self._jobs.items()) if job.is_sent), None)  # keeps no job
+            if oldest is None or oldest != watched or self.is_stuck or self._is_down:
                 watched, since = oldest, time.monotonic()
             elif time.monotonic() > since + self._config.timeout_s:
                 since = time.monotonic()
                 self._report_if_silent(oldest)
 
-    def _report_if_silent(self, job: RemoteJob) -> None:
+    def _report_if_silent(self, number: int) -> None:
         try:
             self._wait_for_answer(Kind.ASK, "RunFacts", asked.RunFacts(), _ANSWER_S)  # it answers, even with an error
         except Closed:
             pass  # all jobs hear of it
         except DeadlineExceeded:
-            if job.number in self._jobs and not self._is_down:
+            job = self._jobs.get(number)
+            if job is not None and not self._is_down:
                 rank = self._link.couriers.rank
                 node = None if self.trainer is None else self.trainer.ranks.node_name
                 self.late = DeadlineExceeded(
