@@ -16,6 +16,7 @@ Example:
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from megatron.bridge.training.checkpointing import DefaultCheckpointManager
@@ -24,6 +25,8 @@ from megatron.bridge.utils import instantiate_utils
 from .megatron import checkpointing_context
 from .megatron.nvrx import stands_aside
 from .megatron.replication import Clique
+
+log = logging.getLogger("mlflash")
 
 _settings: dict[str, Any] = {}
 
@@ -42,6 +45,7 @@ class MemoryCheckpointManager(DefaultCheckpointManager):
             super().__init__(checkpoint_config)
             return
         self.checkpoint_config = checkpoint_config
+        _let_warnings_through()
         factor = checkpoint_config.replication_factor if checkpoint_config.replication else 1
         settings = {"repl_strategy": Clique(replication_factor=factor), **_settings}
         self._context = checkpointing_context(checkpoint_config.non_persistent_local_ckpt_dir, **settings)
@@ -71,3 +75,9 @@ def use(checkpoint_config: Any, redundancy: str | None = None, enabled: bool = T
     checkpoint_config.custom_manager_class = f"{__name__}.{MemoryCheckpointManager.__name__}"
     if hasattr(instantiate_utils, "register_allowed_target_prefix"):  # from Bridge 0.5 on, and needed from 0.6 on
         instantiate_utils.register_allowed_target_prefix("mlflash.adapters.")
+
+
+def _let_warnings_through() -> None:
+    """Take back that Bridge, by default, drops the warnings of all loggers: those of mlflash say what may be lost."""
+    for one in [one for one in log.filters if getattr(one, "__name__", "") == "warning_filter"]:
+        log.removeFilter(one)

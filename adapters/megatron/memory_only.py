@@ -42,12 +42,13 @@ class MemoryOnly:
             state: "failed" if an exception ends the training. Then nothing is logged, because it will continue.
         """
         unclosed.discard(self)
+        iteration, self._iteration = self._iteration, 0
         if state != "ended" or not self._is_first:
             return
         newest = max(persistent.iteration_in(self._directory or None), self._adapting.newest_drained or 0)
-        if newest < self._iteration:
+        if newest < iteration:
             log.warning(
                 "training has ended, and iteration %d is in memory only: the newest on disk is %s. It is lost when the "
                 "nodes are released. To copy it to a directory before that, run: mlflash scavenge DIRECTORY",
-                self._iteration, newest or "none",
+                iteration, newest or "none",
             )  # fmt: skip
