@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "copies-not-verified", "a damaged copy counts as whole", "redundancy/partner_copies.py",
         "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
-        "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy"},
+        "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy", "launches": 4},
     ),
     Mutant(
         "older-not-held", "after a step was rolled forward, saves may write the one before", "courier/restores.py",
