@@ -120,7 +120,6 @@ class MemoryWriter(StorageWriter):
     """
 
     enabled = True
-    _job = ""  # of the Checkpointer
 
     def __new__(
         cls, checkpointer: Checkpointer | None = None, enabled: bool = True, until: Sequence[Any] | str = ()
@@ -134,7 +133,7 @@ class MemoryWriter(StorageWriter):
         self._checkpointer: Checkpointer | None = checkpointer
         self.until = until
         self.owned: Callable[[], Iterable[Any]] = lambda: ()
-        self._timeout_s, self._job = checkpointer.timeout_s, checkpointer.adapting.job
+        self._timeout_s = checkpointer.timeout_s
         self._running = _Running()
         self._sender = 0  # in a child: the thread of the parent, which waits for it
         self._staged: weakref.WeakValueDictionary[int, Staged] = weakref.WeakValueDictionary()
@@ -177,20 +176,11 @@ class MemoryWriter(StorageWriter):
         return StorageMeta(checkpoint_id=None if name is None else str(name))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Note in the plan whose save it is."""
-        return dataclasses.replace(plan, storage_data=self._job)
+        """Leave the plan unchanged."""
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans unchanged.
-
-        Raises:
-            SaveFailed: the ranks are in saves of different writers. DCP raises it on all ranks.
-        """
-        found = {plan.storage_data: rank for rank, plan in enumerate(plans) if plan.storage_data is not None}
-        if len(found) > 1:
-            ranks = ", ".join(f"rank {rank} the one of job {job}" for job, rank in sorted(found.items()))
-            raise SaveFailed(f"the ranks make different saves at the same time: {ranks}. Wait for the future of one "
-                             "dcp.async_save before the next one, or put all into one state dict")  # fmt: skip
+        """Leave the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

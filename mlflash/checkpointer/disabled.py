@@ -353,11 +353,6 @@ class Adapting(for_adapters.Adapting):
     def _unit(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    @property
-    def job(self) -> str:
-        """No name, because nothing is saved."""
-        return ""
-
     def own_files(self) -> OwnFiles:
         """Leave a framework's own checkpoints to the framework."""
         return OwnFiles()

@@ -47,11 +47,6 @@ class Adapting:
     def _unit(self) -> contextlib.AbstractContextManager[None]:
         return self.ranks.unit()
 
-    @property
-    def job(self) -> str:
-        """The job name of the Checkpointer."""
-        return self._config.job
-
     def own_files(self) -> OwnFiles:
         """Make the object that writes a framework's own checkpoints to memory and then to disk. Collective over comm.
 
