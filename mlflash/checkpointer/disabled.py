@@ -179,6 +179,7 @@ class Drains(drains.Drains):
     """Drains nothing, and sees nothing in the directory."""
 
     idle = True
+    drained = None
 
     def __init__(self) -> None:
         self.last = self.restored = None

@@ -277,8 +277,7 @@ class Adapting:
     @property
     def newest_drained(self) -> int | None:
         """The step of this run's newest drain, if that has ended well. Not collective."""
-        last = self._drains.last
-        return last.step if last is not None and last.done and last.error is None else None
+        return self._drains.drained
 
     @one_unit
     def open(

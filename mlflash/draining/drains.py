@@ -86,11 +86,14 @@ class Drains:
         except DrainFailed:
             pass  # a warning was logged already
 
+    @property
+    def drained(self) -> int | None:
+        """The step of the newest drain, if that has ended well. Not collective."""
+        return self.last.step if self.last is not None and self.last.done and self.last.error is None else None
+
     def lacks(self, step: int | None) -> bool:
         """Whether this run has saved a step, its newest, that is not in the directory. Not collective."""
-        if not self._has_directory or step in (None, self.restored):
-            return False
-        return self.last is None or self.last.step != step or not self.last.done or self.last.error is not None
+        return self._has_directory and step not in (None, self.restored, self.drained)
 
     def give_up(self) -> None:
         """Make a running drain end soon, and have what it wrote deleted. Not collective."""
