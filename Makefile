@@ -2,7 +2,7 @@
 #
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
 #   make gate            exactly what CI runs before a change lands: the same tests every time, 15 minutes on two cores
-#   make full            all tests: 80 minutes on two cores
+#   make full            all tests: 80 minutes on two cores; TORCH=2.14.1: and with this version of PyTorch, too
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
 #                        MARK=gate, after any of these and of those below: only its tests that the gate has
@@ -231,7 +231,7 @@ demo: .venv/.installed
 	.venv/bin/mlflash demo $(DEMO)
 
 gate full:
-	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m ci $@
+	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m ci $@ $(if $(TORCH),--torch $(TORCH))
 
 shake: $(READY)
 	$(SUPPORT) $(PYTHON) tests/ci/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
