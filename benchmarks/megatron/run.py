@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -46,7 +47,11 @@ class Saves:
         self.manager = self.open()
 
     def open(self) -> LocalCheckpoints:
-        settings = {"job": f"of-{self.count}", "memory": str(self.bench.memory), "comm": self.bench.comm}
+        settings: dict[str, Any] = {
+            "job": f"of-{self.count}",
+            "memory": str(self.bench.memory),
+            "comm": self.bench.comm,
+        }
         manager = LocalCheckpoints(f"of {self.count}", "", "copy", timeout_s=TIMEOUT_S, **settings)
         assert manager.checkpointer.survives
         return manager

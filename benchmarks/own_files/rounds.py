@@ -102,8 +102,9 @@ class Rounds:
             shutil.rmtree(folder, ignore_errors=True)
         self.comm.Barrier()
 
-    def after_save(self, checkpointer: Checkpointer) -> None:
+    def after_save(self, checkpointer: Checkpointer | None) -> None:
         """Note how long training waited for a save in memory, and time a memcpy of as many bytes. Collective."""
+        assert checkpointer is not None
         checkpointer.wait()
         report = checkpointer.report()
         counted = {STALL: report["seconds"].get("stall", 0.0), "nbytes": report["counts"].get("bytes staged", 0)}

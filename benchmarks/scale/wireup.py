@@ -112,7 +112,7 @@ def wire_up(nodes: int, per_node: int, segments: int = 1) -> Start:
     node_of = [rank // per_node for rank in range(nodes * per_node)]
     epoch = new_epoch_name(1)
     pipe, store_pipe = multiprocessing.Pipe()
-    is_over, worker_seconds = multiprocessing.Event(), multiprocessing.Queue()
+    is_over, worker_seconds = multiprocessing.Event(), multiprocessing.SimpleQueue()  # type: ignore[var-annotated]
     store = multiprocessing.Process(target=serve, args=(len(node_of), store_pipe, is_over))
     store.start()
     address, token = pipe.recv()
@@ -137,7 +137,7 @@ def wire_up(nodes: int, per_node: int, segments: int = 1) -> Start:
     store.join(PATIENCE_S)
     if any(worker.exitcode for worker in workers):
         raise RuntimeError("the ranks did not come up")
-    ranks_s = sum(worker_seconds.get(timeout=60) for _ in workers)
+    ranks_s = sum(worker_seconds.get() for _ in workers)
     return Start(seconds, store_s, store_mib, keys, keys_left, ranks_s / nodes)
 
 

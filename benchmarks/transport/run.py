@@ -10,6 +10,7 @@ in an environment of each.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -80,10 +81,12 @@ class Multiplying:
 
 def places() -> dict[str, Callable[[], contextlib.AbstractContextManager[Run]]]:
     """Return functions that open the places of this machine, by name."""
-    opened = {name: (lambda variables=variables: on_one_host(variables)) for name, variables in ON_ONE_HOST.items()}
+    opened: dict[str, Callable[[], contextlib.AbstractContextManager[Run]]] = {}
+    for name, variables in ON_ONE_HOST.items():
+        opened[name] = functools.partial(on_one_host, variables)
     if os.geteuid() == 0 and all(map(shutil.which, TOOLS)):
         for name in NETMODS_HERE:
-            opened[f"two nodes, {name}"] = lambda name=name: on_two_nodes(NETMODS[name])
+            opened[f"two nodes, {name}"] = functools.partial(on_two_nodes, NETMODS[name])
     if "ucx" not in NETMODS_HERE:  # this MPI is not MPICH
         del opened["one host, UCX cma"]
     return opened

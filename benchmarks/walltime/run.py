@@ -104,7 +104,12 @@ class AsyncSaves:
 @contextlib.contextmanager
 def ways_of(training: Training, bench: Bench, folder: Path) -> Iterator[dict[str, tuple[Save, Callable[[], None]]]]:
     """Yield all ways to save. Each is a function to call after a step, and one that waits for the end of all saves."""
-    settings = {"memory": str(bench.memory), "redundancy": "none", "timeout_s": TIMEOUT_S, "strict": True}
+    settings: dict[str, Any] = {
+        "memory": str(bench.memory),
+        "redundancy": "none",
+        "timeout_s": TIMEOUT_S,
+        "strict": True,
+    }
     pytorch = AsyncSaves(training, folder)
     with contextlib.ExitStack() as stack:
         eager = stack.enter_context(Checkpointer(job="walltime-eager", **settings))
