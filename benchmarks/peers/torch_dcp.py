@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.save, which stops training, and the code that the two asynchronous variants share.
+"""torch.distributed.checkpoint: save, which stops training, and async_save with a thread and with a process.
 
 The state is like that of FSDP2. It consists of DTensors, and each rank holds a shard of each. Plans are cached, as in
 PyTorch's own measurements of asynchronous checkpoints. Files are not synced, because memory has no disk behind it.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from interface import Directories, Peer, Place, State
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 
-class Library(Peer):
+class Sync(Peer):
     """Writes a directory for each step. The user deletes the previous one."""
 
     def __init__(self, place: Place, state: State):
@@ -40,3 +43,33 @@ class Library(Peer):
             "planner": dcp.DefaultSavePlanner(enable_plan_caching=True),
             "process_group": self._group,
         }
+
+
+class Thread(Sync):
+    """Uses one stager for all saves. The options that need CUDA are on if this machine has CUDA."""
+
+    kind = AsyncCheckpointerType.THREAD
+
+    def __init__(self, place: Place, state: State):
+        super().__init__(place, state)
+        cuda = torch.cuda.is_available()
+        shared = self.kind is AsyncCheckpointerType.PROCESS
+        self._stager = DefaultStager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=shared,
+                                                    use_async_staging=False, use_non_blocking_copy=cuda))  # fmt: skip
+        self._future: Any = None
+
+    def save(self, step: int, state: State) -> None:
+        self._future = dcp.async_save(self._model, async_checkpointer_type=self.kind, async_stager=self._stager,
+                                      **self._arguments(step))  # fmt: skip
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class Process(Thread):
+    """The same as the variant with a thread. The first save starts the process, and later saves use it again."""
+
+    kind = AsyncCheckpointerType.PROCESS

@@ -1,4 +1,4 @@
-"""mlflash without redundancy: it writes a slot with checksums into the memory of the rank's own node."""
+"""mlflash without redundancy, and with a copy of each slot on the other node. It checks every byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlflash import Checkpointer
 TIMEOUT_S = 60.0
 
 
-class Library(Peer):
+class Alone(Peer):
     """Makes the slots in advance, as the README of mlflash advises."""
 
     redundancy = "none"
@@ -30,3 +30,9 @@ class Library(Peer):
 
     def close(self) -> None:
         self._ckpt.close()
+
+
+class Copied(Alone):
+    """The same as without redundancy, with a copy in addition, which both ends check."""
+
+    redundancy = "copy"

@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 import torch
-from device import Device, Mark
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .device import Device, Mark
 
 LAYERS = 8
 PER_PARAMETER = 3  # the parameter, and two moments of Adam
