@@ -32,7 +32,7 @@ TOOLS: dict[str, str] = {
     "inspection": "state placement storage memory mpi redundancy startup draining restoring human_readable",
     "command_line": "storage memory mpi wireup config draining inspection",
     "launcher": "memory wireup config telemetry human_readable inspection",
-    "demo": "placement memory config launcher",
+    "demo": "memory config launcher human_readable",
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",
     "log_report": "human_readable planning",

@@ -22,9 +22,8 @@ from mlflash import errors
 from mlflash.launcher import node_watch
 from mlflash.launcher.node_assignment import NodeAssignment
 from mlflash.launcher.node_watch import Looks, Watch
-from mlflash.live_monitor.history import History
 from mlflash.live_monitor.rank_status import look_here
-from mlflash.live_monitor.screen import page, state_of
+from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.telemetry import heartbeat, prometheus_metrics
 from mlflash.telemetry.event_log import EventLog
@@ -126,7 +125,7 @@ def heard(shm: Path) -> dict[str, Any]:
 def shown(shm: Path) -> str:
     console = Console(width=200, highlight=False)
     with console.capture() as captured:
-        console.print(page("j", look_here(str(shm), "j"), History(), 200, 40))
+        console.print(Page("j", look_here(str(shm), "j")))
     return captured.get()
 
 

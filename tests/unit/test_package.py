@@ -109,7 +109,7 @@ def test_mpi_is_imported_in_one_place_and_torch_only_where_tensors_are() -> None
     for path in files():
         _, others = draw_rooms.imports(ROOT, path)
         name = path.relative_to(REPO / "mlflash").as_posix()
-        assert "mpi4py" not in others or name in MAY_IMPORT_MPI | {"demo/train.py"}, name
+        assert "mpi4py" not in others or name in MAY_IMPORT_MPI, name
         assert "torch" not in others or room_of(path) in MAY_IMPORT_TORCH | {"rng"}, name
 
 
