@@ -165,7 +165,7 @@ def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
     directory = given.directory
     return Checkpointer(directory if directory is None or is_url(directory) else str(directory), job=job,
                         memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0, keep_last=0,
-                        keep_every=0, skip_stuck=0, fresh=False, courier="thread")  # fmt: skip
+                        keep_every=0, skip_stuck=0, fresh=False, courier="thread", heartbeat=False)  # fmt: skip
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
