@@ -127,7 +127,7 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
             raise click.ClickException(f"{given.directory} has no such step" if given.directory else
                                        "--from directory needs --directory")  # fmt: skip
         else:
-            name_of_job = choose_job.choose(world, given, job, directory)
+            name_of_job = choose_job.choose(world, given, job, is_live=False)
             exported, written = _from_memory(world, given, name_of_job, step, write)
         if written is not None:
             _answer(as_json, form, exported, written, store.path)

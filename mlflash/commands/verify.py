@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..command_line import choose_job, shell_completion
 from ..command_line.options import job_options, settings
-from ..command_line.output import answer
-from ..command_line.progress_bar import Bar
+from ..command_line.output import answer, progress_bar
 from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
 from ..errors import ConfigError, CorruptSlot, MlflashError
@@ -73,16 +73,19 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
         raise click.UsageError("--key needs --directory, because checkpoints in memory are not signed")
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job)
+        stored = on_disk.look_into(world, given.directory)
+        if stored is not None and stored.is_missing:
+            raise click.ClickException(f"the directory {stored.path} does not exist")
         in_memory = _verify_memory(world, given, name)
-        on_its_disk = _verify_directory(world, given.directory, key)
+        in_directory = [] if stored is None else _verify_directory(world, stored, key)
         if world.rank:
             return FINE
-        found = [*in_memory, *on_its_disk]
+        found = [*in_memory, *in_directory]
         document = {
             "job": name,
             "memory": [_to_json(one) for one in in_memory],
-            "directory": [_to_json(one) for one in on_its_disk],
+            "directory": [_to_json(one) for one in in_directory],
         }
         answer(as_json, document, lambda console: _show(console, found))
         is_there = any(one.files or one.written for one in found)
@@ -98,7 +101,7 @@ def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
     try:
         nodes = [look(given.memory, job, number, name) for number, name in places(world, given.memory, job)]
         total = sum(file.header.extents.body_nbytes for node in nodes for file in node.files if file.header)
-        with Bar("memory", total // world.local_size, world.rank == 0) as bar:
+        with progress_bar("memory", total // world.local_size, world.rank == 0) as advance:
             for node in nodes:
                 checked = mine[node.name] = Checked(node.name)
                 if not node.path:
@@ -106,7 +109,7 @@ def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
                 held = NodeDirectory(given.memory, job, node.emulated, make=False)
                 try:
                     for file in node.files[world.local_rank :: world.local_size]:
-                        _verify_file(held, file, checked, bar)
+                        _verify_file(held, file, checked, advance)
                 finally:
                     held.close()
     except FileNotFoundError:  # the job's memory was deleted meanwhile
@@ -118,7 +121,7 @@ def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
     return _join(gather_from_all(world, mine))
 
 
-def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) -> None:
+def _verify_file(held: NodeDirectory, file: File, checked: Checked, advance: Callable[[int], None]) -> None:
     if file.damage:
         checked.files += 1
         checked.damaged.append((file.name, file.damage))
@@ -126,7 +129,7 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) ->
         return
     try:
         with Sealed(held, file.name, file.header) as sealed:
-            sealed.verify(bar.advance)
+            sealed.verify(advance)
     except Changed:
         checked.written.append(file.name)
         return
@@ -137,17 +140,14 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) ->
     checked.nbytes += file.header.extents.body_nbytes
 
 
-def _verify_directory(world: World, directory: str | None, key_file: str | None) -> list[Checked]:
+def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file: str | None) -> list[Checked]:
     key = _key(world, key_file)
-    stored = on_disk.look_into(world, directory)
-    if stored is None:
-        return []
     store = open_store(stored.path)
     mine: dict[str, Checked] = {}
     total = sum(on_disk.stored_nbytes(store, one) for one in stored.listed) if world.rank == 0 else 0
-    with Bar("directory", total // world.size, world.rank == 0) as bar:
+    with progress_bar("directory", total // world.size, world.rank == 0) as advance:
         for one in stored.listed:
-            nbytes, wrong, provenance = on_disk.verify(world, store, one, bar.advance, key)
+            nbytes, wrong, provenance = on_disk.verify(world, store, one, advance, key)
             where, ranks = f"{stored.path}/{one.folder}", len(range(world.rank, one.card.world_size, world.size))
             mine[where] = Checked(where, ranks, nbytes, wrong, provenance=provenance)
     for folder in stored.damaged if world.rank == 0 else ():
@@ -158,17 +158,17 @@ def _verify_directory(world: World, directory: str | None, key_file: str | None)
 
 def _key(world: World, file: str | None) -> Key | None:
     """Read the key that must have signed. Only rank 0 gets it. Collective over the world."""
-    found: Key | None = None
+    key: Key | None = None
     error: ConfigError | None = None
     if file is not None and world.rank == 0:
         try:
-            found = public_key(file)
+            key = public_key(file)
         except ConfigError as problem:
             error = problem
     error = world.broadcast(error, 0)
     if error is not None:
         raise click.UsageError(str(error))
-    return found
+    return key
 
 
 def _join(told: list[dict[str, Checked]]) -> list[Checked]:
