@@ -280,13 +280,13 @@ class Checkpoint:
         if self.provenance is None:
             said = self.contents.provenance
             return [(None, "; ".join(filter(None, (f"provenance: {versions_of(said)}", _given(said)))))] if said else []
-        said = self.provenance.document
-        if said is None:
+        document = self.provenance.document
+        if document is None:
             broken = "its provenance cannot be used: `mlflash verify` says why"
             return [] if self.provenance.is_older else [("yellow", broken)]
-        signed = "" if self.provenance.signature == "none" else f"signed by the key {said['signer']}"
-        more = "; ".join(filter(None, (_given(said), signed)))
-        return [(None, f"provenance: {describe(said)}"), *([(None, f"  {more}")] if more else [])]
+        signed = "" if self.provenance.signature == "none" else f"signed by the key {document['signer']}"
+        more = "; ".join(filter(None, (_given(document), signed)))
+        return [(None, f"provenance: {describe(document)}"), *([(None, f"  {more}")] if more else [])]
 
 
 def _given(provenance: Any) -> str:

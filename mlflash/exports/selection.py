@@ -110,14 +110,19 @@ def _renamed(names: Collection[str], rules: Iterable[tuple[str, str]]) -> dict[s
 
 def _converted(whole: Whole, convert: Convert) -> Whole:
     raw = whole.read([entry.name for entry in whole.own])
-    flat = flatten(convert({
-        name: from_bytes(entry, raw[whole.ties.get(name, name)]) for name, entry in whole.entries.items()
-    }))  # fmt: skip
+    state = convert({name: from_bytes(entry, raw[whole.ties.get(name, name)]) for name, entry in whole.entries.items()})
+    return dataclasses.replace(whole_of(state), left_out=(*whole.left_out, *plain_leaves(whole.tree)))
+
+
+def whole_of(state: Any) -> Whole:
+    """Describe a live state. Not collective.
+
+    Raises:
+        StateError: this is no state.
+    """
+    flat = flatten(state)
     names = [entry.name for entry in flat.structure.entries]
     values = dict(zip(names, flat.values, strict=True))
     ties = {names[number]: names[tie] for number, tie in enumerate(flat.structure.ties) if tie >= 0}
-    return Whole(
-        dict(zip(names, flat.structure.entries, strict=True)), ties, flat.structure.tree, flat.plain,
-        lambda wanted: {name: live_bytes(values[name]) for name in wanted},
-        (*whole.left_out, *plain_leaves(whole.tree)),
-    )  # fmt: skip
+    return Whole(dict(zip(names, flat.structure.entries, strict=True)), ties, flat.structure.tree, flat.plain,
+                 lambda wanted: {name: live_bytes(values[name]) for name in wanted})  # fmt: skip

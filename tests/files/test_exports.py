@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch.distributed.checkpoint import FileSystemWriter, save
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from waiting import until
 
 from mlflash import Checkpointer
@@ -27,37 +27,20 @@ from mlflash.errors import ConfigError, StateError, StructureMismatch
 from mlflash.exports import safetensors_files
 from mlflash.exports.formats import write_dcp, write_torch
 from mlflash.exports.imports import read_dcp
-from mlflash.exports.selection import Selection, tensors_by_name
-from mlflash.state.flatten import flatten
-from mlflash.state.leaves import Entry, from_bytes, live_bytes
+from mlflash.exports.selection import Selection, tensors_by_name, whole_of
+from mlflash.state.leaves import from_bytes
 from mlflash.state.plain_values import decode_plain
-from mlflash.storage import dcp_files
 from mlflash.storage.dcp_keys import keys_of
 from mlflash.storage.file_holes import FileWithHoles
 from mlflash.storage.store import open_store
 from mlflash.storage.torch_files import hollow
 from mlflash.storage.torch_files import save as save_hollow
-from mlflash.storage.whole_state import Whole, build
+from mlflash.storage.whole_state import build
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-
-
-def whole_of(state: Any, read: list[tuple[str, ...]] | None = None) -> Whole:
-    """A live state as an exporter gets it; the names that are read go to a list."""
-    flat = flatten(state)
-    names = [leaf.entry.name for leaf in flat.leaves]
-    values = {leaf.entry.name: leaf.value for leaf in flat.leaves}
-    ties = {name: names[leaf.tie] for name, leaf in zip(names, flat.leaves, strict=True) if leaf.tie >= 0}
-
-    def bytes_of(wanted: Sequence[str]) -> dict[str, np.ndarray]:
-        if read is not None:
-            read.append(tuple(wanted))
-        return {name: live_bytes(values[name]) for name in wanted}
-
-    return Whole({leaf.entry.name: leaf.entry for leaf in flat.leaves}, ties, flat.structure.tree, flat.plain, bytes_of)
 
 
 PRELUDE = """
@@ -179,8 +162,8 @@ def test_a_pattern_that_fits_nothing_and_two_tensors_of_one_name_are_errors(sele
 
 def test_what_is_read_at_once_is_bounded_and_nothing_is_read_twice() -> None:
     read: list[tuple[str, ...]] = []
-    whole = whole_of({str(i): torch.full((10,), i, dtype=torch.uint8) for i in range(9)} | {"large": torch.ones(100)},
-                     read)  # fmt: skip
+    live = whole_of({str(i): torch.full((10,), i, dtype=torch.uint8) for i in range(9)} | {"large": torch.ones(100)})
+    whole = dataclasses.replace(live, read=lambda names: read.append(tuple(names)) or live.read(names))  # type: ignore[func-returns-value]
     sources = whole.sources(whole.own, batch_nbytes=35)
     assert [sources[name]().nbytes for name in whole.entries] == [10] * 9 + [400]
     assert read == [("0", "1", "2"), ("3", "4", "5"), ("6", "7", "8"), ("large",)]
@@ -312,15 +295,6 @@ def dcp_state() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_keys_are_those_of_dcp() -> None:
-    whole = whole_of(state := {**dcp_state(), 3: [[{}], [{}, [[]]]]})
-    keys = keys_of(whole.tree, list(whole.entries.values()))
-    flat, paths = flatten_state_dict(state)
-    assert keys.paths == paths and list(keys.paths) == list(flat)
-    assert set(keys.tensors) == {key for key, value in flat.items() if isinstance(value, torch.Tensor)}
-    assert {*keys.tensors, *keys.objects} == set(flat)
-
-
 def test_what_dcp_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     sub_byte = torch.empty(2, dtype=torch.uint8).view(torch.int4)
     with pytest.raises(StateError, match=r"at 'b'"):
@@ -376,40 +350,6 @@ def test_plain_dcp_loads_an_export(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
-def cut_in_rows(name: str, tensor: torch.Tensor, *rows: int) -> list[tuple[Entry, np.ndarray]]:
-    """Pieces as ranks with row shards have them."""
-    pieces, at = [], 0
-    for part in tensor.split(list(rows)):
-        offset = (at, *(0,) * (tensor.dim() - 1))
-        raw = live_bytes(part)
-        pieces.append((Entry(name, "tensor", str(tensor.dtype)[6:], tuple(tensor.shape), offset, tuple(part.shape), 0,
-                             raw.nbytes), raw))  # fmt: skip
-        at += len(part)
-    return pieces
-
-
-def write_as_ranks(directory: Path, pieces: Sequence[Sequence[tuple[Entry, np.ndarray]]], extras: dict[str, Any],
-                   ties: dict[str, str]) -> None:  # fmt: skip
-    """What a writer on many ranks does: a file of its own each, then the metadata."""
-    files = []
-    for rank, own in enumerate(pieces):
-        entries, objects = [entry for entry, _ in own], {key: dcp_files.pickled(value) for key, value in extras.items()}
-        sources: list[Callable[[], np.ndarray]] = [lambda raw=raw: raw for _, raw in own]  # type: ignore[misc]
-        skeleton, places, starts = dcp_files.rank_file(entries, sources, objects)
-        raw = b"".join(skeleton.stream(100))
-        assert [raw[start : start + entry.nbytes] for start, entry in zip(starts, entries, strict=True)] == [
-            bytes(source()) for source in sources
-        ]
-        store = open_store(directory)
-        store.make()
-        store.write(f"__{rank}_0.distcp", [raw])
-        files.append(dcp_files.Contents(f"__{rank}_0.distcp", entries, list(objects), places))
-        skeleton.close()
-    names = dict.fromkeys([entry.name for own in pieces for entry, _ in own])
-    paths: dict[str, dcp_files.Path] = {key: tuple(key.split(".")) for key in [*names, *ties, *extras]}
-    open_store(directory).write(".metadata", [dcp_files.metadata(files, paths, ties)])
-
-
 TWO_RANKS = """
 import datetime, faulthandler
 faulthandler.dump_traceback_later(60, exit=True)
@@ -422,44 +362,6 @@ dist.init_process_group("gloo", init_method="file://{directory}/rendezvous", ran
 mesh = init_device_mesh("cpu", (2,))
 expected = torch.load("expected.pt", weights_only=False)
 """
-
-
-def test_parts_of_many_ranks_load_whole_and_in_other_shards(tmp_path: Path) -> None:
-    odd, scalar, empty = some("bfloat16", 7, 4), some("float32"), torch.empty(0, 3)
-    pieces = list(map(list, zip(cut_in_rows("m.odd", odd, 3, 0, 4), *([cut_in_rows("m.empty", empty, 0)[0]] * 3,),
-                                strict=True)))  # fmt: skip
-    zero = live_bytes(scalar)
-    for own in pieces:  # each rank has it whole
-        own.append((Entry("m.scalar", "tensor", "float32", (), (), (), 0, 4), zero))
-    write_as_ranks(tmp_path / "out", pieces, {"step": 7, "list": [1, "a"]}, {"m.tied": "m.odd"})
-    state = {"m": {"odd": odd, "tied": odd, "scalar": scalar, "empty": empty}, "step": 7, "list": [1, "a"]}
-    torch.save(state, tmp_path / "expected.pt")
-    same_as(read_dcp(tmp_path / "out"), state)
-    on_two_ranks(tmp_path, """
-        state = {"m": {"odd": distribute_tensor(torch.zeros(7, 4, dtype=torch.bfloat16), mesh, [Shard(1)]),
-                       "tied": distribute_tensor(torch.zeros(7, 4, dtype=torch.bfloat16), mesh, [Shard(0)]),
-                       "scalar": torch.zeros(()), "empty": torch.empty(0, 3)}, "step": 0, "list": []}
-        dcp.load(state, checkpoint_id="out")
-        state["m"] = {key: getattr(value, "full_tensor", lambda: value)() for key, value in state["m"].items()}
-        same(state, expected)
-    """)  # fmt: skip
-
-
-def test_parts_that_are_not_the_whole_are_refused() -> None:
-    first, second = (entry for entry, _ in cut_in_rows("a", torch.ones(5, 2), 2, 3))
-
-    def contents(*pieces: Entry) -> dcp_files.Contents:
-        return dcp_files.Contents("__0_0.distcp", pieces, ["step"], [(0, 10)] * (len(pieces) + 1))
-
-    paths: dict[str, dcp_files.Path] = {"a": ("a",), "step": ("step",)}
-    assert pickle.loads(dcp_files.metadata([contents(first, second, first)], paths))
-    with pytest.raises(StructureMismatch, match=r"at 'a'.*\n.*10 elements\n.*found:    4"):
-        dcp_files.metadata([contents(first)], paths)
-    other = Entry("a", "tensor", "float16", (5, 2), (2, 0), (3, 2), 0, 12)
-    with pytest.raises(StructureMismatch, match=r"different tensors of this name.*at 'a'"):
-        dcp_files.metadata([contents(first, other)], paths)
-    with pytest.raises(StructureMismatch, match=r"no file holds .*at 'b'"):
-        dcp_files.metadata([contents(first, second)], {**paths, "b": ("b",)})
 
 
 # From PyTorch DCP

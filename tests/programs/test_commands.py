@@ -26,10 +26,9 @@ import mlflash
 from mlflash.cli import main
 from mlflash.command_line import choose_job
 from mlflash.config import job_name
-from mlflash.human_readable.wording import ranges
 from mlflash.inspection.node_memory import File, Node, look
 from mlflash.inspection.restorability import recorded_scheme, survival, what_is_restorable
-from mlflash.inspection.slot_file import Changed, Sealed
+from mlflash.inspection.slot_file import Sealed
 from mlflash.inspection.tensor_statistics import Statistics, statistics
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import HEADER_NBYTES, Attempt, Header
@@ -96,7 +95,7 @@ def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path:
     assert [one["step"] for one in found["directory"]["checkpoints"]] == [2]
     assert found["survives"]["words"].startswith("no node: there is only")
     text = run(shm, "status", "-d", tmp_path / "d", "--job", "j").output
-    assert "step 2 of 1 rank, committed" in text and "ago; no redundancy on other nodes" in text
+    assert "step 2 of 1 rank, committed" in text and "ago; no redundancy" in text
     assert "drained: step 2" in text and "headers" not in text
     assert all(len(line) <= 80 for line in text.splitlines() if "/" not in line and "damaged" not in line), text
 
@@ -175,7 +174,7 @@ def test_the_only_job_is_meant_and_of_several_one_must_be_named(shm: Path) -> No
     assert document(shm, "status")["job"] == "a"
     save(shm, 1, job="b")
     result = run(shm, "status", code=2)
-    assert "Name one with --job: a, b" in result.output
+    assert "Name one with --job: b, a" in result.output, "the newest first"
     assert document(shm, "status", "--job", "b")["job"] == "b"
     run(shm, "status", "--job", "../b", code=2)
 
@@ -258,39 +257,28 @@ def test_damage_in_the_directory_is_found(shm: Path, tmp_path: Path) -> None:
     assert document(shm, "status", "-d", directory, "--job", "j")["directory"]["unfinished"] == [folder.name]
 
 
-def test_a_slot_that_is_rewritten_meanwhile_is_not_called_damaged(shm: Path) -> None:
+def unseal(slot: Path) -> None:
+    """Begin to write a slot as a save does: unsealed first, then another content."""
+    good = slot.read_bytes()
+    slot.write_bytes(bytes(HEADER_NBYTES) + good[HEADER_NBYTES:-8192] + b"other" + good[-8187:])
+
+
+@pytest.mark.parametrize("rewrite", [unseal, Path.unlink])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_slots_that_are_rewritten_while_they_are_read_are_not_called_damaged(
+    shm: Path, rewrite: Any, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(shm, 1, 2)
-    held = NodeDirectory(str(shm), "j", None, make=False)
-    file, header = look(str(shm), "j", None, "here").sealed[0]
-    path = Path(held.path) / file.name
-    good = path.read_bytes()
+    begin, verify = Sealed.__init__, Sealed.verify
 
-    def begin_to_write(_: int) -> None:
-        with path.open("r+b") as slot:  # as a save does: unsealed first, then another content
-            slot.write(bytes(HEADER_NBYTES))
-            slot.seek(header.extents.payload_start)
-            slot.write(b"other")
+    def before(sealed: Sealed, memory: NodeDirectory, name: str, header: Header) -> None:
+        rewrite(Path(memory.path, name))
+        begin(sealed, memory, name, header)
 
-    for replace in (begin_to_write, lambda _: path.unlink()):
-        with Sealed(held, file.name, header) as sealed, pytest.raises(Changed):
-            sealed.verify(replace)
-        path.write_bytes(good)
-        path.chmod(0o600)
-    begin_to_write(0)
-    with Sealed(held, file.name, header) as sealed, pytest.raises(Changed):
-        sealed.verify(lambda _: None)
-    held.close()
+    def meanwhile(sealed: Sealed, advance: Any) -> None:
+        verify(sealed, lambda nbytes: rewrite(Path(sealed._memory.path, sealed.name)))
 
-
-def test_where_all_slots_are_rewritten_meanwhile_something_is_there(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(shm, 1, 2)
-
-    def rewritten(sealed: Sealed, read: Any, verify: Any = Sealed.verify) -> None:
-        with Path(sealed._memory.path, sealed.name).open("r+b") as slot:
-            slot.write(bytes(HEADER_NBYTES))
-        verify(sealed, read)
-
-    monkeypatch.setattr(Sealed, "verify", rewritten)
+    monkeypatch.setattr(*((Sealed, "__init__", before) if when == "before" else (Sealed, "verify", meanwhile)))
     (found,) = document(shm, "verify")["memory"]
     assert (found["files"], len(found["being_written"]), found["damaged"]) == (0, 2, [])
 
@@ -432,8 +420,7 @@ def test_a_node_alone_does_not_judge_what_lies_on_others() -> None:
     assert not what_is_restorable(real[:1], together=True).unseen
 
 
-def test_ranges_and_schemes() -> None:
-    assert ranges([5, 0, 1, 2, 2]) == "0-2, 5" and ranges([]) == "-"
+def test_the_scheme_of_a_step_is_that_of_its_parity() -> None:
     assert recorded_scheme(["copy", "xor:5", "xor:4"]) == "xor:4"
     assert recorded_scheme(["none", "copy:2"]) == "copy:2"
     assert recorded_scheme(["garbage"]) == recorded_scheme([]) == "none"
