@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..storage.dcp_keys import keys_of
 from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store
 from ..storage.torch_files import hollow, save
-from ..storage.whole_state import BATCH_NBYTES, Whole, Written, build, tensor_dtype
+from ..storage.whole_state import BATCH_NBYTES, Whole, Written, build, cut, tensor_dtype
 
 _CHUNK_NBYTES = 64 << 20
 FILE_NBYTES = 4 << 30
@@ -98,33 +98,21 @@ def write_dcp(whole: Whole, store: Store, file_nbytes: int = FILE_NBYTES) -> Wri
             tensor_dtype(entries[number])  # raises before anything is written
             own[key] = whole.entries[name]
     sources = whole.sources(list(own.values()))
+    # Objects are in memory while their file is written.
+    objects = {key: sum(entry.nbytes for entry in _inside(entries, tree)) for key, tree in keys.objects.items()}
+    groups = [*cut({key: entry.nbytes for key, entry in own.items()}, file_nbytes),
+              *cut(objects, BATCH_NBYTES)]  # fmt: skip
     files, written = [], {}
-    for number, (tensors, objects) in enumerate(_divided(entries, own, keys.objects, file_nbytes)):
-        pieces = [dataclasses.replace(own[key], name=key) for key in tensors]
-        extras = {key: pickled(_object(whole, entries, keys.objects[key])) for key in objects}
-        skeleton, places, _ = rank_file(pieces, [sources[own[key].name] for key in tensors], extras)
+    for number, group in enumerate(groups):
+        of_tensors, of_objects = [key for key in group if key in own], [key for key in group if key in objects]
+        pieces = [dataclasses.replace(own[key], name=key) for key in of_tensors]
+        extras = {key: pickled(_object(whole, entries, keys.objects[key])) for key in of_objects}
+        skeleton, places, _ = rank_file(pieces, [sources[own[key].name] for key in of_tensors], extras)
         name = f"__0_{number}.distcp"
         written[name] = _write(store, name, skeleton)
         files.append(Contents(name, pieces, list(extras), places))
     written[METADATA] = store.write(METADATA, [metadata(files, keys.paths, ties)])
     return Written(written, len(own), ties)
-
-
-def _divided(
-    entries: Sequence[Entry], tensors: Mapping[str, Entry], objects: Mapping[str, Tree], file_nbytes: int
-) -> list[tuple[list[str], list[str]]]:
-    """Divide tensors and objects among files. Objects are in memory while their file is written."""
-    sizes = [(key, True, entry.nbytes) for key, entry in tensors.items()]
-    sizes += [(key, False, sum(entry.nbytes for entry in _inside(entries, tree))) for key, tree in objects.items()]
-    files: list[tuple[list[str], list[str]]] = [([], [])]
-    nbytes = held = 0
-    for key, is_tensor, more in sizes:
-        if nbytes and (nbytes + more > file_nbytes or (not is_tensor and held + more > BATCH_NBYTES)):
-            files.append(([], []))
-            nbytes = held = 0
-        files[-1][not is_tensor].append(key)
-        nbytes, held = nbytes + more, held + (0 if is_tensor else more)
-    return files
 
 
 def _inside(entries: Sequence[Entry], tree: Tree) -> list[Entry]:

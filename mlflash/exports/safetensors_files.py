@@ -49,8 +49,9 @@ def write(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYTES) -> Writt
         StateError: the format does not have this dtype. The error names the tensor.
     """
     # In a file larger elements come first, so that each tensor begins at a multiple of its element's size.
-    shards = [sorted(shard, key=lambda entry: -entry.nbytes // max(1, math.prod(entry.shape)))
-              for shard in cut(whole.own, shard_nbytes)]  # fmt: skip
+    names_of_shards = cut({entry.name: entry.nbytes for entry in whole.own}, shard_nbytes) or [[]]
+    shards = [sorted((whole.entries[name] for name in names), key=lambda entry: -_item_nbytes(entry))
+              for names in names_of_shards]  # fmt: skip
     headers = [_header(shard) for shard in shards]
     sources = whole.sources([entry for shard in shards for entry in shard])
     count = len(shards)
@@ -62,6 +63,10 @@ def write(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYTES) -> Writt
         index = "model.safetensors.index.json"
         files[index] = store.write(index, [_index(names, shards)])
     return Written(files, len(whole.own), whole.ties, tuple(plain_leaves(whole.tree)))
+
+
+def _item_nbytes(entry: Entry) -> int:
+    return entry.nbytes // max(1, math.prod(entry.shape))
 
 
 def _header(shard: list[Entry]) -> bytes:

@@ -62,20 +62,20 @@ class Whole:
                 held.update(self.read(batch))
             return held[name]
 
-        batches = [[entry.name for entry in batch] for batch in cut(entries, batch_nbytes)]
+        batches = cut({entry.name: entry.nbytes for entry in entries}, batch_nbytes)
         return {name: functools.partial(read, name, batch) for batch in batches for name in batch}
 
 
-def cut(entries: Sequence[Entry], most_nbytes: int) -> list[list[Entry]]:
-    """Divide tensors into groups, in order. A tensor that does not fit begins the next group, as with Hugging Face."""
-    groups: list[list[Entry]] = [[]]
-    nbytes = 0
-    for entry in entries:
-        if groups[-1] and nbytes + entry.nbytes > most_nbytes:
+def cut(nbytes: Mapping[str, int], most_nbytes: int) -> list[list[str]]:
+    """Divide names into groups, in order. What does not fit begins the next group, as with Hugging Face."""
+    groups: list[list[str]] = []
+    held = 0
+    for name, more in nbytes.items():
+        if not groups or held + more > most_nbytes:
             groups.append([])
-            nbytes = 0
-        groups[-1].append(entry)
-        nbytes += entry.nbytes
+            held = 0
+        groups[-1].append(name)
+        held += more
     return groups
 
 

@@ -445,7 +445,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     state = {"a": torch.ones(100), "b": 1}
     write_dcp(whole_of(state), open_store(tmp_path))
     same_as(read_dcp(tmp_path), state)
-    metadata, file = tmp_path / ".metadata", tmp_path / "__0_0.distcp"
+    metadata, file = tmp_path / ".metadata", tmp_path / "__0_1.distcp"
     described, raw = metadata.read_bytes(), file.read_bytes()
     file.write_bytes(raw[:-10])
     with pytest.raises(StructureMismatch, match=r"too short .*at 'b'"):
