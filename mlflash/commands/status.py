@@ -292,7 +292,7 @@ def describe(attempt: Prospect) -> str:
 
 def protection(scheme: str) -> str:
     """Name a redundancy scheme in a sentence."""
-    return "no redundancy" if scheme == "none" else f"redundancy {scheme}"
+    return "no copies" if scheme == "none" else f"redundancy {scheme}"
 
 
 def describe_lost(attempt: Prospect) -> str:
