@@ -18,14 +18,13 @@ from ..command_line.options import job_options, json_option, memory_option, sett
 from ..command_line.output import answer
 from ..command_line.run_on_ranks import FINE, run_together
 from ..config import Config
-from ..draining import checkpoint_directory
-from ..draining.checkpoint_directory import Listed
 from ..errors import StepNotFound
 from ..exports import safetensors_files
 from ..exports.open_whole import export as export_whole
 from ..exports.selection import Convert, Selection, tensors_by_name
 from ..human_readable.units import read_bytes, show_bytes
 from ..human_readable.wording import listed, many
+from ..inspection import on_disk
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
 from ..mpi.world import World
@@ -118,9 +117,11 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
             return dataclasses.replace(written, files={**config, **written.files},
                                        left_out=(*whole.left_out, *written.left_out))  # fmt: skip
 
-        found = None if place == "memory" else _in_directory(world, given.directory, step)
-        if found is not None and given.directory is not None:
-            opened = OpenInDirectory(world, open_store(given.directory), found, TOLD)
+        stored = on_disk.look_into(world, None if place == "memory" else given.directory)
+        wanted, drained = WantedStep(step), () if stored is None else stored.listed
+        fitting = [checkpoint for checkpoint in drained if wanted.fits(checkpoint.step, checkpoint.verdict)]
+        if stored is not None and fitting:
+            opened = OpenInDirectory(world, open_store(stored.path), fitting[0], TOLD)
             with contextlib.closing(opened):
                 exported, written = opened.step, export_whole(world, opened, write)
         elif place == "directory":
@@ -144,19 +145,6 @@ def _write(form: str, whole: Whole, store: Store, file: str, shard_nbytes: int) 
     if form == "dcp":
         return formats.write_dcp(whole, store)
     return (formats.write_torch if form == "torch" else formats.write_hdf5)(whole, store, file)
-
-
-def _in_directory(world: World, directory: str | None, step: int | None) -> Listed | None:
-    """Find the newest checkpoint of a step in the directory. Without a step, find the newest that is not marked bad.
-
-    Collective over the world. None if the directory has no such checkpoint.
-    """
-    wanted = WantedStep(step)
-    found: Listed | None = None
-    if directory is not None and world.rank == 0:
-        listed = checkpoint_directory.list_checkpoints(open_store(directory))
-        found = next((checkpoint for checkpoint in listed if wanted.fits(checkpoint.step, checkpoint.verdict)), None)
-    return cast("Listed | None", world.broadcast(found, 0))
 
 
 def _from_memory(world: World, given: Config, job: str, step: int | None, write: Callable[[Whole], Written]
