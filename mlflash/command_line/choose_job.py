@@ -49,7 +49,7 @@ def choose(world: World, given: Config, job: str | None, is_live: bool = True) -
 
 
 def choose_here(given: Config, job: str | None) -> str:
-    """Choose the job among those of this node. Not collective; see `choose`."""
+    """Choose the job among those of this node. See `choose`."""
     return _choose(_jobs_here(given, job), given, job)
 
 
@@ -71,8 +71,6 @@ def _choose(known: Sequence[_Known], given: Config, job: str | None, is_live: bo
 def decide(there: Collection[str], env: Mapping[str, str], job: str | None, directory: str | None, memory: str,
            preferred: Collection[str] = ()) -> str:  # fmt: skip
     """Choose one of the jobs that have memory here.
-
-    Not collective.
 
     Args:
         there: the jobs that have memory here, best the newest first.

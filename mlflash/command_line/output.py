@@ -46,7 +46,7 @@ class _Stdout(io.RawIOBase):
 
 
 def outlive_readers() -> None:
-    """Let this process continue and keep its exit code when the reader of its stdout has gone. Not collective.
+    """Let this process continue and keep its exit code when the reader of its stdout has gone.
 
     Do nothing if stdout was replaced, as in tests.
     """
@@ -57,7 +57,7 @@ def outlive_readers() -> None:
 
 
 def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> None:
-    """Print what a command found, for programs or for people. Not collective; rank 0 calls it."""
+    """Print what a command found, for programs or for people. Rank 0 calls it."""
     if as_json:
         click.echo(json.dumps(document, indent=1))
         return

@@ -110,7 +110,7 @@ _CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "merges.
 def copy_config(source: str | os.PathLike[str], store: Store) -> dict[str, int]:
     """Copy a model's configuration and tokenizer, which ``from_pretrained`` needs in addition to the weights.
 
-    Not collective. Follow links, because the cache of Hugging Face has only links.
+    Follow links, because the cache of Hugging Face has only links.
 
     Args:
         source: a directory with ``config.json``.

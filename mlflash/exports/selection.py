@@ -54,13 +54,13 @@ class Selection:
 
 
 def tensors_by_name(whole: Whole) -> Whole:
-    """Return the tensors and arrays of a checkpoint as a flat dict. Not collective."""
+    """Return the tensors and arrays of a checkpoint as a flat dict."""
     left_out = (*whole.left_out, *plain_leaves(whole.tree))
     return dataclasses.replace(by_name(whole, {name: name for name in whole.entries}), left_out=left_out)
 
 
 def by_name(whole: Whole, names: dict[str, str]) -> Whole:
-    """Return some values of a checkpoint as a flat dict under new names. Not collective."""
+    """Return some values of a checkpoint as a flat dict under new names."""
     places = plain_leaves(whole.tree)
     entries = {new: dataclasses.replace(whole.entries[old], name=new) for old, new in names.items()
                if old in whole.entries}  # fmt: skip
@@ -115,7 +115,7 @@ def _converted(whole: Whole, convert: Convert) -> Whole:
 
 
 def whole_of(state: Any) -> Whole:
-    """Describe a live state. Not collective.
+    """Describe a live state.
 
     Raises:
         StateError: this is no state.

@@ -127,7 +127,7 @@ class JobMemory:
 
 
 def look_at_job(memory: str, job: str) -> JobMemory:
-    """Look at what a job holds in the memory of this node. Not collective."""
+    """Look at what a job holds in the memory of this node."""
     try:
         return JobMemory(job, tuple(look(memory, job, node, "") for node in (None, *emulated_nodes(memory, job))))
     except MlflashError as error:
@@ -165,7 +165,7 @@ def look_around(world: World, memory: str, job: str, as_restored: bool = False) 
 
 
 def places(world: World, memory: str, job: str, as_restored: bool = False) -> list[tuple[int | None, str]]:
-    """Return the nodes that this process looks at: number among the emulated ones, and name. Not collective."""
+    """Return the nodes that this process looks at: number among the emulated ones, and name."""
     if world.emulated and (as_restored or world.world is not None):
         return [(world.emulated_node, world.node_name)]
     host = world.node_name if world.world is not None else socket.gethostname()
@@ -179,8 +179,6 @@ def places(world: World, memory: str, job: str, as_restored: bool = False) -> li
 
 def look(memory: str, job: str, emulated: int | None, name: str) -> Node:
     """Look at the memory of a node. A node without memory of the job has no files.
-
-    Not collective.
 
     Raises:
         UnsafePath: its directory is not private to this user.
@@ -235,7 +233,7 @@ def _understand(name: str, page: bytes, nbytes: int) -> File:
 
 
 def inventory_of(nodes: list[Node]) -> Inventory:
-    """Return the sealed files of some nodes, numbered as in the list. Not collective."""
+    """Return the sealed files of some nodes, numbered as in the list."""
     parts = [
         of_headers([(file.name, header, file.restores, file.verdict) for file, header in node.sealed], number)
         for number, node in enumerate(nodes)

@@ -79,8 +79,6 @@ class Statistics:
 def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
     """Make statistics of the bytes of an entry.
 
-    Not collective.
-
     Args:
         entry: the entry.
         pieces: its bytes, in order, ``(n,)`` uint8 each. If they are not numbers, only the checksum is made.

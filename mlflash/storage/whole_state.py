@@ -99,7 +99,7 @@ class Written:
 def build(tree: Tree, tensor: Callable[[int], Any], plain: Callable[[int], Any]) -> Any:
     """Build a state anew: containers that ``torch.load`` knows, around what two functions make of tensors and leaves.
 
-    Not collective. Both get the number of the tensor or leaf, in the order of the state. Objects come back as what
+    Both get the number of the tensor or leaf, in the order of the state. Objects come back as what
     their ``state_dict`` returned, with its attributes.
     """
     tag, rest = tree[0], tree[1]
@@ -125,8 +125,6 @@ _ARRAY_DTYPES = (
 
 def tensor_dtype(entry: Entry) -> str:
     """Name of the torch dtype that a tensor has, or that an array has as a tensor.
-
-    Not collective.
 
     Raises:
         StateError: there is none, its bytes are in the other order, or torch has the dtype but cannot load it.
