@@ -157,7 +157,7 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
     file = file_of_node(config.log, world.node_index) if config.log else None
     by = {"by": "courier"} if is_process else {}
     events = EventLog(file, run=run, rank=world.rank, node=world.node_name, **by)
-    return CourierRecorder(world.rank, CourierHeartbeat(memory, facts), events)
+    return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
 
 
 def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:

@@ -56,9 +56,9 @@ class RankFacts:
 class _Part:
     """The part of the file that one process of a rank writes; not collective."""
 
-    def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int):
+    def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int, is_written: bool):
         self._lock = threading.Lock()  # a courier that is a thread writes, too
-        self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}"), at
+        self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}") if is_written else -1, at
         self._over = False
         self._said: dict[str, Any] = {
             "format": FORMAT, "version": __version__, "start": facts.start, "rank": facts.rank, "pid": os.getpid(),
@@ -114,10 +114,11 @@ class TrainerHeartbeat(_Part):
     Args:
         memory: where it is.
         facts: of this rank.
+        is_written: False leaves the file of a dead job as it is: a command opens its memory.
     """
 
-    def __init__(self, memory: NodeDirectory, facts: RankFacts):
-        super().__init__(memory, facts, 0)
+    def __init__(self, memory: NodeDirectory, facts: RankFacts, is_written: bool = True):
+        super().__init__(memory, facts, 0, is_written)
         self._said |= {"run": facts.run, "ranks": facts.size, "node": facts.node, "restored": None, "source": "",
                        "saved": None}  # fmt: skip
         self.beat("made")
@@ -142,13 +143,14 @@ class CourierHeartbeat(_Part):
     Args:
         memory: where it is.
         facts: of this rank.
+        is_written: see `TrainerHeartbeat`.
 
     Attributes:
         before: what the courier before it has reported, by name; empty if there was none.
     """
 
-    def __init__(self, memory: NodeDirectory, facts: RankFacts):
-        super().__init__(memory, facts, PART_NBYTES)
+    def __init__(self, memory: NodeDirectory, facts: RankFacts, is_written: bool = True):
+        super().__init__(memory, facts, PART_NBYTES, is_written)
         self.before: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # there is no part, or it could not be opened
             self.before = carried_on(courier_part(os.pread(self._fd, PART_NBYTES, self._at)), facts.start, facts.rank)
