@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType
 
-import draw_cost
 import pytest
 
 REPO = Path(__file__).parents[2]
@@ -74,61 +71,3 @@ def test_long_names_in_cells_may_break_and_nothing_else(hooks: ModuleType) -> No
     assert hooks.with_seams(f'<td><a href="{path}">here</a></td>') == f'<td><a href="{path}">here</a></td>'
     for html in (f"<p><code>{name}</code></p>", "<td><code>fully_shard</code></td>"):
         assert hooks.with_seams(html) == html
-
-
-def test_pages_bring_in_what_they_link_to_and_what_that_links_to(hooks: ModuleType) -> None:
-    found = hooks.outside(["README.md", *(f"docs/{page.name}" for page in DOCS.glob("*.md"))])
-    assert {"ARCHITECTURE.md", "CHANGES.md", "benchmarks/RESULTS.md", "benchmarks/save/plot.svg"} <= set(found)
-    assert {"slurm/train.sbatch", "mlflash/demo/train.py"} <= set(found)
-    assert len(found) == len(set(found)) and all((REPO / path).is_file() for path in found)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '<script src="https://unpkg.com/x"></script>',
-        '<link rel="stylesheet" href="https://fonts.example/a.css">',
-        "<img src=http://a.b/c.png>",
-        '<iframe src="//a.b/c"></iframe>',
-        "a { background: url(https://a.b/c.png) }",
-        '@import "x.css";',
-    ],
-)
-def test_what_would_be_loaded_from_elsewhere_is_found(hooks: ModuleType, line: str) -> None:
-    assert hooks._LOADED.search(line)
-    assert not hooks._LOADED.search('<a href="https://arxiv.org/abs/2407.21783">a link is not loaded</a>')
-    assert not hooks._LOADED.search('<script src="assets/javascripts/bundle.js"></script>')
-
-
-def test_each_page_is_in_the_navigation_once() -> None:
-    named = re.findall(r": ([\w/-]+\.md)$", (REPO / "mkdocs.yml").read_text(), re.M)
-    assert len(named) == len(set(named))
-    assert {page.name for page in DOCS.glob("*.md")} <= set(named)
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("/dev/shm/mlflash", "shm"),
-        ("mlflash.restore(state)", "restore"),
-        ("redundancy=xor:8", "xor"),
-        ("torchrun --nproc-per-node=8", "torchrun"),
-        ("torch 2.13.0", "2.13.0"),
-    ],
-)
-def test_the_search_finds_a_name_in_a_path_or_in_a_call_and_a_version_as_a_whole(text: str, word: str) -> None:
-    separator = re.search(r"separator: '(.*)'", (REPO / "mkdocs.yml").read_text())
-    assert separator is not None and word in re.split(separator[1], text)
-
-
-def test_the_picture_of_the_figures_has_those_of_the_results() -> None:
-    drawn = draw_cost.draw(draw_cost.RESULTS.read_text())
-    assert draw_cost.PICTURE.read_text() == drawn, "`python tools/draw_cost.py` draws it again"
-
-
-def test_the_pictures_are_small_well_formed_and_have_colours_for_the_dark() -> None:
-    for picture in [*DOCS.glob("pictures/*.svg"), DOCS / "assets" / "logo.svg"]:
-        text = picture.read_text()
-        ElementTree.fromstring(text)
-        assert "prefers-color-scheme: dark" in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
-        assert len(text) < 100_000
