@@ -144,8 +144,7 @@ def show(console: Console, shown: Shown, closely: bool) -> None:
 
 def _show_provenance(console: Console, said: Found) -> None:
     if said.document is None:
-        if not said.is_older:
-            console.print("its provenance cannot be used: `mlflash verify` says why", style="yellow")
+        console.print("its provenance cannot be used: `mlflash verify` says why", style="yellow")
         return
     console.print(f"provenance: {describe(said.document)}", markup=False, soft_wrap=True)
     signed = "" if said.signature == "none" else f"signed by the key {said.document['signer']}"
