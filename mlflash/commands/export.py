@@ -23,7 +23,7 @@ from ..exports import hugging_face
 from ..exports.rules import Rule, read_rules
 from ..exports.source import Source
 from ..human_readable.units import read_bytes, show_bytes
-from ..human_readable.wording import many
+from ..human_readable.wording import listed, many
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
 from ..mpi.world import World
@@ -171,8 +171,7 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
                 "tensors": written.tensors, "ties": dict(written.ties), "left_out": list(written.left_out)}  # fmt: skip
     lines = [f"step {step} was written to {path}: {many(written.tensors, 'tensor')}, {show_bytes(nbytes)}"]
     if written.left_out:
-        lines.append(f"left out, as {form} cannot hold them: {', '.join(written.left_out[:5])}"
-                     + (f" and {len(written.left_out) - 5} more" if len(written.left_out) > 5 else ""))  # fmt: skip
+        lines.append(f"left out, as {form} cannot hold them: {listed(written.left_out, 5)}")
     answer(as_json, document, lambda console: console.print("\n".join(lines), soft_wrap=True))
 
 

@@ -12,7 +12,7 @@ from ..draining import file_index, provenance
 from ..draining.checkpoint_directory import DATA_NAME, FILE_NAME, PROVENANCE, SIGNATURE, VERDICT, Listed
 from ..draining.file_index import CARD_NBYTES, Card, read_card
 from ..errors import CorruptSlot
-from ..human_readable.wording import many
+from ..human_readable.wording import listed, many
 from ..memory.slot_header import Verdict
 from ..storage.store import Store
 
@@ -216,7 +216,7 @@ def versions_of(document: Mapping[str, Any]) -> str:
 def describe(document: Mapping[str, Any]) -> str:
     """Describe a provenance in one line. Not collective."""
     hosts = [one["host"] for one in document["nodes"]]
-    where = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
+    where = listed(hosts, _NAMED)
     versions = versions_of(document)
     by = "" if document["by"] == "job" else f", drained by `mlflash {document['by']}`"
     ranks, saved = many(document["world_size"], "rank"), f"{document['saved'][:19]}Z"
