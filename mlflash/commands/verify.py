@@ -219,7 +219,7 @@ def _join(world: World, mine: list[Checked]) -> list[Checked]:
 def _in_words(found: Found, is_whole: bool) -> str:
     """Say what a provenance records, and whether the files match it."""
     if found.document is None:
-        return "none, because an older version of mlflash drained this" if found.is_older else "it does not hold"
+        return "it does not hold"
     signed = {"none": "not signed", "not checked": "signed, not checked without --key", "good": "signed by this key",
               "bad": "not signed by this key"}[found.signature]  # fmt: skip
     return f"{describe(found.document)}; {signed}; it {'holds' if is_whole else 'does not hold'}"

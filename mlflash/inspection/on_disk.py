@@ -148,13 +148,7 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
 
 def provenance_of(store: Store, one: Listed, key: Key | None = None) -> Found:
     """Read the provenance of a checkpoint; see `provenance_check.find`. Not collective."""
-    inside = store.at(one.folder)
-    try:
-        raw = read_index(inside, one)
-        has_one = one.card.version > 1 and rank_table.decode(raw, one.card.world_size).has_provenance
-    except (MlflashError, OSError):
-        has_one = False  # unknown: the file that commits the checkpoint is damaged, which is reported elsewhere
-    return provenance_check.find(inside, one, has_one, key)
+    return provenance_check.find(store.at(one.folder), one, key)
 
 
 def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[int], None]

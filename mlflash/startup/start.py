@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
+from ..human_readable.wording import listed
 from ..memory import user_directory
 from ..memory.copy_threads import copy_threads_of
 from ..memory.mounts import slow_kind
@@ -189,9 +190,8 @@ def _say_what_is_slow(world: World, memory: str) -> None:
     kinds = world.gather_nodes(slow_kind(memory) if world.local_rank == 0 else "")
     slow = [f"{kind} on {name}" for kind, name in zip(kinds, world.topology.node_names, strict=True) if kind]
     if slow and world.rank == 0:
-        more = f" (and {len(slow) - _NAMED} more nodes)" if len(slow) > _NAMED else ""
-        log.warning("%s is not in memory: it is %s%s; saves will be as slow as that "
-                    "file system; use memory='/dev/shm'", memory, ", ".join(slow[:_NAMED]), more)  # fmt: skip
+        log.warning("%s is not in memory: it is %s; saves will be as slow as that file system; use memory='/dev/shm'",
+                    memory, listed(slow, _NAMED))  # fmt: skip
 
 
 def find_domains(world: World, given: Any) -> Domains | None:

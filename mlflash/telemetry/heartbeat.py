@@ -17,11 +17,11 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UnsafePath
 from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
+from ..memory.process_stat import read_stat
 from ..version import __version__
 from .heartbeat_format import FORMAT, PART_NBYTES, carried_on, courier_part, encode, is_orphan, together, trainer_part
 
@@ -258,7 +258,7 @@ def _is_alive(pid: int) -> bool:
     if pid == 0:  # of another container: nothing is known of it
         return True
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        return read_stat(pid).state not in ("Z", "X")
     except OSError:
         return False
 
