@@ -282,8 +282,7 @@ class Checkpoint:
             return [(None, "; ".join(filter(None, (f"provenance: {versions_of(said)}", _given(said)))))] if said else []
         document = self.provenance.document
         if document is None:
-            broken = "its provenance cannot be used: `mlflash verify` says why"
-            return [] if self.provenance.is_older else [("yellow", broken)]
+            return [("yellow", "its provenance cannot be used: `mlflash verify` says why")]
         signed = "" if self.provenance.signature == "none" else f"signed by the key {document['signer']}"
         more = "; ".join(filter(None, (_given(document), signed)))
         return [(None, f"provenance: {describe(document)}"), *([(None, f"  {more}")] if more else [])]
