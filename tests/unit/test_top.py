@@ -30,7 +30,7 @@ RANKS = 4
 
 
 def heartbeat(rank: int, **changes: Any) -> dict[str, Any]:
-    said = {"format": 2, "run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7,
+    said = {"format": 1, "run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7,
             "alive": True, "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10,
             "beat": 100.0, "redundancy": "xor:4", "times": {"made": 1.0, "restored": 40.0, "committed": 90.0},
             "saves": 6, "failed": 0, "stall_s": 0.02, "commit_s": 0.5, "nbytes": 1 << 30, "protect_s": 0.5,
