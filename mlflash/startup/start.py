@@ -169,7 +169,7 @@ def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = F
         names: of the nodes.
         part: whether the job has other ranks that do not take part in this.
     """
-    asked, copied, nodes = placement.scheme, any(placement.partners), len(names)
+    asked, copied, nodes, ranks = placement.scheme, any(placement.partners), len(names), len(placement.partners)
     if asked.kind == "none":
         return
     if nodes == 1 and part:
@@ -179,7 +179,10 @@ def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = F
             str(asked), names[0],
         )  # fmt: skip
     elif nodes == 1:
-        log.warning("redundancy %r needs a second node: with this one alone nothing is protected", str(asked))
+        log.warning(
+            "mlflash protects %d rank%s on 1 node (%s): checkpoints survive the loss of any process, but not of this "
+            "node; redundancy=%r needs a second node", ranks, "s" * (ranks > 1), names[0], str(asked),
+        )  # fmt: skip
     elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
         log.warning("redundancy %r needs more nodes with equally many ranks than there are here (%d): %s is made of it",
                     str(asked), nodes, made(placement))  # fmt: skip

