@@ -64,7 +64,7 @@ def test_what_torch_is_called_with_starts_the_ranks_of_mpi(comm: Any) -> None:
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total == comm.size
-    with pytest.raises(ValueError, match="device_id parameter must be an accelerator"):  # torch itself has got it
+    with pytest.raises(ValueError, match="device_id parameter must be"):  # torch itself has got it
         init_process_group(device_id=cpu, host=HOST, comm=MPI.COMM_SELF)
 
 
