@@ -130,7 +130,12 @@ class Calls:
 
             return call
 
-        counting: type = type("Counting", (MPI.Intracomm,), {name: method(name) for name in COLLECTIVES})
+        def split(comm: Any, color: int = 0, key: int = 0) -> MPI.Intracomm:
+            part = MPI.Intracomm.Split(comm, color, key)
+            return part if part == MPI.COMM_NULL else counting(part)
+
+        methods = {name: method(name) for name in COLLECTIVES}
+        counting: type = type("Counting", (MPI.Intracomm,), {**methods, "Split": split})
         made: MPI.Intracomm = counting(comm)
         return made
 
