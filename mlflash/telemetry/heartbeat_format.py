@@ -165,7 +165,8 @@ def _part(text: bytes, must: Mapping[str, Any], may: Mapping[str, Any]) -> dict[
 def _why_unread(said: object, must: Mapping[str, Any], may: Mapping[str, Any]) -> str:
     if not isinstance(said, dict):
         return "cannot be read: it is no heartbeat"
-    wrong = [] if said.get("format") == FORMAT else [f"format {_short(said.get('format'))} and not {FORMAT}"]
+    form = said.get("format")
+    wrong = [] if form == FORMAT and form is not True else [f"format {_short(form)} and not {FORMAT}"]
     wrong += [name for name, kind in must.items() if name != "format" and not _is_a(said.get(name, ...), kind)]
     wrong += [name for name, kind in may.items() if name in said and not _is_a(said[name], kind)]
     if not wrong:

@@ -335,7 +335,7 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
     bad = [
         json.dumps(good)[:90], "[" * 4096, "\xff" * 10, "[1]", "7", '{"committed": 9}', json.dumps(good) + "}",
         *(json.dumps({**good, **wrong}) for wrong in (
-            {"format": 1}, {"format": 3, "version": "9.9"}, {"format": True}, {"committed": "9"}, {"committed": True},
+            {"format": 2}, {"format": 3, "version": "9.9"}, {"format": True}, {"committed": "9"}, {"committed": True},
             {"pid": -1}, {"pid": 0}, {"beat": float("nan")}, {"beat": 10**400}, {"committed": 10**400}, {"saves": None},
             {"times": {"made": "x"}}, {"times": []}, {"state": "asleep"}, {"unrestorable": 7}, {"start": None},
         )),
