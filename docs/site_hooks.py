@@ -168,7 +168,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
     if uri in _WIDE:
         page.meta["hide"] = ["toc"]
-    if uri in _IN_THE_BACK or uri.startswith("benchmarks/"):
+    if uri in _IN_THE_BACK or uri.startswith(("benchmarks/", "tests/")):
         page.meta["search"] = {"boost": 0.3}
     return markdown if uri.startswith("source/") else rewrite(markdown, from_site(uri))
 
