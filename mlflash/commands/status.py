@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _VALUES = {
-    Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "with suspect values, ", Verdict.BAD: "marked bad, ",
+    Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "suspect values, ", Verdict.BAD: "marked bad, ",
     Verdict.GOOD: "marked good, ",
 }  # fmt: skip
 """What is known of the values of a step, as the first words of its description."""
