@@ -28,6 +28,7 @@ Seconds = Mapping[str, float]
 Action = Callable[[], Seconds | None]  # returns further seconds by name
 
 WARM_UP = 2
+TIMEOUT_S = 120.0
 
 
 class Bench:
@@ -98,7 +99,7 @@ class Bench:
 
     def checkpointer(self, job: str, **settings: Any) -> Checkpointer:
         """Make a Checkpointer that raises the errors of saves. Collective."""
-        settings = {"strict": True, "timeout_s": 60, **settings}
+        settings = {"strict": True, "timeout_s": TIMEOUT_S, **settings}
         return Checkpointer(memory=str(self.memory), job=job, comm=self.comm, **settings)
 
 

@@ -9,7 +9,9 @@ thousands of ranks that start.
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,7 @@ from bench.launch import Part
 from bench.question import Question, parser_of
 from bench.rows import Row
 from mpi4py import MPI
-from wireup import wire_up
+from wireup import Start
 
 from mlflash import Checkpointer
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, join
@@ -114,6 +116,13 @@ def inventories(topology: Topology, placement: Placement) -> list[Inventory]:
     return parts
 
 
+def wire_up(nodes: int) -> Start:
+    """Start all ranks at once, in a process that has loaded nothing else, so that its memory is that of the store."""
+    program = f"import json, wireup; print(json.dumps(wireup.wire_up({nodes}, {PER_NODE})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+    return Start(*json.loads(done.stdout))
+
+
 class Calls:
     """The collectives that this rank has called through a communicator of `counted`."""
 
@@ -186,7 +195,7 @@ def main() -> int:
         for scheme in SCHEMES:
             question.add(planning(ranks, scheme))
     for nodes in args.nodes:
-        start = wire_up(nodes, PER_NODE)
+        start = wire_up(nodes)
         note = f"{start.store_s:.2f} s, {start.store_mib:.0f} MiB; a node {start.node_s * 1e3:.0f} ms"
         case = "Wire-up: CPU time and memory of the store, and CPU time of a node's ranks"
         question.add([Row(what=f"{nodes * PER_NODE:,} ranks on {nodes} nodes", case=case, note=note)])

@@ -30,8 +30,6 @@ from bench.launch import Lines, Part, command_of, launch, lines_of, run_until
 from bench.question import Question, parser_of
 from bench.rows import row
 from bench.states import Saver, Yardsticks, both, bytes_of, change, large_state
-from cluster.jobs import NETMODS, NETMODS_HERE, mpiexec_on  # the project's model of nodes
-from cluster.nodes import TOOLS, Nodes
 
 HOSTS = ("host1", "host2")
 TRANSPORTS = ("p2p", "rma")
@@ -81,6 +79,9 @@ class Multiplying:
 
 def places() -> dict[str, Callable[[], contextlib.AbstractContextManager[Run]]]:
     """Return functions that open the places of this machine, by name."""
+    from cluster.jobs import NETMODS, NETMODS_HERE  # the project's model of nodes, which the ranks do not need
+    from cluster.nodes import TOOLS
+
     opened: dict[str, Callable[[], contextlib.AbstractContextManager[Run]]] = {}
     for name, variables in ON_ONE_HOST.items():
         opened[name] = functools.partial(on_one_host, variables)
@@ -101,6 +102,9 @@ def on_one_host(variables: dict[str, str]) -> Iterator[Run]:
 @contextlib.contextmanager
 def on_two_nodes(variables: dict[str, str]) -> Iterator[Run]:
     """Make two nodes from namespaces, each with its own network and one rank."""
+    from cluster.jobs import mpiexec_on
+    from cluster.nodes import Nodes
+
     with Nodes(HOSTS, shm="4g") as nodes:
 
         def run(part: Part, repetitions: int, timeout_s: float) -> tuple[str, Lines]:
