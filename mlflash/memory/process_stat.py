@@ -21,7 +21,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(process: Path | int) -> ProcessStat:
-    """Read the stat of a process, by its pid or its directory in /proc. Not collective.
+    """Read the stat of a process, by its pid or its directory in /proc.
 
     Raises:
         OSError: it has ended.

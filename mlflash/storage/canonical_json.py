@@ -12,7 +12,7 @@ from typing import Any
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value. Not collective.
+    """Encode a value.
 
     Raises:
         ValueError: JSON does not have it; the text says where it is, and what.
@@ -26,7 +26,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """Decode what `encode` returned, and nothing else. Not collective.
+    """Decode what `encode` returned, and nothing else.
 
     Raises:
         ValueError: it is not JSON, or not in this form.

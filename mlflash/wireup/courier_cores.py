@@ -88,7 +88,7 @@ def to_list(cores: Iterable[int]) -> str:
 
 
 def own_seat(environment: Mapping[str, str]) -> Seat:
-    """Find the cores of this process. Not collective."""
+    """Find the cores of this process."""
     trains_on = frozenset(os.sched_getaffinity(os.getpid()))  # of its main thread; other threads may be bound elsewhere
     may_have = _could_have()
     told = environment.get("SLURM_CPUS_ON_NODE", "")
@@ -113,7 +113,7 @@ def _could_have() -> Cores:
 
 
 def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None = None) -> Cores | None:
-    """Choose the cores of a courier. All ranks of a host get different ones, or share. Not collective.
+    """Choose the cores of a courier. All ranks of a host get different ones, or share.
 
     Args:
         asked: "auto", "inherit", or a list such as "0-3,8", which the couriers of a host share.
@@ -136,7 +136,7 @@ def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None
 
 
 def choose_among(asked: str, told: Mapping[str, str], rank: str) -> Cores | None:
-    """Choose like `choose`, among the seats that ranks of a host have published, by rank. Not collective.
+    """Choose like `choose`, among the seats that ranks of a host have published, by rank.
 
     Raises:
         ValueError: a text is no seat, or this rank has published none.
@@ -171,7 +171,7 @@ def _part(cores: Cores, number: int, parts: int, domains: Domains) -> Cores:
 
 
 def here() -> Domains:
-    """How the cores of this host are grouped, according to the kernel. Not collective."""
+    """How the cores of this host are grouped, according to the kernel."""
     nodes = [cores for path in sorted(_NODES.glob("node[0-9]*/cpulist")) if (cores := _read(path))]
     numa = {core: cores for cores in nodes for core in cores}
     siblings: dict[int, Cores] = {}

@@ -181,7 +181,7 @@ def _text(message: Any, launch: str) -> str:
 
 
 def listen(attempts: Sequence[Callable[[], socket.socket]], where: str) -> socket.socket:
-    """Listen on the first address that is free. Not collective.
+    """Listen on the first address that is free.
 
     Raises:
         WorldMismatch: none is free.
