@@ -254,11 +254,7 @@ def missing_filters(file: Any) -> list[str]:
 
 
 def plugin() -> Any:
-    """Load hdf5plugin, which registers its compressions with HDF5.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Load hdf5plugin, which registers its compressions with HDF5. Raises ConfigError if it is not installed."""
     try:
         import hdf5plugin
     except ImportError:

@@ -41,11 +41,7 @@ class Signer:
 
 
 def signer_of(config: Config) -> Signer:
-    """Read the key that a job signs with.
-
-    Raises:
-        ConfigError: the key cannot be used.
-    """
+    """Read the key that a job signs with. Raises ConfigError if the key cannot be used."""
     if not config.sign_key or config.directory is None:
         return Signer()
     return Signer(*private_key(config.sign_key))

@@ -49,11 +49,7 @@ def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
 
 
 def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> None:
-    """Compare as `compare` does.
-
-    Raises:
-        StructureMismatch: naming the first differences.
-    """
+    """Compare as `compare` does. Raises StructureMismatch, which names the first differences."""
     if found := compare(live, tree, entries):
         shown = "\n    ".join(found[:_LISTED])
         places = f"{len(found)} place{'s' * (len(found) > 1)}"

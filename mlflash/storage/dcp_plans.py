@@ -51,11 +51,7 @@ class Index:
 
     @staticmethod
     def decode(text: bytes) -> Index:
-        """Undo `encode`; blanks may follow.
-
-        Raises:
-            CorruptSlot: it is not an index.
-        """
+        """Undo `encode`; blanks may follow. Raises CorruptSlot if it is not an index."""
         try:
             found = json.loads(text)
             tensors = tuple((str(name), tuple(int(n) for n in offset)) for name, offset in found["tensors"])
@@ -94,11 +90,7 @@ def is_planned(tree: Tree) -> bool:
 
 
 def keys_of(tree: Tree) -> dict[Key, int]:
-    """The tensors of a slot, and the numbers of their entries.
-
-    Raises:
-        CorruptSlot: no plan has written it.
-    """
+    """The tensors of a slot, and the numbers of their entries. Raises CorruptSlot if no plan has written it."""
     try:
         keys = [(decode_plain(key), number) for key, (_, number) in tree[1]]
         return {(str(key[0]), tuple(key[1:])): number for key, number in keys if isinstance(key, tuple)}

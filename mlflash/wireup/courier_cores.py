@@ -43,11 +43,7 @@ class Seat:
 
     @classmethod
     def from_text(cls, text: str) -> Seat:
-        """Read the text.
-
-        Raises:
-            ValueError: it has another form.
-        """
+        """Read the text. Raises ValueError if it has another form."""
         trains_on, may_have = text.split(" ")
         return cls(from_list(trains_on), from_list(may_have))
 
@@ -66,11 +62,7 @@ class Domains:
 
 
 def from_list(text: str) -> Cores:
-    """Read a list of cores as the kernel writes it: "0-3,8".
-
-    Raises:
-        ValueError: it has another form.
-    """
+    """Read a list of cores as the kernel writes it: "0-3,8". Raises ValueError if it has another form."""
     if not _LIST.fullmatch(text.strip()):
         raise ValueError(f"{text[:80]!r} is not a list of cores, such as 0-3,8")
     found: set[int] = set()

@@ -228,11 +228,7 @@ class ZygoteClient:
         return pid in self._up
 
     def step(self, timeout_s: float = 0.0) -> None:
-        """Process what the zygote has sent.
-
-        Raises:
-            ZygoteLost: it has ended.
-        """
+        """Process what the zygote has sent. Raises ZygoteLost if it has ended."""
         self._check_owner()
         if self._sock.fileno() < 0:
             raise self._lost()
