@@ -200,9 +200,10 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
         os.kill(record["courier"], signal.SIGSTOP)  # as one that works on what its trainer has left
     try:
         job.kill()
-        named = lambda one: all(str(pid) in one.words for pid in pids)  # both trainers need not be gone at once
+        # Both trainers need not be gone at once.
+        named = lambda found: all(str(pid) in found.fill(found.text) for pid in pids)
         found = until(lambda: next(filter(named, couriers.judge_running(ours())), None), "all that is left over")
-        assert found.level is Level.WARNING and "they lock j" in found.words
+        assert found.level is Level.WARNING and "they lock j" in found.fill(found.text)
         heard = all_heartbeats(str(shm), "j").heartbeats
         assert live_jobs(str(shm)) == ["j"] and not any(one["alive"] for one in heard), "trainers are gone"
         assert {state_of(one) for one in heard} == {"gone"}
