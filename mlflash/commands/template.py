@@ -54,7 +54,7 @@ _LEFT_OUT = {
 
 
 def _word(_: click.Context, option: click.Parameter, text: str | None) -> str | None:
-    if text is not None and not re.fullmatch(r"\w[\w.,+@:/-]*", text, re.ASCII):
+    if text is not None and not re.fullmatch(r"\w[\w.,+@:-]*", text, re.ASCII):
         raise click.BadParameter("it may have letters, digits and a few signs, but no spaces or quotes", param=option)
     return text
 
