@@ -20,7 +20,8 @@ from .context import Context
 from .findings import Finding, fine, warning
 
 _SOON_S = 4  # a courier ends within this time after its trainer
-_RANKS, _LONGEST_S, _LENGTH = 2, 45.0, 200  # of a trial: ranks, seconds, characters of its output that are shown
+_RANKS, _LONGEST_S, _LOOK_S = 2, 45.0, 0.02  # of a trial
+_LENGTH = 200  # characters of its output that are shown
 _PROGRAM = """
 import sys
 import numpy
@@ -111,19 +112,21 @@ def try_couriers(context: Context) -> Finding:
                              env=as_torchrun(environment, rank, _RANKS, rank, "127.0.0.1", port))
             for rank in range(_RANKS)
         ]  # fmt: skip
-        for rank in ranks:
-            try:
-                rank.wait(max(0.0, start + _LONGEST_S - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.kill()
-                rank.wait()
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            if time.monotonic() > start + _LONGEST_S:
+                break
+            time.sleep(_LOOK_S)
+        for rank in ranks:  # what it would print later follows from the failure of another rank
+            rank.kill()
+            rank.wait()
         output.seek(0)
-        last = last_words(output.read(), "it does not end and prints nothing")
+        printed = output.read()
     if not any(rank.returncode for rank in ranks):
         return fine("couriers", "two ranks saved without a launcher after {seconds}",
                     seconds=f"{time.monotonic() - start:.1f} s")  # fmt: skip
+    last = last_words(printed, "it does not end and prints nothing")
     advice = "pip install 'mlflash[mpich]' into this environment"
-    if "pidfd_open" in last:
+    if "pidfd_open" in printed:
         advice = "allow pidfd_open and pidfd_send_signal in the container's profile"
     return warning("couriers", "this MPI does not start without its launcher: {last}",
                    advice + "; or set MLFLASH_COURIER=thread and start with its own mpiexec or srun",

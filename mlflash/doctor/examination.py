@@ -112,7 +112,7 @@ class Examination:
         world = context.ranks
         of_node = merge(finding for found in world.gather(self._located(), world.node) for finding in found)
         of_nodes = world.gather(of_node, world.leaders) if world.local_rank == 0 else []
-        self._found = [finding for found in of_nodes for finding in found] if context.rank == 0 else []
+        self._found = [finding for found in of_nodes for finding in found] if world.rank == 0 else []
         return ()
 
     def _make(self, subject: str, check: Check, together: bool = False) -> None:

@@ -17,6 +17,7 @@ _HOME = Path(mlflash.__file__).parent
 ERRORS = {
     "commands/template.py": "to nobody: it says that mpi4py cannot load MPI",
     "demo/one_launch.py": "to the demo's log, of which a failure shows the end",
+    "doctor/couriers.py": "its last words are in the finding",
     "launcher/first_node_guard.py": "its last words are logged, once",
     "launcher/host_agent.py": "to the ranks' own errors, through mlflash run",
     "launcher/on_hosts.py": "its last words are logged, once for each node",
