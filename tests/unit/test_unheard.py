@@ -16,7 +16,7 @@ _HOME = Path(mlflash.__file__).parent
 # Where the errors of a program that mlflash runs go.
 ERRORS = {
     "commands/template.py": "to nobody: it says that mpi4py cannot load MPI",
-    "demo/one_launch.py": "to the demo's log, of which a failure shows the end",
+    "demo/run.py": "to the demo's log, of which a failure shows the end",
     "doctor/couriers.py": "its last words are in the finding",
     "launcher/first_node_guard.py": "its last words are logged, once",
     "launcher/host_agent.py": "to the ranks' own errors, through mlflash run",
@@ -30,8 +30,8 @@ ERRORS = {
 }  # fmt: skip
 # What is done with the time of day, which differs from node to node.
 CLOCKS = {
-    "demo/kept_run.py": "one machine",
-    "demo/kept_train.py": "one machine",
+    "demo/run.py": "one machine",
+    "demo/train.py": "one machine",
     "doctor/mpi_checks.py": "clocks are compared, to report how far they differ",
     "draining/drain_queue.py": "a fresh start in an unreadable directory takes its first number from it",
     "draining/file_format.py": "shown; it decides between two runs that took the same number, which one job never has",
