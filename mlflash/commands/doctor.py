@@ -57,7 +57,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
     from ..wireup.launcher_variables import launched
 
     try:
-        environment = {**os.environ, DISABLE: ""}  # `software_checks.switch` reports it
+        environment = {**os.environ, DISABLE: ""}  # `software_checks.environment` reports it
         settings = from_environment(environment, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
         slots = slots_of(certify_after)
         context = Context(settings, os.environ, launched(os.environ), need, slots + draining, slots, nodes,

@@ -66,9 +66,5 @@ class Context:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Nodes and ranks per node of the job: as given, as started, or as Slurm's job has them."""
-        nodes, ranks_per_node = len(self.ranks_on), max(map(len, self.ranks_on.values()))
-        slurm_nodes, slurm_tasks = (self.environment.get(f"SLURM_{name}", "") for name in ("JOB_NUM_NODES", "NTASKS"))
-        if nodes == ranks_per_node == 1 and slurm_nodes.isdigit() and slurm_tasks.isdigit():
-            nodes, ranks_per_node = int(slurm_nodes), -(-int(slurm_tasks) // int(slurm_nodes))
-        return self.nodes or nodes, self.ranks_per_node or ranks_per_node
+        """Nodes and ranks per node of the job: as given, or as started."""
+        return self.nodes or len(self.ranks_on), self.ranks_per_node or max(map(len, self.ranks_on.values()))

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ..config import DISABLE
 from ..human_readable.wording import last_words
 from ..memory.courier_process import parent_and_trainer
 from ..wireup.launcher_variables import as_torchrun, without_rank
-from .context import Context
 from .findings import Finding, fine, warning
 
-_SOON_S = 4  # a courier ends within this time after its trainer
+_SOON_S = 6  # a courier ends within this time after its trainer
 _RANKS, _LONGEST_S, _LOOK_S = 2, 45.0, 0.02  # of a trial
 _LENGTH = 200  # characters of its output that are shown
 _PROGRAM = """
@@ -35,81 +34,45 @@ except Exception as error:
 """
 
 
-class Running(NamedTuple):
-    """A zygote (the process that forks couriers) or a courier of this user.
+def running() -> dict[int, tuple[int, int]]:
+    """Find the couriers of this user on this node, and the zygotes that fork them. Not collective.
 
-    Attributes:
-        pid: its process ID.
-        parent: process ID of its parent.
-        trainer: process ID of its trainer. This is a zygote's parent while the trainer lives.
-        jobs: the jobs that it holds the lock of.
+    Returns:
+        The parent and the trainer of each process. A zygote's parent is its trainer while that lives.
     """
-
-    pid: int
-    parent: int
-    trainer: int
-    jobs: tuple[str, ...] = ()
-
-
-def running() -> list[Running]:
-    """List the zygotes and couriers of this user on this node. Not collective."""
-    found = []
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
-        try:
-            pids = parent_and_trainer(path)
-            if pids is not None and path.stat().st_uid == os.getuid():
-                found.append(Running(int(path.name), *pids, _locked_by(path)))
-        except OSError:  # it has just ended
-            continue
-    return sorted(found)
+        with contextlib.suppress(OSError):  # it has just ended
+            if path.stat().st_uid == os.getuid() and (pids := parent_and_trainer(path)) is not None:
+                found[int(path.name)] = pids
+    return found
 
 
-def _locked_by(process: Path) -> tuple[str, ...]:
-    """Return the jobs whose lock file a process has open."""
-    jobs = set()
-    for descriptor in (process / "fd").iterdir():
-        try:
-            file = descriptor.readlink()
-        except OSError:
-            continue
-        if file.name == "lock" and any("mlflash-" in part for part in file.parts):
-            jobs.add(file.parts[-3] if file.parent.name.startswith("node") else file.parent.name)
-    return tuple(sorted(jobs))
-
-
-def judge_running(processes: Sequence[Running]) -> Iterator[Finding]:
-    """Say which couriers run on a node, and which of them have lost their trainer."""
-    pids = {process.pid for process in processes}
-    zygotes = [process for process in processes if process.parent not in pids]
-    left = {zygote.pid for zygote in zygotes if zygote.parent != zygote.trainer}
+def couriers_here(_: object) -> Iterator[Finding]:
+    """Look for couriers and zygotes on this node that have lost their trainer."""
+    processes = running()
+    left = {pid for pid, (parent, trainer) in processes.items() if parent not in processes and parent != trainer}
     if left:
-        orphans = [process for process in processes if process.parent in left]
-        jobs = ", ".join(sorted({job for orphan in orphans for job in orphan.jobs}))
-        yield warning(
-            "couriers here",
-            "processes {pids} remain, but their trainers have ended" + "; they lock {jobs}" * bool(jobs),
-            f"they end within {_SOON_S} s after they have committed the last save; if not: kill -9 {{pids}}",
-            pids=" ".join(map(str, sorted(left | {orphan.pid for orphan in orphans}))), jobs=jobs,
-        )  # fmt: skip
-    elif processes:
-        yield fine("couriers here", "couriers run, each with its trainer: {couriers}",
-                   couriers=len(processes) - len(zygotes))  # fmt: skip
+        left |= {pid for pid, (parent, _) in processes.items() if parent in left}
+        yield warning("couriers here", "processes {pids} remain, but their trainers have ended",
+                      f"they end within {_SOON_S} s after they have committed the last save; if not: kill -9 {{pids}}",
+                      pids=" ".join(map(str, sorted(left))))  # fmt: skip
 
 
-def try_couriers(context: Context) -> Finding:
+def try_couriers(environment: Mapping[str, str], memory: str) -> Finding:
     """Let two ranks on this host save with couriers that no launcher started. Not collective."""
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as free_port:
         port = free_port.getsockname()[1]
     with (
-        tempfile.TemporaryDirectory(prefix="mlflash-doctor-", dir=context.settings.memory) as memory,
-        open(os.path.join(memory, "output"), "w+") as output,
+        tempfile.TemporaryDirectory(prefix="mlflash-doctor-", dir=memory, ignore_cleanup_errors=True) as own_memory,
+        open(os.path.join(own_memory, "output"), "w+") as output,
     ):
-        environment = {**without_rank(context.environment), "MLFLASH_MEMORY": memory, DISABLE: ""}
+        given = {**without_rank(environment), "MLFLASH_MEMORY": own_memory, DISABLE: ""}
         ranks = [
             subprocess.Popen([sys.executable, "-c", _PROGRAM], cwd="/", stdin=subprocess.DEVNULL, stdout=output,
                              stderr=subprocess.STDOUT,
-                             env=as_torchrun(environment, rank, _RANKS, rank, "127.0.0.1", port))
+                             env=as_torchrun(given, rank, _RANKS, rank, "127.0.0.1", port))
             for rank in range(_RANKS)
         ]  # fmt: skip
         while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):

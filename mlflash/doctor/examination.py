@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
 from ..human_readable.wording import listed
 from ..mpi.world import World, abort_all, find_comm, load_mpi
-from . import mpi_checks, node_checks, software_checks
+from . import couriers, mpi_checks, node_checks, software_checks
 from .context import Context
 from .findings import Diagnosis, Finding, merge, warning, wrong
 from .watchdog import Watch
@@ -19,8 +19,8 @@ from .watchdog import Watch
 Check = Callable[[Context], Iterable[Finding]]
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "software": (
-        software_checks.versions, software_checks.switch, software_checks.environment, software_checks.parity,
-        software_checks.compression, software_checks.couriers_here,
+        software_checks.versions, software_checks.environment, software_checks.parity, software_checks.compression,
+        couriers.couriers_here,
     ),
     "GPU": (node_checks.gpus,),
     "Slurm": (software_checks.slurm,),
@@ -31,7 +31,6 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
 }  # fmt: skip
 _CHECKS_OF_MPI: tuple[Check, ...] = mpi_checks.library, mpi_checks.world_size
 _CHECKS_OF_ALL_RANKS: dict[str, tuple[Check, ...]] = {
-    "software": (software_checks.threads,),
     "MPI": (mpi_checks.nodes, mpi_checks.failure_domains, mpi_checks.clocks, mpi_checks.network),
 }
 _SUBJECTS = ("MPI", "memory", "Slurm", "software", "GPU")

@@ -74,7 +74,7 @@ def world_size(context: Context) -> Iterator[Finding]:
     meeting = way(context.environment, context.launched) if has_couriers else ""
     yield judge_size(context.launched, context.mpi.COMM_WORLD.size, version_of(context.mpi), meeting)
     if context.rank == 0 and has_couriers:
-        yield couriers.try_couriers(context)
+        yield couriers.try_couriers(context.environment, context.settings.memory)
 
 
 def judge_size(launched: Launched, size: int, library: str, meeting: str = "") -> Finding:
@@ -106,24 +106,23 @@ def judge_size(launched: Launched, size: int, library: str, meeting: str = "") -
 
 
 class Place(NamedTuple):
-    """The place of a rank: number of its node in MPI, identity of the node's memory, host name and SLURM_NODEID."""
+    """The place of a rank: number of its node in MPI, identity of the node's memory, and host name."""
 
     node: int
     memory: str  # boot ID of the kernel, and number of the memory file system; "" if there is none
     host: str
-    slurm_node: str  # "" if it is not set
 
 
 def nodes(context: Context) -> Iterator[Finding]:
-    """Compare the nodes of MPI with those of the kernel and of Slurm. Collective over the world."""
+    """Compare the nodes of MPI with those of the kernel. Collective over the world."""
     boot, memory = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), context.settings.memory
     identity = f"{boot} {os.stat(memory).st_dev}" if os.path.isdir(memory) else ""
-    own = Place(context.ranks.node_index, identity, socket.gethostname(), context.environment.get("SLURM_NODEID", ""))
+    own = Place(context.ranks.node_index, identity, socket.gethostname())
     yield judge_nodes(context.ranks.gather(own), memory, context.ranks.emulated)
 
 
 def judge_nodes(places: Sequence[Place], memory: str, emulated: bool) -> Finding:
-    """Compare the nodes of MPI with the memory file systems, and with the nodes of Slurm."""
+    """Compare the nodes of MPI with the memory file systems."""
     count = len({place.node for place in places})
     text = f"{many(count, 'node')} by MPI"
     if emulated:
@@ -142,13 +141,7 @@ def judge_nodes(places: Sequence[Place], memory: str, emulated: bool) -> Finding
             return wrong("nodes", f"{text}, but two of them are one node: {other.host} and {place.host} have the same "
                          f"{memory}", "a slot and its copy would be lost together: start MPI so that it sees one node "
                          "(without MPIR_CVAR_NOLOCAL, and with all ranks of a node in one container)")  # fmt: skip
-    slurm = {place.slurm_node for place in places}
-    if "" in slurm:
-        return fine("nodes", text + ", each with its own memory" * (count > 1))
-    if count == len(slurm) == len({(place.node, place.slurm_node) for place in places}):
-        return fine("nodes", f"{text}, as by Slurm")
-    return warning("nodes", f"{text}, but {len(slurm)} by SLURM_NODEID", "harmless if mpiexec gave all ranks the "
-                   "environment of the first node; else start with srun")  # fmt: skip
+    return fine("nodes", text + ", each with its own memory" * (count > 1))
 
 
 def clocks(context: Context) -> Iterator[Finding]:
@@ -219,10 +212,8 @@ def _save(world: World, memory: str, transport: str) -> float:
 def judge_network(transport: str, between: str, saved_gbs: float) -> Finding:
     """Judge how fast a save came to the next node."""
     text = f"saves come to the next node at {{saved_gbs}} by {transport} ({between})"
-    if between == "RDMA" and saved_gbs < _SLOW_RDMA_GBS:
-        return warning("network", text + ": slow for RDMA", "MPI may use TCP instead of RDMA: look at UCX_TLS, "
-                       "UCX_NET_DEVICES, FI_PROVIDER, and at memlock", saved_gbs=saved_gbs)  # fmt: skip
-    if saved_gbs < _SLOW_GBS:
-        return warning("network", text + ": slow", "check which network MPI uses: UCX_NET_DEVICES, FI_TCP_IFACE, "
-                       "OMPI_MCA_btl_tcp_if_include", saved_gbs=saved_gbs)  # fmt: skip
+    if saved_gbs < (_SLOW_RDMA_GBS if between == "RDMA" else _SLOW_GBS):
+        return warning("network", text + ": slow", "check which network MPI uses: UCX_TLS, UCX_NET_DEVICES, "
+                       "FI_PROVIDER, FI_TCP_IFACE, OMPI_MCA_btl_tcp_if_include; RDMA needs memlock, too",
+                       saved_gbs=saved_gbs)  # fmt: skip
     return fine("network", text, saved_gbs=saved_gbs)

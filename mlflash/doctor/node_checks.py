@@ -35,10 +35,8 @@ _MORE = {
     "cgroup": "ask for more memory (sbatch --mem=0), because the kernel kills processes at the limit",
     "RAM": "take nodes with more memory",
 }
-_CONTAINERS = {
-    "APPTAINER_CONTAINER": "apptainer", "SINGULARITY_CONTAINER": "singularity", "ENROOT_ROOTFS": "enroot",
-    "container": "a container",
-}  # fmt: skip
+_CONTAINER_MARKS = ".dockerenv", "run/.containerenv"  # of Docker and Podman, which have a process 1 of their own
+_CONTAINER_VARIABLES = "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "ENROOT_ROOTFS", "container"
 _FIRST_USER = 1000  # system users have smaller numbers, and logind does not touch their files
 _GPU_DEVICES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
 
@@ -67,35 +65,28 @@ def file_system(context: Context) -> Iterator[Finding]:
 def lifetime(context: Context) -> Iterator[Finding]:
     """Say whether files in memory outlive a job step and a job, as far as a process inside can know."""
     own, init = (mounted(context.settings.memory, pid, context.root) for pid in ("self", "1"))
-    container, has_own_init = _container(context)
-    values = {"memory": context.settings.memory, "container": container}
+    has_own_init = any(Path(context.root, mark).exists() for mark in _CONTAINER_MARKS)
+    memory = context.settings.memory
     if own is None or init is None:
-        yield note("lifetime", "unknown whether {memory} is private to this job: /proc/1/mountinfo is hidden", **values)
+        yield note("lifetime", "unknown whether {memory} is private to this job: /proc/1/mountinfo is hidden",
+                   memory=memory)  # fmt: skip
     elif own.device == init.device and has_own_init:
-        yield note("lifetime", "{memory} is that of process 1 in {container}; unknown whether it is that of the node",
-                   **values)  # fmt: skip
+        yield note("lifetime", "{memory} is that of this container; unknown whether it is that of the node",
+                   memory=memory)  # fmt: skip
     elif own.device == init.device:
-        yield fine("lifetime", "{memory} is that of the node: it outlives job steps and jobs", **values)
-    elif container and not has_own_init:
-        yield warning("lifetime", "{memory} belongs to {container} and is deleted with it", "give the container the "
-                      "node's /dev/shm (docker --ipc=host; apptainer without --contain; pyxis --container-mounts="
-                      "/dev/shm), or keep one container for all relaunches", **values)  # fmt: skip
+        yield fine("lifetime", "{memory} is that of the node: it outlives job steps and jobs", memory=memory)
+    elif not has_own_init and any(context.environment.get(variable) for variable in _CONTAINER_VARIABLES):
+        yield warning("lifetime", "{memory} belongs to this container and is deleted with it", "give the container the "
+                      "node's /dev/shm (apptainer without --contain; pyxis --container-mounts=/dev/shm), or keep one "
+                      "container for all relaunches", memory=memory)  # fmt: skip
     elif "SLURM_JOB_ID" in context.environment:
         yield warning("lifetime", "{memory} is private to this job: it outlives a job step, but not the job",
                       "relaunch inside the job (mlflash run, or a loop in the batch script): after a requeue memory is "
                       "empty. As root, set Dirs=/tmp in job_container.conf: jobs then use the node's /dev/shm",
-                      **values)  # fmt: skip
+                      memory=memory)  # fmt: skip
     else:
         yield warning("lifetime", "{memory} is in a private mount namespace and is deleted with it",
-                      "start all relaunches in this namespace", **values)  # fmt: skip
-
-
-def _container(context: Context) -> tuple[str, bool]:
-    """Name the kind of container that this process is in, and say whether process 1 is always inside, too."""
-    for mark, name in ((".dockerenv", "docker"), ("run/.containerenv", "podman")):
-        if Path(context.root, mark).exists():
-            return name, True
-    return next((name for variable, name in _CONTAINERS.items() if context.environment.get(variable)), ""), False
+                      "start all relaunches in this namespace", memory=memory)  # fmt: skip
 
 
 def logout(context: Context) -> Iterator[Finding]:
@@ -195,11 +186,7 @@ def room(context: Context) -> Iterator[Finding]:
 
 
 def count_need(context: Context) -> tuple[int, str]:
-    """Count the bytes that the job takes on the node with the most of it, as `mlflash plan` does, and say why.
-
-    Raises:
-        ConfigError: there is no such job.
-    """
+    """Count the bytes that the job takes on the node with the most of it, as `mlflash plan` does, and say why."""
     from ..planning.scheme_comparison import Job, consider, node_nbytes
 
     assert context.nbytes is not None

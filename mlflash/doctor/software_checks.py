@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import glob
 import importlib.metadata
-import os
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -13,43 +13,32 @@ from pathlib import Path
 
 from ..config import DISABLE, is_enabled, unknown_variables
 from ..errors import LaunchFailed
-from ..human_readable.wording import many
 from ..launcher.on_slurm import ask
 from ..placement.redundancy_scheme import parse
 from ..protocol.loaded_versions import not_run_with
-from . import couriers
 from .context import Context
-from .findings import Finding, fine, warning, wrong
+from .findings import Finding, fine, warning
 
-_NEEDED = ("mlflash", "numpy", "mpi4py", "h5py", "xxhash")
 _NONE = ("", "(null)", "none", "job_container/none")
 
 
 def versions(context: Context) -> Iterator[Finding]:
     """Name the installed packages and their versions, and a PyTorch with which mlflash was not run."""
-    found, missing = {}, []
-    for name in (*_NEEDED, "torch"):
-        try:
+    found = {}
+    for name in ("mlflash", "numpy", "mpi4py", "h5py", "xxhash", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    text = ", ".join([f"Python {platform.python_version()}", *(f"{name} {found[name]}" for name in found)])
+    text = ", ".join([f"Python {platform.python_version()}", *map(" ".join, found.items())])
     yield fine("versions", "{versions}", versions=text)
     if "torch" in found and (unknown := not_run_with(found["torch"])) is not None:
         yield warning("versions", unknown, "install one of these releases, or begin with a short run that you restore")
-    if missing := [name for name in missing if name in _NEEDED]:
-        yield wrong("versions", f"not installed: {', '.join(missing)}", "pip install mlflash into this environment")
-
-
-def switch(context: Context) -> Iterator[Finding]:
-    """Check whether mlflash is turned off."""
-    if not is_enabled(context.environment):
-        setting = f"{DISABLE}={context.environment[DISABLE]}"
-        yield warning("switch", f"{setting}: training saves and restores nothing", f"unset {DISABLE}")
 
 
 def environment(context: Context) -> Iterator[Finding]:
-    """Look for variables that look like settings but are not."""
+    """Check whether mlflash is turned off, and look for variables that look like settings but are not."""
+    if not is_enabled(context.environment):
+        setting = f"{DISABLE}={context.environment[DISABLE]}"
+        yield warning("switch", f"{setting}: training saves and restores nothing", f"unset {DISABLE}")
     for name in unknown_variables(context.environment):
         yield warning("environment", f"{name} is not a setting of mlflash", "correct its name, or unset it")
 
@@ -76,35 +65,6 @@ def compression(context: Context) -> Iterator[Finding]:
 
         plugin()
         yield fine("compression", f"of drained files: {method}")
-
-
-def couriers_here(context: Context) -> Iterator[Finding]:
-    """Look for couriers on this node."""
-    return couriers.judge_running(couriers.running())
-
-
-def threads(context: Context) -> Iterator[Finding]:
-    """Compare the threads of all ranks of a node with its cores. Collective over the world; for whole nodes."""
-    setting = context.environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    own = (int(setting) if setting.isdigit() else None, frozenset(os.sched_getaffinity(0)))
-    yield judge_threads(context.ranks.gather(own, context.ranks.node))
-
-
-def judge_threads(ranks: Sequence[tuple[int | None, frozenset[int]]]) -> Finding:
-    """Judge the value of OMP_NUM_THREADS of each rank, if it is set, and the cores that it may run on."""
-    cores = len(frozenset().union(*(own for _, own in ranks)))
-    wanted = sum(len(own) if number is None else number for number, own in ranks)
-    text = f"{many(len(ranks), 'rank')} with {{threads}} OpenMP threads on {{cores}} cores"
-    values = {"threads": wanted, "cores": cores}
-    if len(ranks) > cores:
-        return warning("threads", text, "start fewer ranks: a rank that waits in MPI keeps a core busy", **values)
-    if wanted <= cores:
-        return fine("threads", text, **values)
-    advice = ("lower OMP_NUM_THREADS, or ask for more cores with --cpus-per-task, for srun, too (srun does not "
-              "inherit it)")  # fmt: skip
-    if any(number is None for number, _ in ranks):
-        advice = "export OMP_NUM_THREADS=(cores / ranks): without it, each rank uses all cores that it may run on"
-    return warning("threads", text, advice, **values)
 
 
 # Slurm

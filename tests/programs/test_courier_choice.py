@@ -13,12 +13,9 @@ import pytest
 from processes import OPEN_MPI, by_open_mpi
 from waiting import PATIENCE_S
 
-from mlflash.config import from_environment
-from mlflash.doctor.context import Context
 from mlflash.doctor.couriers import try_couriers
-from mlflash.doctor.findings import Finding, Level
+from mlflash.doctor.findings import Level
 from mlflash.launcher.processes import mpiexec
-from mlflash.wireup.launcher_variables import launched
 
 pytestmark = needs.MPI
 SCRIPT = """
@@ -28,10 +25,6 @@ with mlflash.Checkpointer(memory={memory!r}, job="j", ranks_per_node=1, courier=
     if ckpt.report()["rank"] == 0:
         print("it is a", ckpt.report()["courier"], "libmpi" in open("/proc/self/maps").read())
 """
-
-
-def tried(env: dict[str, str]) -> Finding:
-    return try_couriers(Context(from_environment(env, None, job="any"), env, launched({})))
 
 
 def said_by(command: list[str], env: dict[str, str]) -> str:
@@ -71,7 +64,7 @@ def test_where_no_process_can_be_watched_it_is_a_thread_and_says_why(shm: Path, 
     assert "it is a thread (a process cannot be started for it; the output above says why)" in done.stdout
     assert "no process can be watched here (pidfd_open: Operation not permitted)" in done.stderr
     assert "Traceback" not in done.stderr
-    found = tried({**env, "MLFLASH_MEMORY": str(shm)})
+    found = try_couriers(env, str(shm))
     assert found.level is Level.WARNING and "the container's profile" in found.advice
 
 
@@ -103,5 +96,5 @@ def test_the_doctor_tries_whether_couriers_start_without_a_launcher(shm: Path) -
     (line,) = [line for line in json.loads(done.stdout)["lines"] if line["check"] == "couriers"]
     assert line["level"] == "ok" and "two ranks saved without a launcher after " in line["text"]
     broken = environment | {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "of nobody"}
-    found = tried(broken)
+    found = try_couriers(broken, str(shm))
     assert found.level is Level.WARNING and "does not start without its launcher: " in found.text
