@@ -62,8 +62,9 @@ def couriers_here(_: object) -> Iterator[Finding]:
 def try_couriers(environment: Mapping[str, str], memory: str) -> Finding:
     """Let two ranks on this host save with couriers that no launcher started. Not collective."""
     start = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as free_port:
-        port = free_port.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     with (
         tempfile.TemporaryDirectory(prefix="mlflash-doctor-", dir=memory, ignore_cleanup_errors=True) as own_memory,
         open(os.path.join(own_memory, "output"), "w+") as output,
