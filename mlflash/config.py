@@ -118,6 +118,7 @@ class Config:
     sign_key: str = _setting("", "MLFLASH_SIGN_KEY", "file of the Ed25519 key that signs their provenance; '': none")
     log: str = _setting("", "MLFLASH_LOG", "file that gets a line of JSON for each event; '': none")
     metrics: str = _setting("", "MLFLASH_METRICS", "Prometheus metrics: a file, or ':PORT' on loopback; '': none")
+    heartbeat: bool = _setting(True, None, "ranks report their progress to mlflash run and mlflash top")
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
 
     def __post_init__(self) -> None:

