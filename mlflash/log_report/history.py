@@ -19,6 +19,7 @@ NODE_MTBF_S = 264 * 86400.0
 """Assumed time between failures of one node, from the training of Llama 3, see docs/plan.md."""
 _RESTART_S = 120.0  # assumed if none was measured; the default of `mlflash plan`
 _DAY_S, _HOUR_S = 86_400.0, 3600.0
+_CLOCKS_APART_S = 1.0  # clocks that differ by more get a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +207,7 @@ def _notes(log: EventLog, launches: Sequence[Launch]) -> Iterable[str]:
     jobs = sorted({launch.started.job for launch in launches if launch.started is not None})
     if len(jobs) > 1:
         yield f"these are the logs of {len(jobs)} jobs, treated as one job: {', '.join(jobs)}"
+    yield from _clocks_apart(launches)
     known = [stretch.recovered for launch in launches for stretch in launch.stretches]
     if left_out := [line for line in log.recovered if line not in known]:
         yield (f"{many(len(left_out), 'line')} of the journal record replaced ranks (round "
@@ -215,4 +217,18 @@ def _notes(log: EventLog, launches: Sequence[Launch]) -> Iterable[str]:
         yield f"{many(torn, 'line')} stopped in the middle, as happens when a process is killed"
     if foreign := sum(file.foreign for file in log.files):
         first = next(file for file in log.files if file.foreign)
-        yield f"{many(foreign, 'line')} are not events (the first: {first.path}, line {first.first_foreign})"
+        yield f"no event in {many(foreign, 'line')} (the first: {first.path}, line {first.first_foreign})"
+
+
+def _clocks_apart(launches: Sequence[Launch]) -> Iterable[str]:
+    """Note the nodes whose clocks differ much from that of the first node. All ranks commit together."""
+    first = launches[0].nodes[0]
+    ahead_s: dict[str, list[float]] = {}
+    for commit in steps_of(launches, "commit"):
+        times = {event.node: event.time for event in reversed(commit)}
+        for node in times if first in times else ():
+            ahead_s.setdefault(node, []).append(times[node] - times[first])
+    for node, seconds in ahead_s.items():
+        if abs(apart_s := statistics.median(seconds)) > _CLOCKS_APART_S:
+            way = "ahead of" if apart_s > 0 else "behind"
+            yield f"the commits show that the clock of {node} is {abs(apart_s):.1f} s {way} that of {first}"

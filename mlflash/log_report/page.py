@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError
+import jinja2
+
 from ..human_readable.units import show_bytes, show_seconds, show_share
 from ..human_readable.wording import listed, many, named
 from .history import JobHistory
@@ -30,15 +31,7 @@ class Bar(NamedTuple):
 
 
 def page(history: JobHistory) -> str:
-    """Write the page of a job's history.
-
-    Raises:
-        ConfigError: jinja2 is not installed.
-    """
-    try:
-        import jinja2
-    except ImportError:
-        raise ConfigError("a page needs jinja2: pip install jinja2; --json prints the same numbers") from None
+    """Write the page of a job's history."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"bytes": show_bytes, "cell": show_cell, "many": many, "seconds": show_seconds,
                             "share": show_share, "time": show_time}  # fmt: skip
@@ -104,8 +97,13 @@ def show_time(time: float) -> str:
     return f"{datetime.datetime.fromtimestamp(max(0.0, time), datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"
 
 
-def show_cell(row: dict[str, Any], field: str) -> str:
-    """Write a field of a row of the JSON document, by the unit that its name ends with."""
+def show_cell(row: dict[str, Any], fields: str, number: str = "") -> str:
+    """Write a cell of a table: each of some fields on a line of its own. "#" is the number of the row."""
+    return "\n".join(filter(None, (number if field == "#" else _show(row, field) for field in fields.split())))
+
+
+def _show(row: dict[str, Any], field: str) -> str:
+    """Write a field of a row of the JSON document, by its type and the unit that its name ends with."""
     match row[field]:
         case None | "" | []:
             return ""
@@ -114,7 +112,7 @@ def show_cell(row: dict[str, Any], field: str) -> str:
         case list(ranks):
             return named(ranks)
         case dict(parts):
-            return "\n".join(f"{name}: {show_cell(parts, name)}" for name in parts)
+            return "\n".join(f"{name}: {_show(parts, name)}" for name in parts)
         case float(time) if field in ("time", "began", "ended", "last", "first"):
             return show_time(time)
         case float(seconds):

@@ -56,7 +56,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("width", [390, 768, 1400])
 def test_it_opens_without_a_network_fits_and_can_be_read(
     chromium: Any, report: tuple[Path, Any], width: int, scheme: str
 ) -> None:
