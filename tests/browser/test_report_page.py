@@ -104,14 +104,14 @@ def test_the_timeline_scrolls_in_detail_beside_the_names_of_its_rows(chromium: A
 
 
 def test_what_stands_in_a_log_does_not_run(chromium: Any, tmp_path: Path) -> None:
-    bad = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\""
+    bad = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"" + 500 * "x"
     job = made_logs.Job(survives=f"{bad}; {bad}")
     at = job.launch("a", made_logs.BEGAN, [bad, "n2"], None, 30)
     job.say("warning", at, "a", 0, bad, level="WARNING", text=bad)
     job.write(tmp_path / "run.jsonl")
     path, _ = make(tmp_path)
-    with tab(chromium, path) as page:
-        assert bad in page.locator("body").inner_text()
+    with tab(chromium, path, 400) as page:
+        assert bad in page.locator("body").inner_text() and page.evaluate(TOO_WIDE) == []
         assert page.complaints == [] and page.asked == [path.as_uri()] and page.locator("script, img").count() == 0
     # Were it to get through nevertheless, the page's policy would not let it run.
     path.write_text(path.read_text().replace("</body>", "<script>window.ran = 1</script></body>"))
