@@ -153,7 +153,7 @@ def steps_of(launches: Iterable[Launch], kind: str) -> list[Events]:
     return [events for stretch in stretches for events in stretch.events.by_step(kind).values()]
 
 
-def launches_of(events: Iterable[Event], recovered: Sequence[Recovered]) -> list[Launch]:
+def launches_of(events: Iterable[Event], recoveries: Sequence[Recovered]) -> list[Launch]:
     """Group events to launches, ordered by their begin. A run that began during a recovery continues a launch."""
     runs: dict[str, Events] = {}
     for event in events:
@@ -161,28 +161,28 @@ def launches_of(events: Iterable[Event], recovered: Sequence[Recovered]) -> list
     launches: list[Launch] = []
     for run in sorted(runs.values(), key=lambda run: run.began):
         stretches = _stretches(run)
-        line = next((line for line in recovered
-                     if line.began - _CLOCKS_APART_S <= run.began <= line.time + _CLOCKS_APART_S), None)  # fmt: skip
-        if line is None or not launches:
+        recovery = next((recovery for recovery in recoveries if recovery.began - _CLOCKS_APART_S <= run.began
+                         <= recovery.time + _CLOCKS_APART_S), None)  # fmt: skip
+        if recovery is None or not launches:
             launches.append(Launch([run], stretches))
             continue
         launch = launches[-1]
-        if launch.stretches[-1].recovered is line:
+        if launch.stretches[-1].recovered is recovery:
             launch.stretches.pop()  # this round failed before all of its ranks had begun
-        _recover(launch.stretches[-1], stretches[0], line)
+        _recover(launch.stretches[-1], stretches[0], recovery)
         launch.stretches += stretches
         launch.rounds.append(run)
     launches[-1].is_newest = True
     return launches
 
 
-def _recover(before: Stretch, after: Stretch, line: Recovered) -> None:
+def _recover(before: Stretch, after: Stretch, recovery: Recovered) -> None:
     """Put a recovery between two stretches, the times of which are from other clocks."""
-    before.until = min(max(line.began, before.ready), max(after.until, before.ready))
-    after.ready = max(before.until, min(line.time, after.until))
+    before.until = min(max(recovery.began, before.ready), max(after.until, before.ready))
+    after.ready = max(before.until, min(recovery.time, after.until))
     after.until = max(after.ready, after.until)
-    after.from_step = line.step if after.from_step is None else after.from_step
-    after.recovered = line
+    after.from_step = recovery.step if after.from_step is None else after.from_step
+    after.recovered = recovery
 
 
 def _stretches(run: Events) -> list[Stretch]:

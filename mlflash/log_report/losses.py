@@ -138,14 +138,14 @@ def recoveries(launches: Sequence[Launch], lost: Sequence[Span]) -> list[dict[st
     """
     return [
         {
-            "launch": number, "began": before.until, "ended": after.ready, "seconds": line.seconds, "round": line.round,
-            "lost": sorted(set(line.lost)), "why": line.why, "step": line.step,
-            "times": {phase: seconds for phase, seconds in line.times.items() if seconds <= line.seconds},
-            "steps_lost": max(0, (before.newest("save", "commit") or 0) - line.step),
-            "committed_lost": max(0, (before.newest("commit") or 0) - line.step),
+            "launch": number, "began": before.until, "ended": after.ready, "seconds": recovery.seconds,
+            "round": recovery.round, "lost": sorted(set(recovery.lost)), "why": recovery.why, "step": recovery.step,
+            "times": {phase: seconds for phase, seconds in recovery.times.items() if seconds <= recovery.seconds},
+            "steps_lost": max(0, (before.newest("save", "commit") or 0) - recovery.step),
+            "committed_lost": max(0, (before.newest("commit") or 0) - recovery.step),
             "lost_s": _within(lost, before.ready, before.until),
         }
         for number, launch in enumerate(launches)
         for before, after in itertools.pairwise(launch.stretches)
-        if (line := after.recovered) is not None
+        if (recovery := after.recovered) is not None
     ]  # fmt: skip
