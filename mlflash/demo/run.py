@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -33,10 +34,13 @@ def run(plan: Plan, console: Console) -> bool:
     Raises:
         DemoFailed: a launch did not end as it should.
         MpiUnavailable: there is no mpiexec. The demo needs it unless processes stay.
+        ModuleNotFoundError: there is no PyTorch.
     """
     start = time.monotonic()
     if not plan.keeps:
         find_mpiexec()  # raises before anything is made
+    if importlib.util.find_spec("torch") is None:  # it takes seconds to import
+        raise ModuleNotFoundError("the demo trains with PyTorch", name="torch")
     folder = Path(tempfile.mkdtemp(prefix="mlflash-demo-"))
     memory = os.environ.get("MLFLASH_MEMORY") or "/dev/shm"
     same = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -19,17 +20,15 @@ _PACKAGES = ("mlflash", "numpy", "torch", "mpi4py", "h5py", "xxhash")
 
 def versions() -> Iterator[Finding]:
     """Name the installed packages and their versions, and a PyTorch with which mlflash was not run."""
-    found, missing = {}, []
+    found: dict[str, str] = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    text = ", ".join([f"Python {platform.python_version()}", *(f"{name} {found[name]}" for name in found)])
-    yield fine("versions", "{versions}", versions=text)
-    if (said := not_run_with(found.get("torch", ""))) is not None and "torch" in found:
+    packages = [f"{name} {found[name]}" if name in found else f"no {name}" for name in _PACKAGES]
+    yield fine("versions", "{versions}", versions=", ".join([f"Python {platform.python_version()}", *packages]))
+    if "torch" in found and (said := not_run_with(found["torch"])) is not None:
         yield warning("versions", said, "install one of these releases, or begin with a short run that you restore")
-    if missing:
+    if missing := sorted({*_PACKAGES} - found.keys() - {"torch"}):  # without torch, arrays can be saved
         yield wrong("versions", f"not installed: {', '.join(missing)}", "pip install mlflash into this environment")
 
 
@@ -59,8 +58,8 @@ def parity(scheme: str) -> Iterator[Finding]:
 
     by = re.sub(r"/\S*/", "", library())
     if by == "numpy" and parse(scheme).parity:
-        yield warning("parity", "computed by numpy", "pip install 'mlflash[rs]' for ISA-L, which is several times as "
-                      "fast")  # fmt: skip
+        yield warning("parity", "computed by numpy",
+                      "install libisal2 of your distribution: ISA-L is several times as fast")  # fmt: skip
     else:
         yield fine("parity", "computed by {library}" + f"; {scheme} has no parity" * (not parse(scheme).parity),
                    library=by)  # fmt: skip

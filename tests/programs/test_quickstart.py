@@ -56,5 +56,5 @@ def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: 
 
 @pytest.mark.gate
 def test_the_commands_to_install_are_those_of_the_package() -> None:
-    assert commands("Install")[-1] == "pip install 'mlflash[mpich]'"
-    assert "pip install 'mlflash[mpich]'" in (REPO / "README.md").read_text()
+    assert commands("Install")[-1] == "pip install 'mlflash[torch,mpich]'"
+    assert "pip install 'mlflash[torch,mpich]'" in (REPO / "README.md").read_text()
