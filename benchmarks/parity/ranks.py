@@ -30,6 +30,7 @@ from mlflash.redundancy.protection import Protection
 from mlflash.redundancy.slot_transfer import Source
 from mlflash.restoring.rebuild_from_parity import Repair, RepairedBlocks
 from mlflash.startup.choose_checkpoint import ParityGroup
+from mlflash.state import layout
 from mlflash.state.layout import PAGE_NBYTES, Extents
 
 COMM = MPI.COMM_WORLD
@@ -50,7 +51,7 @@ class Slots:
         if transport == "rma":
             self.world.poke = Poke(self.world)
         config = Config(job="parity", transport=transport)
-        self.extents = Extents(PAGE_NBYTES, nbytes - PAGE_NBYTES, config.block_nbytes)
+        self.extents = Extents(PAGE_NBYTES, nbytes - PAGE_NBYTES, layout.BLOCK_NBYTES)
         self.config = config
         self.slot, self.arrived = (self.filled(self.extents.nbytes) for _ in range(2))
         self.slot.body(self.extents)[:] = np.random.default_rng(COMM.rank).integers(0, 256, nbytes, dtype=np.uint8)
@@ -103,9 +104,8 @@ class Slots:
     def scheme(self, text: str) -> tuple[Callable[[], None], Callable[[], None] | None]:
         """Return a function that protects all slots, with checksums, and one that rebuilds as many as may be lost."""
         protection = Protection(
-            self.world, place(self.world.topology, parse(text)), self.config.transport, self.config.chunk_nbytes,
-            self.config.block_nbytes, self.config.job,
-        )  # fmt: skip
+            self.world, place(self.world.topology, parse(text)), self.config.transport, self.config.job
+        )
         pool = SlotPool(self.memory, protection.owners)
         for owner, nbytes in protection.inbox_nbytes([self.extents.nbytes] * COMM.size).items():
             pool.inbox[owner][:] = [self.filled(nbytes) for _ in range(2)]

@@ -25,9 +25,10 @@ from mlflash.memory.inventory import Inventory, encode
 from mlflash.placement.protection_groups import Placement, place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.topology import Topology
+from mlflash.state import layout
 
 PER_NODE = tables.PER_NODE
-BLOCK_NBYTES, CHUNK_NBYTES, STATE_NBYTES = 64 << 10, 256 << 10, 4 << 20
+layout.BLOCK_NBYTES, STATE_NBYTES = 64 << 10, 4 << 20
 COMMITS = 4  # the last one is counted, since the first ones create slots and agree on the structure
 _WAIT_S = 240.0
 
@@ -117,8 +118,8 @@ class SimulatedJob:
         def make(rank: int) -> mlflash.Checkpointer:
             return mlflash.Checkpointer(
                 comm=world(fabric, rank), job="scale", memory=str(self.memory), redundancy=self.scheme, strict=True,
-                transport=self.transport, ranks_per_node=self.per_node, timeout_s=_WAIT_S, block_nbytes=BLOCK_NBYTES,
-                chunk_nbytes=CHUNK_NBYTES, replicated=True if self.alike else None, share=not self.cut,
+                transport=self.transport, ranks_per_node=self.per_node, timeout_s=_WAIT_S,
+                replicated=True if self.alike else None, share=not self.cut,
                 directory=self.directory,
             )  # fmt: skip
 

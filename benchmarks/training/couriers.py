@@ -128,13 +128,13 @@ def main() -> None:
             closing.callback(control.close)
         job = closing.enter_context(bench.job("couriers-thread"))
         with cores.of_courier():
-            ckpts = {THREAD: bench.checkpointer(job, redundancy="copy", copy_threads=1, courier="thread")}
+            ckpts = {THREAD: bench.checkpointer(job, redundancy="copy", courier="thread")}
         closing.enter_context(ckpts[THREAD])
         job = closing.enter_context(bench.job("couriers-process"))
         with meeting_anew(bench.comm):
             ckpts[PROCESS] = Checkpointer(
-                memory=str(memory), job=job, strict=True, timeout_s=60, redundancy="copy", copy_threads=1,
-                courier="process", courier_cpus=str(core),
+                memory=str(memory), job=job, strict=True, timeout_s=60, redundancy="copy",
+                courier="process",
             )  # fmt: skip
         closing.enter_context(ckpts[PROCESS])
         for ckpt in ckpts.values():

@@ -31,7 +31,7 @@ def main() -> None:
     measured, state = Measured(step_of(PYTHON), cores.trains, window_s=0.3), large_state(nbytes)
     with bench.job("python") as job:
         with cores.of_courier():
-            ckpt = bench.checkpointer(job, redundancy="copy", copy_threads=1)
+            ckpt = bench.checkpointer(job, redundancy="copy")
         with ckpt:
             ckpt.prepare(state)
             beside = measured.beside(ckpt, state)

@@ -13,31 +13,17 @@ from bench.clock import Action, Bench
 from bench.rows import Samples, row
 from bench.states import large_state
 from bench.yardsticks import Yardsticks
-from cores import ONE_CORE, OWN_CORE, Cores
+from cores import OWN_CORE, Cores
 from mpi4py import MPI
 from steps import COMPUTES, WAITS, Step, step_of, steps_for, steps_until
 
 from mlflash import Checkpointer
 
-SLOWDOWN = 0.03  # the value of max_slowdown=
-NICE = 10
-ADAPTS = 6  # number of saves in which max_slowdown= finds its rate
-
-
-class Settled:
-    """The name of a setting, and the arguments of a Checkpointer that it stands for."""
-
-    def __init__(self, name: str, saves_before: int = 1, **settings: Any):
-        self.name, self.saves_before, self.settings = name, saves_before, settings
-
-
-def settings_of(kind: str, rate: float) -> list[Settled]:
-    found = [
-        Settled("as fast as it goes"),
-        Settled(f"send_rate= {rate / 1e6:.0f} MB/s", send_rate=rate),
-        Settled(f"max_slowdown={SLOWDOWN}", ADAPTS, max_slowdown=SLOWDOWN),
-    ]
-    return [*found[:1], Settled(f"nice={NICE}", nice=NICE), *found[1:]] if kind == ONE_CORE else found
+AS_FAST_AS_IT_GOES, RATE = "as fast as it goes", 1e8
+SETTINGS: dict[str, dict[str, Any]] = {
+    AS_FAST_AS_IT_GOES: {},
+    f"send_rate= {RATE / 1e6:.0f} MB/s": {"send_rate": RATE},
+}
 
 
 class Measured:
@@ -87,11 +73,11 @@ def slowed(bench: Bench, cores: Cores, kind: str, does: str, nbytes: int, window
     measured, state = Measured(step_of(does), cores.trains, window_s), large_state(nbytes)
     rate = 0.0
     title = f"A step of a training ({does}); {kind}"
-    for setting in settings_of(kind, 1e8):
-        bench.warm_up = min(setting.saves_before, bench.repetitions + 1)  # fewer in a quick run
+    for name, settings in SETTINGS.items():
+        bench.warm_up = 1
         with bench.job("training") as job:
             with cores.of_courier():
-                ckpt = bench.checkpointer(job, redundancy="copy", copy_threads=1, **setting.settings)
+                ckpt = bench.checkpointer(job, redundancy="copy", **settings)
             with ckpt:
                 ckpt.prepare(state)
                 samples = alone(bench.repeat(measured.around(measured.beside(ckpt, state))))
@@ -99,8 +85,8 @@ def slowed(bench: Bench, cores: Cores, kind: str, does: str, nbytes: int, window
         if not rate:
             bench.rows(row(ALONE, samples[ALONE], over, case=title))
             rate = nbytes / float(np.median(samples["committed"]))
-        shows = "slowed" if kind == OWN_CORE and setting.name == "as fast as it goes" else ""
-        bench.rows(row(f"save in flight, {setting.name}", samples["beside"], over, shows, case=title,
+        shows = "slowed" if kind == OWN_CORE and name == AS_FAST_AS_IT_GOES else ""
+        bench.rows(row(f"save in flight, {name}", samples["beside"], over, shows, case=title,
                        note=said(samples)))  # fmt: skip
 
 

@@ -2,11 +2,10 @@
 
     python benchmarks/training/run.py [--mib 64] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
     python benchmarks/training/run.py --couriers [--mib 64] [--repetitions 20] [--quick] [--json FILE]
-    python benchmarks/training/run.py --link [--mbit 200] [--json FILE]
 
 It starts two ranks on this machine under mpiexec, each on an emulated node of its own (ranks.py, interpreter.py). With
 --couriers it compares couriers that are threads with couriers that are processes (couriers.py, which needs a C
-compiler). With --link, as root, it makes two nodes from namespaces, with a slow cable between them (link.py).
+compiler).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import link  # noqa: E402
 from bench.aims import ALONE  # noqa: E402
 from bench.question import Part, in_eights, parser_of, run  # noqa: E402
 from cores import ONE_CORE, OWN_CORE, enough  # noqa: E402
@@ -27,15 +25,11 @@ WINDOW_S, QUICK_WINDOW_S = 0.3, 0.1  # seconds of steps without a save, before a
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
-    parser.add_argument("--link", action="store_true", help="measure training over a slow link instead")
     parser.add_argument(
         "--couriers", action="store_true", help="compare couriers that are threads and processes instead"
     )
-    parser.add_argument("--mbit", type=int, default=200, help="Mbit/s of the slow link, each way")
     parser.add_argument("--mib", type=in_eights, default=64, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
-    if args.link:
-        return link.run(args)
     if not enough():
         sys.exit("this needs two cores: one for training and one for the courier, and one for each of two ranks")
     window_s = WINDOW_S

@@ -16,7 +16,7 @@ Step = Callable[[], None]
 
 
 def step_of(kind: str) -> Step:
-    """Make a step. It ends with a step of a torch optimizer, which a `Checkpointer` with ``max_slowdown=`` times."""
+    """Make a step. It ends with a step of a torch optimizer."""
     torch.set_num_threads(1)
     if kind == COMPUTES:
         return _computing()

@@ -12,6 +12,8 @@ import torch
 from mpi4py import MPI
 
 from mlflash import Checkpointer
+from mlflash.redundancy import slot_transfer
+from mlflash.state import layout
 
 SAVES = {"mlflash, p2p": "p2p", "mlflash, rma": "rma"}
 
@@ -33,8 +35,9 @@ class Saves:
         self._comm, self._step, self._snapshot = comm, 0, None
         self._state = {"tensor": torch.from_numpy(source)}
         self._path = memory / f"mlflash-{os.getuid()}" / f"transport-{transport}"
+        slot_transfer.CHUNK_BLOCKS = chunk_nbytes // layout.BLOCK_NBYTES
         self._ckpt: Any = Checkpointer(memory=str(memory), job=self._path.name, comm=comm, strict=True, timeout_s=300,
-                                       redundancy="copy", transport=transport, chunk_nbytes=chunk_nbytes)  # fmt: skip
+                                       redundancy="copy", transport=transport)  # fmt: skip
         self._ckpt.prepare(self._state)
 
     def forget(self) -> None:

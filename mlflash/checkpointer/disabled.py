@@ -23,7 +23,7 @@ from ..draining import drains
 from ..draining.drain import Drain
 from ..errors import MlflashError, Unrestorable
 from ..memory.wanted_step import WantedStep
-from ..protocol.client import Client, Pace
+from ..protocol.client import Client
 from ..protocol.messages import Message, Report, Survives
 from ..protocol.wanted_parts import WantedPart
 from ..restoring import newest_step, restore
@@ -122,11 +122,6 @@ class Courier(Client):
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    @property
-    def pace(self) -> Pace:
-        """Nobody asks how long steps take."""
-        return self
-
     def post(self, job: Any) -> None:
         """Do nothing."""
 
@@ -149,12 +144,6 @@ class Courier(Client):
             return "nothing: mlflash is off"
         return self._report() if isinstance(message, Report) else None
 
-    def step(self) -> None:
-        """Nobody asks how long it took."""
-
-    def stalled(self, seconds: float) -> None:
-        """Nobody asks."""
-
     def tell_doing(self, what: str) -> None:
         """Nobody waits."""
 
@@ -171,7 +160,7 @@ class Courier(Client):
         return {
             "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": [],
             "partners": [], "shared with": [], "transport": "", "job": "", "memory": "", "restored_from": "",
-            "drain": None, "send rate": None, "slowdown": None, "slots": [], "counts": {}, "seconds": {},
+            "drain": None, "send rate": None, "slots": [], "counts": {}, "seconds": {},
         }  # fmt: skip
 
 

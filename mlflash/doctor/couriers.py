@@ -42,28 +42,26 @@ def cores(world: World, given: Config, env: Mapping[str, str]) -> Iterator[Findi
     mine = courier_cores.own_seat(env), int(threads) if threads.isdigit() else None
     told = [mine] if world.world is None else world.gather(mine, world.node)
     if world.local_rank == 0 and given.courier != "thread":
-        yield judge_cores(given.courier_cpus, [seat for seat, _ in told], [number for _, number in told])
+        yield judge_cores([seat for seat, _ in told], [number for _, number in told])
 
 
-def judge_cores(asked: str, seats: Sequence[Seat], threads: Sequence[int | None], domains: Domains | None = None
-                ) -> Finding:  # fmt: skip
+def judge_cores(seats: Sequence[Seat], threads: Sequence[int | None], domains: Domains | None = None) -> Finding:
     """Say which cores the couriers of a host would get.
 
     Args:
-        asked: see `courier_cores.choose`.
         seats: the seats of its ranks.
         threads: number of threads of each trainer, from OMP_NUM_THREADS. None: unknown.
         domains: domains of the host. None: look them up.
     """
     check = "courier cores"
-    got = [courier_cores.choose(asked, seats, mine, domains) for mine in range(len(seats))]
+    got = [courier_cores.choose(seats, mine, domains) for mine in range(len(seats))]
     taken = frozenset().union(*(seat.trains_on for seat in seats))
     if all(cores is not None and not cores & taken for cores in got):
         of_all = frozenset().union(*(cores or () for cores in got))
         return fine(check, "{cores}, on which no trainer runs", cores=to_list(of_all))
     busy = sum(len(seat.trains_on) if number is None else number for seat, number in zip(seats, threads, strict=True))
     free = len(taken) - busy
-    text = f"the cores of the trainers ({{cores}}), because {asked} finds no others"
+    text = "the cores of the trainers ({cores}), because the job has no others"
     if free >= len(seats):
         return fine(check, text + f"; {free} of them have no training thread", cores=to_list(taken))
     return warning(check, text + "; training threads use all of them",

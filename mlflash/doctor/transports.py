@@ -90,9 +90,8 @@ def measure(world: World, memory: str, transport: str, nbytes: int, given: Confi
     with _meeting_anew(world) if is_process else contextlib.nullcontext(), Checkpointer(
         job=f"doctor-{transport}", memory=memory, comm=None if is_process else world.world, transport=transport,
         redundancy="copy", strict=True, timeout_s=world.timeout_s, ranks_per_node=given.ranks_per_node, reserve=0,
-        when_busy="wait", drain_every=0, fresh=False, log="", metrics="", send_rate=0.0, max_slowdown=0.0,
-        scrub_rate=0.0,
-        courier="process" if is_process else "thread", courier_cpus=given.courier_cpus,
+        when_busy="wait", drain_every=0, fresh=False, log="", metrics="", send_rate=0.0,
+        scrub_rate=0.0, courier="process" if is_process else "thread",
     ) as ckpt:  # fmt: skip
         ckpt.prepare(state)
         for works in (False, True):

@@ -21,6 +21,7 @@ from ..placement.protection_groups import Placement, made, place
 from ..placement.redundancy_scheme import Scheme, parse
 from ..placement.topology import Topology
 from ..redundancy.deduplication import cuts
+from ..state import layout
 from ..state.layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
 from .interval import Costs, best_interval, waste
 
@@ -43,7 +44,6 @@ class Job:
         memory_nbytes: memory of a node for checkpoints. None: unknown.
         own_slots: own slots of each rank: two, a third if the job drains, and one or two more if it certifies steps.
         copy_slots: slots of each copy and each parity file: two, and as many more if the job certifies steps.
-        block_nbytes: bytes per checksum.
     """
 
     node_names: tuple[str, ...]
@@ -54,7 +54,6 @@ class Job:
     memory_nbytes: int | None = None
     own_slots: int = 2
     copy_slots: int = 2
-    block_nbytes: int = 1 << 20
     alike_nbytes: int = 0
 
     def __post_init__(self) -> None:
@@ -151,15 +150,15 @@ def node_nbytes(job: Job, placement: Placement) -> int:
     headers and tables, and the shares of what all ranks hold alike. The manifest counts with its smallest size, two
     pages; its real size depends on the names in the state.
     """
-    slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), job.block_nbytes)
+    slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), layout.BLOCK_NBYTES)
     sizes = {len(group) for group in placement.parity_groups}
-    parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, job.block_nbytes).nbytes for n in sizes}
+    parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, layout.BLOCK_NBYTES).nbytes for n in sizes}
     slot_nbytes, nodes = slot.nbytes, [0] * len(job.node_names)
     for node, owners, group in zip(job.topology.node_of, placement.owners, placement.parity_group_of, strict=True):
         nodes[node] += job.own_slots * slot_nbytes
         nodes[node] += job.copy_slots * (len(owners) * slot_nbytes + parity.get(len(group), 0))
     bounds = cuts(job.alike_nbytes, job.ranks_per_node) if job.alike_nbytes else []
-    shares = [Extents(0, high - low, job.block_nbytes).nbytes for low, high in itertools.pairwise(bounds)]
+    shares = [Extents(0, high - low, layout.BLOCK_NBYTES).nbytes for low, high in itertools.pairwise(bounds)]
     return max(nodes) + job.own_slots * sum(shares)
 
 

@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from emulated import Nodes
 from mpi4py import MPI
+from small_blocks import use_small_blocks
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, Unrestorable
@@ -281,10 +282,13 @@ def times(a: int, b: int) -> int:
 
 @on(5)
 @pytest.mark.parametrize("scheme", ["xor:5", "rs:2+3"])
-def test_the_parity_in_the_files_is_what_docs_format_says(options: dict[str, Any], nodes: Nodes, scheme: str) -> None:
+def test_the_parity_in_the_files_is_what_docs_format_says(
+    options: dict[str, Any], nodes: Nodes, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     k = int(scheme.partition("+")[2] or 1)
     m, n, block = SIZE, SIZE - k, 4096
-    with Checkpointer(**{**options, "block_nbytes": block, "chunk_nbytes": block}, redundancy=scheme) as ckpt:
+    use_small_blocks(monkeypatch, block)
+    with Checkpointer(**options, redundancy=scheme) as ckpt:
         ckpt.save(1, {"w": np.random.default_rng(RANK).bytes(20_000 + 7000 * RANK)}).wait()
     if RANK:
         return

@@ -474,13 +474,13 @@ def seats(*trainers: str, may_have: str = "0-7") -> list[Seat]:
             ["0-7"],
             [1],
             Level.OK,
-            "the cores of the trainers (0-7), because auto finds no others; 7 of them have no training thread",
+            "the cores of the trainers (0-7), because the job has no others; 7 of them have no training thread",
         ),
         (
             ["0-3", "4-7"],
             [3, 3],
             Level.OK,
-            "the cores of the trainers (0-7), because auto finds no others; 2 of them have no training thread",
+            "the cores of the trainers (0-7), because the job has no others; 2 of them have no training thread",
         ),
         (["0-3", "4-7"], [4, 3], Level.WARNING, "training threads use all of them"),
         (["0-3", "4-7"], [None, None], Level.WARNING, "training threads use all of them"),
@@ -488,7 +488,7 @@ def seats(*trainers: str, may_have: str = "0-7") -> list[Seat]:
 )
 def test_where_couriers_would_run(trainers: list[str], threads: list[int | None], level: Level, text: str) -> None:
     alike = Domains(lambda core: frozenset(), lambda core: frozenset({core}))
-    found = couriers.judge_cores("auto", seats(*trainers), threads, alike)
+    found = couriers.judge_cores(seats(*trainers), threads, alike)
     assert found.level is level and text in found.words and bool(found.remedy) == (level is Level.WARNING)
 
 
