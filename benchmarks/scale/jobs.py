@@ -28,7 +28,7 @@ from mlflash.placement.topology import Topology
 from mlflash.state import layout
 
 PER_NODE = tables.PER_NODE
-layout.BLOCK_NBYTES, STATE_NBYTES = 64 << 10, 4 << 20
+BLOCK_NBYTES, STATE_NBYTES = 64 << 10, 4 << 20
 COMMITS = 4  # the last one is counted, since the first ones create slots and agree on the structure
 _WAIT_S = 240.0
 
@@ -246,7 +246,9 @@ def simulated(*args: Any, **named: Any) -> Iterator[SimulatedJob]:
     top = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=top, prefix="mlflash-scale-") as memory, standing_in(module):
         job = SimulatedJob(*args, memory=Path(memory), **named)
+        usual, layout.BLOCK_NBYTES = layout.BLOCK_NBYTES, BLOCK_NBYTES
         try:
             yield job
         finally:
+            layout.BLOCK_NBYTES = usual
             job._end()
