@@ -43,10 +43,10 @@ class Jobs:
         out.mkdir()
         settings = {"memory": str(self._shm), "job": "j", "ranks_per_node": 1, "timeout_s": 30.0}
         settings |= spec.pop("settings", {})
-        script = [sys.executable, str(SUPPORT / "courier_worker.py")]
-        arguments = json.dumps({"program": program, "settings": settings, **spec})
         environment = small_blocks.environment(spec.pop("block_nbytes", 65_536))
         environment |= {"OUT": str(out), "TMPDIR": str(out), "OMP_NUM_THREADS": "1"}
+        script = [sys.executable, str(SUPPORT / "courier_worker.py")]
+        arguments = json.dumps({"program": program, "settings": settings, **spec})
         command, environment = mpiexec(ranks, [*script, arguments], environment)
         return Launch(command, environment, out)
 
