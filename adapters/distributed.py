@@ -78,7 +78,8 @@ def init_process_group(
 ) -> None:
     """Set up torch.distributed with the ranks of a launcher.
 
-    It takes torch's arguments in torch's order, and three more by name.
+    It takes torch's arguments in torch's order, and three more by name. It does not take ``enable_reconfigure`` of
+    PyTorch 2.14: such a group cannot communicate until it is reconfigured, and this call does communicate.
 
     Collective over ``comm``, or over all ranks. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
     ``GROUP_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroupGloo, Store
 
+from mlflash.memory.process_stat import read_stat
+
 Address = tuple[str, int]
 _COMPUTES = "pt_gloo_runloop"  # torch's name for these threads
 _MEETS = timedelta(seconds=10)  # limit for all ranks to connect; gloo would not notice a loss meanwhile
@@ -55,11 +57,10 @@ def threads_sleep() -> bool:
     """Whether all of gloo's compute threads are waiting. Not collective."""
     for thread in os.listdir("/proc/self/task"):
         try:
-            text = Path(f"/proc/self/task/{thread}/stat").read_text()
+            stat = read_stat(Path("/proc/self/task", thread))
         except OSError:  # it has ended
             continue
-        name, _, rest = text.partition("(")[2].rpartition(")")
-        if name == _COMPUTES and rest.split()[0] != "S":
+        if stat.name == _COMPUTES and stat.state != "S":
             return False
     return True
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mlflash.errors import CorruptSlot, StateError
 
-from . import known, older
+from . import known
 
 _allowed: set[tuple[str, str]] = set()
 
@@ -127,16 +127,6 @@ def _way(module: str, name: str) -> _Way | None:
     return next((way for way, table in tables.items() if name in table.get(module, ())), None)
 
 
-def _of_older(module: str, name: str) -> tuple[_Way, Any] | None:
-    """Give what the pickle of an older version names, and how it may be used. `dump` names none of these."""
-    if (module, name) in older.CALLED:
-        return _Way.CALLED, older.CALLED[module, name]
-    if (module, name) == older.FILE:
-        return _Way.DATA, io.BytesIO
-    value = older.torch_value(module, name)
-    return None if value is None else (_Way.VALUE, value)
-
-
 # Older opcodes for calls, and numbers for what other libraries have registered. `dump` writes none of them.
 _OTHER_CALLS = [code[0] for code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4)]
 
@@ -170,9 +160,6 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         way = _way(module, name)
-        if way is None and (before := _of_older(module, name)) is not None:
-            self._ways[id(before[1])] = before
-            return before[1]
         if way is None:
             raise pickle.UnpicklingError(_unknown(module, name))
         found: Any = known.CALLED.get((module, name)) if way is _Way.CALLED else None
@@ -217,9 +204,6 @@ class _Unpickler(pickle._Unpickler):
 
     def _set_state(self) -> None:
         made = self.stack[-2]
-        if older.set_state(made, self.stack[-1]):
-            self.stack.pop()
-            return
         way = self._made_by(made)
         if way is _Way.ALLOWED:
             _PYTHON.load_build(self)

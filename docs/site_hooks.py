@@ -28,7 +28,15 @@ _SEAM = re.compile(r"(?<=\w[_/.=,])(?=\w)")
 # Pages that need the place of their table of contents.
 _WIDE = {"index.md", "comparison.md"}
 # What is read to work on mlflash: less than what is read to use it, where both have the words of a search.
-_IN_THE_BACK = {"ARCHITECTURE.md", "CHANGES.md", "CONTRIBUTING.md", "DECISIONS.md", "format.md", "protocol.md"}
+_IN_THE_BACK = {
+    "ARCHITECTURE.md",
+    "CHANGES.md",
+    "CONTRIBUTING.md",
+    "DECISIONS.md",
+    "SECURITY.md",
+    "format.md",
+    "protocol.md",
+}
 _LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=["']?(https?:)?//|@import|url\(["']?https?:""")
 
 
@@ -160,7 +168,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
     if uri in _WIDE:
         page.meta["hide"] = ["toc"]
-    if uri in _IN_THE_BACK or uri.startswith("benchmarks/"):
+    if uri in _IN_THE_BACK or uri.startswith(("benchmarks/", "tests/")):
         page.meta["search"] = {"boost": 0.3}
     return markdown if uri.startswith("source/") else rewrite(markdown, from_site(uri))
 

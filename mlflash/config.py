@@ -83,7 +83,7 @@ def _setting(default: Any, doc: str, allowed: Allowed = _ANY, shown: str = "") -
 
 def variable_of(name: str) -> str:
     """Return the environment name of a setting; "" if it has none. Not collective."""
-    return "" if name in ("directory", "enabled") else f"MLFLASH_{name.upper()}"
+    return "" if name in ("directory", "enabled", "heartbeat") else f"MLFLASH_{name.upper()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Config:
     send_rate: float = _setting(
         0.0,
         "bytes per second that a rank sends to protect a save. 0: no limit. "
-        "[tuning.md](tuning.md#training-beside-the-courier)",
+        "[tuning.md](tuning.md#training-while-the-courier-works)",
         _NOT_NEGATIVE,
     )
     scrub_rate: float = _setting(
@@ -196,7 +196,7 @@ class Config:
     )
     courier: str = _setting(
         "auto",
-        "what makes the MPI calls: `process` (one beside the trainer), `thread` (one of the trainer), or "
+        "what makes the MPI calls: `process` (one next to the trainer), `thread` (one of the trainer), or "
         "`auto`. `auto` takes a process unless you pass `comm=`, the program uses MPI itself, MPI is Open "
         "MPI, or ranks can find each other only by MPI. [concepts.md](concepts.md#the-courier)",
         _one_of("auto", "process", "thread"),
@@ -208,6 +208,11 @@ class Config:
     metrics: str = _setting(
         "",
         "Prometheus metrics: a file, or `:PORT` on loopback. [watching.md](watching.md#prometheus)",
+    )
+    heartbeat: bool = _setting(
+        True,
+        "ranks report their progress to `mlflash run` and [`mlflash top`](watching.md). Commands that open the memory "
+        "of a dead job set it to False",
     )
     enabled: bool = _setting(
         True,

@@ -2,8 +2,9 @@
 
 Usage: python tools/pictures.py [NAME...]; pictures: report, phone, top. Default: all.
 
-It runs 8 ranks on 4 emulated nodes for about a minute, and needs `pip install 'mlflash[mpich,plot,browser]'`, Chromium,
-and for the looks of it the font Inter (Debian: chromium, fonts-inter). An empty log, or a launch that fails, ends it.
+It runs 8 ranks on 4 emulated nodes for about a minute, and needs `pip install 'mlflash[mpich,browser]' Pillow`,
+Chromium, and for the looks of it the font Inter (Debian: chromium, fonts-inter). An empty log, or a launch that fails,
+ends it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Job:
             launch.wait(60)
             time.sleep(2)
             launch = self.start(1100)
-            time.sleep(6)
+            time.sleep(15)
             watch(self.memory)
             if launch.wait(120) != 0:
                 raise SystemExit("the second launch failed")
@@ -93,23 +94,17 @@ class Job:
 
 
 def watch_top(memory: Path) -> str:
-    """What `mlflash top` shows after it has watched for a while, as SVG."""
+    """What `mlflash top` shows, as SVG."""
     from rich.console import Console
 
-    from mlflash.live_monitor.history import History
     from mlflash.live_monitor.rank_status import look_here
-    from mlflash.live_monitor.screen import page
+    from mlflash.live_monitor.screen import Page
 
-    history, last = History(), None
-    for _ in range(16):
-        last = look_here(str(memory), JOB)
-        history.add(last)
-        time.sleep(0.7)
     with open(os.devnull, "w") as nowhere:
         console = Console(
             record=True, file=nowhere, width=92, highlight=False, force_terminal=True, color_system="truecolor"
         )
-        console.print(page(JOB, last, history, 92, 40))
+        console.print(Page(JOB, look_here(str(memory), JOB)))
     return terminal(console, "mlflash top")
 
 

@@ -174,7 +174,7 @@ def latest(checkpointer: Checkpointer, instead: object = None) -> str | None:
     Raises:
         Unrestorable: there are checkpoints, but none can be loaded, and you gave nothing as ``instead``.
     """
-    step = checkpointer.adapting.newest_step(instead)
+    step = checkpointer.adapting.newest_step(instead) if checkpointer.enabled else None
     return None if step is None else f"step-{step:08d}"
 
 

@@ -31,7 +31,7 @@ def step_of_path(checkpointer: Checkpointer, path: str) -> int:
         raise ConfigError("this is not a path of a checkpoint in memory", expected="mlflash:newest or mlflash:STEP",
                           found=path)  # fmt: skip
     if asked == "newest":
-        newest = checkpointer.adapting.newest_step()
+        newest = checkpointer.adapting.newest_step() if checkpointer.enabled else None
         if newest is None:
             raise StepNotFound("neither memory nor the directory has any checkpoint", expected=asked)
         return newest

@@ -124,7 +124,7 @@ class LocalCheckpoints(BaseCheckpointManager):
             Unrestorable: there are checkpoints, but none can be loaded, Megatron has no persistent one, and you gave
                 nothing as ``instead``.
         """
-        if self.latest_iteration == -1:
+        if self.latest_iteration == -1 and self.checkpointer.enabled:
             adapting = self.checkpointer.adapting
             given = self.persistent_dir or getattr(persistent.arguments(), "load", None)
             instead = adapting.seen_by_first(lambda: given if persistent.iteration_in(given) else self._instead)
@@ -214,6 +214,8 @@ class LocalCheckpoints(BaseCheckpointManager):
 
     def _begin(self, iteration: int, state: _Apart) -> Snapshot:
         checkpointer = self.checkpointer
+        if not checkpointer.enabled:
+            return checkpointer.save(iteration, state)
         if iteration != checkpointer.last_step:
             return checkpointer.adapting.save(iteration, state, checkpointer.adapting.stepped_optimizers())
         # The step is saved again after a failure. Its tensors must not change until that save has ended.
@@ -262,7 +264,8 @@ class LocalCheckpoints(BaseCheckpointManager):
         return self.local_ckpt_dir / self._filename_from_template(*ckpt_id[:2], ".dirty" if is_dirty else "")
 
     def _my_ckpt_ids(self) -> list[CkptID]:
-        return [(step, self.rank, self.session_id) for step in self.checkpointer.adapting.steps_alike()]
+        steps = self.checkpointer.adapting.steps_alike() if self.checkpointer.enabled else []
+        return [(step, self.rank, self.session_id) for step in steps]
 
     def _load(self, ckpt_id: CkptID) -> Any:
         raise CheckpointingException("all ranks read slots together: call load()")

@@ -98,7 +98,8 @@ def _watched(leaves: dict[str, torch.Tensor], found: Signatures, drop: bool = Fa
 
     def watch(name: str, leaf: torch.Tensor) -> torch.utils.hooks.RemovableHandle:
         def note(gradient: torch.Tensor) -> torch.Tensor | None:
-            found[name] = sign(gradient)
+            # PyTorch 2.15 casts to the dtype in which FSDP2 reduces: in a pass aside before this hook, else after it.
+            found[name] = sign(gradient.to(leaf.dtype))
             plain = drop and type(gradient) is torch.Tensor and not gradient.is_sparse
             return gradient.new_zeros(()).expand(gradient.shape) if plain else None
 

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from mlflash.human_readable.wording import listed
+
 from .gradients import Signatures
 from .signatures import difference
 
@@ -54,12 +56,11 @@ class Mismatch:
     reason: str
 
     def __str__(self) -> str:
-        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
         wrong = f"{self.culprit} is wrong" if self.culprit else "which of them is wrong cannot be told"
         return (
             f"step {self.step}: {self.witness} computed the micro-batch of {self.subject} again and got other bits; "
             f"{wrong}: {self.reason}. They differ by {self.difference:.1e} at most, in "
-            f"{', '.join(self.names[:_NAMED])}{more}"
+            f"{listed(self.names, _NAMED)}"
         )
 
 

@@ -1,69 +1,45 @@
-"""A table of all aims of the design. Each aim is "at most N times a yardstick".
-
-An aim "at least N times as fast" is written as "at most 1/N of the time".
-"""
+"""All aims of the design. Each is "at most N times a yardstick"; "N times as fast" is "at most 1/N of the time"."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Aim:
-    """A line of the table.
-
-    Attributes:
-        what: what is measured, in the words of the design.
-        peer: the best value of other libraries when the aim was set.
-        over: the yardstick. For a plain number it is "1 ms", "1 s", "1 MB" or "one".
-        most: the largest allowed multiple of the yardstick.
-        question: the folder that measures it.
-    """
+class Aim(NamedTuple):
+    """A line of the table: what is measured, the yardstick, and the largest allowed multiple of it."""
 
     what: str
-    peer: str
     over: str
     most: float
-    question: str
 
 
+MILLISECOND, SECOND, MEGABYTE, ONE = PLAIN = "1 ms", "1 s", "1 MB", "one"  # yardsticks of plain numbers
 MEMCPY, MEMCPY_AND_PUT = "memcpy", "memcpy + Put"
 LOOP, WARM, REDSET = "a loop of copy_", "a warm save", "redset, published"
 ALONE = "a step without a save"
 OFF = "no saves"
 D2H = "cudaMemcpyAsync to pinned memory"
-BARE_AND_A_BIT = "the same + 0.15 s"
+BARE_AND_A_BIT = "import numpy, MPI_Init, and 0.15 s"
 
 AIMS = {
-    "stall": Aim("stall of `save`, into warm memory", "1.0 (DLRover; DCP with a reused stager)", MEMCPY, 1.1, "save"),
-    "lazy": Aim("stall of a lazy copy, if a step is longer than the copy", "", MEMCPY, 0.1, "save"),
-    "small": Aim("many small tensors (3000 x 4 KiB): stall", "DCP 15 to 40", LOOP, 1.1, "sizes"),
-    "first": Aim("first save", "1.6 to 6", WARM, 2.0, "sizes"),
-    "committed": Aim(
-        "committed on two nodes of one host, checksums at both ends, main thread idle",
-        "ml-flashpoint about 5 memcpys, no checksum", MEMCPY_AND_PUT, 1.6, "save",
-    ),
-    "committed between hosts": Aim("the same, but between two hosts", "", MEMCPY_AND_PUT, 1.4, "transport"),
-    "cpu": Aim(
-        "CPU seconds of a save without redundancy, with checksums", "DCP 7 to 12, no checksum of content",
-        MEMCPY, 2.0, "save",
-    ),
-    "restore": Aim(
-        "restore on the same node into live tensors, every byte checked", "DCP 3 to 15", MEMCPY, 1.5, "restore"
-    ),
-    "views": Aim("restore on the same node as views, unchecked", "DLRover 2 to 12 ms, 512 MiB", "1 ms", 5.0, "restore"),
-    "dcp": Aim("restore through DCP", "3 to 15", MEMCPY, 2.0, "dcp"),
-    "xor": Aim("XOR encoding (4 ranks): twice as fast", "redset 1.20 GB/s", REDSET, 1 / 2, "parity"),
-    "rs": Aim("Reed-Solomon encoding, k=2 (4 ranks): four times as fast", "redset 0.46 GB/s", REDSET, 1 / 4, "parity"),
-    "slowed": Aim("a step of training while the courier works, on a core of its own", "", ALONE, 1.03, "training"),
-    "wall time": Aim("a training with a save every 10 steps and an idle core", "", OFF, 1.02, "walltime"),
-    "start": Aim(
-        "`Checkpointer(...)` with a courier process, compared with `import numpy` and MPI_Init", "",
-        BARE_AND_A_BIT, 1.0, "startup",
-    ),
-    "gpu stall": Aim("stall of `save` of a state on a GPU", "", D2H, 1.1, "gpu"),
-    "gpu lazy": Aim("the same of a lazy copy, if a step is longer than the copy", "", D2H, 0.1, "gpu"),
-    "planning": Aim("planning at 16,384 ranks (simulated)", "not published", "1 s", 1.0, "scale"),
-    "commit": Aim("allreduces of a commit at 16,384 ranks", "not published", "one", 3.0, "scale"),
-    "inventory": Aim("inventory at 16,384 ranks, per node", "not published", "1 MB", 4.0, "scale"),
-}  # fmt: skip
+    "stall": Aim("stall of `save`, into warm memory", MEMCPY, 1.1),
+    "lazy": Aim("stall of a lazy copy, if a step is longer than the copy", MEMCPY, 0.1),
+    "small": Aim("stall of many small tensors", LOOP, 1.1),
+    "first": Aim("first save", WARM, 2.0),
+    "committed": Aim("committed on two nodes of one host, main thread idle", MEMCPY_AND_PUT, 1.6),
+    "committed between hosts": Aim("the same between two hosts", MEMCPY_AND_PUT, 1.4),
+    "cpu": Aim("CPU seconds of a save without redundancy", MEMCPY, 2.0),
+    "restore": Aim("restore on the same node, every byte checked", MEMCPY, 1.5),
+    "views": Aim("restore as views, unchecked", MILLISECOND, 5.0),
+    "dcp": Aim("restore through DCP", MEMCPY, 2.0),
+    "xor": Aim("XOR encoding", REDSET, 1 / 2),
+    "rs": Aim("Reed-Solomon encoding, k=2", REDSET, 1 / 4),
+    "slowed": Aim("a step while the courier works on a core of its own", ALONE, 1.03),
+    "wall time": Aim("a training with a save every 10 steps and an idle core", OFF, 1.02),
+    "start": Aim("`Checkpointer(...)` with a courier process", BARE_AND_A_BIT, 1.0),
+    "gpu stall": Aim("stall of `save` of a state on a GPU", D2H, 1.1),
+    "gpu lazy": Aim("the same of a lazy copy", D2H, 0.1),
+    "planning": Aim("planning at 16,384 ranks", SECOND, 1.0),
+    "commit": Aim("allreduces of a commit", ONE, 3.0),
+    "inventory": Aim("inventories of all nodes at 16,384 ranks", MEGABYTE, 4.0),
+}

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mlflash import Checkpointer
+from mlflash.wireup.launcher_variables import as_torchrun
 
 from .rows import Row, Samples
 
@@ -26,6 +28,7 @@ Seconds = Mapping[str, float]
 Action = Callable[[], Seconds | None]  # returns further seconds by name
 
 WARM_UP = 2
+TIMEOUT_S = 120.0
 
 
 class Bench:
@@ -46,14 +49,15 @@ class Bench:
     def header(self, **more: Any) -> None:
         """Write a header about this machine and its software."""
         name, version = MPI.get_vendor()
-        self._write({"mpi": f"{name} {'.'.join(map(str, version))}", **more})
+        self.write({"mpi": f"{name} {'.'.join(map(str, version))}", **more})
 
     def rows(self, *rows: Row) -> None:
         """Write rows of tables."""
-        for one in rows:
-            self._write(one)
+        for row in rows:
+            self.write(row)
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write a line of any form."""
         if self.comm.rank == 0:
             with self._out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -68,14 +72,14 @@ class Bench:
         Returns:
             Seconds of the slowest rank by name, shape ``(repetitions,)``, and CPU seconds by name + " CPU".
         """
-        rounds = []
+        rounds = list[dict[str, float]]()
         for _ in range(self.warm_up + self.repetitions):
             before()
             seconds: dict[str, float] = {}
             for name, action in actions.items():
                 seconds |= self._timed(name, action)
             rounds.append(slowest(self.comm, seconds))
-        return {name: np.array([one[name] for one in rounds[self.warm_up :]]) for name in rounds[0]}
+        return {name: np.array([seconds[name] for seconds in rounds[self.warm_up :]]) for name in rounds[0]}
 
     def _timed(self, name: str, action: Action) -> dict[str, float]:
         self.comm.Barrier()
@@ -95,7 +99,7 @@ class Bench:
 
     def checkpointer(self, job: str, **settings: Any) -> Checkpointer:
         """Make a Checkpointer that raises the errors of saves. Collective."""
-        settings = {"strict": True, "timeout_s": 60, **settings}
+        settings = {"strict": True, "timeout_s": TIMEOUT_S, **settings}
         return Checkpointer(memory=str(self.memory), job=job, comm=self.comm, **settings)
 
 
@@ -109,3 +113,19 @@ def slowest(comm: MPI.Comm, seconds: Seconds) -> dict[str, float]:
 def cpu(samples: Samples) -> Samples:
     """Return the CPU seconds, under the same names as the seconds."""
     return {name.removesuffix(" CPU"): values for name, values in samples.items() if name.endswith(" CPU")}
+
+
+@contextlib.contextmanager
+def under_torchrun(comm: MPI.Comm) -> Iterator[None]:
+    """Set the variables of torchrun, so that courier processes can start: MPI already uses those of the launcher."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = comm.bcast(sock.getsockname()[1], 0)
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(as_torchrun(before, comm.rank, comm.size, comm.rank, "127.0.0.1", port))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

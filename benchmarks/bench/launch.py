@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlflash.errors import LaunchFailed
 from mlflash.launcher.processes import ask_within, mpiexec
@@ -21,54 +22,57 @@ KILL_S = 5.0  # between SIGTERM and SIGKILL
 HOME = Path(__file__).parents[1]
 
 
-def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per_node: int = 1,
-           environment: Mapping[str, str] | None = None, python: str = sys.executable
-           ) -> tuple[str, Lines]:  # fmt: skip
-    """Run a script on emulated nodes.
+class Part(NamedTuple):
+    """One launch.
 
-    Args:
+    Attributes:
         ranks: number of ranks.
-        script: the program of a rank. Its first argument is a file to which the ranks write lines of JSON. Its second
-            argument is a directory in memory for all their files, which is removed afterward.
-        arguments: further arguments.
-        timeout_s: seconds after which the ranks are killed.
-        per_node: ranks on each node.
-        environment: variables for MPI, in addition to the environment of this process.
-        python: the Python of an environment that has the packages that the ranks need.
+        measure: the function that each rank calls with a `Bench` and the arguments.
+        arguments: keyword arguments that can be written as JSON.
+        per_node: ranks on each emulated node.
+        python: the Python that runs the ranks.
+    """
+
+    ranks: int
+    measure: Callable[..., None]
+    arguments: Mapping[str, Any] = {}
+    per_node: int = 1
+    python: str = sys.executable
+
+
+def launch(part: Part, repetitions: int, timeout_s: float) -> tuple[str, Lines]:
+    """Run the ranks of a part on emulated nodes, and kill them after ``timeout_s``.
 
     Returns:
         What went wrong ("" if nothing did), and the lines that the ranks wrote.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
-        argv, env = program(script, out, memory, arguments, python)
-        command, env = mpiexec(
-            ranks, argv, {**(environment or {}), **env, "MLFLASH_RANKS_PER_NODE": str(per_node), "TMPDIR": memory}
-        )
-        before = signal.signal(signal.SIGTERM, _end)  # otherwise ranks and files in memory would stay behind
+        argv, variables = command_of(part, repetitions, out, memory)
+        variables |= {"MLFLASH_RANKS_PER_NODE": str(part.per_node), "TMPDIR": memory}
+        command, variables = mpiexec(part.ranks, argv, variables)
+        previous = signal.signal(signal.SIGTERM, _end)  # otherwise ranks and files in memory would stay behind
         try:
-            why = run_until(command, timeout_s, KILL_S, env=env)
+            why = run_until(command, timeout_s, KILL_S, env=variables)
         finally:
-            signal.signal(signal.SIGTERM, before)
-        return f"{script.parent.name}/{script.name} {why}" if why else "", lines_of(out)
+            signal.signal(signal.SIGTERM, previous)
+        return f"{part.measure.__name__} on {part.ranks} ranks {why}" if why else "", lines_of(out)
 
 
-def program(script: Path, out: Path, memory: str, arguments: Sequence[str], python: str = sys.executable
-            ) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+def command_of(part: Part, repetitions: int, out: Path, memory: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of a rank and its environment. With -m mpi4py an exception on one rank ends all ranks."""
+    file = str(Path(inspect.getfile(part.measure)).resolve())
+    call = [file, part.measure.__name__, str(repetitions), json.dumps(part.arguments)]
+    argv = [part.python, "-m", "mpi4py", str(HOME / "bench" / "rank.py"), str(out), memory, *call]
     path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
-    argv = [python, "-m", "mpi4py", str(script), str(out), memory, *arguments]
     return argv, {"PYTHONWARNINGS": "error", "PYTHONPATH": path}
 
 
 def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options: Any) -> str:
     """Run a program. End it and its session when its time is over or this process is interrupted.
 
-    Args:
-        command: the command line.
-        timeout_s: how long it may take.
-        kill_s: seconds from SIGTERM to SIGKILL. mpiexec forwards the SIGTERM to ranks in other sessions.
-        options: options of `subprocess.Popen`. With ``stderr=PIPE`` the result includes the end of its output.
+    From SIGTERM, which mpiexec forwards to ranks in other sessions, to SIGKILL it takes ``kill_s``. The options are
+    those of `subprocess.Popen`.
 
     Returns:
         What went wrong ("" if nothing did).
@@ -77,8 +81,8 @@ def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options
         done = ask_within(command, timeout_s, kill_s, **{"stdout": None, "stderr": None, **options})
     except LaunchFailed as error:
         return error.message
-    said = f": {done.stderr[-2000:]}" if done.stderr else ""
-    return f"ended with exit status {done.returncode}{said}" if done.returncode else ""
+    output = f": {done.stderr[-2000:]}" if done.stderr else ""
+    return f"ended with exit status {done.returncode}{output}" if done.returncode else ""
 
 
 def lines_of(out: Path) -> Lines:

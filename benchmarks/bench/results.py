@@ -1,4 +1,4 @@
-"""Writes results to files: JSON to keep, the table of a README, and a description of the machine."""
+"""Keeps results in files of JSON, describes the machine, and writes RESULTS.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,15 @@ import torch
 
 from mlflash import __version__
 
+from .aims import AIMS
 from .launch import HOME
-from .rows import Row
-from .table import grids, header_in_words, markdown
+from .rows import Grid, Row, grids, markdown
 
-KEPT = HOME / "results"  # not under version control
-BEGIN, END = "<!-- measured: written by run.py --readme -->", "<!-- end of what was measured -->"
-CODE = ("mlflash", "adapters", "benchmarks", ":!*.md", ":!*.svg")
+PREAMBLE = """# Results
+
+`make bench` writes this file. Ratios compare times of the same repetition: median (quartiles). [README.md](README.md)
+explains the questions.
+"""
 
 
 class Result(NamedTuple):
@@ -34,24 +36,18 @@ class Result(NamedTuple):
 
 def machine() -> dict[str, Any]:
     """Return the part of the header that is the same for all questions."""
-    found = {"mlflash": __version__, "commit": commit(), "python": platform.python_version(),
-             "torch": torch.__version__, "numpy": np.__version__, "cpu": _cpu(), "cpus": os.cpu_count(),
-             "when": datetime.date.today().isoformat()}  # fmt: skip
-    return {name: value for name, value in found.items() if value}
+    return {"mlflash": __version__, "commit": _commit(), "python": platform.python_version(),
+            "torch": torch.__version__, "numpy": np.__version__, "cpu": _cpu(), "cpus": os.cpu_count(),
+            "when": datetime.date.today().isoformat()}  # fmt: skip
 
 
-def commit() -> str:
-    """Return the last commit that changed the code, with a + if the code has changed since, or "" without git."""
+def _commit() -> str:
+    """Return the commit, with "-dirty" if the code has changed since, or "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
-        name = _git("log", "-1", "--abbrev=10", "--format=%h", "--", *CODE)
-        return name + ("+" if _git("status", "--porcelain", "--", *CODE) else "")
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=30).stdout.strip()
+    except OSError:
         return ""
-
-
-def _git(*arguments: str) -> str:
-    found = subprocess.run(["git", *arguments], cwd=HOME.parent, capture_output=True, text=True, timeout=30, check=True)
-    return found.stdout.strip()
 
 
 def _cpu() -> str:
@@ -67,16 +63,39 @@ def keep(path: Path, header: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 
 def read(path: Path) -> Result:
-    found = json.loads(path.read_text())
-    return Result(found["header"], found["rows"])
+    return Result(**json.loads(path.read_text()))
 
 
-def fill_readme(path: Path, result: Result) -> None:
-    """Put the tables between the two marks of a README. Without marks, do nothing."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        return
-    tables = "\n".join(map(markdown, grids(result.rows)))
-    plot = "![plot](plot.svg)\n\n" if path.with_name("plot.svg").exists() else ""
-    path.write_text(f"{before}{BEGIN}\n\n{header_in_words(result.header)}\n{plot}{tables}\n{END}{after}")
+def report(results: Mapping[str, Result], missing: Mapping[str, str], quick: bool) -> str:
+    """Write the text of RESULTS.md.
+
+    Args:
+        results: the results, by question.
+        missing: why a question has no results, by question.
+        quick: whether this was a quick run, whose numbers mean nothing.
+    """
+    common = dict.fromkeys(("mlflash", "commit", "python", "torch", "numpy", "cpu", "cpus", "when", "mpi"), "")
+    for result in results.values():
+        common |= {name: common[name] or value for name, value in result.header.items() if name in common}
+    rows = [row for result in results.values() for row in result.rows]
+    aims = Grid("", ["what", "aim", "measured", "reached"], list(_aims(rows)))
+    parts = [PREAMBLE, *["**A quick run, which only shows that everything works.**\n"] * quick,
+             _header(common), "## The aims of the design\n", markdown(aims)]  # fmt: skip
+    for question, result in results.items():
+        own = {name: value for name, value in result.header.items() if common.get(name) != value}
+        parts += [f"## {question}\n", _header(own), *map(markdown, grids(result.rows))]
+    parts += [f"## {question}\n\n{why}.\n" for question, why in missing.items() if question not in results]
+    return "\n".join(parts)
+
+
+def _header(header: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in header.items() if value != "") + ".\n"
+
+
+def _aims(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield a line for each aim, with all rows that show it."""
+    for name, aim in AIMS.items():
+        ratios = sorted(row["over"][aim.over][0] for row in rows if row.get("shows") == name)
+        measured = f"{ratios[0]:.2f}" + f" to {ratios[-1]:.2f}" * (len(ratios) > 1) if ratios else "not measured"
+        reached = f"{sum(ratio <= aim.most for ratio in ratios)} of {len(ratios)}" if ratios else ""
+        yield [aim.what, f"≤ {aim.most:g} x {aim.over}", measured, reached]

@@ -1,13 +1,16 @@
-"""The common form of all results. A row has a time, its ratios to yardsticks of the same repetitions, and its aim."""
+"""The common form of all results, and its tables for a terminal and in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypedDict
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+from rich.console import Console
+from rich.markdown import Markdown
 
-from .aims import AIMS
+from .aims import PLAIN
 
 Samples = Mapping[str, np.ndarray]  # by name: seconds of the slowest rank, shape (repetitions,)
 
@@ -18,65 +21,98 @@ class Row(TypedDict, total=False):
     Attributes:
         what: the title.
         seconds: the median.
-        samples: the seconds of each repetition.
-        over: the median ratio, by yardstick.
-        spread: the quartiles of that ratio, by yardstick.
-        aim: a yardstick and the largest allowed multiple of it, or None.
-        also: further aims.
+        over: by yardstick: the median ratio of the same repetitions, and its quartiles.
         shows: the aim of bench/aims.py with which the row is compared.
         case: the table to which the row belongs, or "" if there is only one.
-        column: the column, in a table with several times per line.
-        note: a remark. A row that never ended, or that failed, has a note and no times.
+        column: the column, in a table with several times per line. Such a table shows no quartiles.
+        note: a remark. A row that only counts, or that failed, has a note and no times.
     """
 
     what: str
     seconds: float
-    samples: list[float]
-    over: dict[str, float]
-    spread: dict[str, list[float]]
-    aim: tuple[str, float] | None
-    also: list[tuple[str, float]]
+    over: dict[str, list[float]]
     shows: str
     case: str
     column: str
     note: str
 
 
-def row(
-    what: str, samples: np.ndarray, over: Samples, shows: str = "", aim: tuple[str, float] | None = None, **more: Any
-) -> Row:
-    """Make a row.
-
-    Args:
-        what: the title.
-        samples: seconds, shape ``(repetitions,)``.
-        over: yardsticks by name. Each is the seconds of the same repetitions, or a number.
-        shows: name of an aim of the design. Its yardstick must be in ``over``.
-        aim: another aim.
-        more: other fields.
-    """
-    ratios = {name: samples / yardstick for name, yardstick in over.items()}
-    made = Row(
-        what=what,
-        seconds=float(np.median(samples)),
-        samples=samples.tolist(),
-        over={name: float(np.median(values)) for name, values in ratios.items()},
-        spread={name: np.quantile(values, (0.25, 0.75)).tolist() for name, values in ratios.items()},
-        aim=(AIMS[shows].over, AIMS[shows].most) if shows else aim,
-    )
-    if shows:
-        made["shows"] = shows
-    made.update(more)  # type: ignore[typeddict-item]
+def row(what: str, samples: np.ndarray, yardsticks: Mapping[str, Any], shows: str = "", **more: str) -> Row:
+    """Make a row from seconds, shape ``(repetitions,)``, and from yardsticks, each of that shape or a number."""
+    ratios = {name: samples / yardstick for name, yardstick in yardsticks.items()}
+    over = {name: np.quantile(values, (0.5, 0.25, 0.75)).tolist() for name, values in ratios.items()}
+    made = Row(what=what, seconds=float(np.median(samples)), over=over)
+    made.update({"shows": shows, **more})  # type: ignore[typeddict-item]
     return made
 
 
-def aims_of(one: Row) -> list[tuple[str, float]]:
-    """Return all aims of a row."""
-    first = one.get("aim")
-    return ([first] if first else []) + one.get("also", [])
+class Grid(NamedTuple):
+    """A table of words."""
+
+    title: str
+    heads: list[str]
+    lines: list[list[str]]
 
 
-def reached(one: Row) -> bool | None:
-    """Return whether a row reaches all its aims, or None if it has no aim."""
-    aims = aims_of(one)
-    return all(one.get("over", {}).get(of, np.inf) <= most for of, most in aims) if aims else None
+def grids(rows: Iterable[Row]) -> list[Grid]:
+    """Make one table for each case, in the order of the rows."""
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row.get("case", ""), []).append(row)
+    return [(_wide if any("column" in row for row in some) else _long)(case, some) for case, some in cases.items()]
+
+
+def _long(case: str, rows: Sequence[Row]) -> Grid:
+    """Make a table with one line per row and one column per yardstick."""
+    yardsticks = list(dict.fromkeys(name for row in rows for name in row.get("over", ())))
+    has_seconds, has_notes = any("seconds" in row for row in rows), any(row.get("note") for row in rows)
+    heads = ["what", *["s"] * has_seconds, *(f"/ {name}" for name in yardsticks), *["note"] * has_notes]
+    lines = [
+        [row["what"], *[_seconds(row)] * has_seconds, *(ratio(row, name) for name in yardsticks),
+         *[row.get("note", "")] * has_notes]
+        for row in rows
+    ]  # fmt: skip
+    return Grid(case, heads, lines)
+
+
+def _wide(case: str, rows: Sequence[Row]) -> Grid:
+    """Make a table with several values per line: ratios to the first yardstick, which the title names, or notes."""
+    columns = list(dict.fromkeys(row["column"] for row in rows))
+    yardstick = next((name for row in rows for name in row.get("over", ()) if name not in PLAIN), "")
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        median = ratio(row, yardstick).partition(" ")[0]
+        value = f"{median} ({_seconds(row)})" if median and "seconds" in row else median or _seconds(row)
+        cells.setdefault(row["what"], {})[row["column"]] = "; ".join(filter(None, (value, row.get("note", ""))))
+    lines = [[what, *(values.get(name, "") for name in columns)] for what, values in cells.items()]
+    return Grid(f"{case}: times {yardstick} (seconds)" if yardstick else case, ["what", *columns], lines)
+
+
+def _seconds(row: Row) -> str:
+    return f"{row['seconds']:.3g}" if "seconds" in row else ""
+
+
+def ratio(row: Row, name: str) -> str:
+    """Format median and quartiles of a ratio."""
+    if name not in row.get("over", ()):
+        return ""
+    median, low, high = row["over"][name]
+    return _number(median) + (f" ({_number(low)}–{_number(high)})" if low < median or median < high else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def show(header: Mapping[str, Any], tables: Iterable[Grid]) -> None:
+    """Print the tables."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    for name, value in header.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
+    console.print(Markdown("\n".join(map(markdown, tables))))
+
+
+def markdown(grid: Grid) -> str:
+    head, *lines = ("| " + " | ".join(line) + " |" for line in (grid.heads, *grid.lines))
+    text = "\n".join([head, "|---" * len(grid.heads) + "|", *lines])
+    return (f"**{grid.title}**\n\n" if grid.title else "") + text + "\n"

@@ -7,28 +7,28 @@ from typing import Any
 
 import torch
 from bench.clock import Bench
+from bench.device import Device
 from bench.rows import Row
-from device import Device
-from model import Training
+from bench.training import Training
 
-CASE = "Saved bits, compared after a restore into a fresh model"
+CASE = "Saved bits"
 
 
 def compare(bench: Bench, device: Device, nbytes: int) -> None:
     """Try all cases. If bits differ, an assertion fails."""
     for name, lazy in (("eager", False), ("lazy", True)):
         found = freed(bench, device, nbytes, lazy)
-        what = "model and optimizer are freed right after save, and other tensors overwrite their memory"
+        what = "freed memory is overwritten right after save"
         _note(bench, f"{name}: {what}", found)
     for name, lazy in (("eager", False), ("lazy", True)):
         if device.is_cuda:
             replayed(bench, device, nbytes, lazy)
-            _note(bench, f"{name}: a captured step (AdamW, capturable) is replayed right after save")
+            _note(bench, f"{name}: a captured step is replayed right after save")
         else:
             _note(bench, f"{name}: a captured step", "needs CUDA")
     if device.is_cuda:
         replayed_sgd(bench, device, nbytes)
-    _note(bench, "lazy: a captured step of SGD is replayed after snapshot.wait_staged()",
+    _note(bench, "lazy: a captured step of SGD after wait_staged()",
           "bits equal" if device.is_cuda else "needs CUDA")  # fmt: skip
 
 
@@ -115,4 +115,4 @@ def _assert_restored(ckpt: Any, fresh: Training, kept: list[torch.Tensor]) -> No
 
 
 def _note(bench: Bench, what: str, found: str = "bits equal") -> None:
-    bench.rows(Row(what=what, case=CASE, over={}, aim=None, note=found))
+    bench.rows(Row(what=what, case=CASE, note=found))

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from bench.aims import ALONE, D2H
 from bench.clock import Bench
+from bench.device import Device
 from bench.rows import Samples, row
-from device import Device
-from model import Training, Waits
+from bench.training import Training, Waits
 
 from mlflash import Checkpointer
 
@@ -69,8 +69,7 @@ def measure(bench: Bench, device: Device, nbytes: int) -> None:
             "restore": timed.restore,
         })  # fmt: skip
     waits.close()
-    for one in _rows(samples, first, device.is_cuda):
-        bench.rows(one)
+    bench.rows(*_rows(samples, first, device.is_cuda))
 
 
 class _Timed:
@@ -132,22 +131,19 @@ class _Timed:
 
 def _rows(samples: Samples, first_s: float, is_cuda: bool) -> list[Any]:
     stall, lazy = ("gpu stall", "gpu lazy") if is_cuda else ("", "")  # a dry run is compared with no aim
-    over = {D2H: samples[D2H], ALONE: samples[ALONE]}
+    copies, steps = {D2H: samples[D2H]}, {ALONE: samples[ALONE]}
     eager_s = float(np.median(samples["eager stall"]))
     return [
-        row(D2H, samples[D2H], over),
-        row(ALONE, samples[ALONE], over),
-        row("stall of an eager save", samples["eager stall"], over, stall,
+        row(D2H, samples[D2H], copies),
+        row("stall of an eager save", samples["eager stall"], copies, stall,
             note=f"the first one after prepare: {first_s / eager_s:.2f} times as long"),
-        row("stall of a lazy save: time in save, plus the device's wait in optimizer.step()", samples["lazy both"],
-            over, lazy),
-        row("stall of a lazy save: only the time in save", samples["lazy stall"], over),
-        row("a step with an eager save", samples["eager step"], over),
-        row("a step with a lazy save", samples["lazy step"], over),
-        *(row(f"a step while the courier works, {name}", samples[f"{name} further"], over)
+        row("stall of a lazy save, and the device's wait in optimizer.step()", samples["lazy both"], copies, lazy),
+        row(ALONE, samples[ALONE], steps),
+        row("a step with an eager save", samples["eager step"], steps),
+        row("a step with a lazy save", samples["lazy step"], steps),
+        *(row(f"a step while the courier works, {name}", samples[f"{name} further"], steps)
           for name in ("eager", "lazy") if not np.isnan(samples[f"{name} further"]).any()),
-        row("committed, eager", samples["eager committed"], over),
-        row("committed, lazy", samples["lazy committed"], over),
-        row("restore straight to the device, every byte checked", samples["restored"],
-            {H2D: samples[H2D], D2H: samples[D2H]}),
+        row("committed, eager", samples["eager committed"], copies),
+        row("committed, lazy", samples["lazy committed"], copies),
+        row("restore straight to the device, every byte checked", samples["restored"], {H2D: samples[H2D]}),
     ]  # fmt: skip

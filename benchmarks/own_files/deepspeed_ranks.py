@@ -1,4 +1,4 @@
-"""The program of each rank: DeepSpeed trains some layers, and after the first step saves in each compared way."""
+"""DeepSpeed trains some layers, and after the first step saves in each compared way."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from rounds import COMM, DCP, ITSELF, OURS, Rounds, Way, dcp_way  # noqa: E402
+import torch
+import torch.distributed as dist
+from rounds import DCP, ITSELF, OURS, Rounds, Way, dcp_way
 
 torch.compile = lambda function=None, **options: function or (lambda other: other)  # type: ignore[assignment]
-import deepspeed  # noqa: E402
+import deepspeed
 
-from mlflash.adapters.deepspeed import attach  # noqa: E402
-from mlflash.adapters.distributed import init_process_group  # noqa: E402
+from mlflash.adapters.deepspeed import attach
+from mlflash.adapters.distributed import init_process_group
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it would be compiled
 WIDTH, BATCH = 1024, 64
+CASE = "DeepSpeed, ZeRO-1"
 
 
-def main() -> None:
-    rounds = Rounds()
-    init_process_group(comm=COMM)
+def train(rounds: Rounds) -> None:
+    init_process_group(comm=rounds.comm)
     layers = max(1, rounds.parameters // (WIDTH * WIDTH))
     model: Any = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1},
@@ -33,15 +33,15 @@ def main() -> None:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
     engine.step()
-    with attach(engine, 1000, in_background=True, job="own-files", comm=COMM, memory=rounds.memory) as flash:
+    with attach(engine, 1000, in_background=True, job="own-files", comm=rounds.comm, memory=rounds.memory) as flash:
 
         def by_itself(folder: Path) -> None:
             type(engine).save_checkpoint(engine, str(folder), tag="saved")
 
         def state() -> dict[str, Any]:
-            return {"model": model.state_dict(), f"optimizer {COMM.rank}": engine.optimizer.state_dict()}
+            return {"model": model.state_dict(), f"optimizer {rounds.comm.rank}": engine.optimizer.state_dict()}
 
-        rounds.measure("DeepSpeed, ZeRO-1", {
+        rounds.measure(CASE, {
             ITSELF: Way(by_itself),
             OURS: Way(lambda folder: engine.save_checkpoint(str(folder), tag="saved"), flash._files.finish),
             DCP: dcp_way(state),
@@ -49,10 +49,7 @@ def main() -> None:
         for _ in range(rounds.steps - 1):
             engine.backward(engine(torch.ones(BATCH, WIDTH)).square().mean())
             engine.step()
-            rounds.in_memory(flash.checkpointer, flash.save)
-        rounds.show_in_memory("DeepSpeed, ZeRO-1")
+            flash.save()
+            rounds.after_save(flash.checkpointer)
+    rounds.show_in_memory(CASE)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

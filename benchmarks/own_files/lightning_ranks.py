@@ -1,4 +1,4 @@
-"""The program of each rank: Lightning trains some layers, and after the first step saves in each compared way."""
+"""Lightning trains some layers, and after the first step saves in each compared way."""
 
 from __future__ import annotations
 
@@ -10,28 +10,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from rounds import COMM, DCP, ITSELF, OURS, Rounds, Way, dcp_way
-from torch.utils.data import DataLoader, Dataset
+from rounds import ASYNC, DCP, ITSELF, OURS, Rounds, Way, dcp_way
 
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.lightning import MLFlashCallback
-from mlflash.adapters.lightning.states import state_of
 
 WIDTH, BATCH = 1024, 64
-ASYNC = "AsyncCheckpointIO"
-
-
-class Rows(Dataset[torch.Tensor]):
-    """A dataset with ``count`` rows."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return torch.ones(WIDTH)
+CASE = "Lightning, DDP"
 
 
 class Model(pl.LightningModule):
@@ -49,7 +34,7 @@ class Model(pl.LightningModule):
 
 
 class Saves(pl.Callback):
-    """Runs the measurements at the end of a step."""
+    """Measures at the end of a step: after the first one all ways, and later what mlflash's callback has just saved."""
 
     def __init__(self, rounds: Rounds, flash: Any):
         self.rounds, self.flash = rounds, flash
@@ -58,9 +43,7 @@ class Saves(pl.Callback):
         if trainer.global_step == 1:
             self.of_files(trainer, module)
         else:
-            flash = self.flash.checkpointer
-            self.rounds.in_memory(flash, lambda: flash.adapting.save_or_warn(
-                trainer.global_step, state_of(trainer), trainer.optimizers))  # fmt: skip
+            self.rounds.after_save(self.flash.checkpointer)
 
     def of_files(self, trainer: Any, module: Any) -> None:
         """Time all ways in which Lightning can save its state."""
@@ -76,7 +59,7 @@ class Saves(pl.Callback):
         def state() -> dict[str, Any]:
             return {"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
 
-        self.rounds.measure("Lightning, DDP", {
+        self.rounds.measure(CASE, {
             ITSELF: Way(save),
             OURS: Way(lambda folder: save(folder, background=True), ours.__self__.finish),
             ASYNC: Way(lambda folder: save(folder, io=peer), peer.teardown),
@@ -84,18 +67,16 @@ class Saves(pl.Callback):
         })  # fmt: skip
 
 
-def main() -> None:
-    rounds = Rounds()
-    init_process_group(comm=COMM)
-    ours = MLFlashCallback(every_n_steps=1000, in_background=True, job="own-files", comm=COMM, memory=rounds.memory)
+def train(rounds: Rounds) -> None:
+    init_process_group(comm=rounds.comm)
+    flash = MLFlashCallback(every_n_steps=1, in_background=True, job="own-files", comm=rounds.comm,
+                            memory=rounds.memory)  # fmt: skip
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(default_root_dir=rounds.memory, accelerator="cpu", devices=COMM.size, max_steps=rounds.steps,
-                         callbacks=[Saves(rounds, ours), ours], strategy=DDPStrategy(), **off)  # fmt: skip
+    trainer = pl.Trainer(default_root_dir=rounds.memory, accelerator="cpu", devices=rounds.comm.size,
+                         max_steps=rounds.steps, callbacks=[flash, Saves(rounds, flash)], strategy=DDPStrategy(),
+                         **off)  # fmt: skip
     model = Model(max(1, rounds.parameters // (WIDTH * WIDTH)))
-    trainer.fit(model, DataLoader(Rows(rounds.steps * BATCH * COMM.size), BATCH))  # one epoch
-    rounds.show_in_memory("Lightning, DDP")
+    batches = [torch.ones(BATCH, WIDTH)] * (rounds.steps * rounds.comm.size)
+    trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))  # one epoch
+    rounds.show_in_memory(CASE)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

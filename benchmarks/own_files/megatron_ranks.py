@@ -1,7 +1,6 @@
-"""The program of each rank: Megatron's pretrain trains a GPT and then saves in each compared way.
+"""Megatron's pretrain trains a GPT and then saves in each compared way. The training is that of the tests.
 
-The training is that of the tests, which pretend to have CUDA. Megatron starts processes that import this file. These
-processes must not start MPI.
+The tests pretend to have CUDA.
 """
 
 from __future__ import annotations
@@ -12,40 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
-os.environ["OUT"] = sys.argv[2]  # the training of the tests writes its notes there
+import torch.distributed as dist
+from rounds import ASYNC, DCP, ITSELF, OURS, Rounds, Way, dcp_way
 
-import torch.distributed as dist  # noqa: E402
-from megatron_pretrain import pretrain  # noqa: E402
-
-from mlflash.adapters.distributed import init_process_group  # noqa: E402
+from mlflash.adapters.distributed import init_process_group
+from mlflash.adapters.megatron import easy, persistent
 
 WIDTH = 512
-ASYNC = "--async-save"
 
 
-def in_memory(asked: Any, iteration: int, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Time a save in memory."""
-    from rounds import COMM
-
-    from mlflash.adapters.megatron import easy
-
-    if easy._running is None:
-        easy.initialize_easyckpt(1, 0, 0, job="in-memory", comm=COMM, memory=asked.memory, directory=None)
-    assert easy._running is not None
-    save = functools.partial(easy.save_checkpoint_if_needed, iteration, model, optimizer, scheduler)
-    asked.in_memory(easy._running.checkpointer, save)
-
-
-def measure(asked: Any, iteration: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+def measure(rounds: Rounds, iteration: int, model: Any, optimizer: Any, scheduler: Any) -> None:
     """Time all ways in which Megatron can save its state."""
     from megatron.training import async_utils, get_args
-    from rounds import COMM, DCP, ITSELF, OURS, Way, dcp_way
-
-    from mlflash.adapters.megatron import easy, persistent
 
     args = get_args()
-    easy.initialize_easyckpt(1000, 1, 0, in_background=True, job="own-files", comm=COMM, memory=asked.memory)
+    easy.initialize_easyckpt(1000, 1, 0, in_background=True, job="own-files", comm=rounds.comm, memory=rounds.memory)
     assert easy._running is not None and easy._running.files is not None
     files = easy._running.files
 
@@ -59,41 +39,43 @@ def measure(asked: Any, iteration: int, model: Any, optimizer: Any, scheduler: A
 
     def state() -> dict[str, Any]:
         own = {name: value for name, value in model[0].state_dict().items() if value is not None}
-        return {"model": own, f"optimizer {COMM.rank}": optimizer.state_dict()}
+        return {"model": own, f"optimizer {rounds.comm.rank}": optimizer.state_dict()}
 
-    asked.measure("Megatron's pretrain, torch_dist", {
+    rounds.measure("Megatron's pretrain, torch_dist", {
         ITSELF: Way(save),
         OURS: Way(in_background, files.finish),
-        ASYNC: Way(lambda folder: save(folder, True), lambda: async_utils.maybe_finalize_async_save(blocking=True)),
+        ASYNC: Way(lambda folder: save(folder, True),
+                            lambda: async_utils.maybe_finalize_async_save(blocking=True)),
         DCP: dcp_way(state),
     })  # fmt: skip
     args.async_save = False
     easy.close()
+    easy.initialize_easyckpt(1, 0, 0, job="in-memory", comm=rounds.comm, memory=rounds.memory, directory=None)
 
 
-def main() -> None:
-    from rounds import COMM, Rounds
+def train(rounds: Rounds) -> None:
+    os.environ["OUT"] = rounds.memory  # the training of the tests writes its notes there
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+    from megatron_pretrain import pretrain
 
-    asked = Rounds()
-    init_process_group(comm=COMM)
+    init_process_group(comm=rounds.comm)
     from megatron.training import training
 
-    from mlflash.adapters.megatron import easy
-
     def save_and_decide(model: Any, optimizer: Any, scheduler: Any, iteration: int, *args: Any) -> bool:
-        (measure if iteration == 1 else in_memory)(asked, iteration, model, optimizer, scheduler)
-        if iteration < asked.steps:
+        if iteration == 1:
+            measure(rounds, iteration, model, optimizer, scheduler)
+        else:
+            easy.save_checkpoint_if_needed(iteration, model, optimizer, scheduler)
+            assert easy._running is not None
+            rounds.after_save(easy._running.checkpointer)
+        if iteration < rounds.steps:
             return False
-        asked.show_in_memory("Megatron, EasyCkpt's calls")
+        rounds.show_in_memory("Megatron, EasyCkpt's calls")
         easy.close()
         return True
 
     training.checkpoint_and_decide_exit = save_and_decide
-    layers = max(1, asked.parameters // (12 * WIDTH**2))
-    pretrain(["--hidden-size", str(WIDTH), "--num-layers", str(layers), "--save", str(asked.memory), "--exit-interval",
-              str(asked.steps), "--async-strategy", "mcore"])  # fmt: skip
+    layers = max(1, rounds.parameters // (12 * WIDTH**2))
+    pretrain(["--hidden-size", str(WIDTH), "--num-layers", str(layers), "--save", rounds.memory, "--exit-interval",
+              str(rounds.steps), "--async-strategy", "mcore"])  # fmt: skip
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

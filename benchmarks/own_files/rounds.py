@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,22 +12,21 @@ from typing import Any
 
 warnings.simplefilter("ignore")  # warnings of frameworks, which are imported after this
 
-import numpy as np  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from bench.aims import MEMCPY  # noqa: E402
-from bench.clock import Action, Bench, Seconds, slowest  # noqa: E402
-from bench.rows import row  # noqa: E402
-from mpi4py import MPI  # noqa: E402
+import numpy as np
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from bench.aims import MEMCPY
+from bench.clock import Action, Bench, Seconds, slowest
+from bench.rows import row
+from mpi4py import MPI
 
-from mlflash import Checkpointer  # noqa: E402
+from mlflash import Checkpointer
 
-COMM = MPI.COMM_WORLD
-ITSELF, OURS, DCP = "by itself", "in_background=True", "dcp.async_save of the same tensors"
+ITSELF, OURS, ASYNC, DCP = "by itself", "in_background=True", "its asynchronous way", "dcp.async_save"
+STALL = "stall"
 PER_PARAMETER = 12  # bytes: the parameter and two moments of Adam
 TENSOR_NBYTES = 4 << 20  # size of most tensors in these models
-STALL, STEP = "stall", "step"
-IN_MEMORY_BEFORE = 4  # saves that do not count: they make the slots and register the optimizers
+UNTIMED = 4  # saves in memory that do not count: they make the slots and register the optimizers
 
 
 @dataclasses.dataclass
@@ -45,115 +43,87 @@ class Way:
 
 
 class Rounds:
-    """The measurements that run.py asks for.
+    """The measurements of a framework.
+
+    Args:
+        bench: the clock.
+        disk: a directory on the disk.
+        mib: approximate size of a checkpoint.
 
     Attributes:
+        comm: all ranks.
         memory: the directory in memory for the Checkpointer.
         parameters: the number of parameters of the model.
-        steps: the number of training steps, with one before the saves in memory and one after them.
+        steps: the number of training steps.
     """
 
-    def __init__(self) -> None:
-        out, self.memory, disk, mib, repetitions = sys.argv[1:]
-        self._bench = Bench(COMM, Path(out), Path(self.memory), int(repetitions), warm_up=1)
-        self._disk = Path(disk)
-        self._source = self._target = np.empty(0, dtype=np.uint8)
-        self._ended = 0.0
-        self.parameters = (int(mib) << 20) // PER_PARAMETER
+    def __init__(self, bench: Bench, disk: Path, mib: int):
+        bench.warm_up = 1
+        self._bench, self.comm, self.memory, self._disk = bench, bench.comm, str(bench.memory), disk
+        self.parameters = (mib << 20) // PER_PARAMETER
+        self.steps = 1 + UNTIMED + bench.repetitions + 1  # one before all saves, and one after them
         self._saves = list[dict[str, float]]()
-        self.steps = 1 + IN_MEMORY_BEFORE + 2 * int(repetitions) + 1  # one before all saves, and one after them
+        self._counted = {STALL: 0.0, "nbytes": 0.0}
 
     def measure(self, case: str, ways: Mapping[str, Way]) -> None:
-        """Time all ways, and write their rows. Collective.
-
-        Args:
-            case: the framework, for the title of the table.
-            ways: the ways, by name. The first one is the framework's own.
-        """
+        """Time all ways, of which the first is the framework's own, and write their rows. Collective."""
         folder = self._disk / "saves"
         next(iter(ways.values())).save(folder / "first")
-        nbytes = COMM.bcast(size_of(folder))
+        nbytes = self.comm.bcast(size_of(folder))
         source, target = np.ones(nbytes, dtype=np.uint8), np.full(nbytes, 2, dtype=np.uint8)
-        actions: dict[str, Action] = {MEMCPY: lambda: None if COMM.rank else np.copyto(target, source)}
+        actions: dict[str, Action] = {MEMCPY: lambda: None if self.comm.rank else np.copyto(target, source)}
         for number, (what, way) in enumerate(ways.items()):
-            actions[what] = lambda what=what, way=way, number=number: timed(  # type: ignore[misc]
+            actions[what] = lambda what=what, way=way, number=number: self._timed(  # type: ignore[misc]
                 what, way, folder / str(number), nbytes
             )
-        samples = self._bench.repeat(actions, before=lambda: clean(folder))
-        clean(folder)
-        over, case = {MEMCPY: samples[MEMCPY]}, f"{case}: {nbytes >> 20} MiB"
-        self._bench.rows(row("memcpy", samples[MEMCPY], over, case=case, column="stall"))
+        samples = self._bench.repeat(actions, before=lambda: self._clean(folder))
+        self._clean(folder)
+        over, case = {MEMCPY: samples[MEMCPY]}, f"{case}, {nbytes >> 20} MiB"
         for what in ways:
-            for column in ("stall", "on disk"):
-                self._bench.rows(row(what, samples[f"{what} {column}"], over, case=case, column=column))
+            self._bench.rows(row(case, samples[f"{what} {STALL}"], over, case="The stall of a framework's own files",
+                                 column=what))  # fmt: skip
 
-    def in_memory(self, checkpointer: Checkpointer, save: Callable[[], object]) -> None:
-        """Save in memory at the end of a step. Time the save and the wait in the next step. Collective.
-
-        Every second save copies everything before it returns.
-
-        Args:
-            checkpointer: the Checkpointer of the save.
-            save: saves in the same way as the adapter at the end of a step.
-        """
-        lazy = checkpointer._saves.lazy
-        if not self._saves:
-            lazy.steps.hold_back = self._with_wait(lazy.steps.hold_back)  # type: ignore[method-assign]
-        else:
-            self._saves[-1][STEP] = MPI.Wtime() - self._ended
-            self._grow(max(one.nbytes for one in checkpointer._saves._pending))
-        lazy._is_on = len(self._saves) % 2 == 0
-        checkpointer.wait()
-        COMM.Barrier()
-        copied = MPI.Wtime()
-        for at in range(0, self._source.nbytes, TENSOR_NBYTES):
-            np.copyto(self._target[at : at + TENSOR_NBYTES], self._source[at : at + TENSOR_NBYTES])
-        COMM.Barrier()
+    def _timed(self, what: str, way: Way, folder: Path, nbytes: int) -> Seconds:
         start = MPI.Wtime()
-        save()
-        self._ended = MPI.Wtime()
-        self._saves.append({MEMCPY: start - copied, STALL: self._ended - start, STEP: 0.0})
+        way.save(folder)
+        stall_s = MPI.Wtime() - start
+        way.finish()
+        self.comm.Barrier()
+        if self.comm.rank == 0:
+            sync(folder)
+            if size_of(folder) < nbytes * 0.9:  # formats store different things in addition to tensors
+                raise RuntimeError(f"{what} wrote {size_of(folder)} bytes instead of {nbytes}")
+        return {f"{what} {STALL}": stall_s}
 
-    def _grow(self, nbytes: int) -> None:
-        if self._source.nbytes != nbytes:
-            self._source, self._target = np.ones(nbytes, dtype=np.uint8), np.full(nbytes, 2, dtype=np.uint8)
+    def _clean(self, folder: Path) -> None:
+        """Remove everything that the ways of a round have written. Collective."""
+        self.comm.Barrier()
+        if self.comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.comm.Barrier()
 
-    def _with_wait(self, hold_back: Callable[[], None]) -> Callable[[], None]:
-        def timed_wait() -> None:
-            start = MPI.Wtime()
-            hold_back()
-            if self._saves:
-                self._saves[-1][STALL] += MPI.Wtime() - start
-
-        return timed_wait
+    def after_save(self, checkpointer: Checkpointer | None) -> None:
+        """Note how long training waited for a save in memory, and time a memcpy of as many bytes. Collective."""
+        assert checkpointer is not None
+        checkpointer.wait()
+        report = checkpointer.report()
+        counted = {STALL: report["seconds"].get("stall", 0.0), "nbytes": report["counts"].get("bytes staged", 0)}
+        stall_s, nbytes = (counted[name] - self._counted[name] for name in counted)
+        self._counted = counted
+        source, target = np.ones(int(nbytes), dtype=np.uint8), np.full(int(nbytes), 2, dtype=np.uint8)
+        self.comm.Barrier()
+        start = MPI.Wtime()
+        for at in range(0, source.nbytes, TENSOR_NBYTES):
+            np.copyto(target[at : at + TENSOR_NBYTES], source[at : at + TENSOR_NBYTES])
+        self._saves.append({MEMCPY: MPI.Wtime() - start, STALL: stall_s, "nbytes": nbytes})
 
     def show_in_memory(self, case: str) -> None:
-        """Write the rows of all saves in memory, except the first ones. Collective."""
-        kept = [slowest(COMM, one) for one in self._saves[IN_MEMORY_BEFORE:-1]]
-        late, eager = kept[::2], kept[1::2]
-        memcpy = np.array([one[MEMCPY] for one in kept])
-        case = f"{case}, in memory: {self._source.nbytes >> 20} MiB of a rank"
-        self._bench.rows(row("memcpy", memcpy, {MEMCPY: memcpy}, case=case, column=STALL))
-        for what, saves, shows in (("copied late", late, "lazy"), ("copied at once", eager, "")):
-            found = {name: np.array([one[name] for one in saves]) for name in (MEMCPY, STALL, STEP)}
-            over = {MEMCPY: found[MEMCPY]}
-            self._bench.rows(
-                row(what, found[STALL], over, shows, case=case, column=STALL),
-                row(what, found[STEP], over, case=case, column="the step after it"),
-            )
-
-
-def timed(what: str, way: Way, folder: Path, nbytes: int) -> Seconds:
-    start = MPI.Wtime()
-    way.save(folder)
-    stall_s = MPI.Wtime() - start
-    way.finish()
-    COMM.Barrier()
-    if COMM.rank == 0:
-        sync(folder)
-        if size_of(folder) < nbytes * 0.9:  # formats store different things in addition to tensors
-            raise RuntimeError(f"{what} wrote {size_of(folder)} bytes instead of {nbytes}")
-    return {f"{what} stall": stall_s, f"{what} on disk": MPI.Wtime() - start}
+        """Write a row of the saves in memory, except the first ones. Collective."""
+        saves = [slowest(self.comm, save) for save in self._saves[UNTIMED:]]
+        stalls, memcpys = (np.array([save[name] for save in saves]) for name in (STALL, MEMCPY))
+        nbytes = int(saves[-1]["nbytes"])
+        self._bench.rows(row(f"{case}: {nbytes >> 20} MiB of a rank", stalls, {MEMCPY: memcpys}, "lazy",
+                             case="Saves in memory, copied while training goes on: the stall of save"))  # fmt: skip
 
 
 def dcp_way(state: Callable[[], dict[str, Any]]) -> Way:
@@ -180,11 +150,3 @@ def sync(folder: Path) -> None:
     for path in files_of(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def clean(folder: Path) -> None:
-    """Remove everything that the ways of a round have written. Collective."""
-    COMM.Barrier()
-    if COMM.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    COMM.Barrier()

@@ -1,4 +1,4 @@
-# Builds Abseil as one library for ML Flashpoint, whose own build fetches it from outside PyPI: see README.md.
+# Builds Abseil as one library for ML Flashpoint, whose own build fetches it from outside PyPI: see flashpoint.py.
 cmake_minimum_required(VERSION 3.18)
 project(absl CXX)
 file(GLOB_RECURSE SOURCES absl/*.cc)

@@ -5,7 +5,17 @@ copy the tensors once more. Then it replicates, writes metadata and finalizes. M
 replicas and calls the checkpoint complete. Here a checkpoint counts as whole when the replicas have been acknowledged.
 As in its NeMo adapter, buffers come from a pool and plans are cached.
 
-Both nodes write to the same paths. So each rank needs its own tmpfs there, as a mount that only this rank sees.
+Both nodes write to the same paths. So each rank needs its own tmpfs there, as a mount that only this rank sees. Run it
+as root. This builds it, with the Abseil of grpcio instead of the one that its build would fetch:
+
+    pip download --no-deps --no-binary :all: ml-flashpoint==0.0.10 grpcio==1.80.0
+    tar xf ml_flashpoint-0.0.10.tar.gz && tar xf grpcio-1.80.0.tar.gz
+    absl=$PWD/grpcio-1.80.0/third_party/abseil-cpp && cp benchmarks/peers/abseil.cmake $absl/CMakeLists.txt
+    pip install --target pybind --no-deps pybind11==2.13.6
+    cmake -G Ninja -S ml_flashpoint-0.0.10 -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_TESTING=OFF \
+        -DFETCHCONTENT_SOURCE_DIR_ABSEIL-CPP=$absl -Dpybind11_DIR=$PWD/pybind/pybind11/share/cmake/pybind11
+    ninja -C build buffer_object_ext transfer_service_ext
+    export PYTHONPATH=$PWD/ml_flashpoint-0.0.10/src
 """
 
 from __future__ import annotations

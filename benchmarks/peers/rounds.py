@@ -1,4 +1,4 @@
-"""The program of each of the two ranks: it times one library, memcpy and mlflash with one state.
+"""Times one library, memcpy and mlflash with one state on the two ranks.
 
 A round runs all of them one after the other, on both ranks at once. The slowest rank counts. Ratios are made within a
 round.
@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from bench.aims import MEMCPY
-from clocks import cpu_s
+from bench.clock import Bench
 from interface import Peer, Place, State
 from listed import BY_NAME, OURS
-from memory import held, watching
 from mpi4py import MPI
+from processes import cpu_s, held, watching
 
 from mlflash.adapters.distributed import init_process_group
 
@@ -34,17 +31,24 @@ UNTIMED = 2  # saves of each library after its first one and before those that a
 Seconds = dict[str, float]
 
 
-class Bench:
-    """The state of this rank, a copy of it, and the measurements."""
+class Rounds:
+    """The state of this rank, a copy of it, and the measurements.
 
-    def __init__(self, out: Path, root: int, count: int, nbytes: int):
+    Args:
+        bench: takes the results.
+        root: the process that started the ranks.
+        count: number of tensors.
+        nbytes: size of all tensors together.
+    """
+
+    def __init__(self, bench: Bench, root: int, count: int, nbytes: int):
         bits = torch.Generator().manual_seed(COMM.rank)
         self.state: State = {f"layer{i}": torch.empty(nbytes // 4 // count) for i in range(count)}
         for value in self.state.values():
             value.view(torch.int32).random_(-(1 << 31), 1 << 31, generator=bits)  # any bits, including NaN
         self.kept = {name: value.clone() for name, value in self.state.items()}
         self.nbytes = sum(value.nbytes for value in self.state.values())
-        self.out, self.root, self.step = out, root, 0
+        self.bench, self.root, self.step = bench, root, 0
 
     def memcpy(self) -> None:
         for name, value in self.state.items():
@@ -91,7 +95,8 @@ class Bench:
         """Open a library and make first saves. Write times and memory. Check that later changes are not in them."""
         before = self.level()
         start = time.perf_counter()
-        peer: Peer = importlib.import_module(BY_NAME[name].module).Library(place, self.state)
+        module, _, library = BY_NAME[name].implementation.partition(".")
+        peer: Peer = getattr(importlib.import_module(module), library)(place, self.state)
         opened_s = time.perf_counter() - start
         COMM.Barrier()
         self.memcpy()
@@ -115,7 +120,7 @@ class Bench:
             self.restore(peer, f"{name}, changed as soon as save returned")
         sizes = {"at rest": rest, "save": max(most, default=0), "restore": max(loads, default=0)}
         ratios = {key: (value - before) / (COMM.size * self.nbytes) for key, value in sizes.items()}
-        self.say({"who": name, "first": {**first, "open": opened_s}, "memory": ratios})
+        self.bench.write({"who": name, "first": {**first, "open": opened_s}, "memory": ratios})
         return peer
 
     def rounds(self, peers: dict[str, Peer], rounds: int) -> None:
@@ -132,8 +137,10 @@ class Bench:
             samples[MEMCPY][i]["memcpy, restoring"] = again[MEMCPY]
             for who, peer in peers.items():
                 samples[who][i] |= slowest(lambda: self.restore(peer, who))  # noqa: B023
-        for who, all in samples.items():
-            self.say({"who": who, "samples": {key: [one[key] for one in all] for key in all[0]}})
+        for who, rounds_of in samples.items():
+            self.bench.write(
+                {"who": who, "samples": {key: [seconds[key] for seconds in rounds_of] for key in rounds_of[0]}}
+            )
 
     def time_memcpy(self) -> Seconds:
         cpu, start = cpu_s(), time.perf_counter()
@@ -153,11 +160,6 @@ class Bench:
             yield
             COMM.Barrier()
 
-    def say(self, line: dict[str, Any]) -> None:
-        if COMM.rank == 0:
-            with self.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
 
 def slowest(action: Callable[[], Seconds]) -> Seconds:
     """Run an action on all ranks at once. Return the maximum of each number, but the mean of the CPU seconds."""
@@ -170,20 +172,17 @@ def slowest(action: Callable[[], Seconds]) -> Seconds:
     return {key: float(total[i] / COMM.size if key == "CPU" else most[i]) for i, key in enumerate(mine)}
 
 
-def main() -> None:
-    out, memory, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    root, count, nbytes, rounds = map(int, sys.argv[4:])
-    bench = Bench(out, root, count, nbytes)
-    vendor, version = MPI.get_vendor()
-    bench.say({"mpi": f"{vendor} {'.'.join(map(str, version))}"})
+def compare(bench: Bench, name: str, root: int, count: int, nbytes: int) -> None:
+    """Time one library beside mlflash."""
+    rounds = Rounds(bench, root, count, nbytes)
     init_process_group(comm=COMM)
-    place = Place(COMM, memory)
-    peers = {one.name: bench.opened(one.name, place) for one in OURS}
+    place = Place(COMM, bench.memory)
+    peers = {library.name: rounds.opened(library.name, place) for library in OURS}
     warnings.resetwarnings()  # the later ones come from the other library, and must not be errors
     warnings.simplefilter("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
-    peers[name] = bench.opened(name, place)
-    bench.rounds(peers, rounds)
+    peers[name] = rounds.opened(name, place)
+    rounds.rounds(peers, bench.repetitions)
     for peer in peers.values():
         peer.close()
     COMM.Barrier()

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 from bench.aims import MEMCPY
-from bench.rows import Row, Samples, row
-from listed import BY_NAME, COPY, NONE
+from bench.rows import Row, row
+from listed import BY_NAME, COPY
 
-TIMES = ("stall", "whole", "CPU", "load", "restore")
-YARDSTICKS = {"CPU": "CPU", "load": "memcpy, restoring", "restore": "memcpy, restoring"}  # each from the same round
-FIRST, HELD = "stall of the first save", "bytes held per byte of state: at rest, saving, restoring"
-OURS = "mlflash"  # mlflash without or with a copy, like the library
+YARDSTICKS = {"stall": MEMCPY, "whole": MEMCPY, "CPU": "CPU", "restore": "memcpy, restoring"}
+HELD = "bytes held per byte of state: at rest, saving, restoring"
 
 Line = Mapping[str, Any]
 
@@ -26,46 +24,16 @@ def rows_of(lines: Sequence[Line]) -> Iterator[Row]:
             and "memory".
     """
     for shape in dict.fromkeys(line["shape"] for line in lines):
-        mine = [line for line in lines if line["shape"] == shape]
-        for who in (name for name in BY_NAME if any(line["who"] == name for line in mine)):
+        of_shape = [line for line in lines if line["shape"] == shape]
+        memcpy = {line["launch"]: line["samples"] for line in of_shape if "samples" in line and line["who"] == MEMCPY}
+        for who in (name for name in BY_NAME if any(line["who"] == name for line in of_shape)):
+            where = {"case": f"{shape} (*: with a copy on the other node)"}
             what = f"{who} *" if BY_NAME[who].beside == COPY else who
-            case = f"{shape} (*: with a copy on the other node)"
-            rounds = [line for line in mine if "samples" in line and line["who"] == who]
-            for time in TIMES if rounds else ():
-                values, over = _of(time, rounds, mine)
-                yield row(what, values, over, case=case, column=time)
-            firsts = [line for line in mine if "first" in line and line["who"] == who]
-            yield row(what, np.array([line["first"]["stall"] for line in firsts]), {}, case=case, column=FIRST)
+            rounds = [line for line in of_shape if "samples" in line and line["who"] == who]
+            for time, yardstick in YARDSTICKS.items() if rounds else ():
+                seconds = np.concatenate([line["samples"][time] for line in rounds])
+                over = np.concatenate([memcpy[line["launch"]][yardstick] for line in rounds])
+                yield row(what, seconds, {MEMCPY: over}, column=time, **where)
+            firsts = [line for line in of_shape if "first" in line and line["who"] == who]
             held = [f"{np.median([line['memory'][key] for line in firsts]):.2f}" for key in firsts[0]["memory"]]
-            yield Row(what=what, case=case, column=HELD, note=", ".join(held))
-
-
-def _of(time: str, rounds: Sequence[Line], mine: Sequence[Line]) -> tuple[np.ndarray, Samples]:
-    """Return the seconds of one library, and the yardsticks of the same rounds."""
-    who = rounds[0]["who"]
-    over = {MEMCPY: _beside(MEMCPY, YARDSTICKS.get(time, MEMCPY), rounds, mine)}
-    if who not in (NONE, COPY):
-        over[OURS] = _beside(BY_NAME[who].beside, "restore" if time == "load" else time, rounds, mine)
-    return np.concatenate([line["samples"][time] for line in rounds]), over
-
-
-def _beside(who: str, time: str, rounds: Sequence[Line], mine: Sequence[Line]) -> np.ndarray:
-    said = {line["launch"]: line["samples"][time] for line in mine if "samples" in line and line["who"] == who}
-    return np.concatenate([said[line["launch"]] for line in rounds])
-
-
-def together(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Combine the rows of several runs. A row that several runs have gets the median of their numbers."""
-    same: dict[tuple[str, str, str], list[Row]] = {}
-    for one in (one for rows in runs for one in rows):
-        same.setdefault((one.get("case", ""), one["what"], one.get("column", "")), []).append(one)
-    return [_median(rows) if "over" in rows[0] else rows[0] for rows in same.values()]
-
-
-def _median(rows: Sequence[Row]) -> Row:
-    made = rows[0].copy()
-    made["seconds"] = float(np.median([one["seconds"] for one in rows]))
-    made["samples"] = [value for one in rows for value in one["samples"]]
-    made["over"] = {name: float(np.median([one["over"][name] for one in rows])) for name in made["over"]}
-    made["spread"] = {name: np.median([one["spread"][name] for one in rows], axis=0).tolist() for name in made["over"]}
-    return made
+            yield Row(what=what, column=HELD, note=", ".join(held), case=where["case"])

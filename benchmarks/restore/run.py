@@ -1,27 +1,110 @@
-"""How long a relaunched job takes to restore its state, on the same nodes and after a node was wiped, part by part.
+"""Measures how long a relaunched job takes to restore its state, on the same nodes and after a node was wiped.
 
-    python benchmarks/restore/run.py [--mib 256] [--repetitions 6] [--quick] [--json FILE] [--plot FILE] [--readme]
+    python benchmarks/restore/run.py [--mib 256] [--repetitions 6] [--quick] [--json FILE]
 
-This program starts two ranks (ranks.py) under mpiexec on this machine, each on an emulated node of its own.
+Two ranks run on this machine under mpiexec, each on an emulated node of its own. In each repetition they make a new
+Checkpointer, as a relaunched job does.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.question import Part, in_eights, parser_of, run  # noqa: E402
+import numpy as np
+from bench.aims import MEMCPY, MILLISECOND
+from bench.clock import Action, Bench
+from bench.launch import Part
+from bench.question import Question, parser_of
+from bench.rows import Samples, row
+from bench.states import Saver, State, Yardsticks, bytes_of, change, large_state
+
+from mlflash import Checkpointer
+
+Work = Callable[[Checkpointer], dict[str, float]]
+
+
+def restores(bench: Bench, nbytes: int) -> None:
+    """Time all ways to get a state back."""
+    logging.getLogger("mlflash").setLevel("ERROR")  # it warns of a step that is restored again and again
+    yardsticks = Yardsticks(bench.comm, bench.memory, nbytes)
+    in_place(bench, yardsticks, nbytes, wipe=False)
+    in_place(bench, yardsticks, nbytes, wipe=True)
+    views(bench, yardsticks, nbytes)
+    yardsticks.free()
+
+
+def relaunched(bench: Bench, yardsticks: Yardsticks, state: State, work: Work, wipe: bool = False) -> Samples:
+    """Save a state once. Then time work with a new Checkpointer of the same job in each repetition.
+
+    With ``wipe`` the second node loses its slots before each repetition.
+    """
+    with bench.job("restore") as job:
+        with bench.checkpointer(job, redundancy="copy") as ckpt:
+            Saver(ckpt, state)()
+
+        def relaunch() -> dict[str, float]:
+            if wipe and bench.comm.rank == 1:
+                for file in (bench.memory / f"mlflash-{os.getuid()}" / job / "node1").glob("slot-*"):
+                    file.unlink()
+            bench.comm.Barrier()
+            with bench.checkpointer(job, redundancy="copy") as ckpt:  # its exit waits until all copies are healed
+                bench.comm.Barrier()
+                start = time.perf_counter()
+                more = work(ckpt)
+                return {"work": time.perf_counter() - start, **more}
+
+        actions: dict[str, Action] = {**yardsticks.of(bytes_of(state)), "relaunch": relaunch}
+        return bench.repeat(actions, before=lambda: change(state))
+
+
+def in_place(bench: Bench, yardsticks: Yardsticks, nbytes: int, wipe: bool) -> None:
+    """Time restores into live tensors. The Checkpointer itself counts the times of the parts."""
+    state = large_state(nbytes)
+
+    def restore(ckpt: Checkpointer) -> dict[str, float]:
+        assert ckpt.restore(state) == 1
+        seconds = ckpt.report()["seconds"]
+        return {"find": seconds["find and fetch"], "load": seconds["load"]}
+
+    samples = relaunched(bench, yardsticks, state, restore, wipe)
+    assert all(bool((value == i).all()) for i, value in enumerate(state.values())), "restored another state"
+    over, where = {MEMCPY: samples[MEMCPY]}, "one node wiped" if wipe else "on the same node"
+    bench.rows(
+        row(f"restore, {where}", samples["work"], over, "" if wipe else "restore"),
+        row(f"its part: find{', fetch' * wipe} and check every byte", samples["find"], over),
+        row("its part: copy into live tensors", samples["load"], over),
+    )
+
+
+def views(bench: Bench, yardsticks: Yardsticks, nbytes: int) -> None:
+    """Time `Checkpointer.load(copy=False)`, which gives unchecked views of what is in memory."""
+    state = large_state(nbytes)
+
+    def view(ckpt: Checkpointer) -> dict[str, float]:
+        step, loaded = ckpt.load(copy=False)
+        assert step == 1 and len(loaded) == len(state)
+        return {"last": float(loaded["layer1"][-1])}
+
+    samples = relaunched(bench, yardsticks, state, view)
+    assert (samples["last"] == 1).all(), "the views show another state"
+    over = {MEMCPY: samples[MEMCPY], MILLISECOND: np.array(1e-3)}
+    bench.rows(row("load(copy=False): views, unchecked", samples["work"], over, "views"))
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=180, repetitions=6)
-    parser.add_argument("--mib", type=in_eights, default=256, help="MiB of tensors per rank, a multiple of 8")
+    parser = parser_of(__doc__, repetitions=6)
+    parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
     if args.quick:
         args.mib, args.repetitions = 32, 3
-    return run(args, [Part(2, Path(__file__).with_name("ranks.py"), [args.mib << 20, args.repetitions])])
+    return Question(args).run([Part(2, restores, {"nbytes": args.mib << 20})])
 
 
 if __name__ == "__main__":

@@ -1,81 +1,205 @@
-"""How planning, agreement, inventory and restore grow with the job, and what that means for 1,000 to 100,000 GPUs.
+"""Measures what grows with the number of ranks: planning, inventory, the choice of a checkpoint, agreement, wire-up.
 
-    python benchmarks/scale/run.py [--ranks N ...] [--samples 20000] [--seed 1] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/scale/run.py [--ranks 1024 16384 131072] [--quick] [--json FILE]
 
-It needs no MPI. It runs the code of one rank on the tables and messages of 1,024 to 131,072 ranks, 8 on a node. It also
-computes a model of machines whose parameters are measured here or published. It exits with 1 if numbers contradict each
-other, if something grows too fast, or if a commit takes too many allreduces. README.md in this folder has formulas,
-sources and results.
+Planning, inventory and choice are the work of one rank of a large job, 8 ranks on a node. Its code runs here on tables
+of that size, without MPI. Agreement is counted on 2 to 8 real ranks under mpiexec. wireup.py replays the requests of
+thousands of ranks that start.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import logging
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from bench.question import begin, finish, parser_of  # noqa: E402
-from scale import agreement, drain_commit, forecast, growth, kernels, old_ranks, paths, planning, rows  # noqa: E402
-from scale.parameters import Node  # noqa: E402
+import numpy as np
+from bench.aims import MEGABYTE, ONE, SECOND
+from bench.clock import Bench
+from bench.launch import Part
+from bench.question import Question, parser_of
+from bench.rows import Row
+from mpi4py import MPI
+from wireup import Start
 
-QUICK = (256, 1024)  # job sizes from which a quick run computes growth
-LEAVES, LEARNT_LEAVES = 2, 300  # leaves of a rank: where a drain is committed; where a rank learns about old ranks
+from mlflash import Checkpointer
+from mlflash.memory.inventory import FOUND, Inventory, decode, encode, join
+from mlflash.memory.slot_header import Kind
+from mlflash.placement.failure_domains import from_lines
+from mlflash.placement.protection_groups import Placement, place
+from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.survival import describe, of
+from mlflash.placement.topology import Topology, from_node_ids
+from mlflash.startup.choose_checkpoint import choose
+
+SCHEMES = ("copy", "xor:8", "rs:6+2")
+AIMED_RANKS = 16_384
+PER_NODE, NODES_PER_RACK, RACKS_PER_ROW = 8, 32, 8
+GENERATION = 42
+RUN = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)
+COLLECTIVES = ("Iallreduce", "Iallgather", "Iallgatherv", "Igather", "Igatherv", "Ibcast", "Ialltoall", "Ibarrier")
+SAVES = 4  # the last one is counted, since the first ones create slots and agree on the structure
+
+
+def planning(ranks: int, scheme: str) -> Iterator[Row]:
+    """Yield what one rank of a large job does alone, in CPU seconds."""
+    places = places_of(ranks // PER_NODE)
+    planning_s, (topology, placement) = cpu_seconds(lambda: plan(ranks, scheme, places))
+    parts = inventories(topology, placement)
+    packed = [encode(part) for part in parts]
+    received_mb = sum(map(len, packed)) / 1e6
+    join_s, inventory = cpu_seconds(lambda: join([decode(part) for part in packed]))
+    lost = Inventory(inventory.rows[inventory.rows["node"] != len(parts) // 2], inventory.groups)
+    choice_s, choice = cpu_seconds(lambda: choose(lost, topology.node_of))
+    assert choice is not None and choice.attempt.generation == GENERATION, "one lost node was not survived"
+    where = Row(what=f"{ranks:,} ranks, {scheme}", case="One rank alone, CPU seconds")
+    is_aimed = ranks == AIMED_RANKS
+    for column, seconds in (("planning", planning_s), ("join", join_s), ("choice", choice_s)):
+        yield {**where, "column": column, "seconds": seconds, "over": {SECOND: 3 * [seconds]},
+               "shows": "planning" if is_aimed and column == "planning" else ""}  # fmt: skip
+    yield {**where, "column": "inventory of all nodes, MB", "over": {MEGABYTE: 3 * [received_mb]},
+           "shows": "inventory" if is_aimed else "", "note": f"{received_mb:.2f}"}  # fmt: skip
+
+
+def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.process_time()
+    result = work()
+    return time.process_time() - start, result
+
+
+def places_of(nodes: int) -> list[tuple[str, ...]]:
+    """Read a file of failure domains for this number of nodes, and give the row and rack of each."""
+    lines = ["levels: row rack"]
+    for first in range(0, nodes, NODES_PER_RACK):
+        rack = first // NODES_PER_RACK
+        last = min(first + NODES_PER_RACK, nodes) - 1
+        lines.append(f"n[{first:06d}-{last:06d}] row{rack // RACKS_PER_ROW} rack{rack}")
+    domains = from_lines("\n".join(lines))
+    return [domains.names(f"n{node:06d}") for node in range(nodes)]
+
+
+def plan(ranks: int, scheme: str, places: Sequence[tuple[str, ...]]) -> tuple[Topology, Placement]:
+    """Plan as every rank does when it creates a Checkpointer."""
+    topology = from_node_ids([(rank // PER_NODE * PER_NODE, f"n{rank // PER_NODE:06d}") for rank in range(ranks)])
+    placement = place(topology, parse(scheme), places)
+    assert placement.owners and placement.connected and placement.parity_group_of is not None
+    survival = of(topology, placement)
+    assert describe(survival, {"row": [row for row, _ in places], "rack": [rack for _, rack in places]})
+    return topology, placement
+
+
+def inventories(topology: Topology, placement: Placement) -> list[Inventory]:
+    """Generate what the first rank of each node finds: two slots of each rank, and two of each copy and parity file."""
+    parts = []
+    for node, ranks in enumerate(topology.ranks_on):
+        groups = list(dict.fromkeys(filter(None, (placement.parity_group_of[rank] for rank in ranks))))
+        # Rank, number of the group, parity blocks of a stripe.
+        files = [(rank, 0, 0) for rank in ranks]
+        files += [(owner, 0, 0) for rank in ranks for owner in placement.owners[rank]]
+        files += [(rank, groups.index(group), placement.scheme.losses) for rank in ranks
+                  if (group := placement.parity_group_of[rank])]  # fmt: skip
+        rows = np.zeros(2 * len(files), dtype=FOUND)
+        rows["rank"], rows["group"], rows["number"] = np.repeat(np.array(files), 2, axis=0).T
+        rows["kind"], rows["shared_by"] = np.where(rows["number"] > 0, Kind.PARITY, Kind.SLOT), -1
+        rows["generation"], rows["step"] = np.tile([[GENERATION - 1, 410], [GENERATION, 420]], (len(files), 1)).T
+        rows["node"], rows["file"], rows["world_size"] = node, np.arange(rows.size), len(topology.node_of)
+        rows["run_0"], rows["run_1"] = RUN
+        parts.append(Inventory(rows, tuple(groups)))
+    return parts
+
+
+def wire_up(nodes: int) -> Start:
+    """Start all ranks at once, in a process that has loaded nothing else, so that its memory is that of the store."""
+    program = f"import json, wireup; print(json.dumps(wireup.wire_up({nodes}, {PER_NODE})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+    return Start(*json.loads(done.stdout))
+
+
+class Calls:
+    """The collectives that this rank has called through a communicator of `counted`."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, int]] = []
+
+    def counted(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """Return the communicator in a form that counts, as do all that are made from it."""
+
+        def method(name: str) -> Callable[..., Any]:
+            def call(comm: Any, *args: Any, **named: Any) -> Any:
+                self._calls.append((name, getattr(args[0], "nbytes", 0) if args else 0))
+                return getattr(MPI.Intracomm, name)(comm, *args, **named)
+
+            return call
+
+        def split(comm: Any, color: int = 0, key: int = 0) -> MPI.Intracomm:
+            part = MPI.Intracomm.Split(comm, color, key)
+            return part if part == MPI.COMM_NULL else counting(part)
+
+        methods = {name: method(name) for name in COLLECTIVES}
+        counting: type = type("Counting", (MPI.Intracomm,), {**methods, "Split": split})
+        made: MPI.Intracomm = counting(comm)
+        return made
+
+    def since(self) -> tuple[int, int, int]:
+        """Return the allreduces, the other collectives, and the bytes that went into them since the last call."""
+        calls, self._calls = self._calls, []
+        allreduces = sum(name == "Iallreduce" for name, _ in calls)
+        return allreduces, len(calls) - allreduces, sum(nbytes for _, nbytes in calls)
+
+
+def agreement(bench: Bench) -> None:
+    """Count the collectives of a start, a commit and a restore."""
+    logging.getLogger("mlflash").setLevel(logging.ERROR)
+    calls, state = Calls(), {"weights": np.ones(1 << 20, np.float32)}
+    settings: dict[str, Any] = {"memory": str(bench.memory), "comm": calls.counted(bench.comm), "redundancy": "copy",
+                                "courier": "thread", "strict": True}  # fmt: skip
+    counts: dict[str, tuple[int, int, int]] = {}
+    with bench.job("agreement") as job:
+        with Checkpointer(job=job, **settings) as ckpt:
+            counts["start"] = calls.since()
+            for step in range(SAVES):
+                calls.since()
+                ckpt.save(step, state).wait()
+            counts["commit"] = calls.since()
+        with Checkpointer(job=job, **settings) as ckpt:
+            calls.since()
+            assert ckpt.restore(state) == SAVES - 1
+            counts["restore"] = calls.since()
+    for column, (allreduces, others, nbytes) in counts.items():
+        bench.rows(Row(what=f"{bench.comm.size} ranks", case="Calls of rank 0: allreduces; other collectives, bytes",
+                       column=column, over={ONE: 3 * [float(allreduces)]}, note=f"{allreduces}; {others}, {nbytes} B",
+                       shows="commit" if column == "commit" else ""))  # fmt: skip
 
 
 def main() -> int:
-    args = arguments()
-    logging.getLogger("mlflash").setLevel(logging.ERROR)
-    begun = begin(args)
-    plans = [planning.measure(ranks, scheme, args.samples, args.seed)
-             for ranks in args.ranks for scheme in planning.SCHEMES]  # fmt: skip
-    few = [ranks for ranks in args.ranks if not args.quick or ranks == args.ranks[0]]
-    measured = [agreement.measure(ranks, *job) for ranks in few for job in agreement.JOBS]
-    jobs = [row for row in measured if row is not None]
-    sizes = QUICK if args.quick else sorted(args.ranks)
-    ways = [row for ranks in sizes for row in paths.measure(ranks)]
-    commits = [drain_commit.measure(ranks, "hdf5", LEAVES) for ranks in sizes]
-    learnt = {ranks: old_ranks.learn(ranks, LEARNT_LEAVES) for ranks in sizes}
-    grown = [*growth.of_counts(ways), *growth.of_seconds(ways), *growth.of_commits(commits), *growth.of_learnt(learnt),
-             *growth.of_jobs(jobs), *growth.of_plans(plans)]  # fmt: skip
-    points = list(forecast.points(Node(), gpus=forecast.FEW if args.quick else forecast.GPUS))
-    found = [*rows.of_plans(plans), *rows.of_jobs(jobs), *rows.of_paths(ways), *rows.of_commits(commits),
-             *rows.of_growth(grown), *rows.of_rates(kernels.measure()), *rows.of_points(points)]  # fmt: skip
-    of_both: list[planning.Row | agreement.Row] = [*plans, *jobs]
-    wrong = [f"{row.ranks:,} ranks, {row.scheme}: {row.wrong}" for row in of_both if row.wrong]
-    wrong += [f"{way.ranks:,} ranks, {way.path}: {way.wrong}" for way in ways if way.wrong]
-    wrong += [f"{one.ranks:,} ranks, {one.form}: {one.wrong}" for one in commits if one.wrong]
-    wrong += [one.wrong for one in grown if one.wrong]
-    return finish(args, begun, {}, found, wrong, lambda path: draw(path, plans, jobs, points, grown))
-
-
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=None, repetitions=None)
+    parser = parser_of(__doc__, repetitions=1)
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=planning.RANKS, help="numbers of ranks, multiples of 64"
+        "--ranks", type=int, nargs="+", default=[1024, AIMED_RANKS, 131_072], help="numbers of ranks, multiples of 64"
     )
-    parser.add_argument("--samples", type=int, default=20_000, help="number of random losses of nodes")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the random losses")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 512], help="numbers of nodes that start")
     args = parser.parse_args()
     if any(ranks < 128 or ranks % 64 for ranks in args.ranks):
         parser.error("--ranks must be multiples of 64, at least 128")
     if args.quick:
-        args.ranks, args.samples = (1024, planning.AIMED_RANKS), 2000
-    return args
-
-
-def draw(path: Path, plans: list[planning.Row], jobs: list[agreement.Row], points: list[forecast.Point],
-         grown: list[growth.Series]) -> None:  # fmt: skip
-    """Draw ranks to the path, and the model, and growth if there are three sizes or more, in the same folder."""
-    from scale import plots
-
-    plots.draw_ranks(path, plans, jobs)
-    if len({ranks for one in grown for ranks, _ in one.points}) > 2:
-        plots.draw_growth(path.with_name("plot-growth.svg"), grown)
-    plots.draw_model(path.with_name("plot-model.svg"), points)
-    plots.draw_waste(path.with_name("plot-waste.svg"), points)
+        args.ranks, args.nodes = [1024], [8]
+    question = Question(args)
+    for ranks in args.ranks:
+        for scheme in SCHEMES:
+            question.add(planning(ranks, scheme))
+    for nodes in args.nodes:
+        start = wire_up(nodes)
+        note = f"{start.store_s:.2f} s, {start.store_mib:.0f} MiB; a node {start.node_s * 1e3:.0f} ms"
+        case = "Wire-up: CPU time and memory of the store, and CPU time of a node's ranks"
+        question.add([Row(what=f"{nodes * PER_NODE:,} ranks on {nodes} nodes", case=case, note=note)])
+    return question.run([Part(size, agreement) for size in ([2] if args.quick else [2, 4, 8])])
 
 
 if __name__ == "__main__":

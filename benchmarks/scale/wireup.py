@@ -1,25 +1,22 @@
 """Simulates how thousands of couriers find each other: the requests of MPI to our PMI-1 servers, over one store.
 
-    python benchmarks/scale/wireup.py [--nodes 512] [--ranks-per-node 8] [--segments 9]
-
 Store, clients and PMI servers are those of mlflash, and talk over loopback. The store has its own process, like the
-zygote of rank 0. The program replays the requests that MPICH 5.0.2 with UCX sends. On each node one rank puts its
-address, in segments of a kilobyte. All ranks enter a barrier. Then that rank gets the addresses of all nodes. In a real
-start all ranks wait for the store's process. The other work is spread over all nodes.
+zygote of rank 0. The requests are those of MPICH 5.0.2. On each node one rank puts its address, in segments of a
+kilobyte: one with libfabric, 9 with UCX. All ranks enter a barrier. Then that rank gets the addresses of all nodes. In
+a real start all ranks wait for the store's process. The other work is spread over all nodes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
-import os
 import resource
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
+from typing import Any, NamedTuple
 
 from mlflash.wireup.address_relay import Watch
 from mlflash.wireup.key_value_store import KeyValueStore
@@ -28,6 +25,7 @@ from mlflash.wireup.store_client import StoreClient
 from mlflash.wireup.store_limits import Limits
 
 WORKERS = 2
+PATIENCE_S = 600.0
 SEGMENT = "F" * 1000
 
 
@@ -54,10 +52,10 @@ class Rank:
     def __init__(
         self, epoch: str, rank: int, node_of: list[int], lines: Iterator[str], address: tuple[str, int], token: str
     ):
-        mine, its = socket.socketpair()
+        server, mpi = socket.socketpair()
         self.store = StoreClient(address, token)
-        self.server = PmiServer(mine, epoch, rank, node_of, self.store)
-        self.mpi, self._lines, self._is_up = its, lines, False
+        self.server = PmiServer(server, epoch, rank, node_of, self.store)
+        self.mpi, self._lines, self._is_up = mpi, lines, False
         self._received = b""
         self.watched: dict[int, int] = {}
         self.mpi.setblocking(False)
@@ -89,108 +87,103 @@ class Rank:
             self.ask()
 
 
-def work(
-    mine: list[int], epoch: str, args: argparse.Namespace, address: tuple[str, int], token: str, told: object
-) -> None:
-    """Run all ranks of some nodes."""
-    allow_descriptors()
-    size = args.nodes * args.ranks_per_node
-    node_of = [rank // args.ranks_per_node for rank in range(size)]
-    poll, left = select.epoll(), 0
-    watched: dict[int, tuple[Rank, Callable[[], None]]] = {}
-    start = time.process_time()
-    for rank in mine:
-        lines = lines_of(epoch, node_of[rank], rank % args.ranks_per_node == 0, args.nodes, args.segments)
-        one = Rank(epoch, rank, node_of, lines, address, token)
-        watch(poll, watched, one)
-        left += 1
-    while left:
-        for fd, _ in poll.poll():
-            if fd not in watched:  # it was closed meanwhile
-                continue
-            one, act = watched[fd]
-            was_over = one.is_over
-            act()
-            if one.server.error or one.store.lost:
-                raise RuntimeError(str(one.server.error or one.store.lost))
-            watch(poll, watched, one)
-            left -= one.is_over and not was_over
-    told.put(time.process_time() - start)  # type: ignore[attr-defined]
-    told.close()  # type: ignore[attr-defined]
-    told.join_thread()  # type: ignore[attr-defined]
+class Start(NamedTuple):
+    """What a start took.
+
+    Attributes:
+        seconds: time until all ranks were up.
+        store_s, store_mib: CPU time and memory of the store.
+        keys, keys_left: the most keys of the store, and the keys that stay.
+        node_s: CPU time of the ranks of one node.
+    """
+
+    seconds: float
+    store_s: float
+    store_mib: float
+    keys: int
+    keys_left: int
+    node_s: float
 
 
-def watch(poll: select.epoll, watched: dict[int, tuple[Rank, Callable[[], None]]], one: Rank) -> None:
-    """Poll the descriptors that a rank waits for now."""
-    wanted = {fd: (events, act) for fd, events, act in one.watches() if fd >= 0}
-    for fd in one.watched.keys() - wanted.keys():
-        del watched[fd]
-        with contextlib.suppress(OSError):  # it was closed
-            poll.unregister(fd)
-    for fd, (events, act) in wanted.items():
-        if fd not in one.watched:
-            poll.register(fd, events)
-        elif one.watched[fd] != events:
-            poll.modify(fd, events)
-        watched[fd] = (one, act)
-    one.watched = {fd: events for fd, (events, _) in wanted.items()}
-
-
-def allow_descriptors() -> None:
+def wire_up(nodes: int, per_node: int, segments: int = 1) -> Start:
+    """Start all ranks at once."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def serve(size: int, pipe: object, over: Event) -> None:
-    """Run the store until the event is set."""
-    allow_descriptors()
-    store = KeyValueStore("127.0.0.1", limits=Limits(strangers=64 + 2 * size))
-    pipe.send((store.address, store.token))  # type: ignore[attr-defined]
-    most = keys = 0
-    while not over.is_set():
-        store.step(0.05)
-        most, keys = max(most, store.connections), max(keys, len(store))
-    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    pipe.send((time.process_time(), most, keys, len(store), mib))  # type: ignore[attr-defined]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=512, help="number of nodes")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks on each node")
-    parser.add_argument("--segments", type=int, default=9, help="segments of a node's address: UCX has 9, libfabric 1")
-    args = parser.parse_args()
-    size, epoch = args.nodes * args.ranks_per_node, new_epoch_name(1)
-    pipe, its = multiprocessing.Pipe()
-    over, told = multiprocessing.Event(), multiprocessing.Queue()
-    server = multiprocessing.Process(target=serve, args=(size, its, over))
-    server.start()
+    node_of = [rank // per_node for rank in range(nodes * per_node)]
+    epoch = new_epoch_name(1)
+    pipe, store_pipe = multiprocessing.Pipe()
+    is_over, worker_seconds = multiprocessing.Event(), multiprocessing.SimpleQueue()  # type: ignore[var-annotated]
+    store = multiprocessing.Process(target=serve, args=(len(node_of), store_pipe, is_over))
+    store.start()
     address, token = pipe.recv()
     start = time.perf_counter()
-    shares = [
-        [rank for rank in range(size) if rank // args.ranks_per_node % WORKERS == each] for each in range(WORKERS)
-    ]
-    workers = [
-        multiprocessing.Process(target=work, args=(share, epoch, args, address, token, told)) for share in shares
-    ]
+
+    def work(worker: int) -> None:
+        cpu_start = time.process_time()
+        run_ranks([
+            Rank(epoch, rank, node_of, lines_of(epoch, node, rank % per_node == 0, nodes, segments), address, token)
+            for rank, node in enumerate(node_of) if node % WORKERS == worker
+        ])  # fmt: skip
+        worker_seconds.put(time.process_time() - cpu_start)
+
+    workers = [multiprocessing.Process(target=work, args=(worker,)) for worker in range(WORKERS)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(600)
+        worker.join(PATIENCE_S)
+    seconds = time.perf_counter() - start
+    is_over.set()
+    store_s, store_mib, keys, keys_left = pipe.recv()
+    store.join(PATIENCE_S)
     if any(worker.exitcode for worker in workers):
-        server.kill()
-        return 1
-    cpu_s = sum(told.get(timeout=60) for _ in workers)
-    took = time.perf_counter() - start
-    over.set()
-    server_s, most, keys, left, mib = pipe.recv()
-    for process in (*workers, server):
-        process.join(60)
-    print(f"{size} ranks on {args.nodes} nodes: up after {took:.1f} s on {os.cpu_count()} cores")
-    print(f"the store: {server_s:.2f} s, {mib:.0f} MiB, {most} connections, at most {keys} keys, {left} left")
-    print(f"the ranks: {cpu_s:.1f} s, on one node {cpu_s / args.nodes * 1e3:.0f} ms")
-    return 0
+        raise RuntimeError("the ranks did not come up")
+    ranks_s = sum(worker_seconds.get() for _ in workers)
+    return Start(seconds, store_s, store_mib, keys, keys_left, ranks_s / nodes)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def run_ranks(ranks: list[Rank]) -> None:
+    """Run some ranks until they are up."""
+    poll = select.epoll()
+    acts: dict[int, tuple[Rank, Callable[[], None]]] = {}
+    for rank in ranks:
+        watch(poll, acts, rank)
+    left = len(ranks)
+    while left:
+        for fd, _ in poll.poll():
+            if fd not in acts:  # it was closed meanwhile
+                continue
+            rank, act = acts[fd]
+            was_over = rank.is_over
+            act()
+            if rank.server.error or rank.store.lost:
+                raise RuntimeError(str(rank.server.error or rank.store.lost))
+            watch(poll, acts, rank)
+            left -= rank.is_over and not was_over
+
+
+def watch(poll: select.epoll, acts: dict[int, tuple[Rank, Callable[[], None]]], rank: Rank) -> None:
+    """Poll the descriptors that a rank waits for now."""
+    wanted = {fd: (events, act) for fd, events, act in rank.watches() if fd >= 0}
+    for fd in rank.watched.keys() - wanted.keys():
+        del acts[fd]
+        with contextlib.suppress(OSError):  # it was closed
+            poll.unregister(fd)
+    for fd, (events, act) in wanted.items():
+        if fd not in rank.watched:
+            poll.register(fd, events)
+        elif rank.watched[fd] != events:
+            poll.modify(fd, events)
+        acts[fd] = (rank, act)
+    rank.watched = {fd: events for fd, (events, _) in wanted.items()}
+
+
+def serve(size: int, pipe: Any, is_over: Event) -> None:
+    """Run the store until the event is set."""
+    store = KeyValueStore("127.0.0.1", limits=Limits(strangers=64 + 2 * size))
+    pipe.send((store.address, store.token))
+    keys = 0
+    while not is_over.is_set():
+        store.step(0.05)
+        keys = max(keys, len(store))
+    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    pipe.send((time.process_time(), mib, keys, len(store)))

@@ -1,112 +1,143 @@
-"""Times the ways of MPI to send a slot to another node: on one host, between nodes, with a busy main thread.
+"""Measures how fast a save goes to another node with each transport, on one host and between network namespaces.
 
-    python benchmarks/transport/run.py [--mib 64] [--chunk-mib 4 ...] [--repetitions 7] [--main idle ...]
-                                       [--place "one host" ...] [--fabrics] [--way "Isend + Irecv" ...] [--quick]
-                                       [--json FILE] ...
+    python benchmarks/transport/run.py [--mib 64] [--repetitions 3] [--quick] [--json FILE]
 
-Both ranks send to each other at once, with checksums at both ends. The two nodes are made of namespaces (as root, on
-Linux). The program uses the MPI of its Python environment. To compare MPIs, run it in an environment of each.
+Each of two ranks saves to the other, while its main thread waits or multiplies matrices. The two nodes that are apart
+are made of namespaces (as root, on Linux). The program uses the MPI of its Python environment. To compare MPIs, run it
+in an environment of each.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+HOME = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(HOME), str(HOME.parent / "tests" / "support"), str(HOME.parent / "tests")]
 
-from bench.aims import AIMS  # noqa: E402
-from bench.question import begin, finish, parser_of  # noqa: E402
-from bench.rows import Row  # noqa: E402
-from computing import IDLE, MAINS, PYTHON  # noqa: E402
-from places import Launch, fabrics, places  # noqa: E402
+import torch
+from bench.aims import MEMCPY_AND_PUT
+from bench.clock import Action, Bench
+from bench.launch import Lines, Part, command_of, launch, lines_of, run_until
+from bench.question import Question, parser_of
+from bench.rows import row
+from bench.states import Saver, Yardsticks, both, bytes_of, change, large_state
 
-WAYS = ("Put + flush", "Rput", "Rput, pushed", "Put + unlock", "PSCW", "fence", "Isend + Irecv",
-        "mlflash, p2p", "mlflash, rma")  # fmt: skip
-QUICK_WAYS = ("Rput, pushed", "Isend + Irecv")
-FABRIC_WAYS = ("Rput, pushed", "Isend + Irecv", "mlflash, p2p", "mlflash, rma")  # the choices of transport="auto"
-START_S = 60.0  # limit of a launch with its imports
-APART = "committed between hosts"
+HOSTS = ("host1", "host2")
+TRANSPORTS = ("p2p", "rma")
+KILL_S = 10.0  # between SIGTERM and SIGKILL
+MAINS = ("waits", "multiplies matrices")
+OVER_UCX = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx"}
+ON_ONE_HOST = {"one host": {}, "one host, UCX cma": {**OVER_UCX, "UCX_TLS": "posix,cma,self"}}
+"""The variables of MPI by place. With ``cma`` the kernel copies between the processes, which is like RDMA."""
+
+Run = Callable[[Part, int, float], tuple[str, Lines]]
+
+
+def saves(bench: Bench, nbytes: int, place: str) -> None:
+    """Save with both transports, while the main thread waits and while it computes."""
+    state = large_state(nbytes)
+    yardsticks = Yardsticks(bench.comm, bench.memory, nbytes)
+    torch.set_num_threads(1)
+    for transport in TRANSPORTS:
+        settings = {"redundancy": "copy", "transport": transport, "courier": "thread"}
+        with bench.job(transport) as job, bench.checkpointer(job, **settings) as ckpt:
+            ckpt.prepare(state)
+            saver, busy = Saver(ckpt, state), Multiplying(ckpt, state)
+            actions: dict[str, Action] = {**yardsticks.of(bytes_of(state)), MAINS[0]: saver, MAINS[1]: busy}
+            samples = bench.repeat(actions, before=lambda: change(state))
+        over = {MEMCPY_AND_PUT: both(samples)[MEMCPY_AND_PUT]}
+        for main in MAINS:
+            shows = "committed between hosts" if place.startswith("two nodes") and main == MAINS[0] else ""
+            bench.rows(row(f"{place}, {transport}", samples[main], over, shows,
+                           case="Until a save is committed on the other node, while the main thread ...",
+                           column=main))  # fmt: skip
+    yardsticks.free()
+
+
+class Multiplying:
+    """An action that saves, and multiplies small matrices until the save is committed."""
+
+    def __init__(self, ckpt: Any, state: Any):
+        self._ckpt, self._state = ckpt, state
+        self._a, self._out = torch.rand(256, 256), torch.empty(256, 256)
+
+    def __call__(self) -> None:
+        snapshot = self._ckpt.save(self._ckpt.last_step + 1, self._state)
+        while not snapshot.done:
+            torch.mm(self._a, self._a, out=self._out)
+        snapshot.wait()
+
+
+def places() -> dict[str, Callable[[], contextlib.AbstractContextManager[Run]]]:
+    """Return functions that open the places of this machine, by name."""
+    from cluster.jobs import NETMODS, NETMODS_HERE  # the project's model of nodes, which the ranks do not need
+    from cluster.nodes import TOOLS
+
+    opened: dict[str, Callable[[], contextlib.AbstractContextManager[Run]]] = {}
+    for name, variables in ON_ONE_HOST.items():
+        opened[name] = functools.partial(on_one_host, variables)
+    if os.geteuid() == 0 and all(map(shutil.which, TOOLS)):
+        for name in NETMODS_HERE:
+            opened[f"two nodes, {name}"] = functools.partial(on_two_nodes, NETMODS[name])
+    if "ucx" not in NETMODS_HERE:  # this MPI is not MPICH
+        del opened["one host, UCX cma"]
+    return opened
+
+
+@contextlib.contextmanager
+def on_one_host(variables: dict[str, str]) -> Iterator[Run]:
+    with mock.patch.dict(os.environ, variables):
+        yield launch
+
+
+@contextlib.contextmanager
+def on_two_nodes(variables: dict[str, str]) -> Iterator[Run]:
+    """Make two nodes from namespaces, each with its own network and one rank."""
+    from cluster.jobs import mpiexec_on
+    from cluster.nodes import Nodes
+
+    with Nodes(HOSTS, shm="4g") as nodes:
+
+        def run(part: Part, repetitions: int, timeout_s: float) -> tuple[str, Lines]:
+            out = nodes.path / "out.jsonl"
+            argv, environment = command_of(part, repetitions, out, "/dev/shm")
+            environment |= {**variables, "OMP_NUM_THREADS": "1"}
+            assignments = [f"{name}={value}" for name, value in environment.items()]
+            command = mpiexec_on(nodes, HOSTS, 1, ["env", *assignments, *argv])
+            try:
+                why = run_until(command, timeout_s, KILL_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                return why, lines_of(out)
+            finally:
+                nodes.stop_all()
+
+        yield run
 
 
 def main() -> int:
-    args = arguments()
-    begun = begin(args)
-    rows: list[Row] = []
-    said: dict[str, Any] = {}
-    wrong: list[str] = []
-    for place, open_place in (places() | fabrics()).items():
-        if place not in args.place:
-            continue
-        with open_place() as launch:
-            for chunk_mib in args.chunk_mib:
-                for main_does in args.main:
-                    found, ended = sweep(launch, args, main_does, chunk_mib, said)
-                    case = f"{place}, chunks of {chunk_mib} MiB; by what the main thread does"
-                    for row in found:
-                        row["case"], row["column"] = case, main_does
-                        if row["what"].startswith("mlflash") and place.startswith("two nodes") and main_does == IDLE:
-                            row["shows"], row["aim"] = APART, (AIMS[APART].over, AIMS[APART].most)
-                    rows += found
-                    wrong += [f"{place}, main {main_does}: {one}" for one in ended]
-
-    def plot(path: Path) -> None:
-        from plot import draw
-
-        draw(said.get("mpi", ""), rows, path)
-
-    return finish(args, begun, said, rows, wrong, plot)
-
-
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, timeout_s=None, repetitions=7)
-    there, stand_ins = list(places()), list(fabrics())
-    parser.add_argument("--mib", type=int, default=64, help="MiB per rank and direction")
-    parser.add_argument("--chunk-mib", type=int, nargs="+", default=[4], help="MiB per transfer")
-    parser.add_argument(
-        "--deadline-s", type=float, default=12.0, help="limit of one exchange in seconds; a longer one counts as never"
-    )
-    parser.add_argument("--main", nargs="+", choices=MAINS, default=MAINS, help="the work of the main thread")
-    parser.add_argument("--place", nargs="+", choices=there + stand_ins, default=there, help="places of the two ranks")
-    parser.add_argument("--fabrics", action="store_true", help="measure all software fabrics that replace hardware")
-    parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS, help="ways to send")
+    parser = parser_of(__doc__, repetitions=3, timeout_s=120)
+    names = list(places())
+    parser.add_argument("--mib", type=int, default=64, help="MiB per rank and direction, a multiple of 8")
+    parser.add_argument("--place", nargs="+", choices=names, default=names, help="places of the two ranks")
     args = parser.parse_args()
-    if args.fabrics:
-        args.place, args.way = stand_ins if args.place is there else args.place, FABRIC_WAYS
     if args.quick:
-        args.mib, args.repetitions, args.main, args.place = 8, 2, [IDLE, PYTHON], there[:1]
-        args.way = QUICK_WAYS
-    return args
-
-
-def sweep(
-    launch: Launch, args: argparse.Namespace, main_does: str, chunk_mib: int, said: dict[str, Any]
-) -> tuple[list[Row], list[str]]:
-    """Time all ways with one kind of main thread. After a way that does not end, a new launch times the rest.
-
-    Returns:
-        Rows, and what went wrong.
-    """
-    left = list(args.way)
-    rows: list[Row] = []
-    wrong: list[str] = []
-    while left:
-        arguments = [args.mib << 20, chunk_mib << 20, args.repetitions, main_does, args.deadline_s, "|".join(left)]
-        timeout_s = START_S + len(left) * (args.repetitions + 2) * args.deadline_s / 2
-        ended, lines = launch(HERE / "ranks.py", list(map(str, arguments)), timeout_s)
-        said |= lines[0] if lines else {}
-        found: list[Row] = lines[1:]  # type: ignore[assignment]
-        rows += found
-        left = left[len(found) :]
-        if found and "over" not in found[-1]:  # this way never ended: time the ways after it
-            continue
-        if left:
-            wrong.append(f"{left[0]}: {ended or 'wrote nothing'}")
-            rows.append(Row(what=left.pop(0), note="failed"))
-    return rows, wrong
+        args.mib, args.repetitions, args.place = 8, 2, names[:1]
+    question = Question(args)
+    for place in args.place:
+        part = Part(2, saves, {"nbytes": args.mib << 20, "place": place})
+        with places()[place]() as run:
+            why, lines = run(part, args.repetitions, args.timeout_s)
+        question.add(lines)
+        question.wrong += [f"{place}: {why}"] * bool(why)
+    return question.finish()
 
 
 if __name__ == "__main__":

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import click
 
 from ..config import Config, job_name
+from ..inspection.node_memory import look_at_job
 from ..memory.node_directory import jobs_of
 from ..mpi.gather_on_rank_0 import gather
 from ..mpi.world import World
 
+_NAMED = 5  # jobs in an error message
 
-def choose(world: World, given: Config, job: str | None, directory: str | None) -> str:
-    """Choose the job: the named one, else the one of the directory, else the only one in memory.
+
+_Known = tuple[str, int, bool]
+"""A job: its name, the time of its newest save in ns since 1970, and whether it is alive."""
+
+
+def choose(world: World, given: Config, job: str | None, is_live: bool = True) -> str:
+    """Choose the job: the named one, else the one of the directory, else the only one in memory, or the only live one.
 
     Collective over the world.
+
+    Args:
+        world: the processes.
+        given: the settings.
+        job: the given name.
+        is_live: False takes the only dead one instead.
 
     Raises:
         UsageError: there are several jobs.
         ClickException: there is no job.
     """
-    told = gather(world, jobs_of(given.memory) if world.local_rank == 0 else [])
+    told = gather(world, _jobs_here(given, job) if world.local_rank == 0 else [])
     chosen: str | click.ClickException
     try:
-        chosen = decide({name for names in told for name in names}, os.environ, job, given.directory, given.memory)
+        chosen = _choose([known for of_node in told for known in of_node], given, job, is_live)
     except click.ClickException as error:
         chosen = error
     chosen = world.broadcast(chosen, 0)
@@ -35,17 +48,37 @@ def choose(world: World, given: Config, job: str | None, directory: str | None) 
     return chosen
 
 
-def decide(there: Collection[str], env: Mapping[str, str], job: str | None, directory: str | None, memory: str) -> str:
+def choose_here(given: Config, job: str | None) -> str:
+    """Choose the job among those of this node. See `choose`."""
+    return _choose(_jobs_here(given, job), given, job)
+
+
+def _jobs_here(given: Config, job: str | None) -> list[_Known]:
+    names = jobs_of(given.memory)
+    if job or given.directory or len(names) < 2:  # the names are enough
+        return [(name, 0, False) for name in names]
+    looks = [look_at_job(given.memory, name) for name in names]
+    return [(look.job, 0 if look.newest is None else look.newest.unix_ns, look.pid is not None) for look in looks]
+
+
+def _choose(known: Sequence[_Known], given: Config, job: str | None, is_live: bool = True) -> str:
+    there = list(dict.fromkeys(name for name, *_ in sorted(known, key=lambda each: (-each[1], each[0]))))
+    live = {name for name, _, lives in known if lives}
+    preferred = live if is_live else set(there) - live
+    return decide(there, os.environ, job, given.directory, given.memory, preferred)
+
+
+def decide(there: Collection[str], env: Mapping[str, str], job: str | None, directory: str | None, memory: str,
+           preferred: Collection[str] = ()) -> str:  # fmt: skip
     """Choose one of the jobs that have memory here.
 
-    Not collective.
-
     Args:
-        there: the jobs that have memory here.
+        there: the jobs that have memory here, best the newest first.
         env: the environment.
         job: the given name. With a directory, a job of this name need not have memory here.
         directory: the absolute path that the job drains to.
         memory: the memory file system that holds the jobs.
+        preferred: those of them of which the only one is taken, such as the live ones.
 
     Example:
         ``slurm-71-1c0d5a3e`` is the job of ``/lustre/me/run42``, also outside of Slurm job 71, because 1c0d5a3e is the
@@ -54,7 +87,7 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
     if job:
         if job in there or directory:
             return job
-        others = f"; jobs here: {', '.join(sorted(there))}" if there else ""
+        others = f"; jobs here: {_few(there)}" if there else ""
         raise click.ClickException(f"job {job} holds no memory in {memory} on {socket.gethostname()}{others}")
     if directory:
         name = job_name(env, directory)
@@ -64,11 +97,18 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
             return name
         if len(alike) == 1:
             return alike[0]
-        raise click.UsageError(f"several jobs drain to {directory}: name one with --job: {', '.join(alike)}")
+        raise click.UsageError(f"several jobs drain to {directory}: name one with --job: {_few(alike)}")
     if not there:
         host = socket.gethostname()
         raise click.ClickException(f"nothing of this user is in {memory} on {host}: log in to a node that the job ran "
                                    "on, or name another memory file system with --memory")  # fmt: skip
-    if len(there) > 1:
-        raise click.UsageError(f"which job? Name one with --job: {', '.join(sorted(there))}")
-    return next(iter(there))
+    for jobs in (there, preferred):
+        if len(jobs) == 1:
+            return next(iter(jobs))
+    raise click.UsageError(f"which job? Name one with --job: {_few(there)}")
+
+
+def _few(jobs: Collection[str]) -> str:
+    """Name jobs, but not too many."""
+    names = ", ".join(list(jobs)[:_NAMED])
+    return names if len(jobs) <= _NAMED else f"{names}, ... ({len(jobs)} jobs: mlflash jobs)"

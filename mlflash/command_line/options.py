@@ -41,7 +41,7 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def settings(memory: str | None, job: str | None, directory: str | None) -> Config:
-    """Read the settings of a job from options and environment, as a Checkpointer would. Not collective.
+    """Read the settings of a job from options and environment, as a Checkpointer would.
 
     Commands ignore MLFLASH_DISABLE, which turns off checkpoints of a training.
 

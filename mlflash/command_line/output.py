@@ -1,12 +1,14 @@
-"""The answer of a command: one JSON document for programs, or lines and tables for people."""
+"""The answer of a command: one JSON document for programs, or lines and tables for people. Progress is on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDE = 200  # columns, if the output is not a terminal
+_PATIENCE_S = 1.0  # before a progress bar appears
 
 
 class _Stdout(io.RawIOBase):
@@ -43,7 +46,7 @@ class _Stdout(io.RawIOBase):
 
 
 def outlive_readers() -> None:
-    """Let this process continue and keep its exit code when the reader of its stdout has gone. Not collective.
+    """Let this process continue and keep its exit code when the reader of its stdout has gone.
 
     Do nothing if stdout was replaced, as in tests.
     """
@@ -54,7 +57,7 @@ def outlive_readers() -> None:
 
 
 def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> None:
-    """Print what a command found, for programs or for people. Not collective; rank 0 calls it."""
+    """Print what a command found, for programs or for people. Rank 0 calls it."""
     if as_json:
         click.echo(json.dumps(document, indent=1))
         return
@@ -80,3 +83,37 @@ def new_table(*columns: str) -> Table:
     for name in columns:
         table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
     return table
+
+
+@contextlib.contextmanager
+def progress_bar(work: str, total: int = 0, on: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on stderr. It appears after a second, and only on a terminal.
+
+    Args:
+        work: the name of the work.
+        total: bytes; 0: not known yet.
+        on: whether this process shows the bar.
+
+    Yields:
+        A function that gets the number of further bytes, or what `rich.progress.Progress.update` takes.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    console, start = Console(stderr=True), time.monotonic()
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TimeElapsedColumn(), console=console, transient=True,
+    )  # fmt: skip
+    task = bar.add_task(work, total=total or None)
+
+    def update(advance: int = 0, **fields: Any) -> None:
+        bar.update(task, advance=advance, **fields)
+        if on and console.is_terminal and not bar.live.is_started and time.monotonic() - start > _PATIENCE_S:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -11,6 +11,8 @@ from ..errors import MlflashError
 from ..memory.node_directory import emulated_nodes, jobs_of
 from ..storage.store import is_url
 
+files = click.Path().shell_complete
+directories = click.Path(file_okay=False).shell_complete
 _SCHEMES = {
     "copy": "a copy of each slot on another node",
     "copy:2": "two copies of each slot on two other nodes",
@@ -21,16 +23,6 @@ _SCHEMES = {
 }
 
 
-def directories(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete a directory."""
-    return [CompletionItem(incomplete, type="dir")]
-
-
-def files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete a file."""
-    return [CompletionItem(incomplete, type="file")]
-
-
 def schemes(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Offer the schemes that the README names."""
     return [CompletionItem(name, help=text) for name, text in _SCHEMES.items() if name.startswith(incomplete)]
@@ -38,17 +30,16 @@ def schemes(_: click.Context, __: click.Parameter, incomplete: str) -> list[Comp
 
 def jobs(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Offer the jobs that have memory on this node."""
-    there = _jobs(context)
     taken = context.params.get("jobs") or ()
-    return [CompletionItem(name) for name in there if name.startswith(incomplete) and name not in taken]
+    return [CompletionItem(name) for name in _jobs(context) if name.startswith(incomplete) and name not in taken]
 
 
 def steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Offer the steps in the memory of this node and in the directory, newest first."""
-    found = dict.fromkeys(_steps_in_memory(context), "in memory")
+    places = dict.fromkeys(_steps_in_memory(context), "in memory")
     for step in _steps_in_directory(context.params.get("directory")):
-        found[step] = "in memory and drained" if step in found else "drained"
-    ordered = sorted(found.items(), reverse=True)
+        places[step] = "in memory and drained" if step in places else "drained"
+    ordered = sorted(places.items(), reverse=True)
     return [CompletionItem(str(step), help=text) for step, text in ordered if str(step).startswith(incomplete)]
 
 
@@ -58,6 +49,10 @@ def steps_or_newest(context: click.Context, parameter: click.Parameter, incomple
     return newest + steps(context, parameter, incomplete)
 
 
+def _memory(context: click.Context) -> str:
+    return str(context.params.get("memory") or "/dev/shm")
+
+
 def _jobs(context: click.Context) -> list[str]:
     try:
         return jobs_of(_memory(context))
@@ -65,22 +60,18 @@ def _jobs(context: click.Context) -> list[str]:
         return []
 
 
-def _memory(context: click.Context) -> str:
-    return str(context.params.get("memory") or "/dev/shm")
-
-
 def _steps_in_memory(context: click.Context) -> set[int]:
     """Return the steps in memory of the named job, else of all jobs."""
     from ..inspection.node_memory import look
 
-    memory, job, found = _memory(context), context.params.get("job"), set()
+    memory, job, in_memory = _memory(context), context.params.get("job"), set[int]()
     for name in [job] if job else _jobs(context):
         try:
             for number in (None, *emulated_nodes(memory, name)):
-                found |= {header.step for _, header in look(memory, name, number, "").sealed}
+                in_memory |= {header.step for _, header in look(memory, name, number, "").sealed}
         except (MlflashError, OSError):
             continue
-    return found
+    return in_memory
 
 
 def _steps_in_directory(directory: str | None) -> set[int]:

@@ -16,10 +16,11 @@ from ..command_line.run_on_ranks import FINE, WRONG
 from ..errors import JobInUse, MlflashError
 from ..human_readable.units import show_bytes
 from ..human_readable.wording import many
+from ..inspection.node_memory import JobMemory, look_at_job
 from ..memory.courier_process import process_named
 from ..memory.node_directory import clean as clean_job
 from ..memory.node_directory import jobs_of
-from .jobs import Held, held, show
+from .status import job_to_json, show_jobs
 
 
 @click.command()
@@ -51,42 +52,46 @@ def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: 
                                    f"{', '.join(there) or 'none'}")  # fmt: skip
     wanted = there if everything else list(dict.fromkeys(jobs))
     listing = not wanted
-    found = [held(memory, job) for job in (there if listing else wanted)]
+    found = [look_at_job(memory, job) for job in (there if listing else wanted)]
     if everything and not (yes or dry_run or listing):
         _ask(found, memory)
-    done = [_clean(memory, one, dry_run or listing) for one in found]
+    done = [_clean(memory, job, dry_run or listing) for job in found]
     if as_json:
         click.echo(json.dumps({"dry_run": dry_run or listing, "jobs": done}, indent=1))
     elif listing:
-        answer(False, None, lambda console: show(console, found, memory))
+        answer(False, None, lambda console: show_jobs(console, found, memory))
     else:
-        for one in done:
-            text = one["error"] or f"{one['nbytes']:,} bytes {'would be ' * dry_run}freed"
-            click.echo(f"{one['job']}: {text}", err=one["error"] is not None)
-    context.exit(FINE if listing or not any(one["error"] for one in done) else WRONG)
+        for job in done:
+            text = job["error"] or f"{job['nbytes']:,} bytes {'would be ' * dry_run}freed"
+            click.echo(f"{job['job']}: {text}", err=job["error"] is not None)
+    context.exit(FINE if listing or not any(job["error"] for job in done) else WRONG)
 
 
-def _ask(found: list[Held], memory: str) -> None:
+def _ask(found: list[JobMemory], memory: str) -> None:
     """Ask whether the user means all jobs. Other people's jobs may be among them on a shared account."""
     if not sys.stdin.isatty():
         raise click.UsageError("--all deletes what every ended job of this user holds here: add --yes to confirm")
-    answer(False, None, lambda console: show(console, found, memory))
-    nbytes = sum(one.nbytes for one in found)
-    click.confirm(f"These {many(len(found), 'job')} hold {show_bytes(nbytes)}. Delete what the ended ones hold? You "
-                  "cannot restore it afterwards", abort=True)  # fmt: skip
+    answer(False, None, lambda console: show_jobs(console, found, memory))
+    full = [job for job in found if not job.is_empty]
+    click.confirm(f"These {many(len(full), 'job')} hold {show_bytes(sum(job.nbytes for job in full))}. Delete what the "
+                  "ended ones hold? You cannot restore it afterwards", abort=True)  # fmt: skip
 
 
-def _clean(memory: str, one: Held, dry_run: bool) -> dict[str, Any]:
+def _clean(memory: str, job: JobMemory, dry_run: bool) -> dict[str, Any]:
     """Delete what a job holds, or say how much it is."""
-    found = one.to_json()
-    if one.error:
-        return found
+    document = job_to_json(job)
+    if job.error:
+        return document
     try:
+        if job.pid is not None:
+            raise JobInUse("")
         if not dry_run:
-            found["nbytes"] = clean_job(memory, one.job)
-        elif one.pid is not None:
-            raise JobInUse("a process of this job is alive", found=process_named(one.pid))
-        found["nbytes"] += leftovers(memory, one.job, dry_run)
+            document["nbytes"] = clean_job(memory, job.job)
+        document["nbytes"] += leftovers(memory, job.job, dry_run)
+    except JobInUse:
+        alive = look_at_job(memory, job.job).pid or job.pid
+        holder = f" ({process_named(alive)})" if alive else ""
+        document["error"] = f"it is alive{holder}: end it first. Nothing of it was deleted"
     except MlflashError as error:
-        found["error"] = str(error)
-    return found
+        document["error"] = str(error)
+    return document

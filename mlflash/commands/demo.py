@@ -36,9 +36,7 @@ def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, 
     """
     from rich.console import Console
 
-    from ..demo.one_launch import DemoFailed
-    from ..demo.plan import draw
-    from ..demo.run import run
+    from ..demo.run import Demo
     from ..errors import MlflashError
 
     if kill_step is not None and kill_step >= steps:
@@ -49,7 +47,7 @@ def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, 
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the ranks must not outlive us
     try:
-        same = run(draw(steps, seed, kill_step, redundancy, keep_alive), Console())
-    except (DemoFailed, MlflashError) as error:
+        same = Demo(steps, seed, kill_step, redundancy, keep_alive).run(Console())
+    except MlflashError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(0 if same else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from typing import Any
@@ -11,14 +10,13 @@ import click
 
 from ..command_line import choose_job
 from ..command_line.options import job_options, settings
-from ..command_line.output import answer
-from ..command_line.progress_bar import Bar
+from ..command_line.output import answer, progress_bar
 from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import Config
 from ..draining.checkpoint_directory import Listed, list_checkpoints
 from ..errors import MlflashError
 from ..memory.courier_process import process_named
-from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
+from ..memory.node_directory import NodeDirectory, emulated_nodes
 from ..storage.store import open_store
 
 _LOOK_S = 0.1
@@ -44,7 +42,7 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
     drained in time.
     """
     given = settings(memory, job, directory)
-    name = choose_job.decide(jobs_of(given.memory), os.environ, job, given.directory, given.memory)
+    name = choose_job.choose_here(given, job)
     try:
         document = _ask(given, name, wait_s)
     except (MlflashError, OSError) as error:
@@ -61,13 +59,13 @@ def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
         held.request_drain()
         document: dict[str, Any] = {"job": job, "pid": pid, "heard": False, "drained": None, "path": None}
         end = time.monotonic() + (wait_s or 0)
-        with Bar("waiting for the drain") as bar:
+        with progress_bar("waiting for the drain") as update:
             while time.monotonic() < end:
                 document["heard"] = not held.has_request()
                 new = [one for one in _listed(given.directory) if one not in before] if document["heard"] else []
                 if new or (document["heard"] and given.directory is None):
                     break
-                bar.at(0, 0)
+                update()
                 time.sleep(_LOOK_S)
             else:
                 new = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import click
 
@@ -16,21 +18,20 @@ from ..command_line.options import job_options, json_option, memory_option, sett
 from ..command_line.output import answer
 from ..command_line.run_on_ranks import FINE, run_together
 from ..config import Config
-from ..draining import checkpoint_directory
-from ..draining.checkpoint_directory import Listed
 from ..errors import StepNotFound
-from ..exports import hugging_face
-from ..exports.rules import Rule, read_rules
-from ..exports.source import Source
+from ..exports import safetensors_files
+from ..exports.open_whole import export as export_whole
+from ..exports.selection import Convert, Selection, tensors_by_name
 from ..human_readable.units import read_bytes, show_bytes
-from ..human_readable.wording import many
+from ..human_readable.wording import listed, many
+from ..inspection import on_disk
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
 from ..mpi.world import World
 from ..restoring.open_in_directory import OpenInDirectory
 from ..storage.dcp_plans import TOLD
-from ..storage.store import open_store
-from ..storage.whole_state import Written
+from ..storage.store import Store, open_store
+from ..storage.whole_state import Whole, Written
 
 _FORMATS = ("dcp", "safetensors", "torch", "hdf5")
 
@@ -43,14 +44,33 @@ def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
     raise click.BadParameter("give a step or 'newest'")
 
 
+def _function(_: click.Context, __: click.Parameter, text: str | None) -> Convert | None:
+    """Load a function from a file: ``convert.py:to_llama``."""
+    if text is None:
+        return None
+    path, name = text.rpartition(":")[::2]
+    spec = importlib.util.spec_from_file_location("mlflash_convert", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise click.BadParameter("give a Python file and a function in it, such as convert.py:to_llama")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(function := getattr(module, name, None)):
+        raise click.BadParameter(f"{path} has no function {name}")
+    return cast(Convert, function)
+
+
 @click.command("export")
 @click.argument("step", callback=_step, shell_complete=shell_completion.steps_or_newest)
 @click.argument("out", shell_complete=shell_completion.directories)
 @click.option("--to", "form", type=click.Choice(_FORMATS), required=True, help="Format to write.")
 @click.option("--from", "place", type=click.Choice(["memory", "directory"]),
               help="Where to look.  [default: the directory, then memory]")  # fmt: skip
-@click.option("--map", "mapping", type=click.Path(exists=True, dir_okay=False),
-              help="File with rules for names and shapes.")  # fmt: skip
+@click.option("--keep", multiple=True, metavar="PATTERN", help='Export only what has such a name: "model.*".')
+@click.option("--drop", multiple=True, metavar="PATTERN", help="Do not export what has such a name.")
+@click.option("--rename", multiple=True, nargs=2, metavar="REGEX NEW",
+              help="Replace what REGEX matches in a name, as re.sub does.")  # fmt: skip
+@click.option("--convert", callback=_function, metavar="FILE.py:FUNCTION",
+              help="Function that gets tensors by name, and returns what to write.")  # fmt: skip
 @click.option("--name",
               help="torch, hdf5: name of the file.  [default: state.pt, pytorch_model.bin with --flat, "
               "state.h5]")  # fmt: skip
@@ -59,8 +79,9 @@ def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
 @click.option("--hf-config", type=click.Path(exists=True, file_okay=False),
               help="Directory of a Hugging Face config to copy, too.")  # fmt: skip
 @job_options
-def export(step: int | None, out: str, form: str, place: str | None, mapping: str | None, name: str | None, flat: bool,
-           shard_size: str, hf_config: str | None, directory: str | None, job: str | None, memory: str, as_json: bool
+def export(step: int | None, out: str, form: str, place: str | None, keep: tuple[str, ...], drop: tuple[str, ...],
+           rename: tuple[tuple[str, str], ...], convert: Convert | None, name: str | None, flat: bool, shard_size: str,
+           hf_config: str | None, directory: str | None, job: str | None, memory: str, as_json: bool
            ) -> None:  # fmt: skip
     """Write a checkpoint to OUT in a stock format, with every tensor whole.
 
@@ -68,15 +89,16 @@ def export(step: int | None, out: str, form: str, place: str | None, mapping: st
     a directory or a URL that is empty or does not exist yet.
 
     \b
-    mlflash export newest out/ --to safetensors --directory /lustre/me/run42
+    mlflash export newest out/ --to safetensors --keep "model.*" --directory /lustre/me/run42
     srun --ntasks-per-node=1 mlflash export 40 out/ --to dcp --from memory
 
     To read from memory, start it under srun or mpiexec with one process or more on each node, after the job has ended.
     Exits with 1 if there is no such step or it cannot be written.
     """
     given = settings(memory, job, directory)
-    rules = [] if mapping is None else read_rules(Path(mapping).read_text(), mapping)
-    write = _writer(form, rules, name, flat, read_bytes(shard_size))
+    selection = Selection(keep, drop, rename, convert)
+    file = name or ("state.h5" if form == "hdf5" else "pytorch_model.bin" if flat else "state.pt")
+    shard_nbytes = read_bytes(shard_size)
 
     def work(world: World) -> int:
         store = open_store(out)
@@ -86,94 +108,67 @@ def export(step: int | None, out: str, form: str, place: str | None, mapping: st
         if (error := world.broadcast(error, 0)) is not None:
             raise error
 
-        def into(source: Source) -> tuple[int, Written, str]:
+        def write(whole: Whole) -> Written:
+            whole = selection.of(whole)
+            whole = tensors_by_name(whole) if flat and form == "torch" else whole
             store.make()
-            written = write(source, store)
-            more = {} if hf_config is None else hugging_face.copy_config(hf_config, store)
-            left_out = (*source.left_out, *written.left_out)
-            written = dataclasses.replace(written, files={**written.files, **more}, left_out=left_out)
-            return source.step, written, store.path
+            config = {} if hf_config is None else safetensors_files.copy_config(hf_config, store)
+            written = _write(form, whole, store, file, shard_nbytes)
+            return dataclasses.replace(written, files={**config, **written.files},
+                                       left_out=(*whole.left_out, *written.left_out))  # fmt: skip
 
-        listed = None if place == "memory" else _listed(world, given.directory, step)
-        if listed is not None and given.directory is not None:
-            drained = OpenInDirectory(world, open_store(given.directory), listed, TOLD)
-            try:
-                told = Source(world, drained).export(into)
-            finally:
-                drained.close()
+        stored = on_disk.look_into(world, None if place == "memory" else given.directory)
+        wanted, drained = WantedStep(step), () if stored is None else stored.listed
+        fitting = [checkpoint for checkpoint in drained if wanted.fits(checkpoint.step, checkpoint.verdict)]
+        if stored is not None and fitting:
+            opened = OpenInDirectory(world, open_store(stored.path), fitting[0], TOLD)
+            with contextlib.closing(opened):
+                exported, written = opened.step, export_whole(world, opened, write)
         elif place == "directory":
             raise click.ClickException(f"{given.directory} has no such step" if given.directory else
                                        "--from directory needs --directory")  # fmt: skip
         else:
-            name = choose_job.choose(world, given, job, directory)
-            if world.agree([int(name not in jobs_of(given.memory))])[0]:
-                missing = f"not in {given.directory}" if given.directory else "no --directory was given"
-                raise click.ClickException(f"there is no such step: {missing}, and job {name} holds nothing in "
-                                           f"{given.memory}")  # fmt: skip
-            told = _from_memory(given, name, step, into)
-        if told is not None:
-            _answer(as_json, form, *told)
+            name_of_job = choose_job.choose(world, given, job, is_live=False)
+            exported, written = _from_memory(world, given, name_of_job, step, write)
+        if written is not None:
+            _answer(as_json, form, exported, written, store.path)
         return FINE
 
     run_together(given, as_json, work)
 
 
-def _writer(form: str, rules: list[Rule], name: str | None, flat: bool, shard_nbytes: int) -> Callable[..., Written]:
-    """Return the function that writes a checkpoint to a store in this format."""
+def _write(form: str, whole: Whole, store: Store, file: str, shard_nbytes: int) -> Written:
     if form == "safetensors":
-        from ..exports import safetensors_files
+        return safetensors_files.write(whole, store, shard_nbytes)
+    from ..exports import formats  # loads torch
 
-        return lambda whole, store: safetensors_files.write(whole, store, rules, shard_nbytes=shard_nbytes)
-    if form == "torch":
-        from ..exports import torch_file
-
-        file = name or ("pytorch_model.bin" if flat else "state.pt")
-        return lambda whole, store: torch_file.write(whole, store, rules, file, flat)
     if form == "dcp":
-        from ..exports import dcp_directory
-
-        return lambda whole, store: dcp_directory.write(whole, store, rules)
-    from ..exports import hdf5_file
-
-    return lambda whole, store: hdf5_file.write(whole, store, rules, name or "state.h5")
+        return formats.write_dcp(whole, store)
+    return (formats.write_torch if form == "torch" else formats.write_hdf5)(whole, store, file)
 
 
-def _listed(world: World, directory: str | None, step: int | None) -> Listed | None:
-    """Find the newest checkpoint of a step in the directory. Without a step, find the newest that is not marked bad.
-
-    Collective over the world. None if the directory has no such checkpoint.
-    """
-    wanted = WantedStep(step)
-    found: Listed | None = None
-    if directory is not None and world.rank == 0:
-        listed = checkpoint_directory.list_checkpoints(open_store(directory))
-        found = next((one for one in listed if wanted.fits(one.step, one.verdict)), None)
-    told: Listed | None = world.broadcast(found, 0)
-    return told
-
-
-def _from_memory(given: Config, job: str, step: int | None, into: Callable[[Source], Any]) -> Any:
-    with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0, courier="thread"
-                      ) as checkpointer:  # fmt: skip
+def _from_memory(world: World, given: Config, job: str, step: int | None, write: Callable[[Whole], Written]
+                 ) -> tuple[int, Written | None]:  # fmt: skip
+    if world.agree([int(job not in jobs_of(given.memory))])[0]:
+        missing = f"not in {given.directory}" if given.directory else "no --directory was given"
+        raise click.ClickException(f"there is no such step: {missing}, and job {job} holds nothing in {given.memory}")
+    with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0, courier="thread",
+                      heartbeat=False) as checkpointer:  # fmt: skip
         adapting = checkpointer.adapting
         opened = adapting.open(step, told=TOLD)
         if opened is None:
             raise StepNotFound("memory has nothing that can be exported")
-        try:
-            return Source(adapting.ranks, opened).export(into)
-        finally:
-            opened.close()
+        with contextlib.closing(opened):
+            return opened.step, export_whole(adapting.ranks, opened, write)
 
 
 def _answer(as_json: bool, form: str, step: int, written: Written, path: str) -> None:
     nbytes = sum(written.files.values())
-    document = {"step": step, "format": form, "path": path, "nbytes": nbytes, "files": dict(written.files),
-                "tensors": written.tensors, "ties": dict(written.ties), "left_out": list(written.left_out)}  # fmt: skip
-    lines = [f"step {step} was written to {path}: {many(written.tensors, 'tensor')}, {show_bytes(nbytes)}"]
+    document = {"step": step, "format": form, "path": path, "nbytes": nbytes, **dataclasses.asdict(written)}
+    text = f"step {step} was written to {path}: {many(written.tensors, 'tensor')}, {show_bytes(nbytes)}"
     if written.left_out:
-        lines.append(f"left out, as {form} cannot hold them: {', '.join(written.left_out[:5])}"
-                     + (f" and {len(written.left_out) - 5} more" if len(written.left_out) > 5 else ""))  # fmt: skip
-    answer(as_json, document, lambda console: console.print("\n".join(lines), soft_wrap=True))
+        text += f"\nleft out: {listed(written.left_out, 5)}"
+    answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
 
 
 @click.command("import")

@@ -42,7 +42,7 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
     verdict = Verdict.BAD if is_bad else Verdict.GOOD
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job)
         told = gather(world, (socket.gethostname(), _mark_here(given.memory, name, step, verdict)))
         if world.rank:
             return FINE

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
-import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from ..command_line import shell_completion
 from ..command_line.options import certify_after_option, draining_option
 from ..command_line.output import answer
 from ..config import slots_of
 from ..errors import ConfigError
+from ..human_readable.units import read_bytes, read_seconds
 
 if TYPE_CHECKING:
     from ..placement.failure_domains import Domains
     from ..planning.interval import Costs
-    from ..planning.measured_run import Measured
     from ..planning.scheme_comparison import Job
 
+_FILE = click.Path(exists=True, dir_okay=False)
 
-def _quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Make a callback that reads an option with a function of `units`. The function's error names valid values."""
 
-    def read(_: click.Context, option: click.Parameter, text: str | None) -> Any:
-        from ..human_readable import units
-
+def _quantity(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    def callback(_: click.Context, option: click.Parameter, text: str | None) -> Any:
         try:
-            return None if text is None else getattr(units, name)(text)
+            return None if text is None else read(text)
         except ConfigError as error:
             raise click.BadParameter(str(error), param=option) from None
 
-    return read
+    return callback
 
 
-_BYTES, _SECONDS = _quantity("read_bytes"), _quantity("read_seconds")
-_FILE = click.Path(exists=True, dir_okay=False)
+_BYTES, _SECONDS = _quantity(read_bytes), _quantity(read_seconds)
 
 
 @click.command()
@@ -50,18 +48,13 @@ _FILE = click.Path(exists=True, dir_okay=False)
 @click.option("--bytes", "nbytes", callback=_BYTES,
               help="State of one rank, such as 12GiB or 80GB.  [default: that of --report]")  # fmt: skip
 @click.option("--alike", callback=_BYTES,
-              help="The part of --bytes that is the same on all ranks, as under DDP.  [default: that "
-              "of --report, or 0]")  # fmt: skip
+              help="The part of --bytes that is the same on all ranks, as under DDP.  [default: that of --report, "
+              "or 0]")  # fmt: skip
 @click.option("--memory", callback=_BYTES, help="Memory of a node for checkpoints, such as 512GiB.")
 @click.option("--scheme", "schemes", multiple=True, shell_complete=shell_completion.schemes,
               help="Scheme to compare; you can repeat it.  [default: all that differ on these nodes]")  # fmt: skip
-@click.option(
-    "--losses",
-    type=click.IntRange(1, 64),
-    default=3,
-    show_default=True,
-    help="Show the chances if 1 to this many random nodes are lost at once.",
-)
+@click.option("--losses", type=click.IntRange(1, 64), default=3, show_default=True,
+              help="Show the chances if 1 to this many random nodes are lost at once.")  # fmt: skip
 @draining_option
 @certify_after_option
 @click.option("--mtbf", callback=_SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
@@ -69,25 +62,22 @@ _FILE = click.Path(exists=True, dir_okay=False)
               help="Time that a save stalls training: 0.5s, 80ms.  [default: that of --report]")  # fmt: skip
 @click.option("--commit", callback=_SECONDS,
               help="Time from the call of save to its commit.  [default: that of --report, or --save]")  # fmt: skip
-@click.option(
-    "--restart", callback=_SECONDS, default="2min", show_default=True, help="Time from a failure to the next step."
-)
+@click.option("--restart", callback=_SECONDS, default="2min", show_default=True,
+              help="Time from a failure to the next step.")  # fmt: skip
 @click.option("--drain-every", callback=_SECONDS, help="Time between two drains to the file system: 1h.")
 @click.option("--pfs-restart", callback=_SECONDS,
               help="As --restart, if the file system is read.  [default: --restart]")  # fmt: skip
-@click.option("--domains", type=_FILE,
-              help="File that lists hosts and their failure domains, outermost first: n[001-032] row1 "
-              "rack1.")  # fmt: skip
+@click.option(
+    "--domains",
+    type=_FILE,
+    help="File that lists hosts and their failure domains, outermost first: n[001-032] row1 rack1.",
+)
 @click.option("--slurm", is_flag=True, help="Ask Slurm for its switches or blocks (scontrol show topology).")
-@click.option("--hosts",
-              help="Hosts in the order of the ranks: n[001-128].  [default: all hosts of --domains or "
-              "--slurm]")  # fmt: skip
+@click.option("--hosts", help="Hosts in the order of the ranks: n[001-128].  [default: all of --domains or --slurm]")
 @click.option("--report", type=_FILE,
               help="JSON of Checkpointer.report() of one rank, or a list of the reports of all ranks.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document with bytes, seconds and shares.")
-@click.option("--plot", metavar="FILE", shell_complete=shell_completion.files,
-              help="Draw the wasted time against the interval to FILE.png (or .svg, .pdf).")  # fmt: skip
-def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None, **given: Any) -> None:
+def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | None, **given: Any) -> None:
     """Compare what redundancy schemes cost and survive, and compute how often to save.
 
     Use it before a job, on any machine, to choose a scheme.
@@ -100,74 +90,96 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
     survives, and the exact probability that random losses leave a complete checkpoint. With --mtbf and --save it also
     computes the interval between saves that wastes the least time. docs/plan.md describes the model.
     """
-    from ..planning.plot import draw
-    from ..planning.scheme_comparison import consider, scheme_costs
-    from ..planning.view import show, to_json
+    from ..planning.interval import daly, young
+    from ..planning.scheme_comparison import consider, least, scheme_costs
+    from ..planning.table import show
 
     try:
-        job, costs, notes = _understand(**given)
-        if plot is not None and costs is None:
-            raise click.UsageError("--plot draws wasted time against the interval: give --mtbf, and --save or --report")
+        measured = _measured(report) if report else {}
+        job, notes = _job(given, measured)
+        costs = _costs(len(job.node_names), given, measured)
         considered, left_out = consider(job, schemes)
-        prospects = [scheme_costs(job, *one, min(losses, len(job.node_names)), costs) for one in considered]
-        if plot is not None and costs is not None:
-            draw(plot, job, costs, prospects)
+        losses = min(losses, len(job.node_names))
+        compared = [scheme_costs(job, scheme, placed, losses, costs) for scheme, placed in considered]
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
-    plan = job, costs, prospects, [*notes, *left_out]
-    answer(as_json, to_json(*plan), lambda console: show(console, *plan))
+    notes += left_out
+    failures = None if costs is None else {**dataclasses.asdict(costs), "young_s": young(costs.stall_s, costs.mtbf_s),
+                                           "daly_s": daly(costs.stall_s, costs.mtbf_s)}  # fmt: skip
+    document = {"job": dataclasses.asdict(job), "failures": failures, "schemes": [*map(dataclasses.asdict, compared)],
+                "least_memory": {loss: p.scheme for loss, p in least(compared).items()}, "notes": notes}  # fmt: skip
+    answer(as_json, document, lambda console: show(console, job, costs, compared, notes))
 
 
-def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,
-                certify_after: int, report: str | None,
-                **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
-    """Make the job, the costs of saves and failures, and the notes for the user from the options."""
-    from ..planning.measured_run import measured
+def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str]]:
+    """Make the job, and notes for the user, from the options and from what a run has measured."""
     from ..planning.scheme_comparison import Job
 
-    run: Measured | None = None
-    if report is not None:
-        try:
-            run = measured(json.loads(Path(report).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{report}: {error}") from None
-    if nbytes is None and run is None:
+    nbytes, alike = given["nbytes"], given["alike"] or 0
+    if nbytes is None and not measured:
         raise click.UsageError("how much state does a rank have? Give --bytes or --report, for example "
                                "`mlflash plan --nodes 16 --bytes 12GiB`")  # fmt: skip
-    nodes = given["nodes"] or (None if run is None else run.nodes)
-    names, domains, notes = _places(nodes, given["domains"], given["slurm"], given["hosts"])
-    held = slots_of(certify_after)
+    if nbytes is None:
+        nbytes, alike = measured["nbytes"], measured["alike"] if given["alike"] is None else alike
+    names, domains, notes = _places(given["nodes"] or measured.get("nodes"), given["domains"], given["slurm"],
+                                    given["hosts"])  # fmt: skip
+    held = slots_of(given["certify_after"])
     job = Job(
-        names,
-        ranks_per_node or (None if run is None else run.ranks_per_node) or 8,
-        run.nbytes if nbytes is None and run is not None else nbytes or 0,
-        domains.kinds if domains else (),
-        tuple(domains.names(name) for name in names) if domains else (),
-        memory,
-        held + draining,
-        held,
-        alike_nbytes=run.alike_nbytes if alike is None and nbytes is None and run is not None else alike or 0,
-    )
+        names, given["ranks_per_node"] or measured.get("ranks_per_node") or 8, nbytes,
+        domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), given["memory"],
+        own_slots=held + given["draining"], copy_slots=held, alike_nbytes=alike,
+    )  # fmt: skip
     for kind, names_of in job.domains.items():
         if len(names) > 1 and len(set(names_of)) == 1:
             notes.append(f"all nodes are in {kind} {names_of[0]}: if it fails, all checkpoints in memory are lost")
-    return job, _costs(len(names), run, **{name: given[name] for name in _COSTS}), notes
+    return job, notes
 
 
-_COSTS = ("mtbf", "save", "commit", "restart", "drain_every", "pfs_restart")
+def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
+            ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
+    """Return the names of the nodes, their failure domains, and notes for the user."""
+    from ..placement.failure_domains import from_argument
+    from ..placement.host_list import expand_hosts
+    from ..placement.slurm_topology import ask_slurm
+
+    if file is not None and slurm:
+        raise click.UsageError("give either --domains or --slurm")
+    domains = ask_slurm() if slurm else from_argument(file)
+    if slurm and domains is None:
+        raise ConfigError("Slurm knows no switches or blocks here: use --domains FILE")
+    if slurm:
+        hosts = hosts or os.environ.get("SLURM_JOB_NODELIST")
+    notes = []
+    if hosts:
+        names = expand_hosts(hosts, "--hosts")
+        if nodes not in (None, len(names)) or len(set(names)) < len(names):
+            raise ConfigError("--hosts", expected=f"{nodes or len(names)} different hosts", found=f"{len(names)} names")
+    elif domains is not None:
+        names = tuple(domains.of)[:nodes]
+        if nodes is not None and len(names) < nodes:
+            raise ConfigError("too few hosts are known", expected=f"{nodes} nodes", found=f"{len(names)} hosts")
+        if len(names) < len(domains.of):
+            notes.append(f"the first {len(names)} of {len(domains.of)} hosts: {names[0]} to {names[-1]}")
+    elif nodes is None:
+        raise click.UsageError("how many nodes? Give --nodes, --hosts, --domains, or --report with all ranks' reports")
+    else:
+        names = tuple(f"node{number}" for number in range(nodes))
+    if unknown := [name for name in names if domains and not domains.knows(name)]:
+        notes.append(f"the failure domains of {len(unknown)} of {len(names)} hosts are unknown, so each counts as its "
+                     f"own: {unknown[0]}, ...")  # fmt: skip
+    return names, domains, notes
 
 
-def _costs(nodes: int, run: Measured | None, mtbf: float | None, save: float | None, commit: float | None,
-           restart: float, drain_every: float | None, pfs_restart: float | None) -> Costs | None:  # fmt: skip
+def _costs(nodes: int, given: dict[str, Any], measured: dict[str, Any]) -> Costs | None:
     from ..planning.interval import Costs
 
+    mtbf, restart, drain_every, pfs_restart = (given[k] for k in ("mtbf", "restart", "drain_every", "pfs_restart"))
     if mtbf is None:
         return None
-    stall = save if save is not None or run is None else run.stall_s
+    stall = measured.get("save") if given["save"] is None else given["save"]
     if stall is None:
         raise click.UsageError("the interval needs --save (the time that a save stalls training) or --report")
-    if commit is None:
-        commit = max(stall, run.commit_s if run is not None else 0.0)
+    commit = max(stall, measured.get("commit", 0.0)) if given["commit"] is None else given["commit"]
     if mtbf == 0 or commit == 0 or drain_every == 0:
         raise click.UsageError("--mtbf, --commit and --drain-every must be longer than 0 s")
     if commit < stall:
@@ -177,42 +189,43 @@ def _costs(nodes: int, run: Measured | None, mtbf: float | None, save: float | N
     return Costs(mtbf / nodes, stall, commit, restart, drain_every, restart if pfs_restart is None else pfs_restart)
 
 
-def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
-            ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
-    """Return the names of the nodes, their failure domains, and notes for the user."""
-    from ..placement.failure_domains import from_argument, short_name
-    from ..placement.host_list import expand_hosts
-    from ..placement.slurm_topology import ask_slurm
+class _Slot(msgspec.Struct):
+    what: str
+    nbytes: int
 
-    if file is not None and slurm:
-        raise click.UsageError("give either --domains or --slurm")
-    domains = from_argument(file)
-    if slurm:
-        domains = ask_slurm()
-        if domains is None:
-            raise ConfigError("Slurm knows no switches or blocks here: use --domains FILE")
-        hosts = hosts or os.environ.get("SLURM_JOB_NODELIST")
-    notes = []
-    if hosts:
-        names = expand_hosts(hosts, "--hosts")
-        if nodes not in (None, len(names)) or len(set(names)) < len(names):
-            raise ConfigError("--hosts", expected=f"{nodes or len(names)} different hosts", found=f"{len(names)} names")
-    elif domains is not None:
-        known = sorted(domains.of, key=lambda host: [int(part) if part.isdigit() else part
-                                                     for part in re.split("([0-9]+)", host)])  # fmt: skip
-        names = tuple(known[: nodes or len(known)])
-        if nodes is not None and len(names) < nodes:
-            raise ConfigError("too few hosts are known", expected=f"{nodes} nodes", found=f"{len(names)} hosts")
-        if len(names) < len(known):
-            notes.append(f"the first {len(names)} of {len(known)} hosts: {names[0]} to {names[-1]}")
-    elif nodes is None:
-        raise click.UsageError("how many nodes? Give --nodes, --hosts, --domains, or --report with all ranks' reports")
-    else:
-        names = tuple(f"node{number}" for number in range(nodes))
-    unknown = [name for name in names if domains and not {name, short_name(name)} & domains.of.keys()]
-    if unknown:
-        notes.append(
-            f"the failure domains of {len(unknown)} of {len(names)} hosts are unknown, so each counts as its own: "
-            f"{unknown[0]}, ..."
-        )
-    return names, domains, notes
+
+class _Report(msgspec.Struct):
+    """What a plan needs of ``Checkpointer.report()``."""
+
+    node: str
+    counts: dict[str, int]
+    seconds: dict[str, float]
+    slots: list[_Slot]
+    shared_with: list[int] = msgspec.field(name="shared with")
+
+    def largest(self, what: str) -> int:
+        return max((slot.nbytes for slot in self.slots if slot.what == what), default=0)
+
+
+def _measured(path: str) -> dict[str, Any]:
+    """Return the options that a report gives, by their names: sizes, and mean times of the slowest rank."""
+    try:
+        decoded = msgspec.json.decode(Path(path).read_bytes(), type=list[_Report] | _Report)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} is not a report: {error}",
+                          expected="JSON of Checkpointer.report(), or a list of such reports") from None  # fmt: skip
+    reports = decoded if isinstance(decoded, list) else [decoded]
+    ranks_on, alike_on = Counter(report.node for report in reports), Counter[str]()
+    for report in reports:
+        alike_on[report.node] += report.largest("share")
+    alike = max(alike_on.values(), default=0)
+    nbytes = max((report.largest("own") for report in reports), default=0) + alike
+    if not nbytes or not all(report.counts.get("saves") for report in reports):
+        raise ConfigError(f"the run of {path} saved nothing", expected="at least one save")
+    if alike and len(reports) < (needed := len(reports[0].shared_with)):
+        raise ConfigError("this run's ranks share state", found=f"{len(reports)} reports",
+                          expected=f"those of all {needed} ranks, in a list")  # fmt: skip
+    stall, behind = (max(report.seconds.get(phase, 0.0) / report.counts["saves"] for report in reports)
+                     for phase in ("stall", "protect and commit"))  # fmt: skip
+    size = {"nodes": len(ranks_on), "ranks_per_node": max(ranks_on.values())} if len(reports) > 1 else {}
+    return {**size, "nbytes": nbytes, "alike": alike, "save": stall, "commit": stall + behind}

@@ -10,8 +10,7 @@ import click
 from ..checkpointer.checkpointer import Checkpointer
 from ..command_line import choose_job, shell_completion
 from ..command_line.options import directory_option, job_option, json_option, memory_option, settings
-from ..command_line.output import answer
-from ..command_line.progress_bar import Bar
+from ..command_line.output import answer, progress_bar
 from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
 from ..draining.drain import Drain
@@ -55,7 +54,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 
     def work(world: World) -> int:
         started = time.perf_counter()
-        name = choose_job.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job, is_live=False)
         before = _outlook(world, given, name)
         stored = on_disk.look_into(world, given.directory)
         newest, lost = before.newest, before.lost
@@ -115,7 +114,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
     given = settings(memory, job, directory)
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job, is_live=False)
         before = _outlook(world, given, name)
         newest = before.newest
         if newest is None:
@@ -137,8 +136,9 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
         whole = made is not None and made.step == step
         document = {"job": name, "step": step, "scheme": newest.scheme, "wanted": wanted,
                     "survives": None if survives is None else str(survives)}  # fmt: skip
-        text = f"healed: {describe(made) if made is not None else 'nothing'}\nsurvives the loss of: any process; "
-        answer(as_json, document, lambda console: console.print(text + str(survives), soft_wrap=True))
+        text = f"healed: {describe(made)}\nredundancy: {made.scheme}\n" if made is not None else "healed: nothing\n"
+        text += f"survives the loss of: any process; {survives}"
+        answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
         return FINE if whole else WRONG
 
     run_together(given, as_json, work)
@@ -165,7 +165,7 @@ def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
     directory = given.directory
     return Checkpointer(directory if directory is None or is_url(directory) else str(directory), job=job,
                         memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0, keep_last=0,
-                        keep_every=0, skip_stuck=0, fresh=False, courier="thread")  # fmt: skip
+                        keep_every=0, skip_stuck=0, fresh=False, courier="thread", heartbeat=False)  # fmt: skip
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
@@ -175,7 +175,7 @@ def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
         DrainFailed: the drain failed.
         DeadlineExceeded: no rank makes progress.
     """
-    with Bar("draining", on=on) as bar:
+    with progress_bar("draining", on=on) as update:
         while not drain.done:
             try:
                 checkpointer.wait_drained(_LOOK_S)
@@ -184,7 +184,7 @@ def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
                     raise
             else:
                 break
-            bar.at(drain.written, drain.nbytes)
+            update(completed=drain.written, total=drain.nbytes or None)
     if not drain.done:
         raise DrainFailed("MPI failed in the background: see the log", step=drain.step)
     drain.wait()

@@ -1,4 +1,4 @@
-"""The command ``mlflash status``."""
+"""The commands ``mlflash status``, ``mlflash list`` and ``mlflash jobs``: what memory and the directory hold."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..command_line import choose_job
-from ..command_line.options import job_options, settings
+from ..command_line.options import job_options, json_option, memory_option, settings
 from ..command_line.output import answer, new_table
 from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named, ranges
 from ..inspection import on_disk
-from ..inspection.node_memory import File, Node, look_around
+from ..inspection.node_memory import File, JobMemory, Node, look_around, look_at_job
+from ..inspection.on_disk import age_s
 from ..inspection.restorability import Prospect, Restorability, Survival, survival, what_is_restorable
 from ..memory.courier_process import process_named
+from ..memory.node_directory import jobs_of
 from ..memory.slot_header import Attempt, Header, Kind, Verdict
 from ..mpi.world import World
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-VALUES = {
-    Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "with suspect values, ", Verdict.BAD: "marked bad, ",
+_VALUES = {
+    Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "suspect values, ", Verdict.BAD: "marked bad, ",
     Verdict.GOOD: "marked good, ",
 }  # fmt: skip
 """What is known of the values of a step, as the first words of its description."""
@@ -55,36 +57,68 @@ def status(directory: str | None, job: str | None, memory: str, as_json: bool) -
     given = settings(memory, job, directory)
 
     def work(world: World) -> int:
-        found = look(world, given, job, directory)
+        state = look(world, given, job)
         if world.rank:
             return FINE
-        answer(as_json, found.to_json(), found.show)
-        return FINE if found.is_well else WRONG
+        answer(as_json, state.to_json(), state.show)
+        return FINE if state.is_well else WRONG
 
     run_together(given, as_json, work)
 
 
-def look(world: World, given: Config, job: str | None, directory: str | None) -> Found:
-    """Look at the memory and the directory of a job. Collective over the world; only rank 0 gets what is in memory.
+@click.command("list")
+@job_options
+def list_steps(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """List the checkpoints in memory and in the directory, newest first.
 
-    A live job may commit a step between the looks at two of its files, which then seem to belong to a step that is
-    lost. So a step is lost only if the next look finds the same.
+    Use it to see which steps you can go back to. Alone it looks at this node. Under srun or mpiexec it looks at all
+    nodes that it was started on.
+
+    \b
+    mlflash list --directory /lustre/me/run42
+
+    It changes nothing, and it reads only headers. `mlflash verify` reads every byte. Exits with 1 if nothing can be
+    restored.
     """
-    name, before = choose_job.choose(world, given, job, directory), None
-    for _ in range(_LOOKS):
-        nodes = look_around(world, given.memory, name)
-        outlook = what_is_restorable(nodes, world.world is not None)
-        lost = None if outlook.lost is None else outlook.lost.attempt
-        is_moving = lost is not None and lost != before and any(node.pid is not None for node in nodes)
-        if not world.broadcast(is_moving, 0):
-            break
-        before = lost
-    return Found(name, nodes, outlook, on_disk.look_into(world, given.directory), is_moving)
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        state = look(world, given, job)
+        if world.rank:
+            return FINE
+        document = state.to_json()
+        answer(as_json, {"job": state.job, "memory": document["attempts"], "unseen": document["unseen"],
+                         "directory": document["directory"]}, state.show_steps)  # fmt: skip
+        may_be_elsewhere = bool(state.outlook.unseen and state.outlook.prospects)
+        return FINE if state.taken is not None or may_be_elsewhere else WRONG
+
+    run_together(given, as_json, work)
+
+
+@click.command()
+@memory_option
+@json_option
+def jobs(memory: str, as_json: bool) -> None:
+    """List the jobs of this user that hold memory on this node, with their sizes.
+
+    Use it to find out what fills /dev/shm.
+
+    \b
+    mlflash jobs
+
+    It changes nothing. `mlflash clean` frees the memory of jobs that have ended.
+    """
+    there = [look_at_job(memory, job) for job in jobs_of(memory)]
+    document = {"memory": memory, "jobs": [job_to_json(job) for job in there if not job.is_empty]}
+    answer(as_json, document, lambda console: show_jobs(console, there, memory))
+
+
+# The state of a job
 
 
 @dataclasses.dataclass
-class Found:
-    """All that the status of a job shows.
+class JobState:
+    """What memory and the directory hold of a job.
 
     Attributes:
         is_moving: whether the job commits so fast that each look finds another step that seems to be lost.
@@ -97,17 +131,29 @@ class Found:
     is_moving: bool = False
 
     @property
+    def lost(self) -> Prospect | None:
+        """A committed step that these nodes cannot give. None if it may be on other nodes, or not be lost."""
+        return None if self.is_moving or self.outlook.unseen else self.outlook.lost
+
+    @property
     def is_well(self) -> bool:
         """Whether nothing is damaged, no committed step is lost, and there is something to restore."""
         if any(node.damaged for node in self.nodes) or (self.stored is not None and self.stored.damaged):
             return False
         if self.outlook.unseen:  # what is on other nodes is unknown
             return bool(self.outlook.prospects)
-        drained = self.stored.newest if self.stored is not None else None
-        lost = None if self.is_moving else self.outlook.lost
-        if lost is not None and (drained is None or drained.card.attempt.generation < lost.attempt.generation):
-            return False
-        return self.outlook.newest is not None or drained is not None
+        drained = None if self.stored is None else self.stored.newest
+        is_lost = self.lost is not None and (
+            drained is None or drained.card.attempt.generation < self.lost.attempt.generation
+        )
+        return not is_lost and self.taken is not None
+
+    @property
+    def taken(self) -> Attempt | None:
+        """The attempt that a restore takes, as far as these nodes and the directory tell."""
+        in_memory, drained = self.outlook.newest, None if self.stored is None else self.stored.newest
+        attempts = [each for each in (in_memory and in_memory.attempt, drained and drained.card.attempt) if each]
+        return max(attempts, key=lambda attempt: attempt.generation, default=None)
 
     @property
     def survives(self) -> Survival | None:
@@ -126,18 +172,19 @@ class Found:
             "verified": False,  # headers tell what was saved, not what can be loaded
             "survives": None if survives is None else dataclasses.asdict(survives) | {"words": str(survives)},
             "unseen": list(self.outlook.unseen),
-            "attempts": [attempt_to_json(one) for one in self.outlook.prospects],
+            "attempts": [_attempt_to_json(attempt) for attempt in self.outlook.prospects],
             "nodes": [_node_to_json(node) for node in self.nodes],
             "directory": None if self.stored is None else self.stored.to_json(),
         }
 
     def show(self, console: Console) -> None:
-        """Print all of it for people."""
+        """Print the slots of each node, and what they can restore."""
         console.print(_nodes_table(self.nodes))
         for style, text in self._lines():
             console.print(text, style=style or None)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
+        """Yield style and text of each line."""
         alive = [node for node in self.nodes if node.pid is not None]
         where = f"{alive[0].name}, {process_named(alive[0].pid or 0)}" if alive else ""
         yield "", f"job {self.job}: " + (f"alive ({where})" if alive else "no live process here")
@@ -146,6 +193,7 @@ class Found:
         newest = self.outlook.newest
         if newest is not None:
             yield "", "in memory: " + describe(newest)
+            yield "", f"redundancy: {newest.scheme}"
             if newest.restores >= _STUCK:
                 yield "yellow", f"restored {newest.restores} times, and the job has committed nothing newer since"
         elif not self.outlook.unseen:
@@ -156,97 +204,113 @@ class Found:
                              "this command under srun or mpiexec with a process on each node")  # fmt: skip
         elif (survives := self.survives) is not None:
             yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
-        if newest is not None or (self.stored is not None and self.stored.newest is not None):
-            yield "", "this is what the headers say: only `mlflash verify` reads every byte"
-        if self.outlook.lost is not None and not self.outlook.unseen and not self.is_moving:
-            yield "red", describe_lost(self.outlook.lost)
+        if self.lost is not None:
+            yield "red", describe_lost(self.lost)
         for node in self.nodes:
             for file in node.damaged:
                 yield "red", f"damaged: {file.name} on {node.name}: {file.damage}"
-        yield from directory_lines(self.stored)
+        yield from self._lines_of_directory()
+        if not self.is_well:
+            yield "yellow", "this is what the headers say: only `mlflash verify` reads every byte"
+
+    def _lines_of_directory(self) -> Iterator[tuple[str, str]]:
+        stored = self.stored
+        if stored is None:
+            yield "", "drained: not looked at; give --directory"
+            return
+        if stored.passed_over:
+            bad = ", ".join(str(listed.step) for listed in stored.passed_over)
+            yield "yellow", f"drained, but marked bad, and restored only if you ask for the step: {bad}"
+        if stored.newest is None:
+            missing = ", which does not exist" if stored.is_missing else ""
+            yield "yellow", f"drained: nothing {'else ' if stored.passed_over else ''}in {stored.path}{missing}"
+        else:
+            count, age = len({listed.step for listed in stored.listed}), _age(stored.newest.card.unix_ns)
+            yield "", f"drained: step {stored.newest.step}, {age} ago; {many(count, 'step')} in {stored.path}"
+        if stored.unfinished:
+            yield "yellow", f"unfinished (a drain is writing them, or it died): {', '.join(stored.unfinished)}"
+        if stored.damaged:
+            yield "red", f"damaged: {', '.join(stored.damaged)}"
+
+    def show_steps(self, console: Console) -> None:
+        """Print a line for each checkpoint, newest first, and say which one a restore takes."""
+        unseen = bool(self.outlook.unseen)
+        lines = [(attempt.attempt, attempt.choice is not None, attempt.step, "memory", attempt.world_size,
+                  attempt.unix_ns, _VALUES.get(attempt.verdict, "") + _can_be_restored(attempt, unseen))
+                 for attempt in self.outlook.prospects]  # fmt: skip
+        for listed in () if self.stored is None else self.stored.listed:
+            card, bad = listed.card, f", {_by_request(listed.step)}" if listed.verdict is Verdict.BAD else ""
+            what = f"{_VALUES.get(listed.verdict, '')}{listed.folder}{bad}"
+            lines.append((card.attempt, True, listed.step, "directory", card.world_size, card.unix_ns, what))
+        if not lines:
+            console.print("nothing")
+            return
+        table, taken = new_table(">step", "in", ">ranks", ">age", "what"), None if unseen else self.taken
+        lines.sort(key=lambda line: (line[0].generation, line[3] == "memory"), reverse=True)
+        for attempt, is_whole, step, place, ranks, unix_ns, what in lines:
+            if is_whole and attempt == taken:  # memory, if the directory has it, too
+                what, taken = f"{what}; a restore takes this", None
+            table.add_row(str(step), place, str(ranks), _age(unix_ns), what)
+        console.print(table)
 
 
-def directory_lines(stored: on_disk.DirectoryContents | None) -> Iterator[tuple[str, str]]:
-    """Describe what was drained, for people. Yield style and text of each line."""
-    if stored is None:
-        yield "", "drained: not looked at; give --directory"
-        return
-    if stored.passed_over:
-        bad = ", ".join(str(one.step) for one in stored.passed_over)
-        yield "yellow", f"drained, but marked bad, and restored only if you ask for the step: {bad}"
-    if stored.newest is None:
-        yield "yellow", f"drained: nothing {'else ' if stored.passed_over else ''}in {stored.path}"
-    else:
-        steps = sorted({one.step for one in stored.listed})
-        age = show_seconds(on_disk.age_s(stored.newest.card.unix_ns))
-        yield "", f"drained: step {stored.newest.step}, {age} ago; {many(len(steps), 'step')} in {stored.path}"
-    if stored.unfinished:
-        yield "yellow", f"unfinished (a drain is writing them, or it died): {', '.join(stored.unfinished)}"
-    if stored.damaged:
-        yield "red", f"damaged: {', '.join(stored.damaged)}"
+def look(world: World, given: Config, job: str | None) -> JobState:
+    """Look at the memory and the directory of a job. Collective over the world; only rank 0 gets what is in memory.
+
+    A live job may commit a step between the looks at two of its files, which then seem to belong to a step that is
+    lost. So a step is lost only if the next look finds the same.
+    """
+    name, before = choose_job.choose(world, given, job), None
+    for _ in range(_LOOKS):
+        nodes = look_around(world, given.memory, name)
+        outlook = what_is_restorable(nodes, world.world is not None)
+        lost = None if outlook.lost is None else outlook.lost.attempt
+        is_moving = lost is not None and lost != before and any(node.pid is not None for node in nodes)
+        if not world.broadcast(is_moving, 0):
+            break
+        before = lost
+    return JobState(name, nodes, outlook, on_disk.look_into(world, given.directory), is_moving)
 
 
-def describe(one: Prospect) -> str:
+# In words
+
+
+def _age(unix_ns: int) -> str:
+    return show_seconds(age_s(unix_ns))
+
+
+def describe(attempt: Prospect) -> str:
     """Describe an attempt that can be restored.
 
     Example:
-        "step 40 of 4 ranks, committed, 12 s ago; xor:4; parity rebuilds ranks 2-3"
+        "step 40 of 4 ranks, committed, 12 s ago; parity rebuilds ranks 2-3"
     """
-    seen = "committed" if one.committed else "no receipt of a commit but complete"
-    text = f"step {one.step} of {many(one.world_size, 'rank')}, {seen}, {VALUES.get(one.verdict, '')}"
-    text += f"{show_seconds(on_disk.age_s(one.unix_ns))} ago; {one.scheme}"
-    if one.missing:
-        text += f"; parity rebuilds {named(one.missing)}"
-    return text
+    seen = "committed" if attempt.committed else "no receipt of a commit but complete"
+    text = f"step {attempt.step} of {many(attempt.world_size, 'rank')}, {seen}, {_VALUES.get(attempt.verdict, '')}"
+    text += f"{_age(attempt.unix_ns)} ago"
+    return text + (f"; parity rebuilds {named(attempt.missing)}" if attempt.missing else "")
 
 
-def describe_lost(one: Prospect) -> str:
+def describe_lost(attempt: Prospect) -> str:
     """Describe an attempt that was committed and cannot be restored."""
-    what = f"the slots of {named(one.missing)} are gone" if one.missing else "state that ranks share is gone"
-    return f"step {one.step} was committed, but memory can no longer give it: {what}"
+    what = f"the slots of {named(attempt.missing)} are gone" if attempt.missing else "state that ranks share is gone"
+    return f"step {attempt.step} was committed, but memory can no longer give it: {what}"
 
 
-def attempt_to_json(one: Prospect) -> dict[str, Any]:
-    """Return an attempt in memory as plain values."""
-    return {
-        "step": one.step,
-        "generation": one.attempt.generation,
-        "run": one.attempt.run_id.hex(),
-        "ranks": one.world_size,
-        "scheme": one.scheme,
-        "age_s": on_disk.age_s(one.unix_ns),
-        "committed": one.committed,
-        "restorable": one.choice is not None,
-        "restores": one.restores,
-        "values": one.verdict.name.lower(),
-        "nbytes": one.nbytes,
-        "missing_ranks": list(one.missing),
-    }
+def _can_be_restored(attempt: Prospect, unseen: bool) -> str:
+    seen = "committed" if attempt.committed else "no receipt of a commit"
+    if attempt.choice is not None:
+        can = _by_request(attempt.step) if attempt.verdict is Verdict.BAD else "can be restored"
+        return f"{seen}, {can}" + (f" ({named(attempt.missing)} from parity)" if attempt.missing else "")
+    if unseen:
+        return f"{seen}, {named(attempt.missing)} not on this node"
+    why = f"no slots of {named(attempt.missing)}" if attempt.missing else "a share is gone"
+    return f"{seen}, cannot be restored: {why}"
 
 
-def _node_to_json(node: Node) -> dict[str, Any]:
-    return {
-        "node": node.name,
-        "path": node.path,
-        "pid": node.pid,
-        "drain_asked": node.drain_asked,
-        "nbytes": sum(file.nbytes for file in node.files),
-        "files": [_file_to_json(file) for file in node.files],
-    }
-
-
-def _file_to_json(file: File) -> dict[str, Any]:
-    header = file.header
-    document: dict[str, Any] = {"file": file.name, "nbytes": file.nbytes, "damage": file.damage or None, "holds": None}
-    if header is None:
-        return document
-    return document | {
-        "holds": header.kind.name.lower(), "step": header.step, "rank": header.rank, "ranks": header.world_size,
-        "generation": header.attempt.generation, "saved_on": header.node, "scheme": header.scheme,
-        "group": list(header.group), "committed": file.committed, "restores": file.restores,
-        "age_s": on_disk.age_s(header.unix_ns), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ",
-                                                                      time.gmtime(header.unix_ns / 1e9)),
-    }  # fmt: skip
+def _by_request(step: int) -> str:
+    """Say when a restore takes a step that is marked bad: it passes over the step, unless it is asked for it."""
+    return f"restored only if you ask for step {step}"
 
 
 def _nodes_table(nodes: Sequence[Node]) -> Table:
@@ -254,14 +318,14 @@ def _nodes_table(nodes: Sequence[Node]) -> Table:
     table = new_table("node", ">step", "slots of", "parity of", ">shares", ">size", ">age", "committed")
     for node in nodes:
         name = node.name
-        for its in _by_attempt(node):
-            headers = [header for _, header in its]
+        for sealed in _by_attempt(node):
+            headers = [header for _, header in sealed]
             ranks = {kind: [header.rank for header in headers if header.kind is kind] for kind in Kind}
             table.add_row(
                 name, str(headers[0].step), ranges(ranks[Kind.SLOT]), ranges(ranks[Kind.PARITY]),
-                str(len(ranks[Kind.SHARE]) or "-"), show_bytes(sum(file.nbytes for file, _ in its)),
-                show_seconds(on_disk.age_s(max(header.unix_ns for header in headers))),
-                "yes" if any(file.committed for file, _ in its) else "no receipt",
+                str(len(ranks[Kind.SHARE]) or "-"), show_bytes(sum(file.nbytes for file, _ in sealed)),
+                _age(max(header.unix_ns for header in headers)),
+                "yes" if any(file.committed for file, _ in sealed) else "no receipt",
             )  # fmt: skip
             name = ""
         blank = [file for file in node.files if file.header is None and not file.damage]
@@ -274,7 +338,61 @@ def _nodes_table(nodes: Sequence[Node]) -> Table:
 
 def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
     """Group the sealed files of a node by attempt, newest first."""
-    found: dict[Attempt, list[tuple[File, Header]]] = {}
+    groups: dict[Attempt, list[tuple[File, Header]]] = {}
     for file, header in node.sealed:
-        found.setdefault(header.attempt, []).append((file, header))
-    return [found[attempt] for attempt in sorted(found, key=lambda one: one.generation, reverse=True)]
+        groups.setdefault(header.attempt, []).append((file, header))
+    return [groups[attempt] for attempt in sorted(groups, key=lambda attempt: attempt.generation, reverse=True)]
+
+
+def show_jobs(console: Console, jobs: Sequence[JobMemory], memory: str) -> None:
+    """Print a line for each job that holds something, the largest first, and the sum of their bytes."""
+    full = sorted((job for job in jobs if not job.is_empty), key=lambda job: -job.nbytes)
+    if not full:
+        console.print(f"no job of this user holds memory in {memory} here")
+        return
+    table = new_table("job", ">size", ">files", ">newest step", ">saved", "process")
+    for job in full:
+        step, age = ("-", "-") if job.newest is None else (str(job.newest.step), f"{_age(job.newest.unix_ns)} ago")
+        alive = "no process is alive" if job.pid is None else f"alive: {process_named(job.pid)}"
+        table.add_row(job.job, show_bytes(job.nbytes), str(len(job.files)), step, age, job.error or alive)
+    console.print(table)
+    console.print(f"{many(len(full), 'job')} of this user in {memory}: {show_bytes(sum(job.nbytes for job in full))}")
+
+
+# As plain values
+
+
+def job_to_json(job: JobMemory) -> dict[str, Any]:
+    """Return what a job holds on this node as plain values."""
+    newest = job.newest
+    return {"job": job.job, "pid": job.pid, "nbytes": job.nbytes, "files": len(job.files), "error": job.error or None,
+            "step": None if newest is None else newest.step,
+            "age_s": None if newest is None else age_s(newest.unix_ns)}  # fmt: skip
+
+
+def _attempt_to_json(attempt: Prospect) -> dict[str, Any]:
+    return {
+        "step": attempt.step, "generation": attempt.attempt.generation, "run": attempt.attempt.run_id.hex(),
+        "ranks": attempt.world_size, "scheme": attempt.scheme, "age_s": age_s(attempt.unix_ns),
+        "committed": attempt.committed, "restorable": attempt.choice is not None, "restores": attempt.restores,
+        "values": attempt.verdict.name.lower(), "nbytes": attempt.nbytes, "missing_ranks": list(attempt.missing),
+    }  # fmt: skip
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    return {"node": node.name, "path": node.path, "pid": node.pid, "drain_asked": node.drain_asked,
+            "nbytes": sum(file.nbytes for file in node.files),
+            "files": [_file_to_json(file) for file in node.files]}  # fmt: skip
+
+
+def _file_to_json(file: File) -> dict[str, Any]:
+    header = file.header
+    document: dict[str, Any] = {"file": file.name, "nbytes": file.nbytes, "damage": file.damage or None, "holds": None}
+    if header is None:
+        return document
+    return document | {
+        "holds": header.kind.name.lower(), "step": header.step, "rank": header.rank, "ranks": header.world_size,
+        "generation": header.attempt.generation, "saved_on": header.node, "scheme": header.scheme,
+        "group": list(header.group), "committed": file.committed, "restores": file.restores,
+        "age_s": age_s(header.unix_ns), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.unix_ns / 1e9)),
+    }  # fmt: skip

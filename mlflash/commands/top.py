@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
+import queue
 import select
 import sys
 import termios
+import threading
+import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import click
 
 from ..command_line import choose_job
 from ..command_line.options import directory_option, job_option, memory_option, settings
 from ..command_line.output import answer
+from ..errors import MlflashError
 from ..launcher.launch_system import Launcher
 from ..launcher.on_hosts import OnHosts
 from ..launcher.on_slurm import OnSlurm, hosts_of, own_id
-from ..live_monitor.history import History
-from ..live_monitor.rank_status import Look, Watch, jobs_everywhere, look_everywhere, look_here
+from ..live_monitor.rank_status import Look, jobs_everywhere, look_everywhere, look_here
 from ..memory.node_directory import jobs_of
 from ..telemetry.heartbeat import live_jobs
 
 _DRAW_S = 0.25
-_ASK_S = 5.0  # between two requests to other nodes: each is a Slurm job step or a remote shell
 
 
 @click.command()
@@ -55,80 +57,75 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
     It reads the status that ranks write to the memory of their node, and changes nothing. Press q to end it.
     """
     given = settings(memory, job, directory)
-    asked = None if here else _others(hosts, rsh, slurm_job)
-    look: Callable[[], Look]
-    if asked is None:
-        name = choose_job.decide(live_jobs(memory) or jobs_of(memory), os.environ, job, given.directory, memory)
-        look = lambda: look_here(memory, name)
+    launcher, nodes = (None, []) if here else _others(hosts, rsh, slurm_job)
+    if launcher is None:
+        jobs = live_jobs(memory) or jobs_of(memory)
     else:
-        launcher, nodes = asked
-        there = [] if job else jobs_everywhere(launcher, nodes, memory)
-        name = choose_job.decide(there, os.environ, job, given.directory, memory)
-        look = lambda: look_everywhere(launcher, nodes, memory, name)
-    if as_json or once or not sys.stdout.isatty():
+        jobs = [job] if job else jobs_everywhere(launcher, nodes, memory)
+    name = choose_job.decide(jobs, os.environ, job, given.directory, memory)
+
+    def look() -> Look:
+        return look_here(memory, name) if launcher is None else look_everywhere(launcher, nodes, memory, name)
+
+    if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         _print_once(name, look(), as_json)
     else:
-        _watch(name, Watch(look, every or (1.0 if asked is None else _ASK_S)))
+        # Each request to other nodes is a Slurm job step or a remote shell.
+        _watch(name, look, every or (1.0 if launcher is None else 5.0))
 
 
-def _others(hosts: str, rsh: str, slurm_job: str) -> tuple[Launcher, list[str]] | None:
+def _others(hosts: str, rsh: str, slurm_job: str) -> tuple[Launcher | None, list[str]]:
     """Return the launcher that asks other nodes, and their names. None: look at this node only."""
     if hosts:
         return OnHosts(hosts.split(","), rsh), hosts.split(",")
     job = slurm_job or (own_id(os.environ) if "SLURM_JOB_ID" in os.environ else "")
     if not job:
-        return None
+        return None, []
     os.environ["SLURM_JOB_ID"] = job  # srun needs it outside of the job, or inside of another one
     if nodes := hosts_of(job):
-        return OnSlurm(job), list(nodes)
+        return OnSlurm(job), [*nodes]
     raise click.ClickException(f"Slurm knows no nodes of job {job}")
 
 
 def _print_once(job: str, look: Look, as_json: bool) -> None:
-    from ..live_monitor.screen import page
+    from ..live_monitor.screen import Page
 
-    history = History()
-    history.add(look)
     document = {"job": job, "at": look.at, "ranks": look.heartbeats, "silent": look.silent, "unread": look.unread,
                 "free": dict(look.free)}  # fmt: skip
-    answer(as_json, document, lambda console: console.print(page(job, look, history, console.width, 10_000)))
+    answer(as_json, document, lambda console: console.print(Page(job, look)))
 
 
-def _watch(job: str, watch: Watch) -> None:
+def _watch(job: str, look: Callable[[], Look], every_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from ..live_monitor.screen import page
+    from ..live_monitor.screen import Page
 
-    history, console, shown = History(), Console(highlight=False), None
-    try:
-        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-            while pressed(_DRAW_S) not in ("q", "Q", "\x03", "\x04"):
-                if watch.last is not shown:
-                    shown = watch.last
-                    history.add(shown)
-                live.update(page(job, shown, history, console.width, console.height), refresh=True)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        watch.end()
-
-
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for a key. It returns "" if no key was pressed."""
-
-    def pressed(timeout_s: float) -> str:
-        if not select.select([sys.stdin], [], [], timeout_s)[0]:
-            return ""
-        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"
-
-    if not sys.stdin.isatty():
-        yield lambda timeout_s: "".join(select.select([], [], [], timeout_s)[0])
-        return
+    shown, looks = look(), queue.SimpleQueue[Look]()
+    threading.Thread(target=_keep_looking, args=(look, every_s, shown, looks), daemon=True).start()
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
-        yield pressed
+        with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(Page(job, shown), refresh=True)
+                is_typed, _, _ = select.select([sys.stdin], [], [], _DRAW_S)
+                if is_typed and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"\x04", b""):
+                    return
+                while not looks.empty():
+                    shown = looks.get()
+    except KeyboardInterrupt:
+        pass
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _keep_looking(look: Callable[[], Look], every_s: float, last: Look, looks: queue.SimpleQueue[Look]) -> None:
+    """Look again and again, on a thread, so that a node that does not answer cannot block the terminal."""
+    while True:
+        time.sleep(every_s)
+        try:
+            last = look()
+        except (MlflashError, OSError) as error:  # the next look may succeed
+            last = dataclasses.replace(last, wrong=f"the last look failed: {error}")
+        looks.put(last)

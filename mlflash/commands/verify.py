@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..command_line import choose_job, shell_completion
 from ..command_line.options import job_options, settings
-from ..command_line.output import answer
-from ..command_line.progress_bar import Bar
+from ..command_line.output import answer, progress_bar
 from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
 from ..errors import ConfigError, CorruptSlot, MlflashError
@@ -38,7 +39,7 @@ class Checked:
         where: name of the node, or path of the checkpoint.
         files, nbytes: how many files and bytes were read.
         damaged: the damaged files, and what is wrong with each.
-        written: files that the job wrote while they were read.
+        being_written: files that the job wrote while they were read.
         provenance: the provenance of a checkpoint in the directory. None for memory.
     """
 
@@ -46,8 +47,43 @@ class Checked:
     files: int = 0
     nbytes: int = 0
     damaged: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    written: list[str] = dataclasses.field(default_factory=list)
+    being_written: list[str] = dataclasses.field(default_factory=list)
     provenance: Found | None = None
+
+    def add(self, other: Checked) -> None:
+        """Add what another process read in the same place."""
+        self.files, self.nbytes = self.files + other.files, self.nbytes + other.nbytes
+        self.damaged = sorted(self.damaged + other.damaged)
+        self.being_written = sorted(self.being_written + other.being_written)
+        self.provenance = self.provenance or other.provenance
+
+    @property
+    def count(self) -> int:
+        """The number of checked files. A provenance names more files than those with tensors."""
+        if self.provenance is None:
+            return self.files
+        return self.provenance.count(self.files, [file for file, _ in self.damaged])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        document = {
+            "where": self.where, "files": self.count, "nbytes": self.nbytes, "being_written": self.being_written,
+            "damaged": [{"file": file, "damage": text} for file, text in self.damaged],
+        }  # fmt: skip
+        if self.provenance is not None:
+            document["provenance"] = self.provenance.to_json(is_whole=not self.damaged)
+        return document
+
+    def show(self, console: Console) -> None:
+        """Print it."""
+        good = self.count - len({file for file, _ in self.damaged})
+        text = f"{self.where}: {good} of {many(self.count, 'file')} good, {show_bytes(self.nbytes)}"
+        text += f"; {len(self.being_written)} being written" if self.being_written else ""
+        console.print(text, style="red" if self.damaged else None)
+        for file, damage in self.damaged:
+            console.print(f"  damaged: {file}: {damage}", style="red")
+        if self.provenance is not None:
+            console.print(f"  provenance: {_in_words(self.provenance, not self.damaged)}", soft_wrap=True)
 
 
 @click.command()
@@ -73,52 +109,56 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
         raise click.UsageError("--key needs --directory, because checkpoints in memory are not signed")
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job)
+        stored = on_disk.look_into(world, given.directory)
+        if stored is not None and stored.is_missing:
+            raise click.ClickException(f"the directory {stored.path} does not exist")
         in_memory = _verify_memory(world, given, name)
-        on_its_disk = _verify_directory(world, given.directory, key)
+        in_directory = [] if stored is None else _verify_directory(world, stored, key)
         if world.rank:
             return FINE
-        found = [*in_memory, *on_its_disk]
-        document = {
-            "job": name,
-            "memory": [_to_json(one) for one in in_memory],
-            "directory": [_to_json(one) for one in on_its_disk],
-        }
-        answer(as_json, document, lambda console: _show(console, found))
-        is_there = any(one.files or one.written for one in found)
-        return FINE if is_there and not any(one.damaged for one in found) else WRONG
+        all_checked = [*in_memory, *in_directory]
+        document = {"job": name, "memory": [place.to_json() for place in in_memory],
+                    "directory": [place.to_json() for place in in_directory]}  # fmt: skip
+        is_there = any(place.files or place.being_written for place in all_checked)
+
+        def show(console: Console) -> None:
+            for place in all_checked if is_there else ():
+                place.show(console)
+            if not is_there:
+                console.print("nothing is there")
+
+        answer(as_json, document, show)
+        return FINE if is_there and not any(place.damaged for place in all_checked) else WRONG
 
     run_together(given, as_json, work)
 
 
 def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
     """Verify the memory of all nodes; the processes of a node share its files. Collective; rank 0 gets the result."""
-    mine: dict[str, Checked] = {}
+    mine: list[Checked] = []
     error: MlflashError | None = None
     try:
         nodes = [look(given.memory, job, number, name) for number, name in places(world, given.memory, job)]
         total = sum(file.header.extents.body_nbytes for node in nodes for file in node.files if file.header)
-        with Bar("memory", total // world.local_size, world.rank == 0) as bar:
+        with progress_bar("memory", total // world.local_size, world.rank == 0) as advance:
             for node in nodes:
-                checked = mine[node.name] = Checked(node.name)
+                mine.append(Checked(node.name))
                 if not node.path:
                     continue
-                held = NodeDirectory(given.memory, job, node.emulated, make=False)
-                try:
+                with contextlib.closing(NodeDirectory(given.memory, job, node.emulated, make=False)) as held:
                     for file in node.files[world.local_rank :: world.local_size]:
-                        _verify_file(held, file, checked, bar)
-                finally:
-                    held.close()
+                        _verify_file(held, file, mine[-1], advance)
     except FileNotFoundError:  # the job's memory was deleted meanwhile
         pass
     except MlflashError as problem:
         problem.node = world.node_name
         error = problem
     world.raise_together(error)
-    return _join(gather_from_all(world, mine))
+    return _join(world, mine)
 
 
-def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) -> None:
+def _verify_file(held: NodeDirectory, file: File, checked: Checked, advance: Callable[[int], None]) -> None:
     if file.damage:
         checked.files += 1
         checked.damaged.append((file.name, file.damage))
@@ -126,9 +166,9 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) ->
         return
     try:
         with Sealed(held, file.name, file.header) as sealed:
-            sealed.verify(bar.advance)
+            sealed.verify(advance)
     except Changed:
-        checked.written.append(file.name)
+        checked.being_written.append(file.name)
         return
     except CorruptSlot as error:
         what = file.header.kind.name.lower()
@@ -137,84 +177,49 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) ->
     checked.nbytes += file.header.extents.body_nbytes
 
 
-def _verify_directory(world: World, directory: str | None, key_file: str | None) -> list[Checked]:
+def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file: str | None) -> list[Checked]:
     key = _key(world, key_file)
-    stored = on_disk.look_into(world, directory)
-    if stored is None:
-        return []
     store = open_store(stored.path)
-    mine: dict[str, Checked] = {}
-    total = sum(on_disk.stored_nbytes(store, one) for one in stored.listed) if world.rank == 0 else 0
-    with Bar("directory", total // world.size, world.rank == 0) as bar:
-        for one in stored.listed:
-            nbytes, wrong, provenance = on_disk.verify(world, store, one, bar.advance, key)
-            where, ranks = f"{stored.path}/{one.folder}", len(range(world.rank, one.card.world_size, world.size))
-            mine[where] = Checked(where, ranks, nbytes, wrong, provenance=provenance)
+    mine: list[Checked] = []
+    total = sum(on_disk.stored_nbytes(store, listed) for listed in stored.listed) if world.rank == 0 else 0
+    with progress_bar("directory", total // world.size, world.rank == 0) as advance:
+        for listed in stored.listed:
+            nbytes, wrong, provenance = on_disk.verify(world, store, listed, advance, key)
+            files = len(range(world.rank, listed.card.world_size, world.size))
+            mine.append(Checked(f"{stored.path}/{listed.folder}", files, nbytes, wrong, provenance=provenance))
     for folder in stored.damaged if world.rank == 0 else ():
-        where = f"{stored.path}/{folder}"
-        mine[where] = Checked(where, 1, 0, [("the file that commits the checkpoint", "its first bytes are damaged")])
-    return _join(gather_from_all(world, mine))
+        damage = ("the file that commits the checkpoint", "its first bytes are damaged")
+        mine.append(Checked(f"{stored.path}/{folder}", 1, 0, [damage]))
+    return _join(world, mine)
 
 
 def _key(world: World, file: str | None) -> Key | None:
     """Read the key that must have signed. Only rank 0 gets it. Collective over the world."""
-    found: Key | None = None
+    key: Key | None = None
     error: ConfigError | None = None
     if file is not None and world.rank == 0:
         try:
-            found = public_key(file)
+            key = public_key(file)
         except ConfigError as problem:
             error = problem
     error = world.broadcast(error, 0)
     if error is not None:
         raise click.UsageError(str(error))
-    return found
+    return key
 
 
-def _join(told: list[dict[str, Checked]]) -> list[Checked]:
-    """Add up what several processes read in the same places."""
-    found: dict[str, Checked] = {}
-    for theirs in told:
-        for where, one in theirs.items():
-            all_of = found.setdefault(where, Checked(where))
-            all_of.files += one.files
-            all_of.nbytes += one.nbytes
-            all_of.damaged = sorted([*all_of.damaged, *one.damaged])
-            all_of.written = sorted([*all_of.written, *one.written])
-            all_of.provenance = all_of.provenance or one.provenance
-    for one in found.values():
-        if one.provenance is not None:  # it names more files than the ones with tensors
-            one.files = one.provenance.count(one.files, [file for file, _ in one.damaged])
-    return list(found.values())
-
-
-def _to_json(one: Checked) -> dict[str, Any]:
-    damaged = [{"file": file, "damage": text} for file, text in one.damaged]
-    found = {"where": one.where, "files": one.files, "nbytes": one.nbytes, "damaged": damaged,
-             "being_written": one.written}  # fmt: skip
-    said = one.provenance
-    return found if said is None else found | {"provenance": said.to_json(is_whole=not one.damaged)}
-
-
-def _show(console: Console, found: list[Checked]) -> None:
-    if not any(one.files or one.written for one in found):
-        console.print("nothing is there")
-        return
-    for one in found:
-        good = one.files - len({file for file, _ in one.damaged})
-        text = f"{one.where}: {good} of {many(one.files, 'file')} good, {show_bytes(one.nbytes)}"
-        text += f"; {len(one.written)} being written" if one.written else ""
-        console.print(text, style="red" if one.damaged else None)
-        for file, what in one.damaged:
-            console.print(f"  damaged: {file}: {what}", style="red")
-        if one.provenance is not None:
-            console.print(f"  provenance: {_in_words(one.provenance, not one.damaged)}", soft_wrap=True)
+def _join(world: World, mine: list[Checked]) -> list[Checked]:
+    """Add up what all processes read. Collective; only rank 0 gets it."""
+    places: dict[str, Checked] = {}
+    for checked in (checked for of_process in gather_from_all(world, mine) for checked in of_process):
+        places.setdefault(checked.where, Checked(checked.where)).add(checked)
+    return list(places.values())
 
 
 def _in_words(found: Found, is_whole: bool) -> str:
     """Say what a provenance records, and whether the files match it."""
     if found.document is None:
-        return "none, because an older version of mlflash drained this" if found.is_older else "it does not hold"
+        return "it does not hold"
     signed = {"none": "not signed", "not checked": "signed, not checked without --key", "good": "signed by this key",
               "bad": "not signed by this key"}[found.signature]  # fmt: skip
     return f"{describe(found.document)}; {signed}; it {'holds' if is_whole else 'does not hold'}"

@@ -168,4 +168,4 @@ def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, s
     if events is None:
         file = file_of_node(config.log, ranks.node_index) if config.log else None
         events = EventLog(file, run=started.run, rank=ranks.rank, node=ranks.node_name)
-    return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts), events, metrics, is_thread)
+    return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts, config.heartbeat), events, metrics, is_thread)

@@ -24,7 +24,7 @@ from ..state.manifest import Manifest
 from ..state.rank_structure import MOST
 
 MAGIC = b"MLFDRAIN"
-VERSION = 2
+VERSION = 1
 CARD_NBYTES = 512
 # magic, version, master, mark of a fresh start | run id, generation, step | rank, world size | bytes of the file;
 # start, bytes and checksum of the index; unix ns | owner
@@ -45,7 +45,6 @@ class Card:
         unix_ns: when it was written, ns since 1970.
         owner: which job wrote it, see `config.Config.owner`.
         mark: mark of what was drained, see `slot_header.Header`.
-        version: format version of its index.
     """
 
     attempt: Attempt
@@ -59,12 +58,11 @@ class Card:
     unix_ns: int
     owner: str
     mark: int = 0
-    version: int = VERSION
 
     def pack(self) -> bytes:
         """Encode; the result is `CARD_NBYTES` long."""
         body = _CARD.pack(
-            MAGIC, self.version, int(self.rank < 0), self.mark, self.attempt.run_id, self.attempt.generation, self.step,
+            MAGIC, VERSION, int(self.rank < 0), self.mark, self.attempt.run_id, self.attempt.generation, self.step,
             max(0, self.rank), self.world_size, self.file_nbytes, self.index_start, self.index_nbytes,
             self.index_check, self.unix_ns, self.owner.encode(),
         )  # fmt: skip
@@ -94,7 +92,7 @@ def read_card(raw: bytes) -> Card:
     if rank >= world_size or master > 1 or start + nbytes > file_nbytes:
         raise CorruptSlot("the first bytes of a drained file contradict themselves")
     return Card(Attempt(run_id, generation), step, -1 if master else rank, world_size, file_nbytes, start, nbytes,
-                check, unix_ns, owner.rstrip(b"\0").decode(errors="replace"), mark, version)  # fmt: skip
+                check, unix_ns, owner.rstrip(b"\0").decode(errors="replace"), mark)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Hdf5:
     """HDF5, see `hdf5`; with a compression of `config.COMPRESSIONS`, or ""."""
 
     name = "hdf5"
-    most_pieces: float = 1_000_000  # takes rank 0 a minute and 2 GB (benchmarks/scale)
+    most_pieces: float = 1_000_000  # takes rank 0 a minute and 2 GB
 
     def __init__(self, compression: str):
         self._compression = compression

@@ -1,8 +1,7 @@
 """What all ranks of a drained checkpoint hold, and in which files: the index of the file that commits it.
 
     8 bytes      size of the JSON document that follows
-    document     {"format", "job", "groups": [[structure, plain leaves, ranks], ...], "differ", "plain_differ",
-                  "provenance"}
+    document     {"format", "job", "groups": [[structure, plain leaves, ranks], ...], "differ", "plain_differ"}
     files        for each rank 6 numbers of 64 bits, see `_FILE`
     dealt        for each rank 3 signed numbers, see `RankTable.dealt`
     groups       for each group its ranks, and a row of numbers for each of them, see `rank_structure`
@@ -45,7 +44,6 @@ class RankTable:
         files: the files of each rank.
         dealt: for each rank the lowest rank of its set, or -1; and where it begins, in bytes, in what all ranks hold
             alike and in what the set shares, ``(ranks, 3)`` int64.
-        has_provenance: whether the checkpoint was written with a provenance; older versions wrote none.
     """
 
     groups: list[Group]
@@ -53,14 +51,13 @@ class RankTable:
     plain_differ: frozenset[str]
     files: list[Stored]
     dealt: np.ndarray
-    has_provenance: bool = False
 
 
 def encode(form: str, job: str, files: Sequence[Stored], gathered: Gathered) -> bytes:
     """Encode the index. ``more`` has each rank's row of `RankTable.dealt`, with -1 where nothing was dealt to it."""
     groups = [[its.structure.document, its.plain, len(its.ranks)] for its in gathered.groups]
     document = {"format": form, "job": job, "groups": groups, "differ": sorted(gathered.differ),
-                "plain_differ": sorted(gathered.plain_differ), "provenance": True}  # fmt: skip
+                "plain_differ": sorted(gathered.plain_differ)}  # fmt: skip
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     listed = np.array([[getattr(stored, name) for name in _FILE] for stored in files], dtype="<u8")
     dealt = _filled(np.array([gathered.more[rank] for rank in range(len(files))], dtype="<i8"))
@@ -111,7 +108,7 @@ def decode(raw: bytes, world_size: int) -> RankTable:
         ]
     except (*manifest.BAD_DOCUMENT, struct.error) as error:
         raise CorruptSlot(f"the index of the file that commits a checkpoint is damaged: {error!r}") from None
-    return RankTable(groups, differ, plain_differ, stored, dealt, document.get("provenance") is True)
+    return RankTable(groups, differ, plain_differ, stored, dealt)
 
 
 def _names(form: Any) -> tuple[str, str]:

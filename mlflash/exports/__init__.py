@@ -3,7 +3,7 @@
 In come checkpoints in memory or in a directory, with every tensor whole, and out go files. This room imports `storage`,
 `draining` and `restoring`.
 
-`storage.whole_state` defines the checkpoint that an exporter gets. `formulas` and `mapping` define how tensors change
-on their way out, and `outputs` reads them a batch at a time. Each format is one module: `safetensors_files`,
-`torch_file`, `hdf5_file`, `dcp_directory`. `imports` reads DCP directories and safetensors.
+`open_whole` makes the checkpoint that an exporter gets, a `storage.whole_state.Whole`. `selection` renames tensors, and
+gives them to a function of the user. `safetensors_files` and `formats` write files. `imports` reads DCP directories and
+safetensors.
 """

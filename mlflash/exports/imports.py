@@ -1,7 +1,7 @@
 """Read a directory that PyTorch DCP has written as a nested state.
 
 No code in the directory runs. ``.metadata`` is a pickle, and an unpickler reads it that knows only the classes of DCP.
-``torch.load(weights_only=True)`` reads tensors and objects. DCP's own reader reads safetensors.
+``torch.load(weights_only=True)`` reads tensors and objects. The package safetensors reads its files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 import os
 import pickle
-import warnings
 from typing import Any
 
 import numpy as np
@@ -168,48 +167,45 @@ _INDEX = "model.safetensors.index.json"
 
 
 def _read_safetensors(store: Store) -> dict[str, torch.Tensor]:
-    """Read tensors by name with DCP's reader, which itself does not notice that files or parts of tensors are missing.
+    """Read tensors by name.
 
     Raises:
         ConfigError: the directory is a URL, or a package is missing.
         StructureMismatch: tensors may be missing or may not be whole.
     """
     try:
-        import safetensors
-        from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ConfigError("safetensors are read by the package of this name and by the HuggingFaceStorageReader of a "
-                          "newer PyTorch: pip install safetensors", found=error) from None  # fmt: skip
-    index = _check_files(store)
-    reader = HuggingFaceStorageReader(store.path)
-    try:
-        described = reader.read_metadata().state_dict_metadata
-    except safetensors.SafetensorError as error:
-        raise StructureMismatch(
-            "a file cannot be read. HuggingFaceStorageWriter writes such files if the state has a value that is no "
-            "tensor", found=f"{store.path}: {error}",
-        ) from None  # fmt: skip
-    for key, tensor in described.items():
-        if len(tensor.chunks) != 1 or tensor.chunks[0].sizes != tensor.size:
-            raise StructureMismatch("only a part of this tensor is in the checkpoint", tensor=key,
-                                    expected=tuple(tensor.size), found=tuple(tensor.chunks[0].sizes))  # fmt: skip
-    if missing := sorted(index.get("weight_map", described).keys() - described.keys()):
+        raise ConfigError("the package of this name reads safetensors: pip install safetensors", found=error) from None
+    index, files = _check_files(store)
+    state: dict[str, torch.Tensor] = {}
+    for name in files:
+        try:
+            with safe_open(f"{store.path}/{name}", "pt") as file:
+                parts = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))  # of DCP's writer
+                for key in file.keys():  # noqa: SIM118
+                    if key in state or any(parts.get(key, {}).get("saved_offsets", ())):
+                        raise StructureMismatch("only a part of this tensor is in the checkpoint", tensor=key,
+                                                found=f"{store.path}/{name}")  # fmt: skip
+                    state[key] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise StructureMismatch(
+                "a file cannot be read. HuggingFaceStorageWriter writes such files if the state has a value that is no "
+                "tensor", found=f"{store.path}/{name}: {error}",
+            ) from None  # fmt: skip
+    if missing := sorted(index.get("weight_map", state).keys() - state.keys()):
         raise StructureMismatch("no file has this tensor, which the index names", tensor=missing[0])
-    state = {key: torch.empty(tensor.size, dtype=tensor.properties.dtype) for key, tensor in described.items()}
     there, written = sum(tensor.nbytes for tensor in state.values()), index.get("metadata", {}).get("total_size", 0)
     if there < written:
         raise StructureMismatch(
             "the index counts more bytes than the files have. HuggingFaceStorageWriter without save_distributed=True "
             "lets ranks write over each other's parts of sharded tensors", expected=f"{written} bytes", found=there,
         )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        load(state, storage_reader=reader, no_dist=True)
     return state
 
 
-def _check_files(store: Store) -> dict[str, Any]:
-    """Check that the files are all there are. Return the index, or an empty one if there is one file."""
+def _check_files(store: Store) -> tuple[dict[str, Any], list[str]]:
+    """Check that the files are all there are. Return the index, or an empty one if there is one file, and the files."""
     if not isinstance(store, Directory):
         raise ConfigError("safetensors are read from file systems only: copy them there first", found=store.path)
     names = store.names()
@@ -225,4 +221,4 @@ def _check_files(store: Store) -> dict[str, Any]:
     if files != expected:
         raise StructureMismatch(f"the files are not those that {_INDEX} names, or it is missing", expected=expected,
                                 found=files)  # fmt: skip
-    return index
+    return index, files

@@ -7,16 +7,19 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Iterator, Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from ..errors import ConfigError, StateError
+from ..state.leaves import Entry
 from ..state.paths import plain_leaves
+from ..storage.file_holes import Source
 from ..storage.store import Store
-from ..storage.whole_state import Whole, Written, tensor_dtype
-from .mapping import plan
-from .outputs import Batches, Output, item_nbytes
-from .rules import Rule
+from ..storage.whole_state import Whole, Written, cut, tensor_dtype
 
 SHARD_NBYTES = 5 * 10**9  # the size at which Hugging Face cuts
 _HEADER_NBYTES = 100_000_000  # the safetensors library refuses longer ones
@@ -30,9 +33,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-def write(
-    whole: Whole, store: Store, rules: Sequence[Rule] = (), stem: str = "model", shard_nbytes: int = SHARD_NBYTES
-) -> Written:
+def write(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYTES) -> Written:
     """Write all tensors and arrays of a checkpoint.
 
     Collective if reading the checkpoint is. Of tied tensors only the first one is written, as Hugging Face does. The
@@ -40,53 +41,41 @@ def write(
 
     Args:
         whole: the checkpoint.
-        store: where the files go: ``{stem}.safetensors``, or ``{stem}-00001-of-00003.safetensors``, … and
-            ``{stem}.safetensors.index.json``, last.
-        rules: how tensors change on the way.
-        stem: the beginning of the file names.
+        store: where the files go: ``model.safetensors``, or ``model-00001-of-00003.safetensors``, … and
+            ``model.safetensors.index.json``, last.
         shard_nbytes: most bytes of tensors in a file. A larger tensor gets its own file.
 
     Raises:
         StateError: the format does not have this dtype. The error names the tensor.
-        ConfigError: a rule does not fit.
     """
-    outputs = plan(whole.entries, rules, whole.ties)
-    ties = {output.entry.name: output.tie for output in outputs if output.tie is not None}
-    shards = _cut([output for output in outputs if output.tie is None], shard_nbytes)
+    # In a file larger elements come first, so that each tensor begins at a multiple of its element's size.
+    names_of_shards = cut({entry.name: entry.nbytes for entry in whole.own}, shard_nbytes) or [[]]
+    shards = [sorted((whole.entries[name] for name in names), key=lambda entry: -_item_nbytes(entry))
+              for names in names_of_shards]  # fmt: skip
     headers = [_header(shard) for shard in shards]
-    batches = Batches(whole, [output for shard in shards for output in shard])
+    sources = whole.sources([entry for shard in shards for entry in shard])
     count = len(shards)
-    names = [f"{stem}-{at:05d}-of-{count:05d}.safetensors" if count > 1 else f"{stem}.safetensors"
+    names = [f"model-{at:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
              for at in range(1, count + 1)]  # fmt: skip
-    files = {name: store.write(name, _content(header, shard, batches))
+    files = {name: store.write(name, _content(header, shard, sources))
              for name, header, shard in zip(names, headers, shards, strict=True)}  # fmt: skip
     if count > 1:
-        index = f"{stem}.safetensors.index.json"
+        index = "model.safetensors.index.json"
         files[index] = store.write(index, [_index(names, shards)])
-    return Written(files, sum(map(len, shards)), ties, tuple(plain_leaves(whole.tree)))
+    return Written(files, len(whole.own), whole.ties, tuple(plain_leaves(whole.tree)))
 
 
-def _cut(outputs: list[Output], shard_nbytes: int) -> list[list[Output]]:
-    """Divide outputs among files, in order. As with Hugging Face, a tensor that does not fit begins the next file."""
-    shards: list[list[Output]] = [[]]
-    nbytes = 0
-    for output in outputs:
-        if shards[-1] and nbytes + output.entry.nbytes > shard_nbytes:
-            shards.append([])
-            nbytes = 0
-        shards[-1].append(output)
-        nbytes += output.entry.nbytes
-    # Larger elements first, so that each tensor begins at a multiple of its element's size.
-    return [sorted(shard, key=lambda output: -item_nbytes(output.entry)) for shard in shards]
+def _item_nbytes(entry: Entry) -> int:
+    return entry.nbytes // max(1, math.prod(entry.shape))
 
 
-def _header(shard: list[Output]) -> bytes:
+def _header(shard: list[Entry]) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for entry in (output.entry for output in shard):
+    for entry in shard:
         dtype = tensor_dtype(entry)
         if dtype not in DTYPES or entry.name in fields:
-            raise StateError("safetensors cannot hold this tensor: drop or rename it with a rule of --map",
+            raise StateError("safetensors cannot hold this tensor: leave it out with --drop, or --rename it",
                              tensor=entry.name, expected=f"one of {', '.join(DTYPES)}", found=dtype)  # fmt: skip
         end = start + entry.nbytes
         fields[entry.name] = {"dtype": DTYPES[dtype], "shape": entry.shape, "data_offsets": [start, end]}
@@ -99,17 +88,45 @@ def _header(shard: list[Output]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _content(header: bytes, shard: list[Output], batches: Batches) -> Iterator[memoryview]:
+def _content(header: bytes, shard: list[Entry], sources: Mapping[str, Source]) -> Iterator[memoryview]:
     yield memoryview(header)
-    for output in shard:
-        if output.entry.nbytes:
-            content = batches.source(output)().data
+    for entry in shard:
+        if entry.nbytes:
+            content = sources[entry.name]().data
             for at in range(0, content.nbytes, _CHUNK_NBYTES):
                 yield content[at : at + _CHUNK_NBYTES]
 
 
-def _index(names: list[str], shards: list[list[Output]]) -> bytes:
-    total = sum(output.entry.nbytes for shard in shards for output in shard)
-    weight_map = {output.entry.name: name for name, shard in zip(names, shards, strict=True) for output in shard}
+def _index(names: list[str], shards: list[list[Entry]]) -> bytes:
+    total = sum(entry.nbytes for shard in shards for entry in shard)
+    weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+_CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "merges.txt", "vocab.txt")
+
+
+def copy_config(source: str | os.PathLike[str], store: Store) -> dict[str, int]:
+    """Copy a model's configuration and tokenizer, which ``from_pretrained`` needs in addition to the weights.
+
+    Follow links, because the cache of Hugging Face has only links.
+
+    Args:
+        source: a directory with ``config.json``.
+        store: where the files go.
+
+    Returns:
+        The written files, and the bytes of each.
+
+    Raises:
+        ConfigError: there is no ``config.json``.
+    """
+    directory = Path(source)
+    if not (directory / "config.json").is_file():
+        raise ConfigError("this directory has no Hugging Face config.json", found=directory)
+    files = sorted(
+        path for path in directory.iterdir() if path.is_file() and not path.name.endswith(".index.json")
+        and any(fnmatch.fnmatch(path.name, wanted) for wanted in _CONFIGURATION)
+    )  # fmt: skip
+    return {path.name: store.write(path.name, [path.read_bytes()]) for path in files}

@@ -26,14 +26,19 @@ def many(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'es' if thing.endswith(('ch', 's', 'sh')) else 's'}"
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as ranges: ``ranges([0, 1, 2, 5]) == "0-2, 5"``; nothing is "-"."""
+def runs(numbers: Iterable[int]) -> list[str]:
+    """Write numbers as ranges: ``runs([0, 1, 2, 5]) == ["0-2", "5"]``."""
     text = []
     ordered = sorted(set(numbers))
     for _, run in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
         those = [number for _, number in run]
         text.append(str(those[0]) if len(those) == 1 else f"{those[0]}-{those[-1]}")
-    return ", ".join(text) or "-"
+    return text
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as ranges: ``ranges([0, 1, 2, 5]) == "0-2, 5"``; nothing is "-"."""
+    return ", ".join(runs(numbers)) or "-"
 
 
 def named(ranks: Iterable[int]) -> str:

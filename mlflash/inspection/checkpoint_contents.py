@@ -91,7 +91,7 @@ class Itinerary:
 
 
 def plan(nodes: Sequence[Node], of: Prospect) -> Itinerary:
-    """Choose the files to read for an attempt: the first slot of each rank. Not collective."""
+    """Choose the files to read for an attempt: the first slot of each rank."""
     slots: dict[int, tuple[str, str, Header]] = {}
     shares = {}
     for node in nodes:
@@ -107,8 +107,6 @@ def plan(nodes: Sequence[Node], of: Prospect) -> Itinerary:
 def read_memory(memory: str, job: str, here: Sequence[Node], way: Itinerary, wanted: str | None, numbers: bool
                 ) -> Contents:  # fmt: skip
     """Read the parts of a checkpoint that are on some nodes.
-
-    Not collective.
 
     Args:
         memory, job: the memory file system and the job.
@@ -175,8 +173,6 @@ def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, way: It
 
 def read_directory(path: str, one: Listed, wanted: str | None, numbers: bool) -> Contents:
     """Read the contents of a drained checkpoint. Bytes for statistics are verified.
-
-    Not collective.
 
     Raises:
         CorruptSlot: a file is damaged.

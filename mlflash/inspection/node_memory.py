@@ -85,6 +85,55 @@ class Node:
         return [file for file in self.files if file.damage]
 
 
+@dataclasses.dataclass(frozen=True)
+class JobMemory:
+    """What a job holds in the memory of this node.
+
+    Attributes:
+        job: its name.
+        nodes: this node, and the nodes that are emulated on it.
+        error: why the job cannot be looked at. Empty if it can.
+    """
+
+    job: str
+    nodes: tuple[Node, ...] = ()
+    error: str = ""
+
+    @property
+    def pid(self) -> int | None:
+        """A live process of the job, or None."""
+        return next((node.pid for node in self.nodes if node.pid is not None), None)
+
+    @property
+    def files(self) -> list[File]:
+        """Its slots."""
+        return [file for node in self.nodes for file in node.files]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slots."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def newest(self) -> Header | None:
+        """The header of its newest step."""
+        headers = [header for node in self.nodes for _, header in node.sealed]
+        return max(headers, key=lambda header: header.attempt.generation, default=None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing, and no process of it is alive."""
+        return not (self.nbytes or self.error) and self.pid is None
+
+
+def look_at_job(memory: str, job: str) -> JobMemory:
+    """Look at what a job holds in the memory of this node."""
+    try:
+        return JobMemory(job, tuple(look(memory, job, node, "") for node in (None, *emulated_nodes(memory, job))))
+    except MlflashError as error:
+        return JobMemory(job, error=str(error))
+
+
 def look_around(world: World, memory: str, job: str, as_restored: bool = False) -> list[Node]:
     """Look at the memory of all nodes of the world. A single process looks at this node and all that it emulates.
 
@@ -116,7 +165,7 @@ def look_around(world: World, memory: str, job: str, as_restored: bool = False) 
 
 
 def places(world: World, memory: str, job: str, as_restored: bool = False) -> list[tuple[int | None, str]]:
-    """Return the nodes that this process looks at: number among the emulated ones, and name. Not collective."""
+    """Return the nodes that this process looks at: number among the emulated ones, and name."""
     if world.emulated and (as_restored or world.world is not None):
         return [(world.emulated_node, world.node_name)]
     host = world.node_name if world.world is not None else socket.gethostname()
@@ -130,8 +179,6 @@ def places(world: World, memory: str, job: str, as_restored: bool = False) -> li
 
 def look(memory: str, job: str, emulated: int | None, name: str) -> Node:
     """Look at the memory of a node. A node without memory of the job has no files.
-
-    Not collective.
 
     Raises:
         UnsafePath: its directory is not private to this user.
@@ -186,7 +233,7 @@ def _understand(name: str, page: bytes, nbytes: int) -> File:
 
 
 def inventory_of(nodes: list[Node]) -> Inventory:
-    """Return the sealed files of some nodes, numbered as in the list. Not collective."""
+    """Return the sealed files of some nodes, numbered as in the list."""
     parts = [
         of_headers([(file.name, header, file.restores, file.verdict) for file, header in node.sealed], number)
         for number, node in enumerate(nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from ..human_readable.wording import many
 from ..memory.wanted_step import NEWEST
 from ..mpi.world import World
 from ..restoring.open_in_directory import OpenInDirectory
-from ..storage.store import Store, open_store
+from ..storage.store import Directory, Store, open_store
 from . import provenance_check
 from .provenance_check import Found, Key
 
@@ -29,12 +30,14 @@ class DirectoryContents:
         listed: committed checkpoints, newest first, including those marked bad.
         unfinished: folders without the file that commits a checkpoint. A drain is writing them, or it died.
         damaged: folders whose commit cannot be read.
+        is_missing: whether the directory does not exist. A job makes it with its first drain.
     """
 
     path: str
     listed: tuple[Listed, ...]
     unfinished: tuple[str, ...]
     damaged: tuple[str, ...]
+    is_missing: bool
 
     @property
     def newest(self) -> Listed | None:
@@ -107,7 +110,8 @@ def _look_into(store: Store) -> DirectoryContents:
         if is_folder(folder) and folder not in good:
             committed = set(store.at(folder).names()) & set(MASTERS)
             (damaged if committed else unfinished).append(folder)
-    return DirectoryContents(store.path, tuple(listed), tuple(unfinished), tuple(damaged))
+    is_missing = not listed and isinstance(store, Directory) and not os.path.exists(store.path)
+    return DirectoryContents(store.path, tuple(listed), tuple(unfinished), tuple(damaged), is_missing)
 
 
 def stored_nbytes(store: Store, one: Listed) -> int:
@@ -144,13 +148,7 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
 
 def provenance_of(store: Store, one: Listed, key: Key | None = None) -> Found:
     """Read the provenance of a checkpoint; see `provenance_check.find`. Not collective."""
-    inside = store.at(one.folder)
-    try:
-        raw = read_index(inside, one)
-        has_one = one.card.version > 1 and rank_table.decode(raw, one.card.world_size).has_provenance
-    except (MlflashError, OSError):
-        has_one = False  # unknown: the file that commits the checkpoint is damaged, which is reported elsewhere
-    return provenance_check.find(inside, one, has_one, key)
+    return provenance_check.find(store.at(one.folder), one, key)
 
 
 def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[int], None]

@@ -12,7 +12,7 @@ from ..draining import file_index, provenance
 from ..draining.checkpoint_directory import DATA_NAME, FILE_NAME, PROVENANCE, SIGNATURE, VERDICT, Listed
 from ..draining.file_index import CARD_NBYTES, Card, read_card
 from ..errors import CorruptSlot
-from ..human_readable.wording import many
+from ..human_readable.wording import listed, many
 from ..memory.slot_header import Verdict
 from ..storage.store import Store
 
@@ -30,14 +30,12 @@ class Found:
 
     Attributes:
         document: the provenance as it was written. None: it is missing or cannot be used.
-        is_older: whether it is missing because an older version of mlflash drained this checkpoint.
         signature: "none", "not checked" (no key was given), "good" or "bad".
         wrong: files, and what is wrong with each.
         has_verdict: whether there is a file with what is known of the values.
     """
 
     document: dict[str, Any] | None = None
-    is_older: bool = False
     signature: str = "none"
     wrong: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     has_verdict: bool = False
@@ -57,10 +55,10 @@ class Found:
     def to_json(self, is_whole: bool) -> dict[str, Any]:
         """Return it as plain values, without its list of files. Not collective."""
         said = self.said
-        return {"said": said, "older": self.is_older, "signature": self.signature, "holds": bool(said and is_whole)}
+        return {"said": said, "signature": self.signature, "holds": bool(said and is_whole)}
 
 
-def find(inside: Store, listed: Listed, has_provenance: bool, key: Key | None = None) -> Found:
+def find(inside: Store, listed: Listed, key: Key | None = None) -> Found:
     """Read the provenance of a checkpoint, and check it and its signature. `verify_files` checks the files.
 
     Not collective.
@@ -68,7 +66,6 @@ def find(inside: Store, listed: Listed, has_provenance: bool, key: Key | None = 
     Args:
         inside: folder of the checkpoint.
         listed: the checkpoint.
-        has_provenance: whether the file that commits the checkpoint says that it has a provenance.
         key: the key that must have signed it. None: do not check.
     """
     found = Found(has_verdict=listed.verdict is not Verdict.UNKNOWN)
@@ -77,12 +74,7 @@ def find(inside: Store, listed: Listed, has_provenance: bool, key: Key | None = 
     try:
         raw = inside.read(PROVENANCE)
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        found.is_older = missing and not has_provenance
-        if not found.is_older:
-            found.wrong.append((PROVENANCE, "it is missing" if missing else f"it cannot be read: {error}"))
-        elif key is not None:
-            found.wrong.append((PROVENANCE, "there is none, so that nothing is signed"))
+        found.wrong.append((PROVENANCE, _why_unreadable(error)))
         return found
     try:
         document = provenance.read(raw)
@@ -105,8 +97,7 @@ def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None
         signature = inside.read(SIGNATURE)
     except OSError as error:
         if document["signer"]:
-            missing = isinstance(error, FileNotFoundError)
-            found.wrong.append((SIGNATURE, "it is missing" if missing else f"it cannot be read: {error}"))
+            found.wrong.append((SIGNATURE, _why_unreadable(error)))
         elif key is not None:
             found.wrong.append((PROVENANCE, "it is not signed"))
         return
@@ -119,6 +110,10 @@ def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None
         same = document["signer"] == public
         found.wrong.append((SIGNATURE, "it is no signature of this provenance" if same else
                             f"another key has signed this: {document['signer'] or 'unknown'}"))  # fmt: skip
+
+
+def _why_unreadable(error: OSError) -> str:
+    return "it is missing" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
 
 
 def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], mine: int, among: int
@@ -221,7 +216,7 @@ def versions_of(document: Mapping[str, Any]) -> str:
 def describe(document: Mapping[str, Any]) -> str:
     """Describe a provenance in one line. Not collective."""
     hosts = [one["host"] for one in document["nodes"]]
-    where = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
+    where = listed(hosts, _NAMED)
     versions = versions_of(document)
     by = "" if document["by"] == "job" else f", drained by `mlflash {document['by']}`"
     ranks, saved = many(document["world_size"], "rank"), f"{document['saved'][:19]}Z"

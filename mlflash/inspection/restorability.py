@@ -80,8 +80,6 @@ class Restorability:
 def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
     """Say what some nodes can restore.
 
-    Not collective.
-
     Args:
         nodes: the nodes that were looked at.
         together: whether these are all nodes that are left, according to the launcher. Otherwise there may be others.
@@ -170,7 +168,7 @@ class Survival:
 
 
 def survival(nodes: Sequence[Node], of: Prospect) -> Survival:
-    """Find the losses that a restorable attempt survives, by trying each of them. Not collective."""
+    """Find the losses that a restorable attempt survives, by trying each of them."""
     found = inventory_of(list(nodes)).of(of.attempt)
     here = sorted(set(found.rows["node"].tolist()))
 

@@ -6,9 +6,9 @@ same before and after, the bytes are those that were sealed.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 
 import numpy as np
 import xxhash
@@ -28,8 +28,10 @@ class Changed(Exception):
     """The file no longer holds what its header said, because the job writes it."""
 
 
-class Sealed:
-    """A file of this node that is open for reading. It is a context manager.
+class Sealed(contextlib.AbstractContextManager["Sealed"]):
+    """A file of this node that is open for reading.
+
+    `memory.slot.Slot` maps its file and belongs to the job. This one reads what another process may rewrite.
 
     Args:
         memory: the job's directory.
@@ -42,19 +44,16 @@ class Sealed:
 
     def __init__(self, memory: NodeDirectory, name: str, header: Header):
         self.name, self.header = name, header
-        self._memory = memory
+        self._memory, self._fd = memory, self._open(memory)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def _open(self, memory: NodeDirectory) -> int:
         try:
-            self._fd = memory.open(name, os.O_RDONLY)
+            return memory.open(self.name, os.O_RDONLY)
         except (FileNotFoundError, UnsafePath):
             raise Changed from None
-
-    def __enter__(self) -> Sealed:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._fd)
 
     def read(self, start: int, nbytes: int) -> np.ndarray:
         """Read bytes of the file: ``(nbytes,)`` uint8, or fewer if the file ends before."""
@@ -79,20 +78,14 @@ class Sealed:
         Raises:
             Changed: the header has changed.
         """
+        fd = self._open(self._memory)  # not the open one, which may have been deleted
         try:
-            fd = self._memory.open(self.name, os.O_RDONLY)  # not the open one, which may have been deleted
-        except (FileNotFoundError, UnsafePath):
+            if unpack(os.pread(fd, HEADER_NBYTES, 0)) != self.header:
+                raise Changed
+        except CorruptSlot:
             raise Changed from None
-        try:
-            page = os.pread(fd, HEADER_NBYTES, 0)
         finally:
             os.close(fd)
-        try:
-            same = unpack(page) == self.header
-        except CorruptSlot:
-            same = False
-        if not same:
-            raise Changed
 
     def verify(self, advance: Callable[[int], None]) -> None:
         """Check every byte against the checksums.
@@ -106,34 +99,26 @@ class Sealed:
         """
         try:
             self._verify(advance)
-        except CorruptSlot:
+        finally:
             self.check()
-            raise
-        self.check()
 
     def _verify(self, advance: Callable[[int], None]) -> None:
         extents = self.header.extents
         table = np.frombuffer(self.read(extents.table_start, extents.blocks * CHECK_NBYTES).tobytes(), dtype="<u8")
         if table.size != extents.blocks or table_check(table) != self.header.table_check:
             raise CorruptSlot("its block table is damaged")
-        bad = []
-        for first, sums in self._sums(advance):
-            bad += [first + nth for nth, found in enumerate(sums) if found != int(table[first + nth])]
+        bad: list[int] = []
+        many = max(1, RUN_NBYTES // extents.block_nbytes)
+        for first in range(0, extents.blocks, many):
+            blocks = [extents.block(number) for number in range(first, min(extents.blocks, first + many))]
+            start, nbytes = blocks[0].start, blocks[-1].stop - blocks[0].start
+            raw = self.read(PAGE_NBYTES + start, nbytes)
+            sums = [xxhash.xxh3_64_intdigest(raw[block.start - start : block.stop - start].data) for block in blocks]
+            bad += [first + nth for nth, check in enumerate(sums) if check != int(table[first + nth])]
+            advance(nbytes)
         if bad:
             raise CorruptSlot(f"{len(bad)} of {extents.blocks} blocks are damaged, first block {bad[0]}")
         if self.header.kind is Kind.SLOT:
             self.manifest()
         elif self.header.kind is Kind.PARITY:
             decode_heads(self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes(), self.header, self.name)
-
-    def _sums(self, advance: Callable[[int], None]) -> Iterator[tuple[int, list[int]]]:
-        """Checksum the blocks of the body, some at a time. Yield the number of the first block, and the checksums."""
-        extents = self.header.extents
-        many = max(1, RUN_NBYTES // extents.block_nbytes)
-        for first in range(0, extents.blocks, many):
-            last = min(extents.blocks, first + many)
-            start, end = extents.block(first).start, extents.block(last - 1).stop
-            raw = self.read(PAGE_NBYTES + start, end - start)
-            blocks = [raw[extents.block(n).start - start : extents.block(n).stop - start] for n in range(first, last)]
-            yield first, [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
-            advance(end - start)

@@ -49,35 +49,25 @@ class Statistics:
 
     def add(self, values: np.ndarray) -> None:
         """Add more numbers."""
-        values = values.reshape(-1)
-        wide = np.abs(values) if values.dtype.kind == "c" else values.astype(np.float64)
-        finite = np.isfinite(wide)
-        self.nan += int(np.isnan(wide).sum())
-        self.inf += int(np.isinf(wide).sum())
-        good = wide if finite.all() else wide[finite]
-        if good.size:
-            mean = float(good.mean())
-            self.join(
-                Statistics(int(good.size), 0, 0, int((good == 0).sum()), float(good.min()), float(good.max()), mean,
-                           float(np.square(good - mean).sum()))
-            )  # fmt: skip
+        wide = np.abs(values).ravel() if values.dtype.kind == "c" else values.ravel().astype(np.float64)
+        good = wide[np.isfinite(wide)]
+        mean = float(good.mean()) if good.size else 0.0
+        low, high = (float(good.min()), float(good.max())) if good.size else (None, None)
+        self.join(Statistics(good.size, int(np.isnan(wide).sum()), int(np.isinf(wide).sum()), int((good == 0).sum()),
+                             low, high, mean, float(np.square(good - mean).sum())))  # fmt: skip
 
     def join(self, other: Statistics) -> None:
         """Add other statistics.
 
         Source: Chan, Golub, LeVeque: Updating formulae for computing sample variances, 1979.
         """
-        both = self.count + other.count
-        self.nan, self.inf, self.zeros = self.nan + other.nan, self.inf + other.inf, self.zeros + other.zeros
-        if not other.count:
-            return
-        apart = other.mean - self.mean
-        self.squares += other.squares + apart * apart * self.count * other.count / both
-        self.mean += apart * other.count / both
-        assert other.low is not None and other.high is not None
-        self.low = other.low if self.low is None else min(self.low, other.low)
-        self.high = other.high if self.high is None else max(self.high, other.high)
-        self.count = both
+        count, apart = max(1, self.count + other.count), other.mean - self.mean
+        self.squares += other.squares + apart * apart * self.count * other.count / count
+        self.mean += apart * other.count / count
+        self.low = min((low for low in (self.low, other.low) if low is not None), default=None)
+        self.high = max((high for high in (self.high, other.high) if high is not None), default=None)
+        for name in ("count", "nan", "inf", "zeros"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def to_json(self) -> dict[str, Any]:
         """Return them as plain values."""
@@ -88,8 +78,6 @@ class Statistics:
 
 def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
     """Make statistics of the bytes of an entry.
-
-    Not collective.
 
     Args:
         entry: the entry.

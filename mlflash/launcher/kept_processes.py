@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import select
 import socket
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..memory.process_stat import read_stat
 from ..wireup.frames import BadFrame, Frames, Outbox
 from ..wireup.launcher_variables import KEPT, SEED
 
@@ -112,8 +112,8 @@ class KeptProcesses:
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, or the child that it has forked to train in its place (`in_place.forked_spare`)."""
     try:
-        _, name, rest = re.split(r" \(|\) ", Path(f"/proc/{pid}/stat").read_text(), maxsplit=2)
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if name == SEED else []
-    except (OSError, ValueError):
+        stat = read_stat(pid)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if stat.name == SEED else []
+    except OSError:
         return False
-    return rest[0] == "T" or any(_is_stopped(int(child)) for child in children)  # "t" would be a debugger
+    return stat.state == "T" or any(_is_stopped(int(child)) for child in children)  # "t" would be a debugger

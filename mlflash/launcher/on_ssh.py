@@ -70,7 +70,7 @@ class OnSsh(OnHosts):
         return meets
 
     def with_mpi(self, words: Sequence[str]) -> list[str]:
-        return [*running("mlflash.command_line.wired_ranks"), *words]
+        return [*running("mlflash.command_line.run_on_ranks"), *words]
 
     def _command(self, host: str) -> list[str]:
         agent = running(AGENT)

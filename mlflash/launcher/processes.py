@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from ..errors import LaunchFailed, MpiUnavailable
 from ..human_readable.wording import last_words
+from ..memory.process_stat import read_stat
 
 log = logging.getLogger("mlflash")
 
@@ -172,8 +173,8 @@ def signal_group(process: subprocess.Popen[Any], number: int) -> None:
 def _how_it_is(pid: int) -> str:
     """The name and state of a process, and where in the kernel it waits, from /proc."""
     try:
-        name, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rsplit(")", 1)
+        stat = read_stat(pid)
         waits = Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
         return "(its state is unknown)"
-    return f"({name}, in state {rest.split()[0]}{f', in {waits}' if waits.strip('0') else ''})"
+    return f"({stat.name}, in state {stat.state}{f', in {waits}' if waits.strip('0') else ''})"

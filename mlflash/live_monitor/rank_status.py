@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import LaunchFailed, MlflashError
-from ..events import Event
+from ..errors import LaunchFailed
 from ..launcher.launch_system import Launcher
 from ..launcher.node_watch import ask
 from ..telemetry.heartbeat import all_heartbeats
@@ -21,23 +19,30 @@ Heartbeat = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """The status of a job at one time.
+    """The status of a job at one time."""
 
-    Attributes:
-        at: seconds since 1970.
-        heartbeats: the heartbeats, by rank.
-        free: free bytes of memory, by host.
-        silent: hosts that did not answer.
-        wrong: why no host could be asked. Empty if all is well.
-        unread: why some heartbeats could not be read, in words.
-    """
+    at: float  # seconds since 1970
+    heartbeats: tuple[Heartbeat, ...] = ()  # the newest of each rank, by rank
+    free: tuple[tuple[str, int], ...] = ()  # free bytes of memory, by host
+    silent: tuple[str, ...] = ()  # hosts that did not answer
+    wrong: str = ""  # why no host could be asked
+    unread: tuple[str, ...] = ()  # why some heartbeats could not be read
 
-    at: float
-    heartbeats: tuple[Heartbeat, ...] = ()
-    free: tuple[tuple[str, int], ...] = ()
-    silent: tuple[str, ...] = ()
-    wrong: str = ""
-    unread: tuple[str, ...] = ()
+    @property
+    def committed(self) -> int | None:
+        """The newest step that all ranks know to be a checkpoint."""
+        steps = [heartbeat["committed"] for heartbeat in self.heartbeats]
+        return None if None in steps else min(steps, default=None)
+
+    @property
+    def seen(self) -> set[str]:
+        """The nodes of the ranks."""
+        return {str(heartbeat["node"]) for heartbeat in self.heartbeats}
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the job, also of those that were not asked."""
+        return max((int(heartbeat.get("nodes", 0)) for heartbeat in self.heartbeats), default=0)
 
 
 def look_here(memory: str, job: str) -> Look:
@@ -53,12 +58,13 @@ def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: 
     """Ask nodes, as `mlflash run` does. Not collective."""
     at = time.time()
     try:
-        said, unread = ask(launcher, hosts, memory, job)
+        answers, unread = ask(launcher, hosts, memory, job)
     except LaunchFailed as error:
         return Look(at, silent=tuple(hosts), wrong=str(error))
-    heartbeats = [heartbeat for document in said.values() for heartbeat in document["heartbeats"]]
-    free = tuple((host, int(document["free"])) for host, document in said.items())
-    return Look(at, _newest(heartbeats), free, tuple(host for host in hosts if host not in said), unread=tuple(unread))
+    heartbeats = [heartbeat for document in answers.values() for heartbeat in document["heartbeats"]]
+    free = tuple((host, int(document["free"])) for host, document in answers.items())
+    silent = tuple(host for host in hosts if host not in answers)
+    return Look(at, _newest(heartbeats), free, silent, unread=tuple(unread))
 
 
 def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
@@ -75,35 +81,6 @@ def _newest(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:
     def age(heartbeat: Heartbeat) -> tuple[bool, float]:
         return bool(heartbeat["alive"]), float(heartbeat["beat"])
 
-    found: dict[int, Heartbeat] = {}
-    for heartbeat in sorted(heartbeats, key=age):
-        found[int(heartbeat["rank"])] = heartbeat
-    size = max(found.values(), key=age)["ranks"] if found else 0
-    return tuple(found[rank] for rank in sorted(found) if rank < size)  # a relaunch may have fewer ranks
-
-
-class Watch:
-    """Looks again and again on its own thread, so that a node that does not answer cannot block the terminal.
-
-    Args:
-        look: looks once.
-        every_s: seconds from the end of a look to the next.
-    """
-
-    def __init__(self, look: Callable[[], Look], every_s: float):
-        self._look, self._every_s = look, every_s
-        self._over = Event()
-        self.last = look()
-        threading.Thread(target=self._keep_looking, name="mlflash-top", daemon=True).start()
-
-    def _keep_looking(self) -> None:
-        while not self._over.wait(self._every_s):
-            try:
-                self.last = self._look()
-            except Exception as error:  # show any error: the next look may succeed
-                why = str(error) if isinstance(error, MlflashError) else repr(error)
-                self.last = dataclasses.replace(self.last, wrong=f"the last look failed: {why}")
-
-    def end(self) -> None:
-        """Stop looking."""
-        self._over.set()
+    newest = {int(heartbeat["rank"]): heartbeat for heartbeat in sorted(heartbeats, key=age)}
+    size = max(newest.values(), key=age)["ranks"] if newest else 0
+    return tuple(newest[rank] for rank in sorted(newest) if rank < size)  # a relaunch may have fewer ranks

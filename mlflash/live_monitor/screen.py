@@ -1,11 +1,12 @@
-"""Draw the page of ``mlflash top`` from a look and the history."""
+"""The page of ``mlflash top``: sentences about the job, a table of its ranks or nodes, and warnings."""
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,45 +14,23 @@ from ..command_line.output import new_table
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named
 from ..telemetry.heartbeat_format import is_orphan, is_without_courier
-from ..telemetry.stragglers import is_worth_a_word
-from .history import History, committed, spark
+from ..telemetry.lateness import is_worth_a_word
 from .rank_status import Heartbeat, Look
 
 _QUIET_S = 60.0  # a rank without a heartbeat for this long gets a color
-_STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "no courier": "bold yellow", "failed": "red",
-           "gone": "bold red"}  # fmt: skip
-_WORST = ("gone", "failed", "no courier", "starting", "training", "ended")
-_UNREAD = 3  # how many of them are shown
-_AROUND = 12  # lines of the page that are not ranks
-
-
-def page(job: str, look: Look, history: History, width: int = 80, height: int = 40) -> RenderableType:
-    """Lay out one page.
-
-    Args:
-        job: name of the job.
-        look: the last look.
-        history: what all looks saw.
-        width, height: size of the terminal. If there are more ranks than lines, each line shows a node.
-    """
-    parts: list[RenderableType] = [_headline(job, look), Text(), _figures(look, history, width), Text()]
-    if not look.heartbeats:
-        text = "no rank of this job has made a Checkpointer on the nodes that were read"
-        parts.append(Text(text, style="yellow"))
-    elif len(look.heartbeats) <= max(4, height - _AROUND):
-        parts.append(_ranks(look))
-    else:
-        parts.append(_nodes(look))
-    for text in _warnings(look):
-        parts.append(Text(text, style="yellow"))
-    return Group(*parts)
+_STYLES = {"gone": "bold red", "failed": "red", "no courier": "bold yellow", "starting": "cyan", "training": "green",
+           "ended": "dim"}  # fmt: skip
+"""The states of ranks, the worst first, and their colors."""
+_DISPENSABLE = ("memory", "stall", "commit", "saved", "late", "node")
+"""Columns that a narrow terminal does not show, in this order."""
+_AROUND = 10  # lines of the page that are not ranks
 
 
 def state_of(heartbeat: Heartbeat) -> str:
-    """Return the state of a rank in a word or two.
+    """Return the state of a rank: training, starting, ended, failed, gone or "no courier".
 
-    It is training, starting, ended, failed, gone (its process died without a message), or "no courier" (its courier
-    died without a message while the training continues).
+    A rank is gone if its process died without a message. It has no courier if its courier did, while the training
+    continues.
     """
     if heartbeat["state"] != "started":
         return str(heartbeat["state"])
@@ -62,165 +41,126 @@ def state_of(heartbeat: Heartbeat) -> str:
     return "starting" if heartbeat["saved"] is None and heartbeat["restored"] is None else "training"
 
 
-def _headline(job: str, look: Look) -> Text:
-    heartbeats = look.heartbeats
-    alive = sum(bool(heartbeat["alive"]) and heartbeat["state"] == "started" for heartbeat in heartbeats)
-    ranks = heartbeats[0]["ranks"] if heartbeats else 0
-    nodes = {heartbeat["node"] for heartbeat in heartbeats}
-    of = max((int(heartbeat.get("nodes", 0)) for heartbeat in heartbeats), default=0)
-    text = Text.assemble(("mlflash ", "bold"), job, "   ")
-    if heartbeats and all(heartbeat["state"] == "ended" for heartbeat in heartbeats):
-        text.append(f"{len(heartbeats)} of {ranks} ranks have ended")
-    elif heartbeats:
-        text.append(f"{alive} of {ranks} ranks alive", style="" if alive == ranks else "bold red")
-    text.append(f" on {len(nodes)} of {many(of, 'node')}" if heartbeats else "no rank")
+class Page:
+    """A page that fits the terminal. If there are more ranks than lines, each line is a node."""
+
+    def __init__(self, job: str, look: Look):
+        self._job, self._look = job, look
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        look = self._look
+        clock = time.strftime("%H:%M:%S", time.localtime(look.at))
+        yield Text.assemble(("mlflash ", "bold"), f"{self._job}   ", (clock, "dim"))
+        if not look.heartbeats:
+            yield Text("no rank of this job has made a Checkpointer on the nodes that were read", style="yellow")
+        else:
+            yield from _summary(look)
+            is_short = options.height is not None and len(look.heartbeats) > max(4, options.height - _AROUND)
+            yield _table(console, options, look, is_short)
+        for warning in _warnings(look):
+            yield Text(warning, style="yellow")
+
+
+def _summary(look: Look) -> Iterator[Text]:
+    """Say how many ranks there are, how far they are, whom they wait for, and how much memory there is."""
+    heartbeats, step = look.heartbeats, look.committed
+    states, ranks = [*map(state_of, heartbeats)], heartbeats[0]["ranks"]
+    alive, ended = len(states) - states.count("gone") - states.count("failed"), states.count("ended")
+    text = f"{ended} of {ranks} ranks have ended" if ended == len(states) else f"{alive - ended} of {ranks} ranks alive"
     schemes = sorted({str(heartbeat.get("redundancy", "")) for heartbeat in heartbeats} - {""})
-    text.append(f"   {', '.join(schemes)}" if schemes else "")
-    text.append(time.strftime("   %H:%M:%S", time.localtime(look.at)), style="dim")
-    return text
-
-
-def _figures(look: Look, history: History, width: int) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column(justify="right")
-    grid.add_column(style="cyan", no_wrap=True, overflow="crop")
-    bars = max(8, min(60, width - 40))
-    step, every_s = committed(look), history.every_s
-    age = max((float(p["beat"]) for p in look.heartbeats if p["committed"] == step), default=look.at)
-    often = f"every {show_seconds(every_s)}" if every_s else ""
-    grid.add_row("checkpoint", "none yet" if step is None else f"step {step}", Text(often, style="default"))
-    if step is not None:
-        grid.add_row("last sign", f"{_age(look.at - age)} ago", "")
-    if restored := next((heartbeat for heartbeat in look.heartbeats if heartbeat["restored"] is not None), None):
+    yield Text.assemble((text, "" if alive == ranks else "bold red"), f" on {len(look.seen)} of "
+                        f"{many(look.nodes, 'node')}; redundancy {', '.join(schemes) or 'unknown'}")  # fmt: skip
+    parts = ["checkpoint none yet" if step is None else f"checkpoint step {step}"]
+    first = next((heartbeat for heartbeat in heartbeats if heartbeat["committed"] == step), heartbeats[0])
+    if int(first.get("saves", 0)) > 1 and "committed" in first["times"]:
+        passed_s = float(first.get("courier_beat") or first["beat"]) - float(first["times"]["committed"])
+        parts.append(f"every {show_seconds(passed_s / (int(first['saves']) - 1))}")
+    parts.append(f"last sign {_age(look.at - max(float(heartbeat['beat']) for heartbeat in heartbeats))} ago")
+    if restored := next((heartbeat for heartbeat in heartbeats if heartbeat["restored"] is not None), None):
         ago = _age(look.at - float(restored["times"]["restored"]))
-        source = Text(f"from {restored['source']}, {ago} ago", style="dim")
-        grid.add_row("restored", f"step {restored['restored']}", source)
-    for name, values in (("stall", history.stalls), ("commit", history.commits)):
-        if values:
-            grid.add_row(name, show_seconds(values[-1]), spark(values, bars))
-    if waited := _waited_for(look.heartbeats, step):
-        grid.add_row("waited for", *waited)
-    if speed := _speed(look.heartbeats):
-        grid.add_row("protect", f"{show_bytes(speed)}/s", Text("the slowest rank", style="dim"))
+        parts.append(f"restored step {restored['restored']} from {restored['source']} {ago} ago")
+    yield Text(", ".join(parts))
+    if is_worth_a_word(float(first.get("slowest_s", 0.0)), float(first.get("commit_s", 0.0))):
+        yield Text(
+            f"the last commit waited for rank {first.get('slowest', '?')}: {show_seconds(first['slowest_s'])} "
+            f"late in {first.get('slowest_in', '?')}, on {first.get('slowest_on', '?')}",
+            style="yellow",
+        )
     for host, free in look.free[:4]:
-        held = sum(int(heartbeat.get("held", 0)) for heartbeat in look.heartbeats if _on(heartbeat, host, look))
-        grid.add_row("memory", show_bytes(held), Text(f"of {host}; {show_bytes(free)} free", style="dim"))
-    return grid
+        # If there is only one host, all ranks are on it: emulated nodes have other names.
+        held = sum(int(h.get("held", 0)) for h in heartbeats if len(look.free) == 1 or h["node"] == host)
+        yield Text(f"memory of {host}: {show_bytes(held)} held, {show_bytes(free)} free", style="dim")
 
 
-def _waited_for(heartbeats: Sequence[Heartbeat], step: int | None) -> tuple[str, Text] | None:
-    """Return the rank that delayed the last commit, with the time, the phase and the node. None if no rank did."""
-    one = next((one for one in heartbeats if one["committed"] == step and one.get("slowest_s") is not None), None)
-    if one is None or not is_worth_a_word(float(one["slowest_s"]), float(one.get("commit_s", 0.0))):
-        return None
-    who = f"rank {one.get('slowest', '?')}"
-    text = f"{show_seconds(one['slowest_s'])} late in {one.get('slowest_in', '?')}, on {one.get('slowest_on', '?')}"
-    return who, Text(text, style="yellow")
-
-
-def _on(heartbeat: Heartbeat, host: str, look: Look) -> bool:
-    """Say whether a rank is on a host. If there is only one host, it is: emulated nodes have other names."""
-    return len(look.free) == 1 or heartbeat["node"] == host
-
-
-def _speed(heartbeats: Sequence[Heartbeat]) -> float:
-    speeds = [
-        heartbeat["nbytes"] / heartbeat["protect_s"]
-        for heartbeat in heartbeats
-        if heartbeat.get("protect_s") and heartbeat.get("nbytes")
-    ]
-    return min(speeds, default=0.0)
-
-
-def _ranks(look: Look) -> Table:
-    """Make a line for each rank."""
-    ordered = sorted(look.heartbeats, key=lambda one: (str(one["node"]), int(one["rank"])))
-    return _table(
-        look, ">rank", [(str(heartbeat["node"]), str(heartbeat["rank"]), [heartbeat]) for heartbeat in ordered]
-    )
-
-
-def _nodes(look: Look) -> Table:
-    """Make a line for each node. Each column shows the node's rank that is furthest behind."""
-    by_node: dict[str, list[Heartbeat]] = {}
+def _table(console: Console, options: ConsoleOptions, look: Look, is_short: bool) -> Table:
+    """Make a line for each rank, or for each node, without the columns for which there is no room."""
+    count = ">ranks" if is_short else ">rank"
+    lines: dict[tuple[str, int], list[Heartbeat]] = collections.defaultdict(list)
     for heartbeat in look.heartbeats:
-        by_node.setdefault(str(heartbeat["node"]), []).append(heartbeat)
-    return _table(
-        look, ">ranks", [(name, str(len(heartbeats)), heartbeats) for name, heartbeats in sorted(by_node.items())]
-    )
+        lines[str(heartbeat["node"]), 0 if is_short else int(heartbeat["rank"])].append(heartbeat)
+    rows = [{"node": Text(node), count: Text(str(len(heartbeats) if is_short else rank)), **_cells(look, heartbeats)}
+            for (node, rank), heartbeats in sorted(lines.items())]  # fmt: skip
+    columns, dispensable = [*rows[0]], [*_DISPENSABLE]
+    while True:
+        table = new_table(*columns)
+        for column in table.columns:
+            column.no_wrap = True
+        for row in rows:
+            table.add_row(*(row[name] for name in columns))
+        needed = console.measure(table, options=options.update(width=1000)).maximum
+        if needed <= options.max_width or not dispensable:
+            return table
+        dropped = dispensable.pop(0)
+        columns = [name for name in columns if name.lstrip(">") != dropped]
 
 
-def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Heartbeat]]]) -> Table:
-    """Make the table. Each line has a node, its rank or number of ranks, and their heartbeats.
-
-    The name of a node stands only in its first line.
-    """
-    table = new_table("node", what, "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">late",
-                      ">memory")  # fmt: skip
-    before = ""
-    for node, of_it, heartbeats in lines:
-        table.add_row("" if node == before else node, of_it, *_cells(look, heartbeats))
-        before = node
-    return table
-
-
-def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> list[Text]:
+def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> dict[str, Text]:
+    """Return the cells of a rank, or of a node: each shows the node's rank that is furthest behind."""
     states = [state_of(heartbeat) for heartbeat in heartbeats]
-    worst = next(state for state in _WORST if state in states)
+    worst = next(state for state in _STYLES if state in states)
     count = states.count(worst)
-    text = worst if count == len(heartbeats) else f"{count} {worst}"
     quiet = look.at - min(float(heartbeat["beat"]) for heartbeat in heartbeats)
-    alive = worst in ("training", "starting", "no courier")
-    return [
-        Text(text, style=_STYLES[worst]),
-        Text(_step(heartbeats, "saved")),
-        Text(_step(heartbeats, "committed")),
-        Text(_age(quiet), style="yellow" if alive and quiet > _QUIET_S else ""),
-        Text(_longest(heartbeats, "stall_s")),
-        Text(_longest(heartbeats, "commit_s")),
-        _latest(heartbeats),
-        Text(show_bytes(sum(int(heartbeat.get("held", 0)) for heartbeat in heartbeats))),
-    ]
+    is_quiet = worst in ("training", "starting", "no courier") and quiet > _QUIET_S
+    latest = max(heartbeats, key=lambda heartbeat: float(heartbeat.get("late_s", 0.0)))
+    late = Text("-")
+    if is_worth_a_word(float(latest.get("late_s", 0.0)), float(latest.get("commit_s", 0.0))):
+        late = Text(f"{show_seconds(latest['late_s'])} {latest.get('late_in', '')}", style="yellow")
+    return {
+        "state": Text(worst if count == len(heartbeats) else f"{count} {worst}", style=_STYLES[worst]),
+        ">saved": _lowest(heartbeats, "saved"),
+        ">checkpoint": _lowest(heartbeats, "committed"),
+        ">last sign": Text(_age(quiet), style="yellow" if is_quiet else ""),
+        ">stall": _longest(heartbeats, "stall_s"),
+        ">commit": _longest(heartbeats, "commit_s"),
+        ">late": late,
+        ">memory": Text(show_bytes(sum(int(heartbeat.get("held", 0)) for heartbeat in heartbeats))),
+    }
 
 
-def _step(heartbeats: Sequence[Heartbeat], key: str) -> str:
+def _lowest(heartbeats: Sequence[Heartbeat], key: str) -> Text:
     steps = [heartbeat[key] for heartbeat in heartbeats]
-    return "-" if None in steps else str(min(steps))
+    return Text("-" if None in steps else str(min(steps)))
 
 
-def _longest(heartbeats: Sequence[Heartbeat], key: str) -> str:
-    values = [float(heartbeat[key]) for heartbeat in heartbeats if heartbeat.get(key) is not None]
-    return show_seconds(max(values)) if values else "-"
-
-
-def _latest(heartbeats: Sequence[Heartbeat]) -> Text:
-    """Return how late the latest of some ranks was in the last commit, and in which phase; "-" if it is only noise."""
-    latest = max(heartbeats, key=lambda one: float(one.get("late_s", 0.0)))
-    late_s = float(latest.get("late_s", 0.0))
-    if not is_worth_a_word(late_s, float(latest.get("commit_s", 0.0))):
-        return Text("-")
-    return Text(f"{show_seconds(late_s)} {latest.get('late_in', '')}", style="yellow")
+def _longest(heartbeats: Sequence[Heartbeat], key: str) -> Text:
+    times_s = [float(heartbeat[key]) for heartbeat in heartbeats if heartbeat.get(key) is not None]
+    return Text(show_seconds(max(times_s)) if times_s else "-")
 
 
 def _age(seconds: float) -> str:
-    return show_seconds(max(0.0, seconds)) if seconds >= 1 else "0 s"
+    return show_seconds(seconds) if seconds >= 1 else "0 s"
 
 
-def _warnings(look: Look) -> list[str]:
-    found = [look.wrong] if look.wrong else []
-    found += look.unread[:_UNREAD]
+def _warnings(look: Look) -> Iterator[str]:
+    yield from [look.wrong] if look.wrong else []
+    yield from look.unread[:3]
     if look.silent:
-        found.append(f"no answer from {', '.join(look.silent)}")
-    if left := [int(heartbeat["rank"]) for heartbeat in look.heartbeats if is_orphan(heartbeat)]:
-        found.append(f"the courier of {named(left)} still commits the last save, but its trainer is gone")
-    if lost := [heartbeat for heartbeat in look.heartbeats if is_without_courier(heartbeat)]:
-        ranks = named([int(heartbeat["rank"]) for heartbeat in lost])
-        found.append(f"no courier on {ranks}: training continues, but saves are not committed; the log says why")
+        yield f"no answer from {', '.join(look.silent)}"
+    if orphans := [int(heartbeat["rank"]) for heartbeat in look.heartbeats if is_orphan(heartbeat)]:
+        yield f"the courier of {named(orphans)} still commits the last save, but its trainer is gone"
+    if lost := [int(heartbeat["rank"]) for heartbeat in look.heartbeats if is_without_courier(heartbeat)]:
+        yield f"no courier on {named(lost)}: training continues, but saves are not committed; the log says why"
     if failed := sum(int(heartbeat.get("failed", 0)) for heartbeat in look.heartbeats if heartbeat["rank"] == 0):
-        found.append(f"{many(failed, 'save')} of this run did not become checkpoints: the log says why")
-    seen = {heartbeat["node"] for heartbeat in look.heartbeats}
-    of = max((int(heartbeat.get("nodes", 0)) for heartbeat in look.heartbeats), default=0)
-    if len(seen) < of and not look.silent:
-        found.append(f"{many(of - len(seen), 'other node')} not asked: use --slurm-job ID or --hosts A,B")
-    return found
+        yield f"{many(failed, 'save')} of this run did not become checkpoints: the log says why"
+    if not look.silent and len(look.seen) < look.nodes:
+        yield f"{many(look.nodes - len(look.seen), 'other node')} not asked: use --slurm-job ID or --hosts A,B"

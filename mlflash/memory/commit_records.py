@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import CorruptSlot
+from ..human_readable.wording import listed, named
 from .inventory import Place, file_name, file_number, first_pages
 from .node_directory import NodeDirectory
 from .slot_header import (
@@ -139,35 +140,16 @@ def _why(its: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, s
     if gone:
         was = sorted({one.header.node for one in traces if one.header and one.header.rank in gone})
         here = sorted({header.node for header in headers})
-        where = f"they were on {_some(was)}" if was else f"what is here is of ranks that were on {_some(here)}"
-        said.append(f"no slot and no copy of {_ranks(gone)} of {size} is on the nodes that are here: {where}")
+        other = f"what is here is of ranks that were on {listed(here, _NAMED)}"
+        where = f"they were on {listed(was, _NAMED)}" if was else other
+        said.append(f"no slot and no copy of {named(gone)} of {size} is on the nodes that are here: {where}")
     parities = {header.group: header.parities for header in headers if header.kind is Kind.PARITY}
     for group, losses in sorted(parities.items()):
         if lost := {*group} - slots:
-            said.append(f"{len(lost)} of the {len(group)} ranks {_numbers(group)} that protect each other have no "
+            said.append(f"{len(lost)} of the {len(group)} {named(group)} that protect each other have no "
                         f"slot; at most {losses} may be without")  # fmt: skip
     bad = [f"{file_name(place[1])} on {nodes[place[0]]}: {why}" for place, why in sorted(wrong.items()) if why]
     said += bad[:_NAMED] + ([f"{len(bad) - _NAMED} more files are damaged"] if len(bad) > _NAMED else [])
     if not said and any(one.verdict is Verdict.BAD for one in its):
         return "it was marked bad"
     return "; ".join(said) or "no node that is here has a share of the tensors that ranks hold alike"
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}"
-
-
-def _numbers(ranks: Collection[int]) -> str:
-    """``_numbers({0, 1, 2, 5}) == "0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return _some([str(low) if low == high else f"{low}-{high}" for low, high in runs])
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

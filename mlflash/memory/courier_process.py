@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .process_stat import read_stat
+
 _ZYGOTE = b"mlflash.wireup.zygote"
 _PROC = Path("/proc")
 
@@ -22,7 +24,7 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
         if told is None:
             return None
         trainer, _, is_hosted = told.partition(":")
-        parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        parent = read_stat(process).parent
         if _in_its_namespace(process.parent / str(parent)) == int(trainer):  # it may be in a container of its own
             return parent, parent
         if is_hosted and (process.parent / trainer).exists() and _told(process.parent / str(parent)) is None:

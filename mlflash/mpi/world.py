@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, text_of
+from ..human_readable.wording import listed
 from ..placement.topology import Topology, from_node_ids
 from . import nonblocking
 from .deadlines import Waits
@@ -360,8 +361,8 @@ class World(Waits):
     def names_of(self, ranks: Sequence[int]) -> str:
         """The ranks and their nodes, in words."""
         nodes = self.topology.node_names
-        said = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks[:_NAMED]]
-        return ", ".join(said) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+        texts = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks]
+        return listed(texts, _NAMED)
 
     def _exceeded(self, what: str, ranks: Sequence[int]) -> DeadlineExceeded:
         nodes = self.topology.node_names
@@ -388,9 +389,8 @@ class World(Waits):
     def _log_missing(self, missing: Sequence[int], seconds: float) -> None:
         if not missing or (self.size <= ASK_ALL and missing[: self.rank] != [*range(self.rank)]):
             return  # a lower rank logs it
-        said = [f"{self.names_of([rank])} ({self._doing_of(rank)})" for rank in missing[:_NAMED]]
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        log.warning("this restore is waiting for %s%s, for %.0f s so far", ", ".join(said), more, seconds)
+        texts = [f"{self.names_of([rank])} ({self._doing_of(rank)})" for rank in missing]
+        log.warning("this restore is waiting for %s, for %.0f s so far", listed(texts, _NAMED), seconds)
 
     def _doing_of(self, rank: int) -> str:
         doing = None if self.pings is None else self.pings.doing(rank)

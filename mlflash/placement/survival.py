@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..human_readable.wording import listed
 from .protection_groups import Placement
 from .topology import Topology, tied_together
 
@@ -171,7 +172,7 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
         return []  # one domain in all, or one for each node: this adds nothing
     fatal = {name for (name,) in _crowded(survival.limits, names, 1)}
     if fatal:
-        but = _list([f"{kind} {name}" for name in members if name in fatal])
+        but = listed([f"{kind} {name}" for name in members if name in fatal], _NAMED)
         return [f"not: {but}" if len(fatal) == len(members) else
                 f"any 1 of {len(members)} {_plural(kind)} except {but}"]  # fmt: skip
     text = [f"any 1 {kind}"]
@@ -184,7 +185,7 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
         text.append(f"{pairs - len(bad):,} of {pairs:,} pairs of {_plural(kind)}")
     place = {name: nth for nth, name in enumerate(members)}
     named = sorted(bad, key=lambda pair: (place[pair[0]], place[pair[1]]))
-    return [*text, f"not: {_list([f'{_plural(kind)} {a} and {b} together' for a, b in named])}"]
+    return [*text, f"not: {listed([f'{_plural(kind)} {a} and {b} together' for a, b in named], _NAMED)}"]
 
 
 def any_domain(survival: Survival, names: Sequence[str]) -> bool:
@@ -219,11 +220,6 @@ def _crowded(limits: Iterable[Limit], names: Sequence[str], together: int) -> di
 
 def _plural(kind: str) -> str:
     return kind + ("es" if kind.endswith("ch") else "s")
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def too_close(topology: Topology, placement: Placement, domains: Mapping[str, Sequence[str]]) -> list[str]:

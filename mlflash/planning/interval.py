@@ -12,30 +12,18 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What saves and failures of a job cost.
+    """What saves and failures of a job cost."""
 
-    Attributes:
-        mtbf_s: mean time between failures of the job: that of one node divided by the number of nodes.
-        stall_s: time that a save stalls training.
-        commit_s: time from the call of ``save`` to its commit. A failure before it goes back to the previous save.
-        restart_s: time from a failure to the next step after a restore from memory.
-        drain_every_s: time between two drains to the file system. None: unknown.
-        pfs_restart_s: as ``restart_s``, with a restore from the file system.
-    """
-
-    mtbf_s: float
-    stall_s: float
-    commit_s: float
-    restart_s: float
-    drain_every_s: float | None = None
-    pfs_restart_s: float = 0.0
+    mtbf_s: float  # mean time between failures of the job: that of one node divided by the number of nodes
+    stall_s: float  # time that a save stalls training
+    commit_s: float  # time from the call of ``save`` to its commit; a failure before it goes back to the previous save
+    restart_s: float  # time from a failure to the next step after a restore from memory
+    drain_every_s: float | None = None  # time between two drains to the file system; None: unknown
+    pfs_restart_s: float = 0.0  # as ``restart_s``, with a restore from the file system
 
 
 def young(stall_s: float, mtbf_s: float) -> float:
-    """Estimate the best interval to first order.
-
-    Example:
-        A save of 2 s and a failure every 10,000 s → 200 s.
+    """Estimate the best interval to first order. A save of 2 s and a failure every 10,000 s give 200 s.
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
@@ -43,12 +31,7 @@ def young(stall_s: float, mtbf_s: float) -> float:
 
 
 def daly(stall_s: float, mtbf_s: float) -> float:
-    """Estimate the best interval to higher order.
-
-    Daly counts the computation between two saves. The interval here includes the save.
-
-    Example:
-        A save of 5 min and a failure every 6 h → 56.7 min of computation, an interval of 61.7 min.
+    """Estimate the best interval to higher order. Daly counts the computation alone; this interval includes the save.
 
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
         Generation Computer Systems 22(3), 2006.
@@ -62,8 +45,7 @@ def daly(stall_s: float, mtbf_s: float) -> float:
 def inflation(interval_s: float, stall_s: float, recovery_s: float, mtbf_s: float) -> float:
     """Return the time of a job divided by the time of its computation alone, for random failures (Poisson).
 
-    Args:
-        recovery_s: time that each failure costs beyond the work since the last save. Failures may happen during it.
+    Each failure costs ``recovery_s`` beyond the work since the last save. Failures may happen during it.
 
     Source: Daly 2006, the complete model, with failures during restarts and repeated work.
     """
@@ -71,21 +53,17 @@ def inflation(interval_s: float, stall_s: float, recovery_s: float, mtbf_s: floa
         return math.inf
     failures = interval_s / mtbf_s
     try:
-        again = math.expm1(failures) / failures if failures else 1.0
-        return interval_s / (interval_s - stall_s) * math.exp(recovery_s / mtbf_s) * again
+        repeated = math.expm1(failures) / failures if failures else 1.0
+        return interval_s / (interval_s - stall_s) * math.exp(recovery_s / mtbf_s) * repeated
     except OverflowError:  # a failure interrupts every attempt
         return math.inf
 
 
 def best_interval(costs: Costs, uncovered: float) -> float | None:
-    """Return the interval that wastes least. None if memory covers no failure: saves then only serve to drain.
+    """Return Daly's interval, or the time of a commit if that is longer: saves would wait for each other.
 
-    It is Daly's interval, whatever share of failures goes back to the file system, because drains take the newest save,
-    too. It is never shorter than a commit, because saves would then wait for each other.
-
-    Args:
-        costs: what saves and failures cost.
-        uncovered: share of the failures that go back to the file system.
+    The share ``uncovered`` of failures that go back to the file system does not change it, because drains take the
+    newest save, too. If memory covers no failure, saves only serve to drain, and the result is None.
     """
     return None if uncovered >= 1 else max(daly(costs.stall_s, costs.mtbf_s), costs.commit_s)
 
@@ -93,15 +71,8 @@ def best_interval(costs: Costs, uncovered: float) -> float | None:
 def waste(interval_s: float | None, costs: Costs, uncovered: float) -> float:
     """Return the share of time that does not compute a step for the first time: saves, recoveries and lost work.
 
-    To first order it is ``C/T + (T/2 + L + R)/M + u (D/2 + P - R)/M``. This function uses the complete model of memory,
-    and of the file system around it. If ``drain_every_s`` is unknown, failures that go back to the file system cost
-    nothing.
-
-    Args:
-        interval_s: T. None: the job saves only what it drains.
-        costs: C, L, R, D, P (stall, commit, restart, drain, restart from the file system) and M (time between
-            failures).
-        uncovered: u, share of the failures that go back to the file system.
+    ``uncovered`` is the share of the failures that go back to the file system. They cost nothing if
+    ``costs.drain_every_s`` is unknown. Without an interval, the job saves only what it drains.
     """
     longer = 1.0
     if interval_s is not None and uncovered < 1:

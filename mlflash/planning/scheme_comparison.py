@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ..errors import ConfigError
+from ..human_readable.units import YEAR_S
 from ..human_readable.wording import many
 from ..memory.memory_limits import headroom
 from ..memory.parity_layout import parity_extents
@@ -32,33 +33,20 @@ _LATER_LOSSES = 64  # further nodes lost during one recovery; more of them count
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job to plan for.
-
-    Attributes:
-        node_names: names of the nodes, in order.
-        ranks_per_node: number of ranks on each node.
-        nbytes: bytes of state on each rank.
-        alike_nbytes: the part of ``nbytes`` that is the same on all ranks. It is stored once on each node.
-        kinds: levels of failure domains, outermost first.
-        places: the domain of each node at each level. Empty: unknown.
-        memory_nbytes: memory of a node for checkpoints. None: unknown.
-        own_slots: own slots of each rank: two, a third if the job drains, and one or two more if it certifies steps.
-        copy_slots: slots of each copy and each parity file: two, and as many more if the job certifies steps.
-    """
+    """A job to plan for."""
 
     node_names: tuple[str, ...]
     ranks_per_node: int
-    nbytes: int
-    kinds: tuple[str, ...] = ()
-    places: tuple[tuple[str, ...], ...] = ()
-    memory_nbytes: int | None = None
-    own_slots: int = 2
-    copy_slots: int = 2
-    alike_nbytes: int = 0
+    nbytes: int  # state of a rank
+    kinds: tuple[str, ...] = ()  # levels of failure domains, outermost first
+    places: tuple[tuple[str, ...], ...] = ()  # the domain of each node at each level; empty: unknown
+    memory_nbytes: int | None = None  # of a node, for checkpoints; None: unknown
+    own_slots: int = 2  # of each rank: a third if the job drains, and one or two more if it certifies steps
+    copy_slots: int = 2  # of each copy and each parity file: as many more if the job certifies steps
+    alike_nbytes: int = 0  # the part of ``nbytes`` that is the same on all ranks: stored once on each node
 
     def __post_init__(self) -> None:
-        ranks = len(self.node_names) * self.ranks_per_node
-        if not 1 <= ranks <= MOST_RANKS or self.nbytes < 1:
+        if not 1 <= len(self.node_names) * self.ranks_per_node <= MOST_RANKS or self.nbytes < 1:
             raise ConfigError(
                 "impossible job size", expected=f"1 to {MOST_RANKS:,} ranks, and at least 1 byte of state on each",
                 found=f"{len(self.node_names)} nodes x {self.ranks_per_node} ranks x {self.nbytes} bytes",
@@ -86,61 +74,44 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class SchemeCosts:
-    """What a scheme gives a job.
+    """What a scheme gives a job. What depends on failure rates is None if these are unknown."""
 
-    Attributes:
-        scheme: the scheme that the user named.
-        made: the scheme on these nodes: "rs:8+2" if "rs:6+2" forms groups of ten.
-        memory_nbytes: memory on the node that needs most.
-        spare_nbytes: bytes that must stay free there when the memory is allocated.
-        fits: whether a node has room for both. None: unknown.
-        survives: the losses that it survives, in words.
-        any_nodes: largest k for which any k nodes may be lost.
-        any_domain: kinds of failure domains for which any one domain may be lost.
-        chances: probability that a checkpoint is left in memory if 1, 2, ... random nodes are lost at once.
-        too_close: domains that hold more nodes of a group than the group may lose.
-        uncovered: share of the failures that go back to the file system. None: failure rates are unknown.
-        interval_s: best time from save to save. None if unknown, or if memory covers no failure.
-        waste: share of wasted time with this interval. None: unknown.
-    """
-
-    scheme: Scheme
-    made: str
-    memory_nbytes: int
-    spare_nbytes: int
-    fits: bool | None
-    survives: str
-    any_nodes: int
-    any_domain: tuple[str, ...]
-    chances: tuple[float, ...]
-    too_close: tuple[str, ...]
-    uncovered: float | None
-    interval_s: float | None
-    waste: float | None
+    scheme: str  # as the user named it
+    made: str  # on these nodes: "rs:8+2" if "rs:6+2" forms groups of ten
+    memory_nbytes: int  # on the node that needs most
+    memory_per_state: float  # ``memory_nbytes`` divided by the state of a node
+    spare_nbytes: int  # what must stay free when the memory is allocated
+    fits: bool | None  # whether a node has room for both; None: unknown
+    survives: str  # the losses that it survives, in words
+    any_nodes: int  # largest k for which any k nodes may be lost
+    any_domain: tuple[str, ...]  # kinds of failure domains for which any one domain may be lost
+    chances: dict[int, float]  # number of random nodes lost at once → probability that a checkpoint is left in memory
+    warnings: tuple[str, ...]  # domains that hold more nodes of a group than the group may lose
+    uncovered: float | None  # share of the failures that go back to the file system
+    falls_per_year: float | None  # number of these failures
+    interval_s: float | None  # best time from save to save; None, too, if memory covers no failure
+    waste: float | None  # share of wasted time with this interval
 
 
 def consider(job: Job, asked: Sequence[str] = ()) -> tuple[list[tuple[Scheme, Placement]], list[str]]:
     """Place the schemes that the user names, or else those of `SCHEMES` that differ on this number of nodes.
 
-    Returns:
-        Schemes and their placements, in order, and a line for each scheme that was left out, with the reason.
+    A line for each scheme that was left out, with the reason, comes with them.
     """
-    found: list[tuple[Scheme, Placement]] = []
+    considered: list[tuple[Scheme, Placement]] = []
     left_out = []
-    for text in asked or SCHEMES:
-        scheme = parse(text)
+    for scheme in map(parse, asked or SCHEMES):
         placed = place(job.topology, scheme, job.places)
-        same = next((str(known) for known, other in found if _equal(placed, other)), None)
+        same = next((known for known, other in considered if _groups(other) == _groups(placed)), None)
         if asked or same is None:
-            found.append((scheme, placed))
+            considered.append((scheme, placed))
         else:
-            left_out.append(f"{text} is left out: it makes {made(placed)} here, as {same} does")
-    return found, left_out
+            left_out.append(f"{scheme} is left out: it makes {made(placed)} here, as {same} does")
+    return considered, left_out
 
 
-def _equal(one: Placement, other: Placement) -> bool:
-    coded = one.parity_groups == other.parity_groups and (not one.parity_groups or made(one) == made(other))
-    return coded and one.partners == other.partners
+def _groups(placement: Placement) -> tuple[object, ...]:
+    return made(placement), placement.parity_groups, placement.partners
 
 
 def node_nbytes(job: Job, placement: Placement) -> int:
@@ -153,82 +124,70 @@ def node_nbytes(job: Job, placement: Placement) -> int:
     slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), layout.BLOCK_NBYTES)
     sizes = {len(group) for group in placement.parity_groups}
     parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, layout.BLOCK_NBYTES).nbytes for n in sizes}
-    slot_nbytes, nodes = slot.nbytes, [0] * len(job.node_names)
+    nodes = [0] * len(job.node_names)
     for node, owners, group in zip(job.topology.node_of, placement.owners, placement.parity_group_of, strict=True):
-        nodes[node] += job.own_slots * slot_nbytes
-        nodes[node] += job.copy_slots * (len(owners) * slot_nbytes + parity.get(len(group), 0))
+        nodes[node] += job.own_slots * slot.nbytes
+        nodes[node] += job.copy_slots * (len(owners) * slot.nbytes + parity.get(len(group), 0))
     bounds = cuts(job.alike_nbytes, job.ranks_per_node) if job.alike_nbytes else []
     shares = [Extents(0, high - low, layout.BLOCK_NBYTES).nbytes for low, high in itertools.pairwise(bounds)]
     return max(nodes) + job.own_slots * sum(shares)
 
 
-def share_uncovered(found: survival.Survival, node_mtbf_s: float, window_s: float) -> float:
+def share_uncovered(survived: survival.Survival, node_mtbf_s: float, window_s: float) -> float:
     """Return the probability that memory cannot cover a lost node, because others are lost while it is replaced.
 
-    Nodes fail independently. The number of further lost nodes within the window has a Poisson distribution, and they
-    are random nodes.
-
-    Args:
-        found: the losses that the scheme survives.
-        node_mtbf_s: mean time between failures of one node.
-        window_s: time from a failure until redundancy is complete again.
+    Nodes fail independently, each every ``node_mtbf_s``. The number of further nodes that are lost within the window,
+    until redundancy is complete again, has a Poisson distribution, and they are random nodes.
     """
-    mean = (found.nodes - 1) * window_s / node_mtbf_s
-    most = min(found.nodes, 1 + _LATER_LOSSES)
-    good = found.surviving(most)
+    mean = (survived.nodes - 1) * window_s / node_mtbf_s
+    most = min(survived.nodes, 1 + _LATER_LOSSES)
+    good = survived.surviving(most)
     likely = [math.exp(-mean + further * math.log(mean) - math.lgamma(further + 1)) if mean else float(not further)
               for further in range(most)]  # fmt: skip
-    lost = [1 - good[1 + further] / math.comb(found.nodes, 1 + further) for further in range(most)]
+    lost = [1 - good[1 + further] / math.comb(survived.nodes, 1 + further) for further in range(most)]
     beyond = max(0.0, 1 - math.fsum(likely))
     # A smaller value is the rounding error of the sum, not a probability.
     return min(1.0, math.fsum(p * share for p, share in zip(likely, lost, strict=True)) + beyond * (beyond > 1e-12))
 
 
 def scheme_costs(job: Job, scheme: Scheme, placed: Placement, losses: int, costs: Costs | None) -> SchemeCosts:
-    """Compute what a scheme gives a job.
+    """Compute what a scheme, as the user named it and as it was placed, gives a job.
 
-    Args:
-        job: nodes, ranks, bytes, failure domains.
-        scheme: the scheme that the user named.
-        placed: its placement over the nodes of the job.
-        losses: the largest number of nodes lost at once to give a chance for.
-        costs: what saves and failures cost. None: unknown.
+    The chances are for 1 to ``losses`` nodes that are lost at once. Without ``costs``, failure rates are unknown.
     """
-    found = survival.of(job.topology, placed)
-    nodes = found.nodes
-    memory = node_nbytes(job, placed)
-    good = found.surviving(losses)
-    uncovered = interval = wasted = None
+    survived = survival.of(job.topology, placed)
+    memory, good = node_nbytes(job, placed), survived.surviving(losses)
+    uncovered = falls = interval = wasted = None
     if costs is not None:
-        uncovered = share_uncovered(found, costs.mtbf_s * nodes, costs.restart_s)
+        uncovered = share_uncovered(survived, costs.mtbf_s * survived.nodes, costs.restart_s)
+        falls = uncovered * YEAR_S / costs.mtbf_s
         interval = best_interval(costs, uncovered)
-        wasted = None if interval is None and costs.drain_every_s is None else waste(interval, costs, uncovered)
+        if interval is not None or costs.drain_every_s is not None:
+            wasted = waste(interval, costs, uncovered)
     return SchemeCosts(
-        scheme=scheme,
+        scheme=str(scheme),
         made=made(placed),
         memory_nbytes=memory,
+        memory_per_state=memory / job.state_nbytes,
         spare_nbytes=headroom(memory),
         fits=None if job.memory_nbytes is None else memory + headroom(memory) <= job.memory_nbytes,
-        survives=survival.describe(found, job.domains),
-        any_nodes=found.any_nodes,
-        any_domain=tuple(kind for kind, names in job.domains.items() if survival.any_domain(found, names)),
-        chances=tuple(good[lost] / math.comb(nodes, lost) for lost in range(1, losses + 1)),
-        too_close=tuple(survival.too_close(job.topology, placed, job.domains)),
+        survives=survival.describe(survived, job.domains),
+        any_nodes=survived.any_nodes,
+        any_domain=tuple(kind for kind, names in job.domains.items() if survival.any_domain(survived, names)),
+        chances={lost: good[lost] / math.comb(survived.nodes, lost) for lost in range(1, losses + 1)},
+        warnings=tuple(survival.too_close(job.topology, placed, job.domains)),
         uncovered=uncovered,
+        falls_per_year=falls,
         interval_s=interval,
         waste=wasted,
     )
 
 
-def least(prospects: Sequence[SchemeCosts]) -> dict[str, SchemeCosts]:
-    """Find the scheme with the least memory for each loss that may be survived, among those that fit.
-
-    Returns:
-        Schemes by the loss that they survive: "any 1 node", "any 2 nodes", ... and "any 1 rack".
-    """
-    fitting = [p for p in prospects if p.fits is not False]
+def least(compared: Sequence[SchemeCosts]) -> dict[str, SchemeCosts]:
+    """Find the scheme that fits with the least memory for each loss: "any 1 node", "any 2 nodes", "any 1 rack"."""
     # If two differ only by a few headers, take the one that survives more.
-    fitting.sort(key=lambda p: (float(f"{p.memory_nbytes:.3g}"), -p.any_nodes))
+    fitting = sorted((p for p in compared if p.fits is not False),
+                     key=lambda p: (float(f"{p.memory_nbytes:.3g}"), -p.any_nodes))  # fmt: skip
     wishes = {f"any {many(n, 'node')}": [p for p in fitting if p.any_nodes >= n] for n in (1, 2, 3)}
     for kind in dict.fromkeys(kind for p in fitting for kind in p.any_domain):
         wishes[f"any 1 {kind}"] = [p for p in fitting if kind in p.any_domain]

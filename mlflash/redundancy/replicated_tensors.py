@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from ..errors import ConfigError, MlflashError, SaveFailed
+from ..human_readable.wording import listed, named, ranges
 from ..memory.slot import Slot
 from ..mpi.world import World
 from ..state.layout import Layout
@@ -59,11 +60,11 @@ class ReplicatedTensors:
         self._world, self._placed = world, placed
         self.members = list(members)
         mine = (self.members[0], len(self.members), xxhash.xxh3_64_intdigest(repr(self.members).encode()))
-        named = world.gather(mine)
+        given = world.gather(mine)
         error: MlflashError | None = None
-        if any(named[rank] != mine for rank in self.members):
+        if any(given[rank] != mine for rank in self.members):
             error = ConfigError("replicated= differs between ranks that name each other", rank=world.rank,
-                                expected=f"ranks {_listed(self.members)} on each of them")  # fmt: skip
+                                expected=f"{named(self.members)} on each of them")  # fmt: skip
         world.raise_together(error)
         self._patterns = tuple(patterns)
         self._comm = world.split(min(self.members))
@@ -245,13 +246,12 @@ class ReplicatedTensors:
         told = {name: parties for name, parties in differ.items() if min(map(min, parties)) == self._world.rank}
         if told:
             where = self._world.topology.name_of
-            texts = [f"{name} ({parties_in_words(parties, where)})" for name, parties in list(told.items())[:_NAMED]]
-            more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+            texts = [f"{name} ({parties_in_words(parties, where)})" for name, parties in told.items()]
             log.warning(
-                "step %d is not the same on ranks %s, though it should be: %s%s. A device may compute wrong "
+                "step %d is not the same on %s, though it should be: %s. A device may compute wrong "
                 "results, or the ranks may not exchange what they should. If it differs on purpose, ignore this; "
                 "it is named once",
-                step, _listed(self.members), ", ".join(texts), more,
+                step, named(self.members), listed(texts, _NAMED),
             )  # fmt: skip
 
 
@@ -300,17 +300,5 @@ def parties_in_words(parties: list[list[int]], node_of: Callable[[int], str]) ->
     odd = sorted(rank for ranks in parties if ranks is not usual for rank in ranks)
     is_clear = 2 * len(usual) > sum(map(len, parties))
     where = ", ".join(sorted({node_of(rank) for rank in odd})[:_NAMED]) if is_clear else ""
-    who = f"ranks {_listed(odd)}" if len(odd) > 1 else f"rank {odd[0]}"
-    said = f"{who} on {where}" if where else who
-    return f"{said} differ{'s' * (len(odd) == 1)} from {_listed(usual)}"
-
-
-def _listed(ranks: list[int]) -> str:
-    """``_listed([0, 1, 2, 5]) == "0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    said = f"{named(odd)} on {where}" if where else named(odd)
+    return f"{said} differ{'s' * (len(odd) == 1)} from {ranges(usual)}"

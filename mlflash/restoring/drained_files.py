@@ -137,7 +137,7 @@ class DrainedFiles:
 
     def places(self, rank: int) -> Places:
         """Read where everything is in the file of a rank: only that part of its index."""
-        if self._listed.card.version == 1 or rank in self._indexes:
+        if rank in self._indexes:
             return self.index(rank).places
         its = self._files[rank]
         with self._as_corrupt():

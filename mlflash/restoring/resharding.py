@@ -22,6 +22,7 @@ import numpy as np
 
 from ..crash_points import reach
 from ..errors import Closed, CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch
+from ..human_readable.wording import listed, named
 from ..memory.slot import Slot
 from ..protocol.messages import CommitRestored, MakeRoom
 from ..protocol.trainer_context import TrainerContext
@@ -153,26 +154,18 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
     olds = old.olds
     own = {name for name, spots in olds.spots.items() if name not in olds.apart and olds.is_private(spots)}
     own |= olds.plain_differ
-    named = [(group.ranks, {*group.structure.names, *group.structure.paths}) for group in olds.groups]
-    staying = {name for ranks, names in named if ranks[0] < size for name in names}
+    held = [(group.ranks, {*group.structure.names, *group.structure.paths}) for group in olds.groups]
+    staying = {name for ranks, names in held if ranks[0] < size for name in names}
     gone, new = olds.ranks[olds.ranks >= size].tolist(), sorted({*range(size)} - {*olds.ranks.tolist()})
     how = f"step {old.step} was saved by {len(olds)} ranks, and this run has {size}"
-    left = {name for ranks, names in named if ranks[-1] >= size for name in names if name in own or name not in staying}
+    left = {name for ranks, names in held if ranks[-1] >= size for name in names if name in own or name not in staying}
     if left:
         log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; "
                     "if the step was drained, load(%d, source=directory) on %d ranks returns it",
-                    how, _ranks(gone), _some(sorted(left)), old.step, len(olds))  # fmt: skip
+                    how, named(gone), listed(sorted(left), _NAMED), old.step, len(olds))  # fmt: skip
     if new and own:
         log.warning("%s: each rank had its own %s, and there was no %s: on the new ranks it stays as it is",
-                    how, _some(sorted(own)), _ranks(new))  # fmt: skip
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+                    how, listed(sorted(own), _NAMED), named(new))  # fmt: skip
 
 
 def give_up(trainer: TrainerContext, made: Resharded) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
+from ..human_readable.wording import listed
 from ..memory import user_directory
 from ..memory.copy_threads import as_many_as_help
 from ..memory.mounts import slow_kind
@@ -155,7 +156,7 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
     file = file_of_node(config.log, world.node_index) if config.log else None
     by = {"by": "courier"} if is_process else {}
     events = EventLog(file, run=run, rank=world.rank, node=world.node_name, **by)
-    return CourierRecorder(world.rank, CourierHeartbeat(memory, facts), events)
+    return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
 
 
 def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:
@@ -166,7 +167,7 @@ def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = F
         names: of the nodes.
         part: whether the job has other ranks that do not take part in this.
     """
-    asked, copied, nodes = placement.scheme, any(placement.partners), len(names)
+    asked, copied, nodes, ranks = placement.scheme, any(placement.partners), len(names), len(placement.partners)
     if asked.kind == "none":
         return
     if nodes == 1 and part:
@@ -176,7 +177,10 @@ def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = F
             str(asked), names[0],
         )  # fmt: skip
     elif nodes == 1:
-        log.warning("redundancy %r needs a second node: with this one alone nothing is protected", str(asked))
+        log.warning(
+            "mlflash protects %d rank%s on 1 node (%s): checkpoints survive the loss of any process, but not of this "
+            "node; redundancy=%r needs a second node", ranks, "s" * (ranks > 1), names[0], str(asked),
+        )  # fmt: skip
     elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
         log.warning("redundancy %r needs more nodes with equally many ranks than there are here (%d): %s is made of it",
                     str(asked), nodes, made(placement))  # fmt: skip
@@ -187,9 +191,8 @@ def _say_what_is_slow(world: World, memory: str) -> None:
     kinds = world.gather_nodes(slow_kind(memory) if world.local_rank == 0 else "")
     slow = [f"{kind} on {name}" for kind, name in zip(kinds, world.topology.node_names, strict=True) if kind]
     if slow and world.rank == 0:
-        more = f" (and {len(slow) - _NAMED} more nodes)" if len(slow) > _NAMED else ""
-        log.warning("%s is not in memory: it is %s%s; saves will be as slow as that "
-                    "file system; use memory='/dev/shm'", memory, ", ".join(slow[:_NAMED]), more)  # fmt: skip
+        log.warning("%s is not in memory: it is %s; saves will be as slow as that file system; use memory='/dev/shm'",
+                    memory, listed(slow, _NAMED))  # fmt: skip
 
 
 def find_domains(world: World, given: Any) -> Domains | None:

@@ -45,7 +45,7 @@ class Manifest:
     Attributes:
         shared: where the entries are whose start is behind the payload; None if there are none.
         provenance: ``versions`` of what the trainer had loaded, by name, and what the user has ``given`` as JSON; empty
-            if an older version has written it.
+            if nothing is known.
     """
 
     entries: tuple[Entry, ...]

@@ -1,11 +1,12 @@
-"""What an exporter gets, and what it reports about what it wrote."""
+"""A checkpoint whose tensors are whole, as exporters get it, and what they report about what they wrote."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,32 +14,69 @@ from ..errors import StateError
 from ..state import containers
 from ..state.leaves import Entry, Tree
 from ..state.plain_values import decode_plain
+from .file_holes import Source
+
+BATCH_NBYTES = 1 << 30
 
 
-class Whole(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Whole:
     """A checkpoint in which every tensor is whole, whatever ranks saved it.
 
     Attributes:
-        step: of the training.
         entries: each tensor or array by its name, in the order of the state.
         ties: name → the earlier name that has the same memory; both are in ``entries``.
-        tree: the structure of the state.
+        tree: the structure of the state. Its numbers are places in ``entries`` and ``plain``.
         plain: its plain leaves, encoded.
+        read: reads tensors by name, ``(nbytes,)`` uint8 each, in C order. May be collective: all ranks read the same.
+        left_out: names of values that are not in it.
     """
 
-    @property
-    def step(self) -> int: ...
-    @property
-    def entries(self) -> Mapping[str, Entry]: ...
-    @property
-    def ties(self) -> Mapping[str, str]: ...
-    @property
-    def tree(self) -> Tree: ...
-    @property
-    def plain(self) -> Sequence[Any]: ...
+    entries: Mapping[str, Entry]
+    ties: Mapping[str, str]
+    tree: Tree
+    plain: Sequence[Any]
+    read: Callable[[Sequence[str]], dict[str, np.ndarray]] = lambda _: {}
+    left_out: tuple[str, ...] = ()
 
-    def bytes_of(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read tensors: ``(nbytes,)`` uint8 each, in C order. May be collective: all ranks ask for the same."""
+    @property
+    def own(self) -> list[Entry]:
+        """The entries that have memory of their own."""
+        return [entry for name, entry in self.entries.items() if name not in self.ties]
+
+    def sources(self, entries: Sequence[Entry], batch_nbytes: int = BATCH_NBYTES) -> dict[str, Source]:
+        """Return functions that return the bytes of tensors, by name.
+
+        The first call for a tensor of a batch reads the whole batch, and drops the batch before. If the calls come in
+        order, each batch is read once, and in the same order on all ranks.
+
+        Args:
+            entries: the tensors, in the order of the calls.
+            batch_nbytes: most bytes of a batch. A larger tensor is a batch.
+        """
+        held: dict[str, np.ndarray] = {}
+
+        def read(name: str, batch: Sequence[str]) -> np.ndarray:
+            if name not in held:
+                held.clear()  # frees the memory before the next batch is read
+                held.update(self.read(batch))
+            return held[name]
+
+        batches = cut({entry.name: entry.nbytes for entry in entries}, batch_nbytes)
+        return {name: functools.partial(read, name, batch) for batch in batches for name in batch}
+
+
+def cut(nbytes: Mapping[str, int], most_nbytes: int) -> list[list[str]]:
+    """Divide names into groups, in order. What does not fit begins the next group, as with Hugging Face."""
+    groups: list[list[str]] = []
+    held = 0
+    for name, more in nbytes.items():
+        if not groups or held + more > most_nbytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += more
+    return groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +99,7 @@ class Written:
 def build(tree: Tree, tensor: Callable[[int], Any], plain: Callable[[int], Any]) -> Any:
     """Build a state anew: containers that ``torch.load`` knows, around what two functions make of tensors and leaves.
 
-    Not collective. Both get the number of the tensor or leaf, in the order of the state. Objects come back as what
+    Both get the number of the tensor or leaf, in the order of the state. Objects come back as what
     their ``state_dict`` returned, with its attributes.
     """
     tag, rest = tree[0], tree[1]
@@ -88,19 +126,17 @@ _ARRAY_DTYPES = (
 def tensor_dtype(entry: Entry) -> str:
     """Name of the torch dtype that a tensor has, or that an array has as a tensor.
 
-    Not collective.
-
     Raises:
         StateError: there is none, its bytes are in the other order, or torch has the dtype but cannot load it.
     """
     if entry.kind == "tensor":
         if re.fullmatch("u?int[1-7]", entry.dtype):
-            raise StateError("torch.load knows no tensors of this dtype: drop it by a rule of the mapping",
+            raise StateError("torch.load knows no tensors of this dtype: leave it out with --drop",
                              tensor=entry.name, found=entry.dtype)  # fmt: skip
         return entry.dtype
     dtype = np.dtype(entry.dtype)
     if dtype.name not in _ARRAY_DTYPES or not dtype.isnative:
-        raise StateError("this array cannot be a tensor: drop it by a rule of the mapping", tensor=entry.name,
+        raise StateError("this array cannot be a tensor: leave it out with --drop", tensor=entry.name,
                          expected=f"{', '.join(_ARRAY_DTYPES)}, in native byte order",
                          found=f"{dtype.name} ({dtype.str})")  # fmt: skip
     return str(dtype.name)

@@ -17,11 +17,11 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UnsafePath
 from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
+from ..memory.process_stat import read_stat
 from ..version import __version__
 from .heartbeat_format import FORMAT, PART_NBYTES, carried_on, courier_part, encode, is_orphan, together, trainer_part
 
@@ -56,9 +56,9 @@ class RankFacts:
 class _Part:
     """The part of the file that one process of a rank writes; not collective."""
 
-    def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int):
+    def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int, is_written: bool):
         self._lock = threading.Lock()  # a courier that is a thread writes, too
-        self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}"), at
+        self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}") if is_written else -1, at
         self._over = False
         self._said: dict[str, Any] = {
             "format": FORMAT, "version": __version__, "start": facts.start, "rank": facts.rank, "pid": os.getpid(),
@@ -114,10 +114,11 @@ class TrainerHeartbeat(_Part):
     Args:
         memory: where it is.
         facts: of this rank.
+        is_written: False leaves the file of a dead job as it is: a command opens its memory.
     """
 
-    def __init__(self, memory: NodeDirectory, facts: RankFacts):
-        super().__init__(memory, facts, 0)
+    def __init__(self, memory: NodeDirectory, facts: RankFacts, is_written: bool = True):
+        super().__init__(memory, facts, 0, is_written)
         self._said |= {"run": facts.run, "ranks": facts.size, "node": facts.node, "restored": None, "source": "",
                        "saved": None}  # fmt: skip
         self.beat("made")
@@ -142,13 +143,14 @@ class CourierHeartbeat(_Part):
     Args:
         memory: where it is.
         facts: of this rank.
+        is_written: see `TrainerHeartbeat`.
 
     Attributes:
         before: what the courier before it has reported, by name; empty if there was none.
     """
 
-    def __init__(self, memory: NodeDirectory, facts: RankFacts):
-        super().__init__(memory, facts, PART_NBYTES)
+    def __init__(self, memory: NodeDirectory, facts: RankFacts, is_written: bool = True):
+        super().__init__(memory, facts, PART_NBYTES, is_written)
         self.before: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # there is no part, or it could not be opened
             self.before = carried_on(courier_part(os.pread(self._fd, PART_NBYTES, self._at)), facts.start, facts.rank)
@@ -256,7 +258,7 @@ def _is_alive(pid: int) -> bool:
     if pid == 0:  # of another container: nothing is known of it
         return True
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        return read_stat(pid).state not in ("Z", "X")
     except OSError:
         return False
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..version import __version__
 
-FORMAT = 2
-"""Of the parts; the first format had one part, and did not say its number."""
+FORMAT = 1
 PART_NBYTES = 4096  # written in one call, so that a reader never finds parts of two
 
 _LARGEST = 1 << 63
@@ -166,7 +165,9 @@ def _part(text: bytes, must: Mapping[str, Any], may: Mapping[str, Any]) -> dict[
 def _why_unread(said: object, must: Mapping[str, Any], may: Mapping[str, Any]) -> str:
     if not isinstance(said, dict):
         return "cannot be read: it is no heartbeat"
-    wrong = [] if said.get("format") == FORMAT else [f"format {_short(said.get('format', 1))} and not {FORMAT}"]
+    written = said.get("format")
+    is_known = _is_a(written, int) and written == FORMAT  # JSON's true is equal to 1
+    wrong = [] if is_known else [f"format {_short(written)} and not {FORMAT}"]
     wrong += [name for name, kind in must.items() if name != "format" and not _is_a(said.get(name, ...), kind)]
     wrong += [name for name, kind in may.items() if name in said and not _is_a(said[name], kind)]
     if not wrong:

@@ -19,9 +19,8 @@ from typing import Any
 from ..errors import MlflashError
 from .event_log import EventLog
 from .heartbeat import CourierHeartbeat, TrainerHeartbeat
-from .lateness import PHASES, Lateness, Riding
+from .lateness import PHASES, Lateness, Riding, Stragglers, is_worth_a_word
 from .prometheus_metrics import Metrics
-from .stragglers import Stragglers, is_worth_a_word
 
 log = logging.getLogger("mlflash")
 

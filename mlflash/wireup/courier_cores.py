@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ..human_readable.wording import runs
+
 _NODES, _CPUS = Path("/sys/devices/system/node"), Path("/sys/devices/system/cpu")
 _MOST = 1 << 13  # larger than the number of any core
 _LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
@@ -81,13 +83,7 @@ def from_list(text: str) -> Cores:
 
 def to_list(cores: Iterable[int]) -> str:
     """Write a list of cores: {0, 1, 2, 8} → "0-2,8"."""
-    parts: list[list[int]] = []
-    for core in sorted(cores):
-        if parts and core == parts[-1][-1] + 1:
-            parts[-1][1:] = [core]
-        else:
-            parts.append([core])
-    return ",".join("-".join(map(str, part)) for part in parts)
+    return ",".join(runs(cores))
 
 
 def own_seat(environment: Mapping[str, str]) -> Seat:

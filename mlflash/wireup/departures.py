@@ -43,13 +43,21 @@ class Departure:
     def puts(self, number: int) -> list[tuple[str, str]]:
         """Keys and values that tell all ranks that wait for the end of epoch ``number`` or for the next epoch."""
         told = json.dumps({"departed": dataclasses.asdict(self)})
-        following = below(number + 1)
-        return [(following + "all", told), (f"{following}node/{self.rank}", ""), (below(number) + "ended", told)]
+        return [
+            (below(number + 1) + "all", told),
+            (departed_key(number, self.rank), ""),
+            (below(number) + "ended", told),
+        ]
 
 
 def below(number: int) -> str:
     """The prefix of the keys of an epoch."""
     return f"launch/{number}/"
+
+
+def departed_key(number: int, rank: int) -> str:
+    """The key that has an empty value once a rank of epoch ``number`` has told all that it leaves."""
+    return f"{below(number + 1)}node/{rank}"
 
 
 def needed_until_up(number: int) -> tuple[str, str]:

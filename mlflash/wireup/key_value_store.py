@@ -152,6 +152,10 @@ class KeyValueStore:
         """Delete all keys that begin with a prefix. Not collective."""
         self._delete(prefix)
 
+    def look(self, key: str) -> str | None:
+        """The value of a key; None if it has none. Not collective."""
+        return self._values.get(key)
+
     def awaits(self, key: str) -> bool:
         """Whether a client waits for a key. Not collective."""
         return key in self._waiting

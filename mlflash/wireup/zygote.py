@@ -55,7 +55,7 @@ from typing import Any, NoReturn
 from ..errors import UnsafePath
 from . import courier_process, mpich_segments, open_files
 from .courier_process import Courier
-from .departures import Departure, Farewell, needed_until_up, number_of
+from .departures import Departure, Farewell, departed_key, needed_until_up, number_of
 from .forked_courier import ENDS_S, NOT_UP, ForkedCourier
 from .frames import BadFrame, Frames, pack, send_ready
 from .key_value_store import KeyValueStore
@@ -67,6 +67,7 @@ from .store_limits import Limits
 from .zygote_imports import Entry, import_all, vendor
 
 _LARGEST_NBYTES = 1 << 23
+_ASKED_S = 5.0  # below the time that a trainer gives its zygote to end
 # Each rank has two connections to the store, from its trainer and its courier, and a third while it shares a text. The
 # rest is for unknown connections and for forks.
 _DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 3, 192
@@ -103,11 +104,13 @@ class Zygote:
         self._is_ending, self._tells = False, True
         self._newest: dict[str, Any] | None = None  # the order of the courier that was forked last
         self._farewell: Farewell | None = None
+        self._asked_until: float | None = None  # by time.monotonic
         sock.setblocking(False)
 
     def run(self) -> None:
         """Do what the trainer asks, until it and all couriers have ended. Not collective."""
-        while self._children or not (self._is_ending or self._trainer_ended is not None) or self._takes_leave():
+        while (self._children or not (self._is_ending or self._trainer_ended is not None) or self._takes_leave()
+               or self._asked_for_s() > 0):  # fmt: skip
             for act in self._ready():
                 act()
             for child in list(self._children.values()):
@@ -136,6 +139,17 @@ class Zygote:
             departure = Departure(self._newest["rank"], "its process has ended", ends_job=False)
             self._farewell = Farewell(store, departure, number_of(self._newest["epoch"]))
         return self._farewell.left_s > 0
+
+    def _asked_for_s(self) -> float:
+        """How long this zygote's store stays for ranks that have not asked yet why this one has left, in seconds."""
+        if self._store is None or self._newest is None or not self._is_ending or self._tells:
+            return 0.0
+        own = departed_key(number_of(self._newest["epoch"]), self._newest["rank"])
+        others = self._store.connections - (self._trainer_ended is None)
+        if self._store.look(own) != "" or others <= 0:
+            return 0.0
+        self._asked_until = self._asked_until or time.monotonic() + _ASKED_S
+        return max(0.0, self._asked_until - time.monotonic())
 
     def _limits(self) -> list[tuple[ForkedCourier, float, str]]:
         """Couriers that must reach something, with the seconds that each has left, and why it is killed then."""
@@ -179,6 +193,8 @@ class Zygote:
             store = self._farewell.store
             watch(store.fileno(), store.events, store.step)
             waits.append(self._farewell.left_s)
+        if (asked_s := self._asked_for_s()) > 0:
+            waits.append(asked_s)
         first = min(waits, default=None)
         return [watched[fd] for fd, _ in poll.poll(None if first is None else max(0.0, first) * 1000)]
 

@@ -32,23 +32,25 @@ CONFIG = {
     "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
 # Each tensor rank has its own part of query, key and value in one matrix; so it is with gate and up.
-RULES = f"""
-keep      model.**
-rename    model.{{rest...}} -> {{rest...}}
-split     layers.{{i}}.qkv.weight -> layers.{{i}}.{{query,key,value}}.weight      groups={TENSOR_RANKS}
-split     layers.{{i}}.gate_up.weight -> layers.{{i}}.{{gate,up}}.weight          groups={TENSOR_RANKS}
-rename    layers.{{i}}.query.weight -> model.layers.{{i}}.self_attn.q_proj.weight
-rename    layers.{{i}}.key.weight -> model.layers.{{i}}.self_attn.k_proj.weight
-rename    layers.{{i}}.value.weight -> model.layers.{{i}}.self_attn.v_proj.weight
-rename    layers.{{i}}.out.weight -> model.layers.{{i}}.self_attn.o_proj.weight
-rename    layers.{{i}}.gate.weight -> model.layers.{{i}}.mlp.gate_proj.weight
-rename    layers.{{i}}.up.weight -> model.layers.{{i}}.mlp.up_proj.weight
-rename    layers.{{i}}.down.weight -> model.layers.{{i}}.mlp.down_proj.weight
-rename    layers.{{i}}.before.weight -> model.layers.{{i}}.input_layernorm.weight
-rename    layers.{{i}}.after.weight -> model.layers.{{i}}.post_attention_layernorm.weight
-rename    tokens.weight -> model.embed_tokens.weight
-rename    norm.weight -> model.norm.weight
-rename    head.weight -> lm_head.weight
+CONVERT = r"""
+import re, torch
+
+TENSOR_RANKS = 2
+PLAIN = {"out": "self_attn.o_proj", "down": "mlp.down_proj", "before": "input_layernorm",
+         "after": "post_attention_layernorm"}
+FUSED = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "gate_up": ["mlp.gate_proj", "mlp.up_proj"]}
+OTHERS = {"tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
+          "head.weight": "lm_head.weight"}
+
+def to_llama(tensors):
+    made = {OTHERS[name]: tensors.pop(name) for name in OTHERS}
+    for name, tensor in tensors.items():
+        number, what = re.fullmatch(r"layers\.(\d+)\.(\w+)\.weight", name).groups()
+        parts = FUSED.get(what) or [PLAIN[what]]
+        of_rank = [part.chunk(len(parts)) for part in tensor.chunk(TENSOR_RANKS if what in FUSED else 1)]
+        for at, part in enumerate(parts):
+            made[f"model.layers.{number}.{part}.weight"] = torch.cat([rows[at] for rows in of_rank])
+    return made
 """
 STOCK = """
 import sys
@@ -142,10 +144,11 @@ def test_from_pretrained_opens_what_tensor_parallelism_has_saved(root: Path) -> 
 
 def read_by_others(root: Path, full: dict[str, torch.Tensor]) -> None:
     torch.save(by_hand(full), root / "expected.pt")
-    (root / "rules").write_text(RULES)
+    (root / "convert.py").write_text(CONVERT)
     (root / "config").mkdir()
     (root / "config" / "config.json").write_text(json.dumps(CONFIG))
     (drained,) = (root / "pfs").iterdir()
-    run(root, "-W", "error", "-m", "mlflash", "export", "newest", "out", "--to", "safetensors", "--map", "rules",
-        "--hf-config", "config", "--directory", drained, "--memory", root)  # fmt: skip
+    run(root, "-W", "error", "-m", "mlflash", "export", "newest", "out", "--to", "safetensors", "--keep", "model.*",
+        "--rename", r"^model\.", "", "--convert", "convert.py:to_llama", "--hf-config", "config",
+        "--directory", drained, "--memory", root)  # fmt: skip
     run(root, "-c", STOCK)

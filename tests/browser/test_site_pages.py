@@ -45,8 +45,11 @@ FOUND = """() => [...document.querySelectorAll(".md-search-result__item")].map(
   (item) => item.querySelector("a").pathname.split("/site/")[1])"""
 # What a reader types, and the pages that have the answer: one of them is among the first three results.
 SEARCHES = {
-    "fully_shard": {"pytorch", "dcp"},
-    "torchrun": {"launchers"},
+    "fully_shard": {"pytorch", "dcp", "fsdp"},
+    "torchrun": {"launchers", "fsdp"},
+    "FSDP2": {"fsdp"},
+    "limitations": {"limitations"},
+    "uninstall": {"install"},
     "Kubernetes": {"containers"},
     "NaN": {"rolling_back", "errors", "faq"},
     "unsupported PMI version": {"slurm"},

@@ -12,17 +12,20 @@ import sys
 import time
 
 from ci.lanes import REPORTS, Run
-from ci.steps import FULL, GATE
+from ci.steps import FULL, GATE, of_torch
 from ci.tally import MAY_SKIP, OTHER_RANKS, tally
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["gate", "full"])
+    parser.add_argument("--torch", nargs="*", default=(), metavar="VERSION", help="with these versions of PyTorch, too")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps, in the environments that are there")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, too
-    steps = [step for step in (GATE if args.what == "gate" else FULL) if not args.only or step.name in args.only]
+    known = GATE if args.what == "gate" else FULL
+    known += tuple(step for version in args.torch for step in of_torch(version))
+    steps = [step for step in known if not args.only or step.name in args.only]
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir()
     start, run = time.monotonic(), Run(steps)

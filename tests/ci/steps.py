@@ -131,3 +131,9 @@ FULL = (
     Step("bench", "bench BENCH=--quick", 300, ("env-megatron",), has_report=False),  # whether each works; no figures
     Step("demo", "demo", 40, has_report=False),
 )  # fmt: skip
+
+
+def of_torch(version: str) -> tuple[Step, Step]:
+    """The steps of `make full` for another version of PyTorch, which take 5 GB and half an hour."""
+    environment = _environment(f"env-torch-{version}", 600, "env-transformers", "env-lightning")
+    return environment, Step(f"torch-{version}", f"torch-{version}", 1500, (environment.name,))

@@ -31,7 +31,7 @@ class Trainings:
             {"run": "background", "last": 6, "every": 100, "in_background": True},
             {"run": "killed", "last": 6, "every": 1, "in_background": True, "drain_rate": 500_000, "die": 5},
         )  # fmt: skip
-        until((self.killed / "small/checkpoints/step=3-last").exists, lambda: f"it in {listing(self.killed)}")
+        until((self.killed / "small/checkpoints/step=3-last").exists, lambda: f"step=3-last:\n{self.first.log}")
         cluster.wipe(1)
         shutil.copytree(self.killed, root / "copied", symlinks=True)
         self.second = self._run(

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.mpi(min_size=2)]
 @pytest.fixture(params=["argument", "environment"])
 def more(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What turns a Checkpointer off."""
-    monkeypatch.setattr(disabled, "_said", set())
+    monkeypatch.setattr(disabled, "_logged", set())
     if request.param == "environment":
         monkeypatch.setenv("MLFLASH_DISABLE", "1")
     return {"enabled": request.param == "environment"}

@@ -26,10 +26,9 @@ import mlflash
 from mlflash.cli import main
 from mlflash.command_line import choose_job
 from mlflash.config import job_name
-from mlflash.human_readable.wording import ranges
 from mlflash.inspection.node_memory import File, Node, look
 from mlflash.inspection.restorability import recorded_scheme, survival, what_is_restorable
-from mlflash.inspection.slot_file import Changed, Sealed
+from mlflash.inspection.slot_file import Sealed
 from mlflash.inspection.tensor_statistics import Statistics, statistics
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import HEADER_NBYTES, Attempt, Header
@@ -96,7 +95,8 @@ def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path:
     assert [one["step"] for one in found["directory"]["checkpoints"]] == [2]
     assert found["survives"]["words"].startswith("no node: there is only")
     text = run(shm, "status", "-d", tmp_path / "d", "--job", "j").output
-    assert "step 2 of 1 rank, committed" in text and "drained: step 2" in text
+    assert "step 2 of 1 rank, committed" in text and "\nredundancy: none\n" in text
+    assert "drained: step 2" in text and "headers" not in text
     assert all(len(line) <= 80 for line in text.splitlines() if "/" not in line and "damaged" not in line), text
 
 
@@ -105,16 +105,20 @@ def test_status_promises_no_step_by_its_header(shm: Path) -> None:
     assert damage(shm, 2)
     found = document(shm, "status", "--job", "j")
     assert (found["newest"], found["verified"]) == (2, False)
-    text = " ".join(run(shm, "status", "--job", "j").output.split())
-    assert "this is what the headers say: only `mlflash verify` reads every byte" in text
     assert "damaged: slot-" in run(shm, "verify", "--job", "j", code=1).output
+    for path in slots(shm):
+        path.write_bytes(b"MLFLASH" + path.read_bytes()[7:100])
+    text = " ".join(run(shm, "status", "--job", "j", code=1).output.split())
+    assert "this is what the headers say: only `mlflash verify` reads every byte" in text
 
 
 def test_list_has_memory_and_directory_newest_first(shm: Path, tmp_path: Path) -> None:
     save(shm, 1, directory=tmp_path / "d", drains=True)
-    save(shm, 2, 3, directory=tmp_path / "d")
-    lines = [line.split() for line in run(shm, "list", "-d", tmp_path / "d", "--job", "j").output.splitlines()[3:]]
-    assert [line[:2] for line in lines if line] == [["3", "memory"], ["2", "memory"], ["1", "directory"]]
+    save(shm, 2, directory=tmp_path / "d", drains=True)
+    lines = run(shm, "list", "-d", tmp_path / "d", "--job", "j").output.splitlines()[3:]
+    assert [line.split()[:2] for line in lines if line] == [["2", "memory"], ["2", "directory"], ["1", "memory"],
+                                                            ["1", "directory"]]  # fmt: skip
+    assert [line.endswith("; a restore takes this") for line in lines if line] == [True, False, False, False]
 
 
 def test_list_says_that_only_who_asks_for_a_bad_step_gets_it(shm: Path, tmp_path: Path) -> None:
@@ -137,6 +141,13 @@ def test_what_only_looks_changes_nothing_and_makes_nothing(shm: Path, tmp_path: 
         run(shm, *arguments, "-d", tmp_path / "no such directory", "--job", "other", code=1)
     run(shm, "clean", "--all", "--dry-run")
     assert (everything(shm), everything(tmp_path)) == before
+
+
+def test_a_directory_that_does_not_exist_is_named(shm: Path, tmp_path: Path) -> None:
+    save(shm, 1)
+    words = ("--job", "j", "-d", tmp_path / "nowhere")
+    assert f"the directory {tmp_path / 'nowhere'} does not exist" in run(shm, "verify", *words, code=1).output
+    assert f"drained: nothing in {tmp_path / 'nowhere'}, which does not exist" in run(shm, "status", *words).output
 
 
 def test_where_there_is_nothing_the_exit_code_says_so(shm: Path) -> None:
@@ -163,9 +174,16 @@ def test_the_only_job_is_meant_and_of_several_one_must_be_named(shm: Path) -> No
     assert document(shm, "status")["job"] == "a"
     save(shm, 1, job="b")
     result = run(shm, "status", code=2)
-    assert "Name one with --job: a, b" in result.output
+    assert "Name one with --job: b, a" in result.output, "the newest first"
     assert document(shm, "status", "--job", "b")["job"] == "b"
     run(shm, "status", "--job", "../b", code=2)
+
+
+def test_of_many_jobs_the_newest_are_named_and_the_only_live_one_is_taken() -> None:
+    there = [f"run{number}" for number in range(65)]
+    with pytest.raises(click.UsageError, match=r"run0, run1, run2, run3, run4, \.\.\. \(65 jobs: mlflash jobs\)$"):
+        choose_job.decide(there, {}, None, None, "/dev/shm")
+    assert choose_job.decide(there, {}, None, None, "/dev/shm", {"run7"}) == "run7"
 
 
 def test_the_directory_names_the_job_in_and_out_of_slurm() -> None:
@@ -239,39 +257,28 @@ def test_damage_in_the_directory_is_found(shm: Path, tmp_path: Path) -> None:
     assert document(shm, "status", "-d", directory, "--job", "j")["directory"]["unfinished"] == [folder.name]
 
 
-def test_a_slot_that_is_rewritten_meanwhile_is_not_called_damaged(shm: Path) -> None:
+def unseal(slot: Path) -> None:
+    """Begin to write a slot as a save does: unsealed first, then another content."""
+    good = slot.read_bytes()
+    slot.write_bytes(bytes(HEADER_NBYTES) + good[HEADER_NBYTES:-8192] + b"other" + good[-8187:])
+
+
+@pytest.mark.parametrize("rewrite", [unseal, Path.unlink])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_slots_that_are_rewritten_while_they_are_read_are_not_called_damaged(
+    shm: Path, rewrite: Any, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(shm, 1, 2)
-    held = NodeDirectory(str(shm), "j", None, make=False)
-    file, header = look(str(shm), "j", None, "here").sealed[0]
-    path = Path(held.path) / file.name
-    good = path.read_bytes()
+    begin, verify = Sealed.__init__, Sealed.verify
 
-    def begin_to_write(_: int) -> None:
-        with path.open("r+b") as slot:  # as a save does: unsealed first, then another content
-            slot.write(bytes(HEADER_NBYTES))
-            slot.seek(header.extents.payload_start)
-            slot.write(b"other")
+    def before(sealed: Sealed, memory: NodeDirectory, name: str, header: Header) -> None:
+        rewrite(Path(memory.path, name))
+        begin(sealed, memory, name, header)
 
-    for replace in (begin_to_write, lambda _: path.unlink()):
-        with Sealed(held, file.name, header) as sealed, pytest.raises(Changed):
-            sealed.verify(replace)
-        path.write_bytes(good)
-        path.chmod(0o600)
-    begin_to_write(0)
-    with Sealed(held, file.name, header) as sealed, pytest.raises(Changed):
-        sealed.verify(lambda _: None)
-    held.close()
+    def meanwhile(sealed: Sealed, advance: Any) -> None:
+        verify(sealed, lambda nbytes: rewrite(Path(sealed._memory.path, sealed.name)))
 
-
-def test_where_all_slots_are_rewritten_meanwhile_something_is_there(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(shm, 1, 2)
-
-    def rewritten(sealed: Sealed, read: Any, verify: Any = Sealed.verify) -> None:
-        with Path(sealed._memory.path, sealed.name).open("r+b") as slot:
-            slot.write(bytes(HEADER_NBYTES))
-        verify(sealed, read)
-
-    monkeypatch.setattr(Sealed, "verify", rewritten)
+    monkeypatch.setattr(*((Sealed, "__init__", before) if when == "before" else (Sealed, "verify", meanwhile)))
     (found,) = document(shm, "verify")["memory"]
     assert (found["files"], len(found["being_written"]), found["damaged"]) == (0, 2, [])
 
@@ -413,8 +420,7 @@ def test_a_node_alone_does_not_judge_what_lies_on_others() -> None:
     assert not what_is_restorable(real[:1], together=True).unseen
 
 
-def test_ranges_and_schemes() -> None:
-    assert ranges([5, 0, 1, 2, 2]) == "0-2, 5" and ranges([]) == "-"
+def test_the_scheme_of_a_step_is_that_of_its_parity() -> None:
     assert recorded_scheme(["copy", "xor:5", "xor:4"]) == "xor:4"
     assert recorded_scheme(["none", "copy:2"]) == "copy:2"
     assert recorded_scheme(["garbage"]) == recorded_scheme([]) == "none"
@@ -435,11 +441,15 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(shm)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as holder:  # fmt: skip
         assert holder.stdout.readline() == "saved\n"
-        assert document(shm, "status")["nodes"][0]["pid"] == holder.pid
-        (found,) = document(shm, "clean", "--all", "--dry-run", code=1)["jobs"]
-        assert found["pid"] == holder.pid and "alive" in found["error"]
-        (found,) = document(shm, "clean", "j", code=1)["jobs"]
-        assert f"held by pid {holder.pid}" in found["error"]
+        save(shm, 1, job="dead")
+        NodeDirectory(str(shm), "empty", None).close()
+        assert [one["job"] for one in document(shm, "jobs")["jobs"]] == ["dead", "j"]
+        assert document(shm, "status")["nodes"][0]["pid"] == holder.pid, "the live one is meant"
+        run(shm, "clean", "dead", "empty")
+        for words in (["--all", "--dry-run"], ["j"]):
+            (found,) = document(shm, "clean", *words, code=1)["jobs"]
+            assert found["pid"] == holder.pid
+            assert found["error"] == f"it is alive (pid {holder.pid}): end it first. Nothing of it was deleted"
         assert document(shm, "drain")["pid"] == holder.pid
         assert document(shm, "status")["nodes"][0]["drain_asked"]
         holder.kill()
@@ -466,8 +476,12 @@ def test_scavenge_and_heal_of_one_process(shm: Path, tmp_path: Path) -> None:
                               timeout=60, check=True)  # fmt: skip
         return json.loads(done.stdout)
 
+    (pulse,) = shm.glob("mlflash-*/*/pulse-0000")
+    said = pulse.read_bytes()
+    assert call("export", "newest", tmp_path / "out", "--to", "safetensors")["step"] == 4
     assert call("scavenge", tmp_path / "d")["drained"] == 4
     assert call("heal", "-d", tmp_path / "d")["step"] == 4
+    assert pulse.read_bytes() == said, "`mlflash top` shows what the job said last"
     run(shm, "clean", name)
     with mlflash.Checkpointer(tmp_path / "d", memory=str(shm), redundancy="none") as ckpt:
         step, state = ckpt.load()

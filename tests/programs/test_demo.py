@@ -1,4 +1,4 @@
-"""mlflash demo --keep-alive: what it shows is so, and it leaves nothing behind. `make demo` runs the other one."""
+"""mlflash demo: what it shows is so, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -51,10 +51,6 @@ def test_one_process_stays_another_takes_the_lost_rank_and_the_bits_are_the_same
     assert killed and stayed and replaced, out
     assert int(killed[1]) == int(replaced[1]) == 1 - int(stayed[1]) and int(killed[3]) >= 6
     assert len({killed[2], stayed[2], replaced[2]}) == 3
-    went_on = re.search(
-        r"^continued +from step (\d+), \d+\.\d s after the kill; step \d+ ended after \d+\.\d s", out, re.M
-    )
-    assert went_on and 2 <= int(went_on[1]) <= int(killed[3]) and int(went_on[1]) % 2 == 0, out
     assert "final weights are bit-identical to an uninterrupted run" in out
     assert not list(tmp_path.glob("mlflash-demo-*")) and not list(shm.glob("mlflash-*/demo-*"))
     assert not its_processes(tmp_path)
@@ -63,7 +59,8 @@ def test_one_process_stays_another_takes_the_lost_rank_and_the_bits_are_the_same
 def test_where_it_is_ended_nothing_of_it_goes_on(shm: Path, tmp_path: Path) -> None:
     with demo(shm, tmp_path, "--steps", "100000") as process:
         try:
-            until(lambda: len(list(tmp_path.glob("mlflash-demo-*/uninterrupted/rank*.jsonl"))) == 2, "ranks that train")
+            logs = "mlflash-demo-*/uninterrupted/rank*.jsonl"
+            until(lambda: len([log for log in tmp_path.glob(logs) if log.stat().st_size]) == 2, "ranks that train")
             process.send_signal(signal.SIGTERM)
             out, _ = process.communicate(timeout=60)
         finally:
@@ -71,10 +68,3 @@ def test_where_it_is_ended_nothing_of_it_goes_on(shm: Path, tmp_path: Path) -> N
     assert process.returncode == 128 + signal.SIGTERM, out
     until(lambda: not its_processes(tmp_path), lambda: f"their end: {its_processes(tmp_path)}", 60)
     assert not list(shm.glob("mlflash-*/demo-*"))
-
-
-@pytest.mark.parametrize("options", [("--steps", "3"), ("--kill-step", "2")])
-def test_before_anything_is_saved_no_rank_can_be_lost(shm: Path, tmp_path: Path, options: tuple[str, str]) -> None:
-    with demo(shm, tmp_path, *options) as process:
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "because step 2 is the first save" in " ".join(out.split()), out

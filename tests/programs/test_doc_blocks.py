@@ -1,4 +1,4 @@
-"""Every Python block in README.md and docs/ runs as it stands."""
+"""Every Python block in docs/ runs as it stands."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 # Their scripts are whole trainings, which are killed: frameworks/test_docs.py, test_quickstart.py,
-# test_pytorch_page.py.
-TRAININGS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo", "quickstart", "pytorch"}
-FIRST = {f"{page}-0" for page in ("README", "using", "dcp", "drain", "keep_alive")}
+# test_pytorch_page.py, test_launchers.py.
+TRAININGS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo", "quickstart", "pytorch", "README", "fsdp"}
+FIRST = {f"{page}-0" for page in ("using", "dcp", "drain", "keep_alive")}
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}", marks=pytest.mark.gate if f"{page.stem}-{number}" in FIRST else ())
-    for page in [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+    for page in sorted((REPO / "docs").glob("*.md"))
     if page.stem not in TRAININGS
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
 ]

@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from mlflash.protocol.loaded_versions import loaded_versions
 from mlflash.storage import canonical_json
 from mlflash.storage.store import Directory
 
-UNIT = Path(__file__).parents[1] / "unit"
 MLFLASH = Path(sys.executable).with_name("mlflash")
 FILES = {"hdf5": ["checkpoint.h5", "rank-00000.h5"],
          "dcp": [".metadata", "__0_0.distcp", "checkpoint.mlflash", "rank-00000.mlflash"]}  # fmt: skip
@@ -263,19 +261,6 @@ def test_a_restore_goes_on_whatever_becomes_of_it(directory: Path, shm: Path, fo
         with mlflash.Checkpointer(job=f"r{number}", memory=str(shm), redundancy="none", format=form) as ckpt:
             assert ckpt.restore(state, source=directory) == 2
         assert state["w"].tolist() == [2.0] * 1000 and state["a"].tolist() == state_at(2)["a"].tolist()
-
-
-def test_a_checkpoint_of_an_older_version_has_none_and_that_is_no_error(
-    shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path]
-) -> None:
-    with zipfile.ZipFile(UNIT / "golden-drained-v2.zip") as golden:
-        golden.extractall(tmp_path)
-    for older in ("hdf5", "dcp"):
-        text = verify(tmp_path / older, shm, code=0).stdout
-        assert "4 of 4 files good" in text
-        assert "provenance: none, because an older version of mlflash drained this" in text
-        text = verify(tmp_path / older, shm, "--key", keys[1], code=1).stdout
-        assert "damaged: provenance.json: there is none, so that nothing is signed" in text
 
 
 def test_what_is_not_kept_leaves_nothing(shm: Path, tmp_path: Path, form: str, keys: tuple[Path, Path, Path]) -> None:

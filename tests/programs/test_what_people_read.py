@@ -104,7 +104,7 @@ def test_a_job_that_is_not_there_is_named_with_those_that_are(shm: Path) -> None
         assert f"Error: job nosuch holds no memory in {shm} on " in said and said.endswith("; jobs here: mine\n")
 
 
-@pytest.mark.parametrize("command", ["clean j", "scavenge DIR --job j", "heal --job j"])
+@pytest.mark.parametrize("command", ["scavenge DIR --job j", "heal --job j"])
 def test_of_a_live_job_it_is_said_that_it_is_alive_and_not_another_one(shm: Path, tmp_path: Path, command: str) -> None:
     with mlflash.Checkpointer(job="j", memory=str(shm), redundancy="none") as ckpt:
         ckpt.save(1, {"w": np.zeros(9)}).wait()

@@ -14,6 +14,7 @@ import needs
 import pytest
 from waiting import PATIENCE_S, until
 
+from mlflash.wireup.departures import Departure
 from mlflash.wireup.key_value_store import KeyValueStore
 from mlflash.wireup.pmi_server import new_epoch_name
 from mlflash.wireup.store_client import StoreClient
@@ -170,6 +171,25 @@ def test_it_serves_a_store_until_it_ends_for_as_many_ranks_as_it_may_have_files(
     until(lambda: clients[0].step() or clients[0].lost is not None, "the store has gone")
     for client in clients:
         client.close()
+
+
+def test_its_store_stays_for_those_who_have_not_asked_yet_why_its_rank_has_left(tmp_path: Path) -> None:
+    zygote = start(tmp_path, "run = print\n")
+    address, token = zygote.serve("127.0.0.1", 2, PATIENCE_S)
+    own, late = StoreClient(address, token), StoreClient(address, token)
+    late.ping(PATIENCE_S)
+    mine, its = socket.socketpair()
+    with mine, its:
+        pid = zygote.fork("entry:run", new_epoch_name(1), 0, [0, 1], address, token, its.fileno(), PATIENCE_S)
+    zygote.wait(pid, PATIENCE_S)
+    for key, value in Departure(0, "it cannot start MPI", ends_job=False).puts(1):
+        own.put(key, value, PATIENCE_S)
+    zygote._ask({"do": "end", "tells": False}, PATIENCE_S)
+    assert "it cannot start MPI" in late.get("launch/2/all", PATIENCE_S)
+    late.close()
+    assert zygote.process.wait(PATIENCE_S) == 0
+    zygote.stop(PATIENCE_S)
+    own.close()
 
 
 def test_a_courier_that_is_alone_needs_neither_store_nor_mpi(tmp_path: Path) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 # Each room, and the rooms that it may import from. `errors`, `crash_points`, `events` and `version` are for all.
 ROOMS: dict[str, str] = {
+    "human_readable": "",
     "state": "",
-    "placement": "",
+    "placement": "human_readable",
     "storage": "state",
-    "memory": "state",
+    "memory": "state human_readable",
     "value_checks": "state memory",
-    "mpi": "placement",
-    "wireup": "",
+    "mpi": "placement human_readable",
+    "wireup": "human_readable",
     "config": "placement storage",
     "telemetry": "memory",
-    "redundancy": "state placement memory mpi",
+    "redundancy": "state placement memory mpi human_readable",
     "protocol": "state placement memory config telemetry redundancy",
-    "startup": "state placement memory mpi config telemetry redundancy value_checks",
+    "startup": "state placement memory mpi config telemetry redundancy value_checks human_readable",
     "draining": "state storage memory mpi config redundancy protocol startup",
     "saving": "state memory redundancy protocol startup value_checks",
-    "restoring": "state storage memory mpi redundancy protocol startup draining saving",
+    "restoring": "state storage memory mpi redundancy protocol startup draining saving human_readable",
     "courier": "state placement memory mpi wireup config telemetry redundancy protocol startup draining saving "
     "restoring",
     "background_files": "memory",
@@ -26,13 +27,12 @@ ROOMS: dict[str, str] = {
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
-    "human_readable": "",
     "in_place": "config wireup courier checkpointer",
     "exports": "state storage protocol draining restoring",
     "inspection": "state placement storage memory mpi redundancy startup draining restoring human_readable",
     "command_line": "storage memory mpi wireup config draining inspection",
     "launcher": "memory wireup config telemetry human_readable inspection",
-    "demo": "placement memory config launcher",
+    "demo": "memory config launcher human_readable",
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",
     "log_report": "human_readable planning",

@@ -1,7 +1,7 @@
 """How the tests wait: for a condition, never for a time, so that a busy machine makes them slower and not red.
 
-`tests/unit/test_waiting.py` sees to it that nothing else in tests/ sleeps. It imports nothing of ours: rank programs,
-and what runs on the nodes of a cluster, use it too.
+Nothing else in tests/ sleeps. It imports nothing of ours: rank programs, and what runs on the nodes of a cluster, use
+it too.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_a_card_comes_back_as_it_was(card: Card) -> None:
 
 def test_the_bytes_of_a_card_are_the_golden_ones() -> None:
     expected = (
-        b"MLFDRAIN" + b"\2\0" b"\0\0" b"\0\0\0\0"  # version, master
+        b"MLFDRAIN" + b"\1\0" b"\0\0" b"\0\0\0\0"  # version, master
         + RUN + (5).to_bytes(8, "little") + (12).to_bytes(8, "little")
         + (3).to_bytes(4, "little") + (8).to_bytes(4, "little")
         + b"".join(n.to_bytes(8, "little") for n in (70_000, 60_000, 10_000, CARD.index_check, CARD.unix_ns))
@@ -84,7 +84,7 @@ def test_the_bytes_of_a_card_are_the_golden_ones() -> None:
     )  # fmt: skip
     expected += xxhash.xxh3_64_intdigest(expected).to_bytes(8, "little")
     assert len(expected) < CHECKED_NBYTES
-    assert CARD.pack() == expected.ljust(CARD_NBYTES, b"\0"), "the card changed: raise index.VERSION"
+    assert CARD.pack() == expected.ljust(CARD_NBYTES, b"\0"), "the card changed: raise file_index.VERSION"
     assert dataclasses.replace(CARD, rank=-1).pack()[10:12] == b"\1\0"
 
 

@@ -1,4 +1,4 @@
-"""What was drained by any version is read: 4 ranks of a model in 2 replicas, each in 2 shards, as HDF5 and as DCP."""
+"""Format version 1 of drained checkpoints is read: 4 ranks of a model in 2 replicas, each in 2 shards, HDF5 and DCP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ W = torch.arange(35, dtype=torch.float32).reshape(7, 5)
 
 @pytest.fixture(params=["hdf5", "dcp"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with zipfile.ZipFile(Path(__file__).with_name("golden-drained-v2.zip")) as golden:
+    with zipfile.ZipFile(Path(__file__).with_name("golden-drained-v1.zip")) as golden:
         golden.extractall(tmp_path)
     return tmp_path / str(request.param)
 

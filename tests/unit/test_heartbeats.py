@@ -22,9 +22,8 @@ from mlflash import errors
 from mlflash.launcher import node_watch
 from mlflash.launcher.node_assignment import NodeAssignment
 from mlflash.launcher.node_watch import Looks, Watch
-from mlflash.live_monitor.history import History
 from mlflash.live_monitor.rank_status import look_here
-from mlflash.live_monitor.screen import page, state_of
+from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.telemetry import heartbeat, prometheus_metrics
 from mlflash.telemetry.event_log import EventLog
@@ -33,8 +32,7 @@ from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, trai
 from mlflash.telemetry.lateness import Riding
 from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
 
-OLDER = Path(__file__).with_name("golden-pulse-v1.bin")
-GOLDEN = Path(__file__).with_name("golden-pulse-v2.bin")
+GOLDEN = Path(__file__).with_name("golden-pulse-v1.bin")
 FACTS = RankFacts(1, 4, 0, "n0", "r")
 
 # A process that has the job's directory, the facts and a part, and does what lines on its standard input tell it.
@@ -126,7 +124,7 @@ def heard(shm: Path) -> dict[str, Any]:
 def shown(shm: Path) -> str:
     console = Console(width=200, highlight=False)
     with console.capture() as captured:
-        console.print(page("j", look_here(str(shm), "j"), History(), 200, 40))
+        console.print(Page("j", look_here(str(shm), "j")))
     return captured.get()
 
 
@@ -336,7 +334,7 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
     bad = [
         json.dumps(good)[:90], "[" * 4096, "\xff" * 10, "[1]", "7", '{"committed": 9}', json.dumps(good) + "}",
         *(json.dumps({**good, **wrong}) for wrong in (
-            {"format": 1}, {"format": 3, "version": "9.9"}, {"format": True}, {"committed": "9"}, {"committed": True},
+            {"format": 2}, {"format": 3, "version": "9.9"}, {"format": True}, {"committed": "9"}, {"committed": True},
             {"pid": -1}, {"pid": 0}, {"beat": float("nan")}, {"beat": 10**400}, {"committed": 10**400}, {"saves": None},
             {"times": {"made": "x"}}, {"times": []}, {"state": "asleep"}, {"unrestorable": 7}, {"start": None},
         )),
@@ -397,7 +395,7 @@ def test_a_courier_alone_is_no_rank_and_one_after_a_torn_part_begins_anew(
     assert all_heartbeats(str(shm), "j") == Heard([], [])
     with (Path(node_memory.path) / "pulse-0000").open("r+b") as part:
         part.seek(PART_NBYTES)
-        part.write(b'{"format": 2, "committed": 3')
+        part.write(b'{"format": 1, "committed": 3')
     TrainerHeartbeat(node_memory, FACTS)
     assert CourierHeartbeat(node_memory, FACTS).before == {} and heard(shm)["committed"] is None
 
@@ -444,7 +442,7 @@ def test_the_format_is_the_golden_one(shm: Path, node_memory: NodeDirectory, mon
     assert raw == GOLDEN.read_bytes(), "the format of heartbeats changed: raise FORMAT and write a new golden file"
 
 
-def test_the_golden_file_reads_as_documented_and_one_of_the_older_format_is_refused(
+def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refused(
     shm: Path, node_memory: NodeDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_is_alive", lambda pid: pid == 4322)
@@ -461,12 +459,12 @@ def test_the_golden_file_reads_as_documented_and_one_of_the_older_format_is_refu
         "protect_s": 0.125, "held": 4096, "saves": 1, "failed": 1, "drained": 12, "courier_pid": 4322,
         "courier_alive": True, "courier_beat": when, "courier_state": "started",
     }  # fmt: skip
-    file.write_bytes(OLDER.read_bytes())
+    other = GOLDEN.read_bytes().replace(b'"format":1', b'"format":2')
+    file.write_bytes(other)
     (found, (why,)) = all_heartbeats(str(shm), "j")
-    assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "format 1 and not 2" in why
-    file.write_bytes(OLDER.read_bytes() + GOLDEN.read_bytes()[PART_NBYTES:])
-    assert all_heartbeats(str(shm), "j").heartbeats == []
-    assert "format 1 and not 2" in why_unread(json.loads(OLDER.read_bytes()) | {"alive": True}), "as another node sends"
+    assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "format 2 and not 1" in why
+    said = json.loads(other[:PART_NBYTES]) | {"alive": True, "committed": None}
+    assert "format 2 and not 1" in why_unread(said), "as another node sends"
 
 
 def test_why_nothing_could_be_restored_is_said_until_something_was(

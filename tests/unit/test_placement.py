@@ -158,7 +158,8 @@ def test_placing_16384_ranks_takes_less_than_a_second() -> None:
 @pytest.mark.parametrize(
     ("nodes", "scheme", "said"),
     [
-        (1, "copy", "needs a second node"), (1, "none", None), (2, "copy", None), (2, "copy:2", "'copy:2' .* copy is"),
+        (1, "copy", r"2 ranks on 1 node \(.+\): .* any process, but not of this node"), (1, "none", None),
+        (2, "copy", None), (2, "copy:2", "'copy:2' .* copy is"),
         (2, "xor:4", "copy is made"), (3, "xor:4", None), (3, "rs:6+2", "copy:2 is made"), (4, "rs:6+2", None),
         (11, "xor:4", None),
     ],

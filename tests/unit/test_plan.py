@@ -8,7 +8,6 @@ import math
 import random
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ from mlflash import Checkpointer
 from mlflash.cli import main
 from mlflash.errors import ConfigError
 from mlflash.human_readable.units import read_bytes, read_seconds, show_bytes, show_seconds
-from mlflash.placement.protection_groups import made, place
+from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.planning.interval import Costs, best_interval, daly, waste, young
-from mlflash.planning.measured_run import measured
-from mlflash.planning.scheme_comparison import SCHEMES, Job, consider, node_nbytes, scheme_costs, share_uncovered
-from mlflash.planning.view import show_chance
+from mlflash.planning.scheme_comparison import SCHEMES, Job, node_nbytes, scheme_costs, share_uncovered
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
 
@@ -47,18 +44,19 @@ def run(*arguments: object, code: int = 0) -> str:
     return result.output
 
 
+def plan(*arguments: object) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(run(*arguments, "--json"))
+    return document
+
+
 # How often to save
-
-
-def test_young() -> None:
-    assert young(2, 10_000) == 200
 
 
 @pytest.mark.parametrize(("mtbf_min", "computed_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
 def test_daly_gives_what_his_figures_say(mtbf_min: float, computed_min: float) -> None:
     # Figures 3 to 5 of Daly 2006: dumps of 5 min; his interval is computation alone.
     assert daly(5, mtbf_min) - 5 == pytest.approx(computed_min, abs=0.5 if computed_min > 10 else 0.05)
-    assert daly(5, 2) == 7
+    assert daly(5, 2) == 7 and young(2, 10_000) == 200
 
 
 @given(stall=st.floats(1e-3, 100), ratio=st.floats(1, 1e8), commit=st.floats(1, 1e4), uncovered=st.floats(0, 0.5))
@@ -69,22 +67,8 @@ def test_no_interval_wastes_much_less_than_the_one_given(
     interval = best_interval(costs, uncovered)
     assert interval is not None and interval >= costs.commit_s
     others = np.geomspace(costs.commit_s * 1.001, 1e3 * interval, 150)
-    least = min(waste(float(t), costs, 0.0) for t in others)
-    assert waste(interval, costs, 0.0) <= 1.003 * least
+    assert waste(interval, costs, 0.0) <= 1.003 * min(waste(float(t), costs, 0.0) for t in others)
     assert waste(interval, costs, uncovered) <= 1.02 * min(waste(float(t), costs, uncovered) for t in others)
-
-
-@given(
-    st.floats(0.01, 10), st.floats(1e6, 1e8), st.floats(10, 60), st.floats(0, 600), st.floats(0, 1), st.floats(60, 3600)
-)
-def test_where_failures_are_rare_the_waste_is_that_of_the_first_order(
-    stall: float, mtbf: float, commit: float, restart: float, uncovered: float, drain: float
-) -> None:
-    costs = Costs(mtbf, stall, commit, restart, drain, 2 * restart)
-    interval = 100 * stall
-    first = stall / interval + (interval / 2 + commit + restart) / mtbf
-    first += uncovered * (drain / 2 + 2 * restart - restart) / mtbf
-    assert waste(interval, costs, uncovered) == pytest.approx(first, rel=0.02) or uncovered == 1
 
 
 @pytest.mark.parametrize(("interval", "uncovered"), [(100.0, 0.0), (100.0, 0.1), (300.0, 0.3)])
@@ -115,7 +99,7 @@ def test_the_waste_is_that_of_a_simulated_job(interval: float, uncovered: float)
     assert waste(interval, costs, uncovered) == pytest.approx(1 - done / now, rel=0.02)
 
 
-def test_a_job_that_cannot_get_on_wastes_everything() -> None:
+def test_a_job_that_cannot_get_on_wastes_everything_and_one_that_saves_for_drains_alone_the_drains() -> None:
     assert waste(1e6, Costs(1.0, 1.0, 1.0, 1.0), 0.0) == 1.0
     assert waste(None, Costs(1e6, 2.0, 2.0, 1.0, 1000.0), 1.0) == pytest.approx(0.0025, rel=0.01)
     assert best_interval(Costs(1e6, 1.0, 30.0, 1.0), 1.0) is None
@@ -124,101 +108,59 @@ def test_a_job_that_cannot_get_on_wastes_everything() -> None:
 # What a scheme gives
 
 
-@pytest.mark.parametrize("scheme", ["copy", "copy:2", "xor:3", "xor:4", "rs:2+2", "rs:3+2"])
-@pytest.mark.parametrize("nodes", [4, 7, 10])
-def test_chances_are_those_of_trying_each_loss(scheme: str, nodes: int) -> None:
-    here = job(nodes)
+@given(
+    scheme=st.sampled_from(["none", "copy", "copy:2", "xor:3", "xor:4", "rs:2+2", "rs:3+2"]), nodes=st.integers(4, 9)
+)
+def test_chances_and_the_share_that_memory_cannot_give_back_are_those_of_trying_each_loss(
+    scheme: str, nodes: int
+) -> None:
+    here = job(nodes, 1)
     placed = place(here.topology, parse(scheme))
-    found = of(here.topology, placed)
-    p = scheme_costs(here, parse(scheme), placed, 4, None)
-    for lost, chance in enumerate(p.chances, 1):
-        tried = [found.survives(some) for some in itertools.combinations(range(nodes), lost)]
-        assert chance == sum(tried) / len(tried)
-
-
-def test_chances_agree_with_a_simulation_of_many_nodes() -> None:
-    here, rng, tries = job(96), random.Random(3), 20_000
-    for scheme in ("copy", "rs:6+2"):
-        placed = place(here.topology, parse(scheme))
-        found = of(here.topology, placed)
-        chances = scheme_costs(here, parse(scheme), placed, 5, None).chances
-        for lost in (2, 3, 5):
-            share = sum(found.survives(rng.sample(range(96), lost)) for _ in range(tries)) / tries
-            chance = chances[lost - 1]
-            assert abs(share - chance) <= 4 * math.sqrt(chance * (1 - chance) / tries)
-
-
-@pytest.mark.parametrize("scheme", ["none", "copy", "xor:4", "rs:2+2"])
-def test_the_share_that_memory_cannot_give_back_is_that_of_trying_each(scheme: str) -> None:
-    here = job(8, 1)
-    found = of(here.topology, place(here.topology, parse(scheme)))
-    mean, expected = 7 * 60 / 1000, 0.0
-    for further in range(60):
-        tried = [found.survives(some) for some in itertools.combinations(range(8), further + 1)] or [False]
-        expected += math.exp(-mean) * mean**further / math.factorial(further) * (1 - sum(tried) / len(tried))
-    assert share_uncovered(found, 1000, 60) == pytest.approx(expected, rel=1e-9)
-    assert share_uncovered(found, 1000, 0) == (1.0 if scheme == "none" else 0.0)
-    assert share_uncovered(found, 1e-6, 60) == pytest.approx(1.0)
+    survived = of(here.topology, placed)
+    tried = [1.0, *(
+        sum(map(survived.survives, itertools.combinations(range(nodes), lost))) / math.comb(nodes, lost)
+        for lost in range(1, nodes + 1)
+    )]  # fmt: skip
+    assert scheme_costs(here, parse(scheme), placed, 4, None).chances == {n: tried[n] for n in (1, 2, 3, 4)}
+    mean = (nodes - 1) * 60 / 1000
+    expected = sum(math.exp(-mean) * mean**further / math.factorial(further)
+                   * (1 - (tried[further + 1] if further < nodes else 0)) for further in range(60))  # fmt: skip
+    assert share_uncovered(survived, 1000, 60) == pytest.approx(expected, rel=1e-9)
+    assert share_uncovered(survived, 1000, 0) == (1.0 if scheme == "none" else 0.0)
+    assert share_uncovered(survived, 1e-6, 60) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_memory_is_the_overhead_of_the_scheme_and_headers(scheme: str) -> None:
-    here = job(8 * 10 * 11, nbytes=12 * GIB)  # divides into all groups
+    here, draining = (job(8 * 10 * 11, nbytes=12 * GIB, own_slots=slots) for slots in (2, 3))  # divides into all groups
     placed = place(here.topology, parse(scheme))
     expected = 2 * (1 + parse(scheme).overhead) * here.state_nbytes
     assert expected < node_nbytes(here, placed) < 1.001 * expected
-    draining = job(8 * 10 * 11, nbytes=12 * GIB, own_slots=3)
-    more = node_nbytes(draining, placed) - node_nbytes(here, placed)
-    assert here.state_nbytes < more < 1.001 * here.state_nbytes
+    assert here.state_nbytes < node_nbytes(draining, placed) - node_nbytes(here, placed) < 1.001 * here.state_nbytes
     two, three = re.findall(rf"^\| {re.escape(scheme)} \| ([\d.]+) \| ([\d.]+) \|$", DOC, re.M)[0]
     assert (two, three) == (f"{expected / here.state_nbytes:.2f}", f"{expected / here.state_nbytes + 1:.2f}")
-
-
-def test_what_all_ranks_hold_alike_counts_once_on_each_node() -> None:
-    whole, half = (job(16, nbytes=12 * GIB, alike_nbytes=alike) for alike in (12 * GIB, 6 * GIB))
-    for scheme in ("none", "copy", "rs:6+2"):
-        placed = place(whole.topology, parse(scheme))
-        assert 2 * 12 * GIB < node_nbytes(whole, placed) < 1.001 * 2 * 12 * GIB
-        own = 2 * (1 + parse(scheme).overhead) * half.ranks_per_node * 6 * GIB
-        assert node_nbytes(half, placed) == pytest.approx(own + 2 * 6 * GIB, rel=0.001)
-    with pytest.raises(ConfigError, match="is larger than the state of a rank"):
-        job(16, nbytes=GIB, alike_nbytes=GIB + 1)
-    text = run("--nodes", 2, "--bytes", "12GiB", "--alike", "11.9GiB", "--scheme", "copy")
-    assert "11.9 GiB of it is the same on all ranks" in text
-    told = json.loads(run("--nodes", 2, "--bytes", "12GiB", "--alike", "12GiB", "--scheme", "copy", "--json"))
-    assert told["schemes"][0]["memory_per_state"] == pytest.approx(0.25, rel=0.001)
-
-
-def test_what_is_made_of_a_scheme_is_named() -> None:
-    def name(scheme: str, nodes: int) -> str:
-        return made(place(job(nodes).topology, parse(scheme)))
-
-    assert [name("xor:4", n) for n in (1, 2, 3, 4, 11, 12)] == [
-        "none", "copy", "xor:3", "xor:4", "xor:6 and xor:5", "xor:4",
-    ]  # fmt: skip
-    assert [name("rs:6+2", n) for n in (2, 3, 4, 10)] == ["copy", "copy:2", "rs:2+2", "rs:8+2"]
-    found, left_out = consider(job(3))
-    assert [str(scheme) for scheme, _ in found] == ["none", "copy", "copy:2", "xor:4"]
-    assert left_out[0] == "xor:8 is left out: it makes xor:3 here, as xor:4 does"
-    assert [str(scheme) for scheme, _ in consider(job(3), ("rs:6+2", "copy:2"))[0]] == ["rs:6+2", "copy:2"]
+    half = job(16, nbytes=12 * GIB, alike_nbytes=6 * GIB)
+    own = 2 * (1 + parse(scheme).overhead) * half.ranks_per_node * 6 * GIB
+    if scheme in ("none", "copy", "rs:6+2"):  # they divide 16 nodes
+        assert node_nbytes(half, place(half.topology, parse(scheme))) == pytest.approx(own + 2 * 6 * GIB, rel=0.001)
 
 
 # What people write and read
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("12GiB", 12 << 30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 << 19), ("512", 512), ("3kB", 3000)]
-)
-def test_bytes_are_read(text: str, nbytes: int) -> None:
-    assert read_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("0.3", 0.3), ("250ms", 0.25), ("2min", 120), ("30000h", 1.08e8), ("1e3 s", 1000), ("2y", 63_115_200)],
-)
-def test_times_are_read(text: str, seconds: float) -> None:
-    assert read_seconds(text) == pytest.approx(seconds)
+def test_quantities_are_read_and_written_short() -> None:
+    assert [read_bytes(text) for text in ("12GiB", "80GB", "1.5 MiB", "512", "3kB")] == [
+        12 << 30, 80 * 10**9, 3 << 19, 512, 3000,
+    ]  # fmt: skip
+    assert [read_seconds(text) for text in ("0.3", "250ms", "2min", "30000h", "1e3 s", "2y")] == pytest.approx(
+        [0.3, 0.25, 120, 1.08e8, 1000, 63_115_200]
+    )
+    assert [show_bytes(n) for n in (0, 1023, 12 << 30, 1_500_000, 5 << 50)] == [
+        "0 B", "1023 B", "12 GiB", "1.4 MiB", "5 PiB",
+    ]  # fmt: skip
+    assert [show_seconds(s) for s in (0.0005, 0.3, 1, 93, 150, 5400, 40_000, 4e5, 1e9)] == [
+        "0.5 ms", "300 ms", "1 s", "93 s", "2.5 min", "1.5 h", "11 h", "4.6 d", "32 y",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "12G", "12 GiB GiB", "-1GiB", "nan", "1e999", "12gib", "٣GB"])
@@ -227,18 +169,6 @@ def test_what_is_no_quantity_is_refused_with_examples(text: str) -> None:
         read_bytes(text)
     with pytest.raises(ConfigError, match="30000h"):
         read_seconds(text.replace("iB", "m"))
-
-
-def test_quantities_are_written_short() -> None:
-    assert [show_bytes(n) for n in (0, 1023, 12 << 30, 1_500_000, 5 << 50)] == [
-        "0 B", "1023 B", "12 GiB", "1.4 MiB", "5 PiB",
-    ]  # fmt: skip
-    assert [show_seconds(s) for s in (0.0005, 0.3, 1, 93, 150, 5400, 40_000, 4e5, 1e9)] == [
-        "0.5 ms", "300 ms", "1 s", "93 s", "2.5 min", "1.5 h", "11 h", "4.6 d", "32 y",
-    ]  # fmt: skip
-    assert [show_chance(p) for p in (0, 0.5, 0.98412, 0.99996, 1 - 1e-12, 1)] == [
-        "0 %", "50.0 %", "98.4 %", "99.996 %", "99.999999999 %", "100 %",
-    ]  # fmt: skip
 
 
 # The command
@@ -256,37 +186,38 @@ def test_the_examples_of_the_page_are_real(tmp_path: Path, monkeypatch: pytest.M
             assert CliRunner().invoke(main, arguments).output == shown
 
 
-@pytest.mark.parametrize(("options", "said", "more"), [
-    ("--draining", "3 slots (it drains)", 1), ("--certify-after 0", "2 slots", 0),
-    ("--certify-after 1", "3 slots (it keeps certified steps), and 3 for each copy", 2),
-    ("--certify-after 9 --draining", "5 slots (it drains and it keeps certified steps), and 4 for each copy", 5),
+@pytest.mark.parametrize(("options", "own", "copies"), [
+    ("", 2, 2), ("--draining", 3, 2), ("--certify-after 1", 3, 3), ("--certify-after 9 --draining", 5, 4),
 ])  # fmt: skip
-def test_further_slots_are_counted_and_said(options: str, said: str, more: int) -> None:
+def test_further_slots_are_counted(options: str, own: int, copies: int) -> None:
     given = ("--nodes", 2, "--ranks-per-node", 1, "--bytes", "1GiB", "--scheme", "copy", *options.split())
-    assert f"each rank has {said}\n" in run(*given)
-    (told,) = json.loads(run(*given, "--json"))["schemes"]
-    assert told["memory_per_state"] == pytest.approx(4 + more, rel=1e-3)
+    assert f"each rank has {own} slots, each copy {copies}\n" in run(*given)
+    assert plan(*given)["schemes"][0]["memory_per_state"] == pytest.approx(own + copies, rel=1e-3)
 
 
 def test_json_has_what_the_table_has() -> None:
-    told = json.loads(run("--nodes", 64, "--bytes", "12GiB", "--memory", "300GiB", *FAILURES, "--json"))
-    assert told["job"] == {"nodes": 64, "ranks_per_node": 8, "nbytes_per_rank": 12 * GIB, "memory_nbytes": 300 * GIB,
-                           "alike_nbytes": 0, "own_slots": 2, "copy_slots": 2}  # fmt: skip
-    assert told["failures"]["mtbf_s"] == pytest.approx(264 * 86_400 / 64)
-    by_name = {one["scheme"]: one for one in told["schemes"]}
-    assert list(by_name) == list(SCHEMES)
-    one = by_name["rs:6+2"]
-    assert one["survives"].startswith("any process; any 2 of 64 nodes; 41,216 of 41,664 triples")
-    assert one["chances"] == {"1": 1.0, "2": 1.0, "3": 41_216 / 41_664}
-    assert (one["any_nodes"], one["fits"], by_name["copy"]["fits"]) == (2, True, False)
-    assert one["memory_per_state"] == pytest.approx(8 / 3, rel=1e-3)
-    assert one["interval_s"] == pytest.approx(math.sqrt(2 * 0.3 * 264 * 86_400 / 64), rel=0.01)
-    assert 0.001 < one["waste"] < 0.002 and 0 < one["falls_per_year"] < 1e-4
-    assert by_name["none"]["interval_s"] is None and by_name["none"]["waste"] is None
-    assert by_name["none"]["falls_per_year"] == pytest.approx(64 * 365.25 / 264)
-    assert told["least_memory"] == {"any 1 node": "xor:8", "any 2 nodes": "rs:8+2", "any 3 nodes": "rs:8+3"}
-    without = json.loads(run("--nodes", 2, "--bytes", 1, "--json"))
-    assert without["failures"] is None and [len(s["chances"]) for s in without["schemes"]] == [2, 2]
+    document = plan("--nodes", 64, "--bytes", "12GiB", "--memory", "300GiB", *FAILURES)
+    asked = {"ranks_per_node": 8, "nbytes": 12 * GIB, "memory_nbytes": 300 * GIB, "alike_nbytes": 0, "own_slots": 2}
+    assert document["job"].items() >= asked.items() and len(document["job"]["node_names"]) == 64
+    assert document["failures"]["mtbf_s"] == pytest.approx(264 * 86_400 / 64)
+    schemes = {scheme["scheme"]: scheme for scheme in document["schemes"]}
+    assert list(schemes) == list(SCHEMES)
+    rs = schemes["rs:6+2"]
+    assert rs["survives"].startswith("any process; any 2 of 64 nodes; 41,216 of 41,664 triples")
+    assert rs["chances"] == {"1": 1.0, "2": 1.0, "3": 41_216 / 41_664}
+    assert (rs["any_nodes"], rs["fits"], schemes["copy"]["fits"]) == (2, True, False)
+    assert rs["memory_per_state"] == pytest.approx(8 / 3, rel=1e-3)
+    assert rs["interval_s"] == pytest.approx(math.sqrt(2 * 0.3 * 264 * 86_400 / 64), rel=0.01)
+    assert 0.001 < rs["waste"] < 0.002 and 0 < rs["falls_per_year"] < 1e-4
+    assert schemes["none"]["interval_s"] is None and schemes["none"]["waste"] is None
+    assert schemes["none"]["falls_per_year"] == pytest.approx(64 * 365.25 / 264)
+    assert document["least_memory"] == {"any 1 node": "xor:8", "any 2 nodes": "rs:8+2", "any 3 nodes": "rs:8+3"}
+    few = plan("--nodes", 3, "--bytes", "1GiB", "--losses", 9)
+    assert [scheme["scheme"] for scheme in few["schemes"]] == ["none", "copy", "copy:2", "xor:4"]
+    assert few["failures"] is None and [*few["schemes"][0]["chances"]] == ["1", "2", "3"]
+    assert few["notes"][0] == "xor:8 is left out: it makes xor:3 here, as xor:4 does"
+    some = plan("--nodes", 3, "--bytes", "1GiB", "--scheme", "rs:6+2", "--scheme", "copy:2")["schemes"]
+    assert [(scheme["scheme"], scheme["made"]) for scheme in some] == [("rs:6+2", "copy:2"), ("copy:2", "copy:2")]
 
 
 def test_an_interval_shorter_than_the_commit_is_not_advised() -> None:
@@ -299,8 +230,9 @@ def test_a_domain_that_holds_too_much_of_a_group_is_warned_about(tmp_path: Path)
     file = tmp_path / "racks"
     file.write_text("levels: row rack\nn[1-4] 1 a\nn[5-8] 1 b\nn[9-10] 2 a\n")
     text = run("--domains", file, "--bytes", "1GB", "--scheme", "xor:4", "--scheme", "rs:3+2")
-    assert "warning: xor:4: rack 1/b holds 2 nodes of a group that may lose 1\n" in text
-    assert "warning: xor:4: 1 more like this\n" in text
+    assert re.search(
+        r"warning: xor:4: rack 1/[ab] holds \d nodes of a group that may lose 1; 2 more like this\n", text
+    ), text
     assert "least memory for any 1 rack: rs:3+2" in text and "any 1 of 2 rows except row 1" in text
     text = run("--domains", file, "--hosts", "n[9-10],m1", "--bytes", "1GB")
     assert "the failure domains of 1 of 3 hosts are unknown, so each counts as its own: m1" in text
@@ -328,49 +260,27 @@ def test_a_report_of_a_run_says_what_was_measured(shm: Path, tmp_path: Path) -> 
         for step in range(3):
             ckpt.save(step, {"w": np.zeros(3_000_000, np.uint8)}).wait()
         report = ckpt.report()
-    file = tmp_path / "report.json"
+    file, own, seconds = tmp_path / "report.json", report["slots"][0]["nbytes"], report["seconds"]
     file.write_text(json.dumps(report))
-    told = json.loads(run("--report", file, "--nodes", 4, "--mtbf", "1y", "--json"))
-    assert 3_000_000 < told["job"]["nbytes_per_rank"] == report["slots"][0]["nbytes"] < 3_100_000
-    seconds = report["seconds"]
-    assert told["failures"]["stall_s"] == pytest.approx(seconds["stall"] / 3)
-    assert told["failures"]["commit_s"] == pytest.approx((seconds["stall"] + seconds["protect and commit"]) / 3)
+    document = plan("--report", file, "--nodes", 4, "--mtbf", "1y")
+    assert 3_000_000 < document["job"]["nbytes"] == own < 3_100_000
+    assert document["failures"]["stall_s"] == pytest.approx(seconds["stall"] / 3)
+    assert document["failures"]["commit_s"] == pytest.approx((seconds["stall"] + seconds["protect and commit"]) / 3)
     file.write_text(json.dumps([report, report, {**report, "node": "other"}]))
-    told = json.loads(run("--report", file, "--bytes", "1GB", "--mtbf", "1y", "--save", "2s", "--json"))
-    assert (told["job"]["nodes"], told["job"]["ranks_per_node"]) == (2, 2)
-    assert (told["job"]["nbytes_per_rank"], told["failures"]["stall_s"]) == (10**9, 2)
-    assert measured(report).nodes is None
+    document = plan("--report", file, "--bytes", "1GB", "--mtbf", "1y", "--save", "2s")
+    assert (len(document["job"]["node_names"]), document["job"]["ranks_per_node"]) == (2, 2)
+    assert (document["job"]["nbytes"], document["failures"]["stall_s"]) == (10**9, 2)
     shares = [{"what": "share", "nbytes": nbytes} for nbytes in (10**6, 10**6)]
     sharing = {**report, "slots": [*report["slots"], *shares], "shared with": [0, 1]}
     file.write_text(json.dumps([sharing, sharing]))
-    told = json.loads(run("--report", file, "--mtbf", "1y", "--json"))
-    assert told["job"]["alike_nbytes"] == 2 * 10**6
-    assert told["job"]["nbytes_per_rank"] == report["slots"][0]["nbytes"] + 2 * 10**6
+    document = plan("--report", file, "--mtbf", "1y")
+    assert (document["job"]["alike_nbytes"], document["job"]["nbytes"]) == (2 * 10**6, own + 2 * 10**6)
     file.write_text(json.dumps(sharing))
     assert "those of all 2 ranks" in run("--report", file, "--nodes", 4, code=1)
-    file.write_text("[]")
-    for text, wrong in (("[]", "not a report"), ("{}", "not a report"), ("{", "report.json: "),
-                        ('[{"node": 1}]', "slots"),
-                        (json.dumps({**report, "counts": {}}), "saved nothing")):  # fmt: skip
+    for text, wrong in (("{}", "is not a report"), ("{", "is not a report"), ('[{"node": 1}]', "is not a report"),
+                        ("[]", "saved nothing"), (json.dumps({**report, "counts": {}}), "saved nothing")):  # fmt: skip
         file.write_text(text)
         assert wrong in run("--report", file, "--nodes", 4, code=1)
-
-
-@pytest.mark.parametrize("drains", [(), ("--drain-every", "1h", "--pfs-restart", "10min")])
-def test_the_picture_is_drawn(tmp_path: Path, drains: tuple[str, ...]) -> None:
-    file = tmp_path / "waste.png"
-    run("--nodes", 64, "--bytes", "12GiB", *FAILURES, *drains, "--plot", file)
-    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
-
-
-def test_what_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = ("--nodes", 64, "--bytes", "12GiB", *FAILURES, "--plot")
-    assert "cannot draw to" in run(*drawn, tmp_path / "waste.txt", code=1)
-    assert "memory covers no failure" in run(*drawn, tmp_path / "waste.png", "--scheme", "none", code=1)
-    assert "give --mtbf" in run("--nodes", 4, "--bytes", "1GiB", "--plot", tmp_path / "waste.png", code=2)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'mlflash[plot]'" in run(*drawn, tmp_path / "waste.png", code=1)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -380,28 +290,19 @@ def test_what_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         ("--bytes 1GiB", "Give --nodes, --hosts, --domains"),
         ("--nodes 4 --bytes 12G", "bytes such as 12GiB"),
         ("--nodes 4 --bytes 0B", "at least 1 byte"),
+        ("--nodes 4 --bytes 1GiB --alike 2GiB", "is larger than the state of a rank"),
         ("--nodes 4000000 --bytes 1GiB", "1 to 1,048,576 ranks"),
         ("--nodes 4 --bytes 1GiB --scheme raid", "none, copy, copy:k, xor:n"),
         ("--nodes 4 --bytes 1GiB --mtbf 5y", "needs --save"),
-        ("--nodes 4 --bytes 1GiB --mtbf 5years --save 1", "30000h, 200d or 5y"),
         ("--nodes 4 --bytes 1GiB --mtbf 0 --save 1", "longer than 0 s"),
-        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 0", "longer than 0 s"),
         ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --commit 1", "cannot be shorter than --save"),
         ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --pfs-restart 1h", "needs --drain-every"),
         ("--nodes 4 --hosts n[1-3] --bytes 1GiB", "4 different hosts"),
         ("--hosts n1,n1 --bytes 1GiB", "different hosts"),
-        ("--hosts n[1- --bytes 1GiB", "node[001-016]"),
         ("--domains /no/such --bytes 1GiB", "does not exist"),
-        ("--domains /dev/null --slurm --bytes 1GiB", "is a file|either --domains or --slurm|not a"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_what_is_possible(arguments: str, text: str) -> None:
     result = CliRunner().invoke(main, ["plan", *arguments.split()])
     assert result.exit_code in (1, 2)
-    assert any(part in " ".join(result.output.split()) for part in text.split("|")), result.output
-
-
-def test_losses_beyond_the_nodes_and_waste_beyond_all_time_are_shown() -> None:
-    text = run("--nodes", 2, "--bytes", "1GiB", "--losses", 9, "--mtbf", "1min", "--save", "1h", "--restart", "1s")
-    assert "2 lost" in text and "3 lost" not in text
-    assert "100.0 %" in text
+    assert text in " ".join(result.output.split()), result.output

@@ -175,7 +175,7 @@ def test_it_says_versions_nodes_times_what_the_user_gives_and_each_file() -> Non
     '{"versions": {}}', '{"versions": {"python": 3}, "given": {}}', '{"versions": [], "given": {}}',
     '{"versions": {"python": "3"}, "given": []}', "1", '"text"',
 ])  # fmt: skip
-def test_a_manifest_with_another_provenance_is_refused_and_one_without_is_an_older_one(said: str) -> None:
+def test_a_manifest_with_another_provenance_is_refused_and_one_without_says_nothing(said: str) -> None:
     parts = b"[]", b'["d",[]]', []
     its = manifest.provenance_of({"python": "3.11.7"}, '{"seed":1}')
     assert manifest.decode(manifest.join(*parts, None, its), 0).provenance == its

@@ -130,7 +130,7 @@ def test_the_number_of_an_array_is_never_taken_for_that_of_a_job() -> None:
 
 
 PULSE: dict[str, Any] = {
-    "format": 2,
+    "format": 1,
     "run": "r",
     "rank": 0,
     "ranks": 2,

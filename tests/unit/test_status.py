@@ -30,8 +30,12 @@ def test_a_step_of_a_live_job_is_lost_only_if_two_looks_find_it_so(
     pid: int | None, lost: Sequence[int | None], looks: int, is_well: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = itertools.count()
-    outlooks = (SimpleNamespace(lost=None if one is None else SimpleNamespace(attempt=SimpleNamespace(generation=one)),
-                                unseen=(), newest=object()) for one in lost)  # fmt: skip
+
+    def prospect(generation: int) -> Any:
+        return SimpleNamespace(attempt=SimpleNamespace(generation=generation))
+
+    outlooks = (SimpleNamespace(lost=None if one is None else prospect(one), unseen=(), newest=prospect(0))
+                for one in lost)  # fmt: skip
     before: dict[Any, Any] = {}
 
     def restorable(*_: Any) -> Any:
@@ -45,5 +49,5 @@ def test_a_step_of_a_live_job_is_lost_only_if_two_looks_find_it_so(
     monkeypatch.setattr(status, "look_around", lambda *_: [SimpleNamespace(pid=pid, damaged=[])])
     monkeypatch.setattr(status, "what_is_restorable", restorable)
     monkeypatch.setattr(status.on_disk, "look_into", lambda *_: None)
-    found = status.look(World(None, 0, math.inf), SimpleNamespace(memory="", directory=None), None, None)  # type: ignore[arg-type]
+    found = status.look(World(None, 0, math.inf), SimpleNamespace(memory="", directory=None), None)  # type: ignore[arg-type]
     assert (found.is_well, next(count)) == (is_well, looks)

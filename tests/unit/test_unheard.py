@@ -15,7 +15,7 @@ _HOME = Path(mlflash.__file__).parent
 
 # Where the errors of a program that mlflash runs go.
 ERRORS = {
-    "demo/one_launch.py": "to the demo's log, of which a failure shows the end",
+    "demo/run.py": "to the demo's log, of which a failure shows the end",
     "doctor/courier_trial.py": "its last words are in the finding",
     "doctor/slurm.py": "its last words are in the finding",
     "launcher/first_node_guard.py": "its last words are logged, once",
@@ -30,8 +30,8 @@ ERRORS = {
 }  # fmt: skip
 # What is done with the time of day, which differs from node to node.
 CLOCKS = {
-    "demo/kept_run.py": "one machine",
-    "demo/kept_train.py": "one machine",
+    "demo/run.py": "one machine",
+    "demo/train.py": "one machine",
     "doctor/mpi_ranks.py": "clocks are compared, to report how far they differ",
     "draining/drain_queue.py": "a fresh start in an unreadable directory takes its first number from it",
     "draining/file_format.py": "shown; it decides between two runs that took the same number, which one job never has",

@@ -1,10 +1,12 @@
 """Two asynchronous saves at once: each is whole on all ranks where they are threads.
 
-In a checkpoint process they share one pipe. PyTorch gives one the answer to the other then, and the process may end.
+In a checkpoint process they share one pipe. PyTorch gives one the answer to the other then: it may release a state dict
+before mlflash has written it, and the process may end.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +16,11 @@ import torch
 import torch.distributed as dist
 from dcp import Hesitant, Kept
 from mpi4py import MPI
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from mlflash.errors import SaveFailed
 
 pytestmark = [pytest.mark.mpi(min_size=2)]
 TIMEOUT_S = 20.0
@@ -55,3 +60,28 @@ def test_two_saves_at_once_in_threads_are_whole(torch_job: MPI.Comm, started: Ca
             for name, running in both.items():
                 loaded = running.load(state_of(name, 0, is_sharded), f"step-{step}")
                 Kept.of(state_of(name, step, is_sharded)).check(loaded)
+
+
+@pytest.mark.gate
+def test_a_step_whose_state_dict_was_released_too_early_is_not_committed(
+    torch_job: MPI.Comm, started: Callable[..., Any]
+) -> None:
+    with started(torch_job) as running:
+        running.save(state_of("model", 1, 0), "step-1", "thread")()
+        is_coordinator = torch_job.rank == 0
+        writer, planner = running.writer, DefaultSavePlanner()
+        writer.reset("step-2")
+        writer.set_up_storage_writer(is_coordinator)
+        staged = writer.stage(state_of("model", 2, 0))
+        planner.set_up_planner(dict(staged), writer.storage_meta(), is_coordinator)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        results = writer.write_data(planner.finish_plan(plans[0]), planner).wait()
+        del staged
+        gc.collect()
+        if is_coordinator:
+            with pytest.raises(SaveFailed, match="released before it was written"):
+                writer.finish(metadata, [results])
+        torch_job.Barrier()
+        with pytest.raises(CheckpointException, match="this step cannot be restored"):
+            running.load(state_of("model", 0, 0), "step-2")
+        Kept.of(state_of("model", 1, 0)).check(running.load(state_of("model", 0, 0), "step-1"))

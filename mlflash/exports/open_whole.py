@@ -1,0 +1,209 @@
+"""An open checkpoint of any number of ranks, in memory or in a directory → a `Whole` on the rank that exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..draining.file_index import first_names
+from ..errors import CorruptSlot, MlflashError
+from ..protocol.ranks import Collectives
+from ..protocol.wanted_parts import WantedPart, items
+from ..restoring.open_in_memory import OpenCheckpoint
+from ..state import shards
+from ..state.dtypes import item_nbytes
+from ..state.leaves import Entry, Tree, ties_of
+from ..state.meshes import apart
+from ..state.old_ranks import OldRank, Spot
+from ..state.paths import plain_leaves
+from ..state.plain_values import encode_key
+from ..storage import dcp_plans
+from ..storage.dcp_plans import Path
+from ..storage.whole_state import Whole
+
+Spots = dict[str, list[Spot]]
+"""Where each tensor is in the structures of the old ranks."""
+
+
+def export(world: Collectives, opened: OpenCheckpoint, write: Callable[[Whole], Any]) -> Any:
+    """Let the first rank export a checkpoint. Return its result there, and None on the others.
+
+    Collective over the world.
+
+    Args:
+        world: the ranks that have it open.
+        opened: the checkpoint, with the data that `dcp_plans.TOLD` names.
+        write: writes the checkpoint. If ranks had different values, it gets those of the lowest rank.
+
+    Raises:
+        MlflashError, OSError: the export failed on the first rank. The other ranks raise an MlflashError.
+    """
+    if world.rank:
+        while world.broadcast(None, 0):
+            opened.read(())
+        return world.raise_together(None)
+    error: BaseException | None = None
+    result: Any = None
+    try:
+        result = write(open_whole(world, opened))
+    except Exception as problem:  # the other ranks must learn of it
+        error = problem
+    world.broadcast(False, 0)
+    told = error if error is None or isinstance(error, MlflashError) else MlflashError(f"export failed: {error}")
+    try:
+        world.raise_together(told)
+    except MlflashError:
+        if error is not None:
+            raise error from None
+        raise
+    return result
+
+
+def open_whole(world: Collectives, opened: OpenCheckpoint) -> Whole:
+    """Describe a checkpoint on the first rank. Its ``read`` is collective: the other ranks are in `export`."""
+    is_planned = dcp_plans.is_planned(opened.olds.groups[0].structure.tree)
+    whole, spots = _of_plan(opened) if is_planned else _of_state(opened)
+
+    def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+        raw = {name: np.empty(whole.entries[name].nbytes, dtype=np.uint8) for name in names}
+        parts = [part for name in names for part in _parts(opened, whole.entries[name], spots[name], raw[name])]
+        world.broadcast(True, 0)  # now the other ranks read, too
+        if not opened.read(parts):
+            raise CorruptSlot("parts of the checkpoint cannot be read", step=opened.step)
+        return raw
+
+    return dataclasses.replace(whole, read=read)
+
+
+def _parts(opened: OpenCheckpoint, entry: Entry, spots: Sequence[Spot], raw: np.ndarray) -> list[WantedPart]:
+    if not entry.nbytes:
+        return []
+    olds = opened.olds
+    # If the checkpoint comes from memory, nobody has yet compared the tensors that several ranks hold whole.
+    own = olds.is_private(spots) or not (olds.compared or olds.is_sharded(spots))
+    first = min(int(olds.groups[group].ranks[0]) for group, _ in spots)
+    target = items(raw, entry)
+    return [WantedPart(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
+            for part in olds.parts(entry, first, spots, first if own else None) or ()]  # fmt: skip
+
+
+def _of_state(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
+    """Describe a saved state. If ranks had different values, take those of the lowest rank."""
+    entries, ties, spots, plain = dict[str, Entry](), dict[str, str](), Spots(), list[Any]()
+    tree: Tree | None = None
+    name_of = apart((entry.name, entry.mesh) for old in opened.olds.of_structures() for entry in old.entries)
+    for old in opened.olds.of_structures():
+        names = [name_of(entry.name, entry.mesh) for entry in old.entries]
+        for name, entry, first in zip(names, old.entries, ties_of(old.entries), strict=True):
+            if name not in entries:
+                entries[name] = _whole(entry, name)
+                spots[name] = opened.olds.spots_of(entry)
+                if names[first] != name:
+                    ties[name] = names[first]
+        renumbered = _renumbered(old, names, {name: number for number, name in enumerate(entries)}, plain)
+        tree = renumbered if tree is None else _merged(tree, renumbered)
+    return Whole(entries, ties, tree or ["d", []], plain), spots
+
+
+def _renumbered(old: OldRank, names: Sequence[str], numbers: Mapping[str, int], plain: list[Any]) -> Tree:
+    """Renumber the tree of some ranks for the whole state, and add its plain leaves to ``plain``."""
+    values = {number: old.plain[path] for path, number in plain_leaves(old.tree).items()}
+    marks = [name.removeprefix(entry.name) for name, entry in zip(names, old.entries, strict=True)]
+
+    def leaf(tag: str, number: int) -> Tree:
+        if tag == "e":
+            return ["e", numbers[names[number]]]
+        plain.append(values[number])
+        return ["p", len(plain) - 1]
+
+    def key(code: Any, below: Tree) -> Any:  # tensors of one name on several meshes get a key each
+        return f"{code}{marks[below[1]]}" if below[0] == "e" and type(code) is str else code
+
+    return _map(old.tree, leaf, key)
+
+
+def _of_plan(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
+    """Describe the nested state of a DCP plan, as far as the planner kept the place of each part."""
+    entries, ties, spots, plain = dict[str, Entry](), dict[str, str](), Spots(), list[Any]()
+    paths: dict[str, Path] = {}
+    parts: dict[str, Tree] = {}
+    left_out: list[str] = []
+    for rank, old in opened.olds.items():
+        group = opened.olds.group_of(rank)
+        index, numbers = dcp_plans.Index.decode(old.told[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
+        paths |= index.paths()
+        names, firsts = dcp_plans.names_of(old.tree, old.entries), first_names(old.entries)
+        for key in index.tensors:
+            if key not in numbers:
+                raise CorruptSlot("a tensor of the plan is not in the slot", tensor=key[0], step=opened.step, rank=rank)
+            name, entry = key[0], old.entries[numbers[key]]
+            entries.setdefault(name, _whole(entry, name))
+            first = names.get(firsts[numbers[key]], name)
+            if first != name and first in entries:
+                ties.setdefault(name, first)
+            if (spot := (group, numbers[key])) not in spots.setdefault(name, []):
+                spots[name].append(spot)
+        readable = dcp_plans.values(index, old.told[dcp_plans.BYTES])
+        left_out += [name for name in index.parts if name not in readable]
+        for name, (tree, values) in readable.items():
+            parts.setdefault(name, _moved(tree, len(plain)))
+            plain += values
+    parts |= {name: ["e", number] for number, name in enumerate(entries)}
+    tree = _nested({paths.get(name, (name,)): parts[name] for name in (*paths, *parts) if name in parts})
+    return Whole(entries, ties, tree, plain, left_out=tuple(sorted(left_out))), spots
+
+
+def _whole(entry: Entry, name: str) -> Entry:
+    nbytes = item_nbytes(entry.kind, entry.dtype) * math.prod(entry.global_shape)
+    zero = (0,) * len(entry.global_shape)
+    return dataclasses.replace(entry, name=name, offset=zero, shape=entry.global_shape, start=0, nbytes=nbytes)
+
+
+def _map(tree: Tree, leaf: Callable[[str, int], Tree], key: Callable[[Any, Tree], Any] = lambda code, _: code) -> Tree:
+    """Replace the leaves of a tree, and the keys of its dicts."""
+    tag, rest = tree[0], tree[1]
+    if tag in ("e", "p"):
+        return leaf(tag, rest)
+    if tag in ("o", "k"):
+        return [tag, _map(rest, leaf, key), *tree[2:]]
+    if tag == "d":
+        return ["d", [[key(code, below), _map(below, leaf, key)] for code, below in rest]]
+    return [tag, [_map(below, leaf, key) for below in rest]]
+
+
+def _moved(tree: Tree, by: int) -> Tree:
+    """Shift the numbers of the plain leaves in a tree."""
+    return _map(tree, lambda tag, number: [tag, number + by] if tag == "p" else [tag, number])
+
+
+def _nested(parts: Mapping[Path, Tree]) -> Tree:
+    """Build a nested state. Names are keys of dicts, and numbers are places in lists."""
+    inside: dict[str | int, dict[Path, Tree]] = {}
+    for path, tree in parts.items():
+        if not path:
+            return tree
+        inside.setdefault(path[0], {})[path[1:]] = tree
+    if inside and all(type(key) is int for key in inside):
+        return ["l", [_nested(inside[key]) for key in sorted(inside)]]
+    return ["d", [[encode_key(key, ""), _nested(below)] for key, below in inside.items()]]
+
+
+def _merged(first: Tree, second: Tree) -> Tree:
+    """Merge the trees of two ranks. If both have a key, the first counts (pipeline stages have different layers)."""
+    if first[0] == second[0] == "k" and first[3] and second[3]:  # of the modules of both
+        return ["k", _merged(first[1], second[1]), first[2], _merged(first[3], second[3])]
+    if second[0] in ("o", "k"):
+        return _merged(first, second[1])
+    if first[0] in ("o", "k"):
+        return [first[0], _merged(first[1], second), *first[2:]]
+    if first[0] != "d" or second[0] != "d":
+        return first
+    merged = {repr(key): [key, tree] for key, tree in first[1]}
+    for key, tree in second[1]:
+        known = merged.get(repr(key))
+        merged[repr(key)] = [key, tree] if known is None else [known[0], _merged(known[1], tree)]
+    return ["d", list(merged.values())]
