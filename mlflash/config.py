@@ -34,6 +34,7 @@ PREFER_CERTIFIED = "MLFLASH_PREFER_CERTIFIED"
 _OTHER_VARIABLES = tuple(
     f"MLFLASH_{name}" for name in ("COMPLETE", "INTERFACE", "ISAL", "KEPT", "PRESUMED", "RUN", "TRACEBACK")
 )
+_OTHER_ARGUMENTS = ("comm", "replicated", "process_group")  # of Checkpointer
 _NOT_SETTINGS = ("MLFLASH_TEST_", "MLFLASH_BENCH_")
 COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 """HDF5's own, and those of hdf5plugin that give back every bit."""
@@ -303,7 +304,8 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
         elif env_name and env.get(env_name, "") != "":
             values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
     if unknown := given.keys() - set(names):
-        raise ConfigError(f"unknown settings: {'; '.join(_guessed(name, names) for name in sorted(unknown))}")
+        known = [*names, *_OTHER_ARGUMENTS]
+        raise ConfigError(f"unknown settings: {'; '.join(_guessed(name, known) for name in sorted(unknown))}")
     values["fresh"] = _word(values.get("fresh", ""))
     values["provenance"] = _object(values.get("provenance", ""))
     if values.get("sign_key"):  # couriers may have another working directory

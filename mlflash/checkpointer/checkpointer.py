@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import logging
 import operator
 import os
@@ -469,6 +471,21 @@ class Checkpointer:
             if isinstance(error, MlflashError):
                 self._trainer.recorder.uncaught("".join(traceback.format_exception(kind, error, trace)))
             self._end_alone("failed", "an exception ended the training")
+
+
+def _signature() -> inspect.Signature:
+    """What `help` and completion show of ``Checkpointer.__init__``: each setting in the place of ``**settings``."""
+    written = inspect.signature(Checkpointer.__init__)
+    parameters = [each for each in written.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    settings = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(config.Config)
+        if field.name not in written.parameters
+    ]
+    return written.replace(parameters=[*parameters, *settings])
+
+
+Checkpointer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.metadata
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -139,12 +142,26 @@ def test_job_names() -> None:
         ({"when_busy": "panic"}, "MLFLASH_WHEN_BUSY"),
         ({"color": "red"}, "unknown settings: color"),
         ({"drain_evry": 5}, "unknown settings: drain_evry (did you mean drain_every?)"),
+        ({"replicate": True}, "unknown settings: replicate (did you mean replicated?)"),
     ],
 )
 def test_a_bad_setting_is_named_with_what_is_allowed(settings: dict[str, object], text: str) -> None:
     with pytest.raises(errors.ConfigError) as caught:
         config.from_environment({}, "/a", **settings)
     assert text in str(caught.value)
+
+
+def test_help_of_a_checkpointer_shows_each_setting_with_type_and_default() -> None:
+    shown = inspect.signature(Checkpointer).parameters
+    assert list(shown)[:5] == ["directory", "comm", "domains", "replicated", "process_group"]
+    assert "settings" not in shown
+    for field in dataclasses.fields(config.Config):
+        parameter = shown[field.name]
+        if field.name not in ("directory", "domains"):  # these accept objects, too
+            assert (parameter.kind, parameter.annotation) == (parameter.KEYWORD_ONLY, field.type)
+        assert parameter.default == field.default
+    help_text = pydoc.plain(pydoc.render_doc(Checkpointer))
+    assert "drain_every: 'int' = 0" in help_text and "redundancy: 'str' = 'copy'" in help_text
 
 
 def test_variables_that_look_like_settings_and_are_none_are_named_with_what_is_meant() -> None:
