@@ -36,7 +36,7 @@ VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN := $(VENV)/bin
 REPORTS := .reports/$(MPI)
 SIZES := 1 2 3 4 5 8
-SOURCES := setup.cfg setup.py pyproject.toml $(wildcard slurm/*) $(shell find mlflash adapters -name '*.py' -o -name 'page.*')
+SOURCES := setup.py pyproject.toml $(wildcard slurm/*) $(shell find mlflash adapters -name '*.py' -o -name 'page.*')
 
 # mpiexec as root, with more ranks than cores; both variables are ignored by MPICH.
 LAUNCH := $(if $(filter openmpi,$(MPI)),--oversubscribe --bind-to none)
@@ -90,13 +90,13 @@ help:
 # compiled when it is imported first.
 PIP = $(@D)/bin/python -m pip install $(if $(CI),-q) --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
-# What setup.cfg says that mlflash (core) or an extra of it needs.
+# What pyproject.toml says that mlflash (core), an extra or a group of it needs.
 NEEDED = $$($(PYTHON) tools/requirements.py $(1))
 
-.venv/.runtime: setup.cfg constraints.txt
+.venv/.runtime: pyproject.toml constraints.txt
 	@echo "making .venv: PyTorch, MPICH and what else mlflash needs to run, 1 GB, about a minute"
 	$(PYTHON) -m venv .venv
-	$(PIP) $(call NEEDED,core mpich)
+	$(PIP) $(call NEEDED,core torch mpich)
 	@touch $@
 
 .venv/.tests: .venv/.runtime
@@ -106,7 +106,7 @@ NEEDED = $$($(PYTHON) tools/requirements.py $(1))
 # The tests run against the installed package, never against the checkout.
 .venv-build/.tests:
 	$(PYTHON) -m venv .venv-build
-	$(PIP) -q setuptools wheel
+	$(PIP) -q 'setuptools>=77'  # as pyproject.toml says
 	@touch $@
 
 .venv-build/.wheel: .venv-build/.tests $(SOURCES)
@@ -200,13 +200,13 @@ endef
 	$(PIP) $(call NEEDED,browser)
 	@touch $@
 
-.venv-lint/.tests: setup.cfg
+.venv-lint/.tests: pyproject.toml
 	$(PYTHON) -m venv .venv-lint
 	$(PIP) $(call NEEDED,lint)
 	@touch $@
 
 # Nothing is imported: the docstrings are read where the package is installed, without torch and MPI.
-.venv-docs/.tests: setup.cfg constraints.txt
+.venv-docs/.tests: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
 	$(PIP) $(call NEEDED,docs)
 	@touch $@

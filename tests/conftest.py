@@ -87,7 +87,7 @@ def pytest_make_collect_report(
     missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", str(report.longrepr)) if report.failed else None
     if missing and missing[1] != "mlflash":
         report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing[1]}: pip install 'mlflash[test]'")
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing[1]}: make .venv/.tests")
     return report
 
 

@@ -1,21 +1,27 @@
-"""Prints the requirements of mlflash itself ("core") or of its extras from setup.cfg, for pip.
+"""Prints what pyproject.toml requires for mlflash itself ("core"), for its extras and for its dependency groups.
 
-Usage: requirements.py core|EXTRA...
+Usage: requirements.py core|EXTRA|GROUP...
 """
 
 from __future__ import annotations
 
-import configparser
 import sys
 from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
 
 
 def main() -> None:
     """Print one requirement a line."""
-    setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        written = tomllib.load(file)
+    project = written["project"]
+    lists = {"core": project["dependencies"], **project["optional-dependencies"], **written["dependency-groups"]}
     for name in sys.argv[1:]:
-        print(setup["options"]["install_requires"] if name == "core" else setup["options.extras_require"][name])
+        print(*lists[name], sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import logging
 import operator
 import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -43,22 +44,7 @@ class Checkpointer:
     Args:
         directory: path on the parallel file system, or a URL that fsspec knows, to drain checkpoints to and restore
             them from. It also gives the job a name if nothing else does.
-        redundancy: how slots are protected on other nodes. "copy" or "copy:k": k copies of each slot. "xor:n": groups
-            of n nodes, any 1 of which may be lost. "rs:n+k": groups of n + k nodes, any k of which may be lost (k is 1
-            to 3). "none": no protection. Default "copy".
-        memory: node-local memory file system. Default "/dev/shm".
-        job: name by which a relaunch finds the memory of the run before. Default: ``MLFLASH_JOB``, then
-            ``SLURM_JOB_ID`` with a digest of ``directory`` (without one: of the script and its arguments), then a name
-            made from ``directory``.
         comm: mpi4py communicator. None: COMM_WORLD under an MPI launcher or srun, otherwise this process alone.
-        strict: a save that fails raises instead of warning.
-        timeout_s: seconds that each job of the courier (such as a commit) may take from its start. A drain is late only
-            after this many seconds without progress; a read from the directory has this long for each GiB. Default 300.
-        when_busy: if both slots are busy: "wait" for the older commit, or "skip" this save on all ranks.
-        reserve: bytes of state per rank to allocate at the start; see :meth:`prepare`.
-        transport: how data goes to other nodes: "rma", "p2p" or "auto".
-        skip_stuck: restore an older step if this many runs have restored the newest one without a newer commit. Default
-            0: only warn.
         domains: which nodes can be lost together. Either the path of a file whose lines contain a host (or host list)
             and its domains, outermost first; or a mapping from host to domain or tuple of domains. mlflash spreads the
             nodes of a redundancy group over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows about the nodes.
@@ -68,23 +54,11 @@ class Checkpointer:
             compare it at every step. If it differs, the step fails with a warning that names tensors and ranks. With
             ``share=False`` it is only compared. mlflash sends nothing over the group that you give. Default: the
             replicas that the placements of DTensors show, in the state of the first `restore` or `prepare`.
-        fresh: begin anew, even if checkpoints exist: True, or any word. Each word does this once: a relaunch with it
-            continues from what this training saved. Older checkpoints in memory are deleted after the first commit;
-            ``directory`` keeps them.
-        drain_every: drain every k-th checkpoint, and the newest one at the end; takes a third slot. Default 0: none.
-        keep_last, keep_every: checkpoints that stay in ``directory``: so many of the newest, and multiples of it.
-            Default: all.
-        drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default: no
-            limit.
-        format: "hdf5", or "dcp", which plain `torch.distributed.checkpoint.load` reads.
-        provenance: your own entries in the provenance of drained checkpoints: a dict of JSON values, such as a seed.
-        sign_key: PEM file of the Ed25519 private key that signs the provenance; see docs/drain.md. Default: none.
-        log: file that gets a line of JSON for each event (docs/watching.md). Each other node writes a file next to it.
         process_group: the torch.distributed group that has the ranks of ``comm``. Without ``comm``: the ranks of the
             job that this Checkpointer is for. mlflash sends nothing over it. Default: all ranks.
-        enabled: False turns mlflash off, and so does ``MLFLASH_DISABLE=1``, whatever you give here: no method does
-            anything, nothing is collective, no setting is checked, and MPI is not started.
-        settings: further fields of :class:`mlflash.config.Config`.
+        settings: the fields of :class:`mlflash.config.Config` by name, such as ``redundancy="xor:8"`` and
+            ``drain_every=10``; docs/using.md has a table of them. None: not given. With ``enabled=False`` no method
+            does anything, nothing is collective, no setting is checked, and MPI is not started.
 
     Attributes:
         enabled: whether mlflash does anything.
@@ -107,30 +81,17 @@ class Checkpointer:
     _restores: Restores
 
     def __init__(
-        self, directory: str | os.PathLike[str] | None = None, *, redundancy: str | None = None,
-        memory: str | None = None, job: str | None = None, comm: Any = None, strict: bool | None = None,
-        timeout_s: float | None = None, when_busy: str | None = None, reserve: int | None = None,
-        transport: str | None = None, skip_stuck: int | None = None, fresh: bool | str | None = None,
-        drain_every: int | None = None, drain_rate: float | None = None, drain_writers: int | None = None,
-        keep_last: int | None = None, keep_every: int | None = None, format: str | None = None,
-        provenance: Mapping[str, Any] | None = None, sign_key: str | os.PathLike[str] | None = None,
-        log: str | os.PathLike[str] | None = None, domains: Any = None, replicated: Any = None,
-        process_group: Any = None, enabled: bool = True, **settings: Any,
+        self, directory: str | os.PathLike[str] | None = None, *, comm: Any = None, domains: Any = None,
+        replicated: Any = None, process_group: Any = None, **settings: Any,
     ):  # fmt: skip
-        self._config = config.from_environment(
-            os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
-            when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck, fresh=fresh,
-            drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
-            keep_every=keep_every, format=format, log=None if log is None else os.fspath(log), enabled=enabled,
-            provenance=provenance, sign_key=None if sign_key is None else os.fspath(sign_key), **settings,
-        )  # fmt: skip
+        self._config = config.from_environment(os.environ, directory, **settings)
         self.enabled = self._config.enabled
         self._closed = "" if self.enabled else "off"  # why calls are refused; if it is off, nothing has to be closed
         self._is_ended = not self.enabled
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
-        disabled.turned_off(enabled, comm)  # says so
+        disabled.turned_off(self.enabled, comm)  # says so
         off: Any = disabled.Disabled(comm)
         self._courier = self._drains = self._saves = self._restores = self.adapting = off
 
@@ -510,6 +471,21 @@ class Checkpointer:
             if isinstance(error, MlflashError):
                 self._trainer.recorder.uncaught("".join(traceback.format_exception(kind, error, trace)))
             self._end_alone("failed", "an exception ended the training")
+
+
+def _signature() -> inspect.Signature:
+    """What `help` and completion show of ``Checkpointer.__init__``: each setting in the place of ``**settings``."""
+    written = inspect.signature(Checkpointer.__init__)
+    parameters = [each for each in written.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    settings = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(config.Config)
+        if field.name not in written.parameters
+    ]
+    return written.replace(parameters=[*parameters, *settings])
+
+
+Checkpointer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep:

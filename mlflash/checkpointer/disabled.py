@@ -76,5 +76,5 @@ class Disabled:
         return {
             "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": [],
             "partners": [], "shared with": [], "transport": "", "job": "", "memory": "", "restored_from": "",
-            "drain": None, "send rate": None, "slowdown": None, "slots": [], "counts": {}, "seconds": {},
+            "drain": None, "send rate": None, "slots": [], "counts": {}, "seconds": {},
         }  # fmt: skip

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from ..errors import MpiUnavailable
+from ..errors import MpiUnavailable, pip_install
 from ..wireup.pmi_client import uses_mpi
 from ..wireup.rendezvous import way, who_am_i
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
@@ -62,9 +62,9 @@ def choose(courier: str, comm: Any) -> Choice:
         if who_am_i(os.environ).size > 1 and (vendor := _vendor(zygote)) in _NO_PMI:
             zygote.stop(0)
             raise MpiUnavailable(
-                "couriers that are processes need an MPI that speaks PMI-1, such as MPICH (pip install "
-                f"'mlflash[mpich]'), Intel MPI or Cray MPICH. {vendor} does not: set MLFLASH_COURIER=thread and use "
-                "its own mpiexec or srun",
+                "couriers that are processes need an MPI that speaks PMI-1, such as MPICH "
+                f"({pip_install('mpich')}), Intel MPI or Cray MPICH. {vendor} does not: set MLFLASH_COURIER=thread and "
+                "use its own mpiexec or srun",
                 found=vendor,
             )
         return Choice(True, 'courier="process"', zygote)

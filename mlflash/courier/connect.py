@@ -64,7 +64,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
         among = some_ranks(process_group, rank, size)
     world = World(comm, config.ranks_per_node, config.timeout_s, among, config.job)
     drains: list[Drains] = []
-    jobs = JobThread(world, threaded=world.threads, nice=config.nice)
+    jobs = JobThread(world, threaded=world.threads)
     session = Session(config, world, jobs, lambda drain: drains[0].began(drain))
     courier = CourierThread(jobs, session, choice.why)
     start = _start(world.rank, world.size, _group_of(comm, among), process_group, replicated, domains)

@@ -60,7 +60,7 @@ class CourierLink:
     Collective, like `Couriers`.
 
     Args:
-        config: how long the start may take, and which cores couriers get.
+        config: how long the start may take.
         directory: a private directory of this user, where ranks of one host may meet.
         zygote: of this process, if it was already started; None: it was not.
         meeting: see `Couriers`; None: the start may take ``timeout_s`` of the job.
@@ -71,7 +71,7 @@ class CourierLink:
         self._timeout_s = config.timeout_s
         self.couriers = Couriers(
             ENTRY, os.environ, config.timeout_s if meeting is None else meeting.timeout_s, directory=directory,
-            zygote=zygote, meeting=meeting, cores=config.courier_cpus,
+            zygote=zygote, meeting=meeting, own_cores=True,
         )  # fmt: skip
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)

@@ -63,7 +63,7 @@ class Hosted:
             raise BadMessage(f"a session of the ranks {str(opened.ranks)[:80]} to rank {rank} of {size}")
         # Each session has its own communicators from the start, so the other sessions of these ranks do not matter.
         self.world = World(comm, config.ranks_per_node, config.timeout_s, opened.ranks, f"{opened.before}", True)
-        self.jobs = JobThread(self.world, threaded=True, nice=config.nice)
+        self.jobs = JobThread(self.world, threaded=True)
         self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=link.trains_on)
         self._plans: dict[int, Plan] = {}
         self._drains = 0
@@ -159,12 +159,8 @@ class Hosted:
         value = wire.decode(wire.known(wire.TELLS, frame.name), frame.body)
         if frame.name == "plan":
             self._plans = {**dict([*self._plans.items()][-_PLANS:]), value.number: value.plan}
-        elif frame.name == "step":
-            self.session.context.pace.step()
-        elif frame.name == "doing":
-            self.session.tell_doing(value)
         else:
-            self.session.context.pace.stalled(value)
+            self.session.tell_doing(value)
 
     def close(self, frame: Frame) -> None:
         """End the jobs and release memory.

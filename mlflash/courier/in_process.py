@@ -24,7 +24,6 @@ from ..errors import Closed, ConfigError, DeadlineExceeded, MlflashError, SaveFa
 from ..events import Event
 from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
-from ..protocol.client import Pace
 from ..protocol.messages import Message
 from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
@@ -95,17 +94,6 @@ class CourierProcess:
     @property
     def is_a(self) -> str:
         return self._link.is_a
-
-    @property
-    def pace(self) -> Pace:
-        return self
-
-    def step(self) -> None:
-        self._tell(Kind.TELL, 0, "step", None)
-
-    def stalled(self, seconds: float) -> None:
-        if self._config.max_slowdown:
-            self._tell(Kind.TELL, 0, "stalled", seconds)
 
     # Jobs
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import DeadlineExceeded, MlflashError
 from ..mpi.job_thread import Job, JobThread
-from ..protocol.client import Pace
 from ..protocol.messages import Message
 from .session import Session
 
@@ -37,10 +36,6 @@ class CourierThread:
     @property
     def is_stuck(self) -> bool:
         return self._jobs.is_stuck
-
-    @property
-    def pace(self) -> Pace:
-        return self.session.context.pace
 
     def post(self, job: Job) -> None:
         self._jobs.post(job)

@@ -6,17 +6,13 @@ import os
 from pathlib import Path
 
 from ..config import Config
-from ..errors import MlflashError, MpiUnavailable
+from ..errors import MlflashError, MpiUnavailable, pip_install
 from ..memory import user_directory
 from ..wireup import mpich_segments
 from ..wireup.launch import Meeting
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 from .courier_link import CourierLink
 
-_NO_ZYGOTE = (
-    "couriers cannot be started as processes, and the output above says why. If there is no MPI: pip install "
-    "'mlflash[mpich]', or load the module of your cluster's MPI. MLFLASH_COURIER=thread needs no such processes"
-)
 _link: CourierLink | None = None
 _making: ZygoteClient | None = None  # its courier is being started; other ranks may be lost meanwhile
 _left: set[str] = set()  # shared memory that others still mapped when the last connection was given up
@@ -68,7 +64,12 @@ def _made(config: Config, directory: Path | None, zygote: ZygoteClient | None,
     try:
         return CourierLink(config, directory, zygote, meeting)
     except ZygoteLost as error:
-        raise MpiUnavailable(_NO_ZYGOTE, found=str(error)) from error
+        raise MpiUnavailable(
+            "couriers cannot be started as processes, and the output above says why. If there is no MPI: "
+            f"{pip_install('mpich')}, or load the module of your cluster's MPI. MLFLASH_COURIER=thread needs no such "
+            "processes",
+            found=str(error),
+        ) from error
 
 
 def interrupt(why: MlflashError) -> None:

@@ -54,9 +54,8 @@ def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
         together store what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
         ``restored_from`` (the source of this rank's state at the last restore: the node whose memory had it, the folder
         of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
-        ``send rate`` (largest number of bytes per second; None: no limit), ``slowdown`` (of the last steps while the
-        courier worked, if ``max_slowdown`` is set), ``slots`` (for each: what it holds, file, use, rank, step and
-        bytes), ``counts`` and ``seconds``.
+        ``send rate`` (largest number of bytes per second; None: no limit), ``slots`` (for each: what it holds, file,
+        use, rank, step and bytes), ``counts`` and ``seconds``.
     """
     world, replicas = context.world, context.replicas
     holds = {
@@ -85,8 +84,7 @@ def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
         "memory": context.memory.path,
         "restored_from": context.restored_from,
         "drain": drained,
-        "send rate": None if context.pace.rate == float("inf") else context.pace.rate,
-        "slowdown": context.pace.slowdown,
+        "send rate": context.pace.rate or None,
         "slots": slots,
         "counts": dict(context.recorder.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
         "seconds": dict(context.recorder.seconds),

@@ -230,7 +230,7 @@ EVENTS: dict[str, Any] = {
     "broken": MlflashError,
 }
 # By name: the type of a notice from the trainer.
-TELLS: dict[str, Any] = {"step": None, "stalled": float, "doing": str, "plan": PlanWire}
+TELLS: dict[str, Any] = {"doing": str, "plan": PlanWire}
 
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
 _MOST = (1 << 63) - 1

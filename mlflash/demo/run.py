@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -128,9 +129,12 @@ class Demo:
         Raises:
             LaunchFailed: a launch did not end as it should.
             MpiUnavailable: there is no mpiexec. The demo needs it unless processes stay.
+            ModuleNotFoundError: there is no PyTorch.
         """
         start, memory = time.monotonic(), os.environ.get("MLFLASH_MEMORY") or "/dev/shm"
         launcher = "mlflash run --keep-alive" if self._keeps else find_mpiexec()[1]
+        if importlib.util.find_spec("torch") is None:  # it takes seconds to import
+            raise ModuleNotFoundError("the demo trains with PyTorch", name="torch")
         where = "and a waiting process" if self._keeps else "on 2 emulated nodes"
         _print(console, training=f"a small GPT, DDP over gloo, {self._steps} steps; {self._ranks} ranks {where}")
         _print(console, with_=f"{launcher}; redundancy {self._redundancy}; seed {self._seed}")

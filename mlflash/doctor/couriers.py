@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..config import DISABLE
+from ..errors import pip_install
 from ..human_readable.wording import last_words
 from ..memory.courier_process import parent_and_trainer
 from ..wireup.launcher_variables import as_torchrun, without_rank
@@ -89,7 +90,7 @@ def try_couriers(environment: Mapping[str, str], memory: str) -> Finding:
         return fine("couriers", "two ranks saved without a launcher after {seconds}",
                     seconds=f"{time.monotonic() - start:.1f} s")  # fmt: skip
     last = last_words(printed, "it does not end and prints nothing")
-    advice = "pip install 'mlflash[mpich]' into this environment"
+    advice = f"{pip_install('mpich')} into this environment"
     if "pidfd_open" in printed:
         advice = "allow pidfd_open and pidfd_send_signal in the container's profile"
     return warning("couriers", "this MPI does not start without its launcher: {last}",

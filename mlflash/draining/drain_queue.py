@@ -22,6 +22,7 @@ from ..mpi.job_thread import JobThread
 from ..mpi.nonblocking import Operation
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..startup.context import Context
+from ..state import layout
 from ..storage.store import Store, is_url, open_store
 from . import checkpoint_directory, write_checkpoint
 from .checkpoint_directory import Listed, Listing
@@ -32,6 +33,7 @@ from .write_checkpoint import Terms
 
 log = logging.getLogger("mlflash")
 
+_CHECKED_BLOCKS = 4  # a checksum in a drained file covers so many blocks
 _FOLDERS = 8  # drained attempts whose folders are remembered
 _LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 
@@ -65,8 +67,8 @@ class DrainQueue:
         self._drained: Attempt | None = None  # the newest attempt whose drain has begun
         self._restored: Attempt | None = None  # restored from memory: an earlier run may not have drained it
         self._terms = Terms(
-            config.format, config.owner, config.job, config.block_nbytes * 4, config.compression, config.drain_rate,
-            config.drain_writers, config.keep_last, config.keep_every, signer,
+            config.format, config.owner, config.job, _CHECKED_BLOCKS * layout.BLOCK_NBYTES, config.compression,
+            config.drain_rate, config.drain_writers, config.keep_last, config.keep_every, signer,
         )  # fmt: skip
 
     @property

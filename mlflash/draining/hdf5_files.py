@@ -23,7 +23,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, pip_install
 from ..state.dtypes import TORCH_ITEM_NBYTES
 from ..state.leaves import Entry, Tree
 from ..state.plain_values import decode_plain
@@ -258,7 +258,7 @@ def plugin() -> Any:
     try:
         import hdf5plugin
     except ImportError:
-        raise ConfigError("this compression needs hdf5plugin: pip install 'mlflash[compression]'") from None
+        raise ConfigError(f"this compression needs hdf5plugin: {pip_install('compression')}") from None
     return hdf5plugin
 
 

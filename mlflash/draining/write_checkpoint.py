@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..crash_points import reach
-from ..errors import DrainFailed, MlflashError, text_of
+from ..errors import ConfigError, DrainFailed, MlflashError, pip_install, text_of
 from ..memory.slot_header import Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.nonblocking import Operation, side_by_side
@@ -354,8 +354,10 @@ class _OnItsWay:
 def _form(terms: Terms) -> Form:
     """Return the file format. Loads the library that it needs."""
     if terms.form == "dcp":
-        from .dcp_format import Dcp
-
+        try:
+            from .dcp_format import Dcp
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"format='dcp' needs PyTorch: {pip_install('torch')}") from error
         return Dcp()
     from .hdf5_format import Hdf5
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import LaunchFailed, MpiUnavailable
+from ..errors import LaunchFailed, MpiUnavailable, pip_install
 from ..human_readable.wording import last_words
 from ..memory.process_stat import read_stat
 
@@ -38,7 +38,7 @@ def find_mpiexec() -> tuple[str, str]:
     """
     found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
     if found is None:
-        raise MpiUnavailable("there is no mpiexec: pip install 'mlflash[mpich]', or load your cluster's MPI")
+        raise MpiUnavailable(f"there is no mpiexec: {pip_install('mpich')}, or load your cluster's MPI")
     text = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     return found, "openmpi" if "Open MPI" in text or "OpenRTE" in text or "prte" in text.lower() else "mpich"
 

@@ -74,18 +74,15 @@ class CopyThreads:
 ALONE = CopyThreads(1)
 
 
-def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[int]],
+def as_many_as_help(ranks: int, agree: Callable[[list[int]], list[int]],
                     cores: frozenset[int] | None = None) -> CopyThreads:  # fmt: skip
-    """Make so many threads that copy, or as many as help. Collective over the world.
+    """Make as many threads as make copies faster, which is measured. Collective over the world.
 
     Args:
-        threads: number of threads; 0: measure it.
         ranks: number of ranks that share this rank's cores.
         agree: takes the minimum of numbers over all ranks.
         cores: where copies will be made; None: where this thread runs.
     """
-    if threads:
-        return CopyThreads(threads)
     with _on(cores):
         return CopyThreads(_measured(ranks, agree))
 

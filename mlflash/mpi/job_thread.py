@@ -7,7 +7,6 @@ waits for them with a deadline. If MPI cannot be called from a thread, a job run
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -114,14 +113,13 @@ class JobThread:
     Args:
         world: the communicators. From now on only the courier uses them.
         threaded: whether there is a thread; otherwise jobs run inside `post`.
-        nice: niceness of the thread.
 
     Attributes:
         when_idle: called now and then while there is nothing else to do, if there is a thread. It makes no MPI calls,
             and returns soon after its argument, a function, has returned True because a job waits.
     """
 
-    def __init__(self, world: World, threaded: bool, nice: int = 0):
+    def __init__(self, world: World, threaded: bool):
         self.late: DeadlineExceeded | None = None  # of the job that is past its deadline and still running
         self.broken: BaseException | None = None
         self.when_idle: Callable[[Callable[[], bool]], None] | None = None
@@ -133,7 +131,7 @@ class JobThread:
         self._thread: threading.Thread | None = None
         self._over = Event()  # the thread has ended
         if threaded:
-            self._thread = threading.Thread(target=self._run, args=(nice,), name="mlflash-courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="mlflash-courier", daemon=True)
             self._thread.start()
             threading.Thread(target=self._watch, name="mlflash-deadline", daemon=True).start()
         else:
@@ -205,10 +203,7 @@ class JobThread:
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
         self._aside = None
 
-    def _run(self, nice: int) -> None:
-        here = threading.get_native_id()  # on Linux each thread has its own niceness
-        if nice > os.getpriority(os.PRIO_PROCESS, here):
-            os.setpriority(os.PRIO_PROCESS, here, nice)
+    def _run(self) -> None:
         try:
             while self._serve():
                 pass

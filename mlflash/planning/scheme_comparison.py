@@ -22,6 +22,7 @@ from ..placement.protection_groups import Placement, made, place
 from ..placement.redundancy_scheme import Scheme, parse
 from ..placement.topology import Topology
 from ..redundancy.deduplication import cuts
+from ..state import layout
 from ..state.layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
 from .interval import Costs, best_interval, waste
 
@@ -42,7 +43,6 @@ class Job:
     memory_nbytes: int | None = None  # of a node, for checkpoints; None: unknown
     own_slots: int = 2  # of each rank: a third if the job drains, and one or two more if it certifies steps
     copy_slots: int = 2  # of each copy and each parity file: as many more if the job certifies steps
-    block_nbytes: int = 1 << 20  # bytes per checksum
     alike_nbytes: int = 0  # the part of ``nbytes`` that is the same on all ranks: stored once on each node
 
     def __post_init__(self) -> None:
@@ -121,15 +121,15 @@ def node_nbytes(job: Job, placement: Placement) -> int:
     headers and tables, and the shares of what all ranks hold alike. The manifest counts with its smallest size, two
     pages; its real size depends on the names in the state.
     """
-    slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), job.block_nbytes)
+    slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), layout.BLOCK_NBYTES)
     sizes = {len(group) for group in placement.parity_groups}
-    parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, job.block_nbytes).nbytes for n in sizes}
+    parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, layout.BLOCK_NBYTES).nbytes for n in sizes}
     nodes = [0] * len(job.node_names)
     for node, owners, group in zip(job.topology.node_of, placement.owners, placement.parity_group_of, strict=True):
         nodes[node] += job.own_slots * slot.nbytes
         nodes[node] += job.copy_slots * (len(owners) * slot.nbytes + parity.get(len(group), 0))
     bounds = cuts(job.alike_nbytes, job.ranks_per_node) if job.alike_nbytes else []
-    shares = [Extents(0, high - low, job.block_nbytes).nbytes for low, high in itertools.pairwise(bounds)]
+    shares = [Extents(0, high - low, layout.BLOCK_NBYTES).nbytes for low, high in itertools.pairwise(bounds)]
     return max(nodes) + job.own_slots * sum(shares)
 
 

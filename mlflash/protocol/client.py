@@ -15,23 +15,12 @@ class Posted(Protocol):
     """A message that is on its way to the courier, or done."""
 
 
-class Pace(Protocol):
-    """What the courier is told about training, so that it slows training down as little as possible."""
-
-    def step(self) -> None:
-        """Note that a training step ends."""
-
-    def stalled(self, seconds: float) -> None:
-        """Note that training waited in `save`."""
-
-
 class Client(Protocol):
     """The courier, as its trainer sees it.
 
     Attributes:
         late: the error of the job that has passed its deadline and still runs; None if there is none.
         broken: why the courier has stopped working; None while it works.
-        pace: receives the steps of training.
         is_a: thread or process, and why or where: "thread (...)", "process (...)".
     """
 
@@ -41,10 +30,6 @@ class Client(Protocol):
 
     @property
     def broken(self) -> BaseException | None:
-        """See above."""
-
-    @property
-    def pace(self) -> Pace:
         """See above."""
 
     @property

@@ -224,15 +224,15 @@ def library() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _isal() -> tuple[str, ctypes.CDLL] | None:
-    """Load ISA-L: the library that MLFLASH_ISAL names (0: none), the system's, or the one in the wheel of pyeclib."""
+    """Load ISA-L: the library that MLFLASH_ISAL names (0: none), or the one of the distribution."""
     named = os.environ.get("MLFLASH_ISAL", "")
-    for path in [named] if named else ["libisal.so.2", *_in_pyeclib()]:
-        try:
-            return (path, _tried(_open(path))) if path != "0" else None
-        except (OSError, AttributeError) as error:
-            if named:
-                raise ConfigError(f"MLFLASH_ISAL={named}: {error}", expected="libisal.so.2, or 0") from None
-    return None
+    path = named or "libisal.so.2"
+    try:
+        return (path, _tried(_open(path))) if path != "0" else None
+    except (OSError, AttributeError) as error:
+        if named:
+            raise ConfigError(f"MLFLASH_ISAL={named}: {error}", expected="libisal.so.2, or 0") from None
+        return None
 
 
 def _tried(isal: ctypes.CDLL) -> ctypes.CDLL:
@@ -257,13 +257,3 @@ def _open(path: str) -> ctypes.CDLL:
     isal.ec_encode_data.argtypes = (*(ctypes.c_int,) * 3, *(ctypes.c_void_p,) * 3)
     isal.ec_init_tables.restype = isal.ec_encode_data.restype = None
     return isal
-
-
-def _in_pyeclib() -> list[str]:
-    import importlib.metadata  # here, because it takes a tenth of the time of a rank's start
-
-    try:
-        files: Sequence[importlib.metadata.PackagePath] = importlib.metadata.files("pyeclib") or ()
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return [str(file.locate()) for file in files if file.name.startswith("libisal") and ".so" in file.name]

@@ -22,6 +22,7 @@ from ..memory.slot_pool import SlotPool, any_whole
 from ..mpi.nonblocking import Operation, done, side_by_side
 from ..mpi.world import World
 from ..placement.protection_groups import Placement
+from ..state import layout
 from ..state.layout import Extents
 from .parity_exchange import ParityExchange, Roles, roles_of
 from .slot_transfer import Source, offer, swap
@@ -39,12 +40,11 @@ class Parity:
     Args:
         world: the communicators.
         placement: which rank protects which.
-        block_nbytes: bytes per checksum, and of a parity block.
         job: name of the job, for headers.
     """
 
-    def __init__(self, world: World, placement: Placement, block_nbytes: int, job: str):
-        self._world, self._block_nbytes, self._job = world, block_nbytes, job
+    def __init__(self, world: World, placement: Placement, job: str):
+        self._world, self._job = world, job
         self.group = placement.parity_group_of[world.rank]
         self.scheme = placement.scheme.sized(len(self.group))
         self._others = [rank for rank in self.group if rank != world.rank]
@@ -69,8 +69,8 @@ class Parity:
         """Bytes that each inbox slot must hold if the ranks' slots have so many."""
         if not self.group:
             return {}
-        blocks = [-(-nbytes_of[rank] // self._block_nbytes) for rank in self.group]
-        return {self._world.rank: parity_extents(blocks, self.scheme.losses, self._block_nbytes).nbytes}
+        blocks = [-(-nbytes_of[rank] // layout.BLOCK_NBYTES) for rank in self.group]
+        return {self._world.rank: parity_extents(blocks, self.scheme.losses, layout.BLOCK_NBYTES).nbytes}
 
     def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
         """Tell the group the size of this rank's slot; return the parity slot needed, with its bytes.
@@ -89,7 +89,7 @@ class Parity:
         if any(size is None for size in known.values()):
             return []
         self._extents = {rank: size for rank, size in known.items() if size is not None}
-        block_nbytes = max(size.block_nbytes for size in self._extents.values())  # if they differ, `moves` refuses
+        block_nbytes = self._extents[self._world.rank].block_nbytes
         if self._exchange is None or self._exchange.block_nbytes != block_nbytes:
             self._exchange = ParityExchange(self._world, block_nbytes, len(self.group))
         self._holders = self._lacking if again else self.group
@@ -114,10 +114,6 @@ class Parity:
         return [self._make(source, attempt)] if self._extents else []
 
     def _make(self, source: Source, attempt: Attempt) -> Operation:
-        units = sorted({size.block_nbytes for size in self._extents.values()})
-        if len(units) > 1:
-            log.warning("the ranks of a parity group have different block_nbytes: %s", ", ".join(map(str, units)))
-            return False
         exchange, target = self._exchange, self._target
         assert exchange is not None
         if target is not None:

@@ -23,11 +23,10 @@ class PartnerCopies:
         world: the communicators; the group communicator is one of ``placement.connected``.
         placement: which rank protects which.
         transport: "p2p" or "rma".
-        chunk_nbytes: bytes per transfer.
     """
 
-    def __init__(self, world: World, placement: Placement, transport: str, chunk_nbytes: int):
-        self._world, self._transport, self._chunk_nbytes = world, transport, chunk_nbytes
+    def __init__(self, world: World, placement: Placement, transport: str):
+        self._world, self._transport = world, transport
         self._owners_of = placement.owners
         self.partners = placement.partners[world.rank]
         self.owners = placement.owners[world.rank]
@@ -86,14 +85,12 @@ class PartnerCopies:
         work = []
         for partner in self._sends:
             window = functools.partial(self._window_at, partner) if self._transport == "rma" else None
-            work.append(send(self._world, partner, source, self._chunk_nbytes, window))
+            work.append(send(self._world, partner, source, window))
         for owner, extents in self._comes.items():
             slot = self._targets[owner]
             index = pool.inbox[owner].index(slot)
             exposed = (index, self._windows[index][self.owners.index(owner)]) if self._transport == "rma" else None
-            work.append(
-                receive(self._world, owner, slot, extents, slot_of(owner, attempt), self._chunk_nbytes, exposed)
-            )
+            work.append(receive(self._world, owner, slot, extents, slot_of(owner, attempt), exposed))
         return work
 
     @property

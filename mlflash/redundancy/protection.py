@@ -25,20 +25,16 @@ class Protection:
         world: the communicators.
         placement: which rank protects which.
         transport: ``p2p``, ``rma`` or ``auto``.
-        chunk_nbytes: bytes of a message.
-        block_nbytes: bytes that have a checksum, and that are coded at a time.
         job: its name.
     """
 
-    def __init__(
-        self, world: World, placement: Placement, transport: str, chunk_nbytes: int, block_nbytes: int, job: str
-    ):
+    def __init__(self, world: World, placement: Placement, transport: str, job: str):
         self._world = world
         self.placement = placement
         world.form_groups(placement.connected)
         self.transport = choose_transport(world, transport)
-        self._copies = PartnerCopies(world, placement, self.transport, chunk_nbytes)
-        self._parity = Parity(world, placement, block_nbytes, job)
+        self._copies = PartnerCopies(world, placement, self.transport)
+        self._parity = Parity(world, placement, job)
         self._parts = (self._copies, self._parity)
 
     @property

@@ -26,6 +26,11 @@ from ..mpi.world import World
 from ..state.layout import PAGE_NBYTES, Extents
 
 _OFFER, _READY, _BODY, _CHECKS, _HEADER, _ACK = range(11, 17)
+CHUNK_BLOCKS = 4
+"""Blocks per transfer: fewer than 4 MiB cost each message its latency, and more would delay the check at the other end.
+
+Open MPI 5 refuses a count above 2^31-1.
+"""
 _DEPTH = 4  # chunks in flight
 _LOOK_NBYTES = 1 << 20  # checked at a time, so that values are examined while they are in the cache
 ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become visible
@@ -72,10 +77,9 @@ class Source:
             self._seal = None
 
 
-def chunks(extents: Extents, chunk_nbytes: int) -> list[tuple[int, int]]:
-    """Cut a body into runs of whole blocks, ``(first, last + 1)``, of at most ``chunk_nbytes`` each."""
-    step = max(1, chunk_nbytes // extents.block_nbytes)
-    return [(i, min(i + step, extents.blocks)) for i in range(0, extents.blocks, step)]
+def chunks(extents: Extents) -> list[tuple[int, int]]:
+    """Cut a body into runs of whole blocks, ``(first, last + 1)``, one for each transfer."""
+    return [(i, min(i + CHUNK_BLOCKS, extents.blocks)) for i in range(0, extents.blocks, CHUNK_BLOCKS)]
 
 
 def swap(world: World, to: Mapping[int, Sequence[int]], receive_from: Sequence[int]) -> dict[int, list[int]]:
@@ -101,14 +105,12 @@ def offer(world: World, to: Mapping[int, Extents | None], receive_from: Sequence
     return {peer: None if n[0] < 0 else Extents(*n) for peer, n in arrived.items()}
 
 
-def send(world: World, peer: int, source: Source, chunk_nbytes: int,
-         window: Callable[[int], tuple[OpenMemory, int]] | None) -> Operation:  # fmt: skip
+def send(world: World, peer: int, source: Source, window: Callable[[int], tuple[OpenMemory, int]] | None) -> Operation:
     """Send a slot; the operation's result is whether the peer has it whole.
 
     Args:
         peer: the receiver.
         source: what to send.
-        chunk_nbytes: bytes per transfer.
         window: for the transport rma: gives, for the number that the receiver names, its window and target rank; None
             for p2p.
     """
@@ -120,7 +122,7 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
         yield from done(comm.Irecv(number, peer, _READY))
         target = window(int(number[0]))
     sent: deque[Any] = deque()
-    runs = chunks(extents, chunk_nbytes)
+    runs = chunks(extents)
     for (first, last), (_, coming) in zip(runs, runs[1:] + runs[-1:], strict=True):
         source.check_up_to(last)
         raw = body[first * extents.block_nbytes : min(last * extents.block_nbytes, body.nbytes)]
@@ -151,7 +153,7 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
 
 
 def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Callable[[Header], bool],
-            chunk_nbytes: int, window: tuple[int, OpenMemory] | None) -> Operation:  # fmt: skip
+            window: tuple[int, OpenMemory] | None) -> Operation:  # fmt: skip
     """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
 
     Args:
@@ -159,7 +161,6 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
         slot: where it goes; large enough for ``extents``.
         extents: as offered.
         is_wanted: whether its header is the expected one.
-        chunk_nbytes: the sender's bytes per transfer.
         window: for the transport rma: the window that exposes ``slot``, and the number that identifies it to the
             sender; None for p2p.
     """
@@ -168,7 +169,7 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
         yield False
     slot.unseal()
     body, table = slot.body(extents), slot.table(extents)
-    runs = chunks(extents, chunk_nbytes)
+    runs = chunks(extents)
     if window is not None:
         yield from done(comm.Isend(np.array([window[0]], dtype=np.int64), peer, _READY))
     posted: deque[tuple[Any, ...]] = deque()

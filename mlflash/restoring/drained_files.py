@@ -17,7 +17,7 @@ import xxhash
 from ..draining import file_index
 from ..draining.checkpoint_directory import Listed
 from ..draining.file_index import CARD_NBYTES, Card, Index, Place, Places, Stored, blocks, read_card
-from ..errors import ConfigError, CorruptSlot
+from ..errors import ConfigError, CorruptSlot, pip_install
 from ..state.shards import Box, box
 from ..storage.store import Store
 from .timely_reads import Reads
@@ -236,7 +236,7 @@ class DrainedFiles:
         except Exception as error:  # HDF5 may raise anything if a file is damaged or a plugin is missing
             if its.data in self._open and (missing := hdf5_files.missing_filters(self._open[its.data][0])):
                 raise ConfigError(f"{self._inside.path}/{its.data} cannot be read here: its compression "
-                                  f"({', '.join(missing)}) is not installed: pip install 'mlflash[compression]'",
+                                  f"({', '.join(missing)}) is not installed: {pip_install('compression')}",
                                   tensor=name, step=self._listed.step) from None  # fmt: skip
             raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{its.data}: {error}", tensor=name,
                               step=self._listed.step) from None  # fmt: skip

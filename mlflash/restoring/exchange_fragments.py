@@ -17,7 +17,9 @@ import xxhash
 from ..mpi.nonblocking import Operation, done
 from ..mpi.world import World
 from ..protocol.wanted_parts import WantedPart, items
+from ..redundancy import slot_transfer
 from ..startup.context import Context
+from ..state import layout
 from ..state.leaves import Entry
 from ..state.rebuild import Read
 from ..state.shards import box, cut
@@ -52,9 +54,8 @@ def exchange(
     requests += [world.data.Isend([np.frombuffer(text, np.uint8), world.mpi.BYTE], rank, _ASK)
                  for rank, text in questions.items()]  # fmt: skip
     world.finish(*requests)
-    chunk = context.config.chunk_nbytes
-    work = [_send(world, rank, pickle.loads(text.tobytes()), has, chunk) for rank, text in arrived.items()]
-    work += [_receive(world, rank, those, chunk) for rank, those in asked.items()]
+    work = [_send(world, rank, pickle.loads(text.tobytes()), has) for rank, text in arrived.items()]
+    work += [_receive(world, rank, those) for rank, those in asked.items()]
     world.waiting_for = sorted({*arrived, *asked})
     good = world.drive(work)
     world.waiting_for = ()
@@ -62,12 +63,12 @@ def exchange(
 
 
 def _send(world: World, peer: int, wanted: Sequence[tuple[int, int, Any, Any]],
-          has: Mapping[int, tuple[Read, Sequence[Entry]]], chunk: int) -> Operation:  # fmt: skip
+          has: Mapping[int, tuple[Read, Sequence[Entry]]]) -> Operation:  # fmt: skip
     sent: collections.deque[tuple[Any, ...]] = collections.deque()
     for rank, number, source, shape in wanted:
         read, entries = has[rank]
         part = items(read(entries[number]), entries[number])[box(source, shape)]
-        for run in _runs(part, chunk):
+        for run in _runs(part):
             raw = np.ascontiguousarray(run).reshape(-1)
             check = np.array([xxhash.xxh3_64_intdigest(raw.data)], dtype="<u8")
             body = world.data.Isend([raw, world.mpi.BYTE], peer, _BODY)
@@ -82,8 +83,8 @@ def _send(world: World, peer: int, wanted: Sequence[tuple[int, int, Any, Any]],
     return True
 
 
-def _receive(world: World, peer: int, wanted: Sequence[WantedPart], chunk: int) -> Operation:
-    runs = (run for wanted_part in wanted for run in _runs(wanted_part.target, chunk))
+def _receive(world: World, peer: int, wanted: Sequence[WantedPart]) -> Operation:
+    runs = (run for wanted_part in wanted for run in _runs(wanted_part.target))
     posted: collections.deque[tuple[np.ndarray, np.ndarray, np.ndarray, Any, Any]] = collections.deque()
     good = True
     while True:
@@ -101,7 +102,7 @@ def _receive(world: World, peer: int, wanted: Sequence[WantedPart], chunk: int) 
         yield True
 
 
-def _runs(part: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
+def _runs(part: np.ndarray) -> Iterator[np.ndarray]:
     """Cut ``(*shape, item bytes)`` into runs of at most a chunk."""
-    for offset, shape in cut(part.shape[:-1], part.shape[-1], chunk):
+    for offset, shape in cut(part.shape[:-1], part.shape[-1], slot_transfer.CHUNK_BLOCKS * layout.BLOCK_NBYTES):
         yield part[box(offset, shape)]

@@ -36,13 +36,12 @@ def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, targ
     if context.protection.transport == "rma":
         window = OpenMemory(world, world.world, None if target is None else target.view)
     exposed = None if window is None else (0, window)
-    chunk = context.config.chunk_nbytes
     work = []
     for rank, sent in to.items():
         aim = None if window is None else _fixed(window, rank)
-        work.append(send(world, rank, Source(serves[rank], sent, None), chunk, aim))
+        work.append(send(world, rank, Source(serves[rank], sent, None), aim))
     if server is not None and target is not None and extents is not None:
-        work.append(receive(world, server, target, extents, is_wanted, chunk, exposed))
+        work.append(receive(world, server, target, extents, is_wanted, exposed))
     world.waiting_for = sorted({*to, *([] if server is None else [server])})
     arrived = world.drive(work)
     world.waiting_for = ()

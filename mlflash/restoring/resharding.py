@@ -97,8 +97,7 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
 
     def want() -> tuple[_Wanted, Plan]:
         wanted = _want(ranks.rank, old, state)
-        stage = Staging(trainer.config.block_nbytes, trainer.copy_threads, trainer.config.timeout_s,
-                        trainer.provenance)  # fmt: skip
+        stage = Staging(trainer.copy_threads, trainer.config.timeout_s, trainer.provenance)
         return wanted, stage.plan(wanted.flat)
 
     def together(work: Callable[[], T]) -> T:

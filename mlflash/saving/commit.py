@@ -289,12 +289,8 @@ def _protect(save: Save, context: Context) -> None:
     source = Source(
         save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace, look
     )
-    context.pace.begin()
     start = time.perf_counter()
-    try:
-        whole = context.protection.protect(context.pool, source, save.attempt)
-    finally:
-        context.pace.end()
+    whole = context.protection.protect(context.pool, source, save.attempt)
     peers = [rank for rank in context.protection.group if rank != world.rank]
     context.recorder.protected(save.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")

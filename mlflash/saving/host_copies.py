@@ -14,8 +14,6 @@ from ..state.layout import plan
 from ..state.leaves import Flat, from_bytes
 from .copy_plan import CopyPlan
 
-_BLOCK_NBYTES = 1 << 20  # of the layout, which has no checksums here
-
 
 def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_threads: CopyThreads) -> Flat | None:
     """Copy a state.
@@ -33,7 +31,7 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
     """
     if flat.is_on_device:
         return None
-    layout = plan(flat, 0, _BLOCK_NBYTES)
+    layout = plan(flat, 0)
     nbytes = layout.extents.payload_nbytes
     wanted = int(local_size * nbytes * (1 + slots))
     if wanted + headroom(wanted) > min(available(memory).values()):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from .deferred_copies import DeferredCopies
@@ -24,18 +23,13 @@ class Steps:
 
     def __init__(self) -> None:
         self._laters: list[DeferredCopies] = []
-        self._told: Callable[[], None] | None = None
-        self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count as training steps
 
     def before_next(self, later: DeferredCopies) -> None:
         """Make any optimizer's next step wait for copies."""
         self._laters = [*(one for one in self._laters if not one.is_over), later]
-        self._listen()
-
-    def tell(self, told: Callable[[], None]) -> None:
-        """Call a function before each training step of an optimizer."""
-        self._told = told
-        self._listen()
+        if self not in HOOK.listeners:
+            HOOK.listeners.add(self)
+            HOOK.register()
 
     @property
     def holds_back(self) -> bool:
@@ -51,21 +45,6 @@ class Steps:
         """Leave optimizers alone from now on."""
         self._laters.clear()
         HOOK.listeners.discard(self)
-
-    def _listen(self) -> None:
-        if self not in HOOK.listeners:
-            HOOK.listeners.add(self)
-            HOOK.register()
-
-    def before_step(self, optimizer: Any) -> None:
-        """Note a step (for the hook)."""
-        if self._told is None:
-            return
-        counted = self._counted()
-        if counted is None:
-            self._counted = weakref.ref(optimizer)
-        if counted in (None, optimizer):
-            self._told()
 
 
 class _Hook:
@@ -111,11 +90,9 @@ class _Hook:
             return None
         self.heard.add(optimizer)
         if not any(steps.holds_back for steps in self.listeners):
-            instead = None
-        elif (instead := self._after_closure(optimizer, args, kwargs)) is None:
+            return None
+        if (instead := self._after_closure(optimizer, args, kwargs)) is None:
             self._hold_back()
-        for steps in list(self.listeners):
-            steps.before_step(optimizer)
         return instead
 
     def _after_closure(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

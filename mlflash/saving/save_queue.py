@@ -79,9 +79,7 @@ class SaveQueue:
         self.undefined = ""
         self._flattener = Flattener()
         self.lazy = LazySaves(config.lazy, speaks=trainer.ranks.rank == 0)
-        if config.max_slowdown:
-            self.lazy.steps.tell(self._courier.pace.step)
-        self.stage = Staging(config.block_nbytes, trainer.copy_threads, config.timeout_s, trainer.provenance)
+        self.stage = Staging(trainer.copy_threads, config.timeout_s, trainer.provenance)
         self.staged_states = StagedStates(self.stage, self._slots, self.lazy)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
@@ -181,8 +179,6 @@ class SaveQueue:
             self._pending.append(snapshot)
         snapshot.reported = mistake is not None or again  # a caller that waits for it tells all ranks
         snapshot.stalled()
-        if not again:  # it may be on another thread than training
-            self._courier.pace.stalled(snapshot.stall_s)
         staged = request.slot is not None and request.problem is None
         self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:

@@ -58,15 +58,13 @@ class Staging:
     """Copies states of (mostly) one structure into slots.
 
     Args:
-        block_nbytes: bytes per checksum, for the layout.
         copy_threads: threads that copy together.
         timeout_s: how long the pages of a new slot, or devices, may take, seconds.
         provenance: of all states, see `Manifest`.
     """
 
-    def __init__(self, block_nbytes: int, copy_threads: CopyThreads, timeout_s: float,
-                 provenance: Mapping[str, Any] = NOTHING):  # fmt: skip
-        self._block_nbytes, self._copy_threads, self._timeout_s = block_nbytes, copy_threads, timeout_s
+    def __init__(self, copy_threads: CopyThreads, timeout_s: float, provenance: Mapping[str, Any] = NOTHING):
+        self._copy_threads, self._timeout_s = copy_threads, timeout_s
         self._provenance = provenance
         self._start_over()
 
@@ -116,7 +114,7 @@ class Staging:
         draft = manifest.encode_entries(its.entries)
         joined = manifest.join(draft, self._tree_bytes, flat.plain, None, self._provenance)
         length = len(joined) + 20 * len(its.entries) + 80
-        self._layout = plan(flat, length, self._block_nbytes, shared)
+        self._layout = plan(flat, length, shared)
         self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
         self._structure = its
         self._entries = manifest.encode_entries(self._layout.entries)

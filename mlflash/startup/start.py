@@ -11,7 +11,7 @@ from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
 from ..human_readable.wording import listed
 from ..memory import user_directory
-from ..memory.copy_threads import copy_threads_of
+from ..memory.copy_threads import as_many_as_help
 from ..memory.mounts import slow_kind
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot_pool import SlotPool
@@ -103,12 +103,10 @@ def _assemble(
     placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
     if replicas is not None and config.share:
         replicas.share(losses_of(placement.scheme, world))
-    protection = Protection(world, placement, config.transport, config.chunk_nbytes, config.block_nbytes, config.job)
+    protection = Protection(world, placement, config.transport, config.job)
     pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0))
-    copy_threads = copy_threads_of(
-        config.copy_threads, world.size if world.emulated else world.local_size, world.agree, trains_on
-    )
-    pace = SendRate(config.send_rate, config.max_slowdown, config.timeout_s)
+    copy_threads = as_many_as_help(world.size if world.emulated else world.local_size, world.agree, trains_on)
+    pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, trains_on is not None))
     examiner = Examiner(config.check_values, [one for one in config.check_skip.split(",") if one])

@@ -10,6 +10,7 @@ the block table holds one checksum per block of the body. See docs/format.md.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection
 
 from .leaves import Entry, Flat
@@ -17,6 +18,11 @@ from .leaves import Entry, Flat
 PAGE_NBYTES = 4096
 ALIGN_NBYTES = 256
 CHECK_NBYTES = 8  # one XXH3-64
+BLOCK_NBYTES = int(os.environ.get("MLFLASH_TEST_BLOCK_NBYTES", 1 << 20))
+"""Bytes per checksum, and of a parity block: whole pages, and the same in all processes of a job.
+
+Larger blocks make repairs longer, and smaller ones make tables longer: with 1 MiB a table is 8 millionths of its slot.
+"""
 
 
 def round_up(nbytes: int, unit: int) -> int:
@@ -76,7 +82,7 @@ class Layout:
         return entry.nbytes > 0 and entry.start >= self.extents.payload_nbytes
 
 
-def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection[int] = ()) -> Layout:
+def plan(flat: Flat, manifest_nbytes: int, shared: Collection[int] = ()) -> Layout:
     """Give each leaf its extent: those of this rank in the order of the state, shared ones by name.
 
     The manifest gets one and a half times the room that it needs now, so that plain leaves may grow.
@@ -84,7 +90,6 @@ def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection
     Args:
         flat: the state taken apart.
         manifest_nbytes: bytes of the encoded manifest, now.
-        block_nbytes: bytes per checksum.
         shared: numbers of leaves that other ranks hold, too; of tied ones all or none.
     """
     entries, ties = flat.structure.entries, flat.structure.ties
@@ -103,4 +108,4 @@ def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection
         for i, (entry, tie) in enumerate(zip(entries, ties, strict=True))
     )
     room = round_up(manifest_nbytes * 3 // 2 + PAGE_NBYTES, PAGE_NBYTES)
-    return Layout(placed, Extents(room, payload_nbytes, block_nbytes), at - payload_nbytes)
+    return Layout(placed, Extents(room, payload_nbytes, BLOCK_NBYTES), at - payload_nbytes)

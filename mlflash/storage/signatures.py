@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, pip_install
 
 Sign = Callable[[bytes], bytes]
 """Gives the 64 bytes of a signature."""
@@ -51,7 +51,7 @@ def _of(kind: str, load: str) -> tuple[type, Callable[..., Any]]:
         ed25519 = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
         serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
     except ImportError as error:
-        raise ConfigError("signatures need the package cryptography: pip install 'mlflash[sign]'",
+        raise ConfigError(f"signatures need the package cryptography: {pip_install('sign')}",
                           found=str(error)) from None  # fmt: skip
     return getattr(ed25519, kind), getattr(serialization, load)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from ..crash_points import reach
-from ..errors import ConfigError, UnsafePath
+from ..errors import ConfigError, UnsafePath, pip_install
 
 log = logging.getLogger("mlflash")
 
@@ -239,7 +239,7 @@ class Remote:
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.path, **self._options, **more)
         except ImportError as error:
-            how = "pip install 'mlflash[s3]'" if is_s3 else "install it into this environment"
+            how = pip_install("s3") if is_s3 else "install it into this environment"
             raise ConfigError(f"a package that opens {self.path} is missing: {how}", found=str(error)) from None
         if is_s3:
             self._files.retries = _S3_TRIES

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..errors import pip_install
 from ..events import Event
 from .heartbeat import Heard
 from .heartbeat_format import has_own_courier
@@ -63,7 +64,7 @@ class Metrics:
         try:
             import prometheus_client
         except ImportError:
-            log.warning("there are no metrics without the package prometheus-client: pip install 'mlflash[prometheus]'")
+            log.warning("there are no metrics without the package prometheus-client: %s", pip_install("prometheus"))
             return
         registry = prometheus_client.CollectorRegistry()
         registry.register(_Collector(job, look))

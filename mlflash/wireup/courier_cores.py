@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ..human_readable.wording import runs
 
-AUTO, INHERIT = "auto", "inherit"
 _NODES, _CPUS = Path("/sys/devices/system/node"), Path("/sys/devices/system/cpu")
 _MOST = 1 << 13  # larger than the number of any core
 _LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
@@ -104,11 +103,10 @@ def _could_have() -> Cores:
     return found[0]
 
 
-def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None = None) -> Cores | None:
+def choose(seats: Sequence[Seat], mine: int, domains: Domains | None = None) -> Cores | None:
     """Choose the cores of a courier. All ranks of a host get different ones, or share.
 
     Args:
-        asked: "auto", "inherit", or a list such as "0-3,8", which the couriers of a host share.
         seats: of all ranks of the host, in the order of ranks.
         mine: index of this rank in ``seats``.
         domains: of this host; None: look them up.
@@ -116,10 +114,8 @@ def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None
     Returns:
         Cores; None: those of its trainer, unchanged.
     """
-    if asked == INHERIT:
-        return None
     domains = domains or here()
-    free = [_free(asked, seat, seats, domains) for seat in seats]
+    free = [_free(seat, seats, domains) for seat in seats]
     near = [_near(cores, seat, domains) for cores, seat in zip(free, seats, strict=True)]
     if not near[mine]:
         return None
@@ -127,19 +123,17 @@ def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None
     return _part(near[mine], sharing.index(mine), len(sharing), domains)
 
 
-def choose_among(asked: str, told: Mapping[str, str], rank: str) -> Cores | None:
+def choose_among(told: Mapping[str, str], rank: str) -> Cores | None:
     """Choose like `choose`, among the seats that ranks of a host have published, by rank.
 
     Raises:
         ValueError: a text is no seat, or this rank has published none.
     """
     ranks = sorted(told, key=int)
-    return choose(asked, [Seat.from_text(told[one]) for one in ranks], ranks.index(rank))
+    return choose([Seat.from_text(told[one]) for one in ranks], ranks.index(rank))
 
 
-def _free(asked: str, seat: Seat, seats: Sequence[Seat], domains: Domains) -> Cores:
-    if asked != AUTO:
-        return from_list(asked) & seat.may_have
+def _free(seat: Seat, seats: Sequence[Seat], domains: Domains) -> Cores:
     taken: Cores = frozenset().union(*(one.trains_on for one in seats))
     free = seat.may_have - taken
     whole = frozenset(core for core in free if not domains.siblings(core) & taken)

@@ -98,15 +98,15 @@ class Couriers:
         host: str | None = None,
         output: IO[Any] | None = None,
         zygote: ZygoteClient | None = None,
-        cores: str = courier_cores.INHERIT,
+        own_cores: bool = False,
         meeting: Meeting | None = None,
     ):
         end = time.monotonic() + timeout_s
         self._me = who_am_i(environment)
         self.rank, self.size = self._me.rank, self._me.size
         self.met = f"{self.size} ranks met by {way(environment, self._me)}" if self.size > 1 else "one rank"
-        self._entry_point, self._node, self._cores = entry_point, name_of_node(node), cores
-        self._seat = "" if cores == courier_cores.INHERIT else courier_cores.own_seat(environment).to_text()
+        self._entry_point, self._node, self._own_cores = entry_point, name_of_node(node), own_cores
+        self._seat = courier_cores.own_seat(environment).to_text() if own_cores else ""
         self.freed: frozenset[str] = frozenset()
         self._number = 0  # the newest epoch
         self._running: RunningCourier | None = None
@@ -326,12 +326,12 @@ class Couriers:
 
     def _choose_cores(self, end: float) -> frozenset[int] | None:
         """Choose the cores of the next courier. If they are unknown or invalid, it runs where its trainer does."""
-        if self._cores == courier_cores.INHERIT:
+        if not self._own_cores:
             return None
         try:
             alone = {str(self.rank): self._seat}
             told = alone if self._agreement is None else self._agreement.seats(self._number, end)
-            return courier_cores.choose_among(self._cores, told, str(self.rank))
+            return courier_cores.choose_among(told, str(self.rank))
         except ValueError as problem:
             log.debug("no cores are chosen for the courier of rank %d: %s", self.rank, problem)
             return None

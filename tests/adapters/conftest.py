@@ -8,6 +8,7 @@ from pathlib import Path
 import late
 import pytest
 from ranks import comm, configure, nodes, root, tmp_path
+from small_blocks import use_small_blocks
 
 from mlflash import crash_points
 
@@ -18,11 +19,15 @@ def pytest_configure(config: pytest.Config) -> None:
     configure(config)
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_blocks(monkeypatch, 16_384)
+
+
 @pytest.fixture
 def options(root: Path) -> dict[str, object]:
     """Settings of a Checkpointer on emulated nodes of two ranks each."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 2, "transport": "p2p", "timeout_s": 30.0,
-            "block_nbytes": 65_536, "chunk_nbytes": 65_536}  # fmt: skip
+    return {"job": "t", "memory": str(root), "ranks_per_node": 2, "transport": "p2p", "timeout_s": 30.0}
 
 
 @pytest.fixture(params=["argument", "environment"])

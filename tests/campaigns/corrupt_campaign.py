@@ -31,10 +31,12 @@ import mlflash
 from mlflash.errors import SaveFailed, StepNotFound
 from mlflash.memory.slot_header import unpack
 from mlflash.redundancy import slot_transfer
+from mlflash.state import layout
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 STEPS = 6
+layout.BLOCK_NBYTES = 4096  # so that a small state has many
 WEIGHTS, MOMENTS = ("model.embed", "model.head"), ("optim.exp_avg", "optim.exp_avg_sq")
 LEAP, LEAST, SURE = 128.0, 0.0625, 1.01  # as `value_checks.examiner` has them; and what is sure to be beyond
 ROWS = {
@@ -139,7 +141,7 @@ class Trial:
         self.failed: list[int] = []
         self.options: dict[str, Any] = {
             "memory": str(root / "memory"), "job": "c", "ranks_per_node": 1, "comm": COMM, "transport": "p2p",
-            "block_nbytes": 4096, "chunk_nbytes": 8192, "timeout_s": 60.0,
+            "timeout_s": 60.0,
         }  # fmt: skip
 
     def save(self, damage: Callable[[int, dict[str, Any]], None] = lambda step, state: None, **more: Any) -> None:

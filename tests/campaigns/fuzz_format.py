@@ -71,7 +71,7 @@ def seeds(directory: Path) -> None:
     ]
     for index, state in enumerate(states):
         flat = flatten(state)
-        entries = layout.plan(flat, 100, 4096).entries
+        entries = layout.plan(flat, 100).entries
         text = manifest.join(manifest.encode_entries(entries), manifest.encode_tree(flat.structure.tree), flat.plain)
         (directory / str(index)).write_bytes(text)
         checks = np.zeros(len(entries), dtype="<u8")

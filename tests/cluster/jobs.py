@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import harness
+import small_blocks
 from cluster.nodes import HEAD, Nodes
 from harness import SUPPORT, TESTS, Launch, Result
 from waiting import PATIENCE_S, until
@@ -91,6 +92,7 @@ class Cluster:
         handed_on = {k: os.environ[k] for k in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE") if k in os.environ}
         environment = {
             **handed_on,
+            **small_blocks.environment(),
             **NETMODS[self._netmod],
             "MLFLASH_JOB": "j",
             "MLFLASH_TRANSPORT": self._transport,

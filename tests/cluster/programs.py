@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from traps import set_traps
-from waiting import take, until
-from worker import COMM, OUT, RANK, differences, note, state_at, update
+from waiting import until
+from worker import OUT, RANK, differences, note, state_at, update
 
 import mlflash
 
@@ -46,46 +46,6 @@ def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str, hold
                 until(lambda late=snapshot: late.done, "the late step")
             note("committed", step=step, commit_s=snapshot.commit_s)
         note("end", steps=ckpt.steps(), report=ckpt.report())
-
-
-def train_beside(saves: int, every: int, nbytes: int, gradient_nbytes: int, max_slowdown: float) -> None:
-    """Train with an allreduce in every step, over the cable that saves are sent over too."""
-    import torch
-    import torch.distributed as dist
-
-    from mlflash.adapters.distributed import init_process_group
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    torch.set_num_threads(1)
-    init_process_group(comm=COMM)
-    gradient = torch.ones(gradient_nbytes // 4)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-
-    def step() -> None:
-        take(0.01)
-        dist.all_reduce(gradient)
-        gradient.div_(COMM.size)
-        optimizer.step()
-
-    state = state_at(RANK, 0, nbytes)
-    small = {"block_nbytes": 65_536, "chunk_nbytes": 262_144}
-    with mlflash.Checkpointer(max_slowdown=max_slowdown, timeout_s=60, strict=True, **small) as ckpt:
-        ckpt.prepare(state)
-        for _ in range(10):
-            step()
-        for number in range(1, saves + 1):
-            update(state, state_at(RANK, number, nbytes))
-            snapshot = ckpt.save(number, state)
-            for _ in range(every):
-                step()
-            snapshot.wait()
-            report = ckpt.report()
-            note("committed", step=number, rate=report["send rate"], slowdown=report["slowdown"],
-                 commit_s=snapshot.commit_s)  # fmt: skip
-        update(state, state_at(RANK, 0, nbytes))
-        restored = ckpt.restore(state)
-        note("end", restored=restored, wrong=differences(state, state_at(RANK, saves, nbytes)))
-    dist.destroy_process_group()
 
 
 def leave() -> None:

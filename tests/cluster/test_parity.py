@@ -15,12 +15,9 @@ FOUR = ("host1", "host2", "host3", "host4")
 THREE = FOUR[:3]
 
 
-SMALL_BLOCKS = {"block_nbytes": 65_536, "chunk_nbytes": 65_536}  # so that every rank has blocks to code
-
-
 def train_and_die(cluster: Cluster, hosts: tuple[str, ...], scheme: str) -> None:
     """Train up to step 3, then every process dies at once."""
-    result = cluster.run_until_all_die(hosts, 3, options={"redundancy": scheme, **SMALL_BLOCKS})
+    result = cluster.run_until_all_die(hosts, 3, options={"redundancy": scheme})
     assert {r["step"] for r in result.of("committed")} >= {3}, result.log
 
 
@@ -91,7 +88,7 @@ SAVE, HEAL = ["commit.seen", "commit.seen"], ["heal.begun"]
 def test_a_node_that_crashes_at_a_point_of_a_save_a_rebuild_or_a_heal(
     nodes: Nodes, path: list[str], allowed: set[int], transport: str
 ) -> None:
-    cluster, options = Cluster(nodes, transport), {"redundancy": "rs:2+2", **SMALL_BLOCKS}
+    cluster, options = Cluster(nodes, transport), {"redundancy": "rs:2+2"}
     if path[:2] != SAVE:
         train_and_die(cluster, FOUR, "rs:2+2")
         crash(nodes, "host1")

@@ -9,7 +9,7 @@ from typing import Any
 from harness import Cluster, Result
 
 LAST = 6
-ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_TEST_BLOCK_NBYTES": "16384"}
 
 
 def run(cluster: Cluster, ranks: int, **spec: Any) -> Result:

@@ -24,7 +24,7 @@ from mlflash.crash_points import POINTS
 from mlflash.draining import file_index
 
 # Several blocks and chunks per rank.
-SMALL = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}
 MASTER, PROVENANCE = "checkpoint.h5", "provenance.json"
 MIB = 1 << 20
 

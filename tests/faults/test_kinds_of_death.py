@@ -18,7 +18,7 @@ import needs
 import pytest
 from harness import Cluster, Result, train_and_die
 
-SMALL = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}  # so that there is a middle of a transfer
+SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer
 THIRD = ("commit.seen", "commit.seen")  # before the third save
 HEALED = ("heal.done",)
 

@@ -15,7 +15,7 @@ import pytest
 from harness import Cluster, Result, own_memory
 
 LAST = 6
-ENV = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+ENV = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}
 
 
 def run(cluster: Cluster, **spec: Any) -> Result:

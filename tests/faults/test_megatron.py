@@ -17,7 +17,7 @@ from waiting import until
 
 LAST = 6
 # Megatron's own warnings are many.
-ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}  # fmt: skip
+ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # fmt: skip
 TRAINING = ["--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--global-batch-size", "4"]
 LOCAL = ["--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "2",
          "--non-persistent-local-ckpt-dir", "run", "--replication", "--replication-jump", "2"]  # fmt: skip

@@ -18,7 +18,7 @@ from waiting import until
 from mlflash.errors import CorruptSlot
 from mlflash.memory.slot_header import HEADER_NBYTES, unpack
 
-ENV = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+ENV = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}
 
 
 @dataclasses.dataclass(frozen=True)

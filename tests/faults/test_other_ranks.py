@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import Cluster, train_and_die
 
-CHUNKS = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+CHUNKS = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 from harness import COURIER, UID, Cluster, Result, own_memory
 
 RANKS, LAST = 2, 7
-ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
-       "MLFLASH_CHUNK_NBYTES": "65536", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_TEST_BLOCK_NBYTES": "16384", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 VARIANTS = {
     "lightning": ["ddp", "fsdp1", "fsdp2", "accumulate"],
     "transformers": ["ddp", "fsdp2", "accumulate", "zero1", "zero3"],

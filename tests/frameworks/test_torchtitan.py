@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mlflash.exports.imports import read_dcp
 
-ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
-       "MLFLASH_CHUNK_NBYTES": "65536"}  # fmt: skip
+ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # fmt: skip
 DISK = {"interval": 1, "keep_latest_k": 2, "last_save_model_only": True, "export_dtype": "bfloat16"}
 WEIGHTS = {"interval": 3, "last_save_in_hf": True, "last_save_model_only": True}
 ASYNC = {"interval": 2, "keep_latest_k": 0, "async_mode": "async"}

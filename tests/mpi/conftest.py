@@ -9,6 +9,7 @@ from pathlib import Path
 import holds
 import pytest
 from ranks import comm, configure, nodes, root, tmp_path
+from small_blocks import use_small_blocks
 
 __all__ = ["comm", "nodes", "root", "tmp_path"]
 
@@ -19,14 +20,18 @@ def pytest_configure(config: pytest.Config) -> None:
         holds.reach_into_couriers()
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_blocks(monkeypatch)
+
+
 TRANSPORTS = os.environ.get("MLFLASH_TEST_TRANSPORT", "p2p rma").split()
 
 
 @pytest.fixture(params=TRANSPORTS)
 def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
     """Settings of a Checkpointer on emulated nodes of one rank each, for each transport that is tested."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": request.param, "timeout_s": 30.0,
-            "block_nbytes": 65_536, "chunk_nbytes": 262_144}  # fmt: skip
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": request.param, "timeout_s": 30.0}
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_a_save_copies_once_checks_once_at_each_end_and_agrees_three_times(
     state, optimizer = state_and_optimizer()
     until = optimizer if lazy else None
     # The scrubber checks, too, where a save waits for a busy machine.
-    with Checkpointer(**options, redundancy=redundancy, copy_threads=1, scrub_rate=0.0) as ckpt:
+    with Checkpointer(**options, redundancy=redundancy, scrub_rate=0.0) as ckpt:
         world = ckpt._courier.session.context.world
         agreed: Counter[str] = Counter()
         if world.world is not None:
@@ -119,7 +119,7 @@ def test_a_save_keeps_no_memory_and_takes_little_for_a_while(options: dict[str, 
     until = optimizer if lazy else None
     threads = threading.active_count()
     # The scrubber, which is no part of a save, knows of what it verifies until it looks again.
-    with Checkpointer(**options, redundancy="none", copy_threads=1, scrub_rate=0.0) as ckpt:
+    with Checkpointer(**options, redundancy="none", scrub_rate=0.0) as ckpt:
         ckpt.prepare(state)
         for step in range(WARM_UP):
             ckpt.save(step, state, until=until).wait()

@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 from mlflash import Checkpointer
+from mlflash.memory import copy_threads
 
 pytestmark = pytest.mark.mpi
 RANK = MPI.COMM_WORLD.rank
@@ -21,8 +22,11 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
 
 
-def test_a_crew_saves_restores_and_finds_damage_as_one_thread_does(options: dict[str, Any]) -> None:
-    options |= {"redundancy": "none", "copy_threads": 3}
+def test_a_crew_saves_restores_and_finds_damage_as_one_thread_does(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_threads, "_measured", lambda ranks, agree: 3)  # of a courier that is a thread
+    options |= {"redundancy": "none", "courier": "thread"}
     with Checkpointer(**options) as ckpt:
         for step in (1, 2):
             state = state_of(step)

@@ -50,7 +50,7 @@ def pfs(root: Path) -> Path:
 @pytest.fixture
 def options(root: Path, pfs: Path) -> dict[str, Any]:
     return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
-            "block_nbytes": 65_536, "chunk_nbytes": 65_536, "directory": pfs}  # fmt: skip
+            "directory": pfs}  # fmt: skip
 
 
 TORCH_DTYPES = [

@@ -25,8 +25,7 @@ def state_at(step: int) -> dict[str, Any]:
 @pytest.fixture
 def options(root: Path) -> dict[str, Any]:
     """Settings of a Checkpointer on emulated nodes of one rank each; which transport it is makes no difference."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
-            "block_nbytes": 65_536}  # fmt: skip
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0}
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_the_bytes_of_a_plan_are_those_that_the_files_take(
         ckpt.prepare({"w": np.zeros(1_000_000, np.uint8)})
         taken = comm.allgather(sum(slot["nbytes"] for slot in ckpt.report()["slots"]))
         job = Job(tuple(f"n{rank}" for rank in range(comm.size)), 1, 1_000_000,
-                  own_slots=held, copy_slots=held, block_nbytes=options["block_nbytes"])  # fmt: skip
+                  own_slots=held, copy_slots=held)  # fmt: skip
         placed = place(job.topology, parse(scheme))
         assert max(taken) == node_nbytes(job, placed)
         assert ckpt.survives == describe(of(job.topology, placed))
@@ -48,5 +48,5 @@ def test_so_are_those_of_a_plan_for_ranks_that_share_state(options: dict[str, An
     kinds = [[slot["what"] for slot in report["slots"]] for report in reports]
     assert kinds == [["own", "own", "share", "share", *["of others"] * 2 * (len(nodes) > 1)]] * comm.size
     alike = -(-1_000_000 // 256) * 256
-    job = Job(nodes, per_node, 500_000 + alike, block_nbytes=options["block_nbytes"], alike_nbytes=alike)
+    job = Job(nodes, per_node, 500_000 + alike, alike_nbytes=alike)
     assert max(held) == node_nbytes(job, place(job.topology, parse("copy")))

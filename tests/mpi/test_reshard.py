@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from emulated import Nodes
 from mpi4py import MPI
+from small_blocks import use_small_blocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch_jobs import job
@@ -28,9 +29,10 @@ on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
 
 
 @pytest.fixture
-def options(root: Path) -> dict[str, Any]:
+def options(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    use_small_blocks(monkeypatch, 16_384)
     return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
-            "block_nbytes": 65_536, "chunk_nbytes": 65_536, "redundancy": "copy"}  # fmt: skip
+            "redundancy": "copy"}  # fmt: skip
 
 
 def wholes(step: int) -> dict[str, torch.Tensor]:

@@ -27,8 +27,7 @@ on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 @pytest.fixture
 def options(root: Path) -> dict[str, Any]:
     """Settings of a Checkpointer on emulated nodes of one rank each; sharing does not depend on the transport."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
-            "block_nbytes": 65_536, "chunk_nbytes": 262_144}  # fmt: skip
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0}
 
 
 class Own:

@@ -20,7 +20,6 @@ from mlflash.state.layout import Extents
 pytestmark = pytest.mark.mpi(min_size=2)
 EXTENTS = Extents(manifest_room=4096, payload_nbytes=1_000_000, block_nbytes=65_536)
 ATTEMPT = Attempt(b"r" * 16, 3)
-CHUNK_NBYTES = 131_072
 
 
 class Damaged(Source):
@@ -63,8 +62,8 @@ class Ring:
         target = None if window is None else lambda number: (window, self.to)
         exposed = None if window is None else (0, window)
         return self.world.drive([
-            send(self.world, self.to, source, CHUNK_NBYTES, target),
-            receive(self.world, self.come, self.inbox, EXTENTS, slot_of(owner, attempt), CHUNK_NBYTES, exposed),
+            send(self.world, self.to, source, target),
+            receive(self.world, self.come, self.inbox, EXTENTS, slot_of(owner, attempt), exposed),
         ])  # fmt: skip
 
     def free(self) -> None:

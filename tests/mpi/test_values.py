@@ -32,7 +32,7 @@ def options(root: Path) -> dict[str, Any]:
     """Settings of a Checkpointer on emulated nodes of one rank each; the scheme follows from their number."""
     redundancy = {1: "none", 3: "xor:3", 5: "none"}.get(SIZE, "copy")
     return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
-            "block_nbytes": 65_536, "redundancy": redundancy}  # fmt: skip
+            "redundancy": redundancy}  # fmt: skip
 
 
 def save(ckpt: Checkpointer, step: int, bad: float | None = None) -> None:

@@ -60,8 +60,8 @@ def wheel(built: tuple[Path, Path]) -> Path:
 def new_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """Make an environment that has what mlflash needs, and not mlflash; returns its folder.
 
-    They are copies of one, by hard links, as each would take ten seconds and a gigabyte. Programs of such a copy, but
-    for those installed later, start the Python of the first; so call ``bin/python -m``.
+    They are copies of one, by hard links. Programs of such a copy, but for those installed later, start the Python of
+    the first; so call ``bin/python -m``.
     """
     first = tmp_path_factory.mktemp("first")
     call(sys.executable, "-m", "venv", first)
@@ -69,7 +69,7 @@ def new_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     call(*pip, "install", "-q", "--no-compile", "-c", REPO / "constraints.txt", wheel)
     assert "No broken requirements" in call(*pip, "check")
     call(*pip, "uninstall", "-q", "-y", "mlflash")
-    call(first / "bin/python", "-c", "import torch, h5py, rich")  # compiled once
+    call(first / "bin/python", "-c", "import h5py, rich")  # compiled once
 
     def make() -> Path:
         path = tmp_path_factory.mktemp("environment") / "venv"
@@ -84,4 +84,13 @@ def plain_environment(new_environment: Callable[[], Path], wheel: Path) -> Path:
     """One with mlflash and without any extra."""
     path = new_environment()
     call(path / "bin/python", "-m", "pip", "install", "-q", wheel)
+    return path
+
+
+@pytest.fixture(scope="session")
+def torch_environment(new_environment: Callable[[], Path], wheel: Path) -> Path:
+    """One with mlflash and PyTorch."""
+    path = new_environment()
+    call(path / "bin/python", "-m", "pip", "install", "-q", "--no-compile", "-c", REPO / "constraints.txt",
+         f"{wheel}[torch]", timeout=380)  # fmt: skip
     return path

@@ -66,12 +66,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("typed")
 
 
-def test_the_types_of_core_and_adapters_are_seen(checkers: Path, plain_environment: Path, folder: Path) -> None:
-    said = check(PROGRAM, checkers, plain_environment, folder)
+def test_the_types_of_core_and_adapters_are_seen(checkers: Path, torch_environment: Path, folder: Path) -> None:
+    said = check(PROGRAM, checkers, torch_environment, folder)
     assert not [line for line in said if "error:" in line], said
     assert re.findall(r'Revealed type is "(.*)"', "\n".join(said)) == REVEALED
 
 
-def test_what_is_wrong_is_found(checkers: Path, plain_environment: Path, folder: Path) -> None:
-    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, checkers, plain_environment, folder)))
+def test_what_is_wrong_is_found(checkers: Path, torch_environment: Path, folder: Path) -> None:
+    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, checkers, torch_environment, folder)))
     assert sorted(set(wrong)) == ["4", "5", "6", "7"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import needs
 import pytest
+import small_blocks
 from harness import SUPPORT, Launch, Result
 from processes import left_here
 from waiting import until
@@ -19,6 +20,7 @@ from waiting import until
 from mlflash.doctor import couriers
 from mlflash.launcher.processes import mpiexec
 from mlflash.live_monitor.screen import state_of
+from mlflash.state import layout
 from mlflash.telemetry.heartbeat import all_heartbeats, live_jobs
 
 pytestmark = [needs.MPI, needs.PMI_1]
@@ -38,11 +40,12 @@ class Jobs:
         self._launches += 1
         out = self._shm / f"out-{self._launches}"
         out.mkdir()
-        settings = {"memory": str(self._shm), "job": "j", "ranks_per_node": 1, "timeout_s": 30.0,
-                    "block_nbytes": 65_536, "chunk_nbytes": 262_144} | spec.pop("settings", {})  # fmt: skip
+        settings = {"memory": str(self._shm), "job": "j", "ranks_per_node": 1, "timeout_s": 30.0}
+        settings |= spec.pop("settings", {})
+        environment = small_blocks.environment(spec.pop("block_nbytes", 65_536))
+        environment |= {"OUT": str(out), "TMPDIR": str(out), "OMP_NUM_THREADS": "1"}
         script = [sys.executable, str(SUPPORT / "courier_worker.py")]
         arguments = json.dumps({"program": program, "settings": settings, **spec})
-        environment = {"OUT": str(out), "TMPDIR": str(out), "OMP_NUM_THREADS": "1"}
         command, environment = mpiexec(ranks, [*script, arguments], environment)
         return Launch(command, environment, out)
 
@@ -153,8 +156,8 @@ def test_where_mpi_fails_in_one_courier_all_ranks_hear_the_same_of_each_save(job
 
 @pytest.mark.parametrize(("ranks", "redundancy"), [(2, "copy"), (3, "copy"), (3, "xor:3")])
 def test_a_courier_takes_at_most_60_mb_besides_slots(jobs: Jobs, ranks: int, redundancy: str) -> None:
-    sizes = {"block_nbytes": 1 << 20, "chunk_nbytes": 4 << 20}  # as by default
-    weights = jobs.run(ranks, "weigh", settings={"redundancy": redundancy} | sizes).of("weight")
+    as_by_default = layout.BLOCK_NBYTES
+    weights = jobs.run(ranks, "weigh", settings={"redundancy": redundancy}, block_nbytes=as_by_default).of("weight")
     assert len(weights) == ranks
     for weight in weights:
         assert weight["slots"] > 3 << 24, "too little was saved to show anything"

@@ -13,8 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
 ]
-ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_COURIER": "process", "MLFLASH_BLOCK_NBYTES": "65536",
-       "MLFLASH_CHUNK_NBYTES": "65536"}  # fmt: skip
+ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_COURIER": "process", "MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # fmt: skip
 
 
 def test_dcp(shm: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from processes import described, left_here
+from small_blocks import use_small_blocks
 from waiting import until
 
 from mlflash.memory.node_directory import NodeDirectory
@@ -24,7 +25,8 @@ def leaves_no_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def node_memory(shm: Path) -> Iterator[NodeDirectory]:
+def node_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeDirectory]:
+    use_small_blocks(monkeypatch, 4096)
     memory = NodeDirectory(str(shm), "j", None)
     yield memory
     memory.close()

@@ -21,7 +21,7 @@ class Store:
 
     def __init__(self, memory: Any):
         self.memory = memory
-        self.stage, self.flattener = Staging(4096, ALONE, 10.0), Flattener()
+        self.stage, self.flattener = Staging(ALONE, 10.0), Flattener()
 
     def write(self, state: Any) -> None:
         flat = self.flattener.flatten(state)

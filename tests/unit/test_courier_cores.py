@@ -6,20 +6,8 @@ import os
 
 import pytest
 
-from mlflash.config import Config
-from mlflash.errors import ConfigError
 from mlflash.wireup import courier_cores
-from mlflash.wireup.courier_cores import (
-    AUTO,
-    INHERIT,
-    Domains,
-    Seat,
-    choose,
-    choose_among,
-    from_list,
-    own_seat,
-    to_list,
-)
+from mlflash.wireup.courier_cores import Domains, Seat, choose, choose_among, from_list, own_seat, to_list
 
 ALL = frozenset(range(16))
 # Two sockets, cores 0-3 and 4-7; the second halves of these are 8-11 and 12-15.
@@ -28,10 +16,10 @@ HOST = Domains(lambda core: from_list("0-3,8-11" if core % 8 < 4 else "4-7,12-15
 FLAT = Domains(lambda core: frozenset(), lambda core: frozenset({core}))
 
 
-def chosen(asked: str, trainers: list[str], domains: Domains = HOST, may_have: frozenset[int] = ALL) -> list[str]:
+def chosen(trainers: list[str], domains: Domains = HOST, may_have: frozenset[int] = ALL) -> list[str]:
     """What each courier of a host gets; "": what its trainer has."""
     seats = [Seat(from_list(cores), may_have) for cores in trainers]
-    return [to_list(choose(asked, seats, mine, domains) or ()) for mine in range(len(seats))]
+    return [to_list(choose(seats, mine, domains) or ()) for mine in range(len(seats))]
 
 
 @pytest.mark.parametrize(
@@ -49,28 +37,20 @@ def chosen(asked: str, trainers: list[str], domains: Domains = HOST, may_have: f
     ],
 )
 def test_couriers_get_what_no_trainer_has(trainers: list[str], domains: Domains, couriers: list[str]) -> None:
-    assert chosen(AUTO, trainers, domains) == couriers
+    assert chosen(trainers, domains) == couriers
 
 
 def test_a_job_gets_no_more_than_its_cgroup_leaves_it() -> None:
-    assert chosen(AUTO, ["0,8"], may_have=from_list("0-1,8-9")) == ["1,9"]
-    assert chosen(AUTO, ["0,8"], may_have=from_list("0,8")) == [""]
-
-
-@pytest.mark.parametrize(
-    ("asked", "couriers"), [(INHERIT, ["", ""]), ("0-1", ["0", "1"]), ("6,99", ["6", "6"]), ("99", ["", ""])]
-)
-def test_what_is_asked_for_is_taken_where_it_is_there(asked: str, couriers: list[str]) -> None:
-    assert chosen(asked, ["0", "0"], FLAT) == couriers
+    assert chosen(["0,8"], may_have=from_list("0-1,8-9")) == ["1,9"]
+    assert chosen(["0,8"], may_have=from_list("0,8")) == [""]
 
 
 def test_what_ranks_tell_of_their_seats_is_read_in_the_order_of_ranks() -> None:
-    told = {str(rank): Seat(frozenset({rank}), ALL).to_text() for rank in (10, 9, 2)}
-    got = [choose_among("2-4,9-11", told, rank) for rank in ("2", "9", "10")]
-    assert all(got) and len(frozenset().union(*(cores or () for cores in got))) == 6
+    told = {str(rank): Seat(frozenset({rank}), from_list("2,9-10,900-905")).to_text() for rank in (10, 9, 2)}
+    assert [to_list(choose_among(told, rank) or ()) for rank in ("2", "9", "10")] == ["900-901", "902-903", "904-905"]
     for wrong in ("", "0-3", "0-3 x", "0 99999", "0 1 2"):
         with pytest.raises(ValueError, match=r".+"):
-            choose_among(AUTO, {"0": wrong}, "0")
+            choose_among({"0": wrong}, "0")
 
 
 @pytest.mark.parametrize("text", ["0", "0-3,8", "1,3,5-7"])
@@ -78,10 +58,10 @@ def test_lists_are_read_and_written_as_the_kernel_does(text: str) -> None:
     assert to_list(from_list(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "7-1", "a", "0-", "1,,2", "auto ", "-1", "inherit,1"])
+@pytest.mark.parametrize("text", ["", "7-1", "a", "0-", "1,,2", "auto", "-1"])
 def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        Config(job="j", courier_cpus=text)
+    with pytest.raises(ValueError, match="is not a list of cores"):
+        from_list(text)
 
 
 def test_what_a_process_could_have_is_found_and_its_mask_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import urllib.parse
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import settings_table
 
 from mlflash import config, errors
 from mlflash.cli import main
@@ -83,11 +83,5 @@ def test_each_exception_has_its_place_in_errors_md() -> None:
 
 
 def test_the_table_of_settings_is_that_of_the_code() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\| (.+?) \|", (DOCS / "using.md").read_text(), re.M)
-    fields = {field.name: field for field in dataclasses.fields(config.Config)}
-    assert {name for name, *_ in rows} == fields.keys()
-    for name, env, default in rows:
-        assert (env or None) == fields[name].metadata["env"], name
-        if default.startswith("`"):
-            value = fields[name].default
-            assert default == f"`{int(value) if isinstance(value, bool) else value}`", name
+    table = f"{settings_table.HEAD}{settings_table.table()}\n"
+    assert table in (DOCS / "using.md").read_text(), "run tools/settings_table.py"

@@ -134,7 +134,7 @@ def test_the_longest_name_of_a_job_fits_into_a_card_whole() -> None:
 def example() -> tuple[bytes, int, list[Entry], np.ndarray]:
     """A manifest of some entries, and the pieces that a rank's file may have of them."""
     flat = flatten({"w": np.zeros((8, 100)), "tied": np.zeros(3), "e": np.zeros(0), "n": {"x": 1.5, 3: b"\0"}})
-    entries = layout.plan(flat, 100, 4096).entries
+    entries = layout.plan(flat, 100).entries
     text = manifest.join(manifest.encode_entries(entries), manifest.encode_tree(flat.structure.tree), flat.plain)
     w, tied, empty = entries
     part = dataclasses.replace(w, offset=(4, 0), shape=(2, 100), start=1000, nbytes=1600)

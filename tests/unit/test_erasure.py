@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -28,14 +27,25 @@ for _bit in range(14, 7, -1):
     TIMES ^= (0x11D << _bit - 8) * (TIMES >> _bit & 1)
 
 
+def isal_of_pyeclib() -> str:
+    """The ISA-L in the wheel of pyeclib, for machines whose distribution has no libisal2; "" if there is none."""
+    try:
+        files = importlib.metadata.files("pyeclib") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return next((str(file.locate()) for file in files if file.name.startswith("libisal") and ".so" in file.name), "")
+
+
 @contextlib.contextmanager
 def using(kernel: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("MLFLASH_ISAL", "0" if kernel == "numpy" else "")
-        erasure_codes._isal.cache_clear()
-        if not erasure_codes.library().startswith(kernel):
-            assert find_spec("pyeclib") is None, "pyeclib is installed, so its libisal must be found"
-            pytest.skip("no ISA-L here")
+        for named in ("0",) if kernel == "numpy" else ("", isal_of_pyeclib()):
+            monkeypatch.setenv("MLFLASH_ISAL", named)
+            erasure_codes._isal.cache_clear()
+            if erasure_codes.library().startswith(kernel):
+                break
+        else:
+            pytest.skip("needs ISA-L: install libisal2 or pyeclib")
         yield
     erasure_codes._isal.cache_clear()
 
@@ -239,26 +249,23 @@ def test_four_threads_make_what_one_makes(kernel: str) -> None:
 
 
 PROGRAM = """
-import pathlib, sys
+import pathlib
 import numpy as np
 from mlflash.redundancy import erasure_codes
 def loaded(): return "libisal" in pathlib.Path("/proc/self/maps").read_text()
 units = [np.arange(64, dtype=np.uint8), np.ones(64, dtype=np.uint8), np.empty(64, dtype=np.uint8)]
 before = loaded()
 erasure_codes.combine(erasure_codes.matrix(2, (0, 1), (3,)), units[:2], units[2:])
-print(before, loaded(), "pyeclib" in sys.modules, erasure_codes.library())
+print(before, loaded(), erasure_codes.library())
 """
 
 
-def test_a_process_loads_the_named_library_when_first_needed_and_never_pyeclib(kernel: str) -> None:
-    found = erasure_codes.library()
-    for named in ("0",) if kernel == "numpy" else ("", found.removeprefix("ISA-L (").removesuffix(")")):
-        environment = {**os.environ, "MLFLASH_ISAL": named}
-        process = subprocess.run(
-            [sys.executable, "-W", "error", "-c", PROGRAM],
-            env=environment, cwd="/", check=True, timeout=60, capture_output=True, text=True,
-        )  # fmt: skip
-        assert process.stdout == f"False {kernel == 'ISA-L'} False {found}\n"
+def test_a_process_loads_the_named_library_when_it_is_first_needed(kernel: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        cwd="/", check=True, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.stdout == f"False {kernel == 'ISA-L'} {erasure_codes.library()}\n"
 
 
 def test_a_named_library_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

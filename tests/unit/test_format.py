@@ -17,7 +17,7 @@ from mlflash.memory.copy_threads import ALONE
 from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot, read_header
 from mlflash.memory.slot_header import Attempt, Header
-from mlflash.redundancy.slot_transfer import Source, chunks
+from mlflash.redundancy.slot_transfer import CHUNK_BLOCKS, Source, chunks
 from mlflash.saving.staging import Staging
 from mlflash.state import layout, manifest
 from mlflash.state.flatten import flatten
@@ -35,8 +35,8 @@ def golden_state() -> dict[str, Any]:
     }
 
 
-def write_slot(memory: Any, state: Any, block_nbytes: int = 4096) -> Slot:
-    stage = Staging(block_nbytes, ALONE, 10.0)
+def write_slot(memory: Any, state: Any) -> Slot:
+    stage = Staging(ALONE, 10.0)
     flat = flatten(state)
     plan = stage.plan(flat)
     slot = Slot(create(memory, plan.layout.extents.nbytes))
@@ -85,7 +85,7 @@ def test_extents_cover_the_slot_without_overlap() -> None:
 
 def test_every_extent_is_aligned_and_inside() -> None:
     state = {str(n): np.zeros(n, dtype=np.uint8) for n in (0, 1, 255, 256, 257, 5000)}
-    plan = layout.plan(flatten(state), 100, 4096)
+    plan = layout.plan(flatten(state), 100)
     ends = 0
     for entry in plan.entries:
         assert entry.start % layout.ALIGN_NBYTES == 0
@@ -96,14 +96,17 @@ def test_every_extent_is_aligned_and_inside() -> None:
 
 def test_chunks_cover_all_blocks_once() -> None:
     extents = Extents(4096, 1 << 20, 4096)
-    runs = chunks(extents, 65_536)
+    runs = chunks(extents)
     assert [b for first, last in runs for b in range(first, last)] == list(range(extents.blocks))
-    assert max(last - first for first, last in runs) == 16
+    assert max(last - first for first, last in runs) == CHUNK_BLOCKS
 
 
 @pytest.mark.parametrize("block_nbytes", [4096, 1 << 20])
-def test_a_flipped_bit_anywhere_in_body_or_table_is_found(node_memory: Any, block_nbytes: int) -> None:
-    slot = write_slot(node_memory, {"a": np.random.default_rng(0).bytes(20_000), "b": np.ones(30_000)}, block_nbytes)
+def test_a_flipped_bit_anywhere_in_body_or_table_is_found(
+    node_memory: Any, block_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "BLOCK_NBYTES", block_nbytes)
+    slot = write_slot(node_memory, {"a": np.random.default_rng(0).bytes(20_000), "b": np.ones(30_000)})
     slot.verify()
     extents = slot.header.extents
     places = [4096, 4096 + slot.header.manifest_nbytes - 1, extents.payload_start, 4096 + extents.body_nbytes - 1,
@@ -158,7 +161,7 @@ def test_no_bytes_make_the_header_parser_do_anything_but_refuse(raw: bytes) -> N
 
 VALID = json.loads(
     manifest.join(
-        manifest.encode_entries(layout.plan(flatten({"a": np.zeros(3), "b": np.ones(2)}), 100, 4096).entries),
+        manifest.encode_entries(layout.plan(flatten({"a": np.zeros(3), "b": np.ones(2)}), 100).entries),
         manifest.encode_tree(["d", [["a", ["e", 0]], ["b", ["e", 1]], [["i", "0xff"], ["p", 0]]]]),
         [["b", "AAE="]],
     )

@@ -97,5 +97,5 @@ def test_a_test_that_needs_what_is_not_installed_is_skipped_with_its_name(tmp_pa
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
-    assert "needs no_such_package: pip install 'mlflash[test]'" in done.stdout, done.stdout
+    assert "needs no_such_package: make .venv/.tests" in done.stdout, done.stdout
     assert "1 skipped, 1 error" in done.stdout and done.returncode != 0

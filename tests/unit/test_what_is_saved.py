@@ -115,7 +115,7 @@ def test_a_key_under_which_nothing_is_found_again_is_refused(key: Any) -> None:
 
 
 def test_a_manifest_that_would_be_read_as_another_one_is_refused() -> None:
-    placed = layout.plan(flatten({1: np.zeros(3), "p": 0.0}), 100, 4096)
+    placed = layout.plan(flatten({1: np.zeros(3), "p": 0.0}), 100)
     flat = flatten({1: np.zeros(3), "p": 0.0})
     written = manifest.Manifest(placed.entries, flat.structure.tree, flat.plain)
     entries, tree = manifest.encode_entries(placed.entries), manifest.encode_tree(written.tree)

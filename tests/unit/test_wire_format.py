@@ -197,7 +197,7 @@ def test_names_that_are_in_no_table_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "body"), [
     ("message Agree", [1, 2]), ("message Agree", {"values": ["1"]}), ("message Agree", {}), ("message Commit", None),
-    ("event drain", {"number": 1}), ("event log", [10]), ("event log", [10, "a", 3]), ("tell stalled", "1"),
+    ("event drain", {"number": 1}), ("event log", [10]), ("event log", [10, "a", 3]), ("tell doing", 1),
     ("result Agree", [1, None]), ("Close", 1), ("event broken", ["OSError", "no", {}]),
     ("event broken", ["SaveFailed", "no", {"__class__": 3}]), ("event broken", ["SaveFailed", "no", {"reasons": {}}]),
     ("event broken", ["SaveFailed", 3, {}]), ("event broken", "SaveFailed"), ("event told_sharing", [None, [], 0]),
