@@ -104,7 +104,7 @@ NEEDED = $$($(PYTHON) tools/requirements.py $(1))
 	@touch $@
 
 # The tests run against the installed package, never against the checkout.
-.venv-build/.tests:
+.venv-build/.tests: pyproject.toml
 	$(PYTHON) -m venv .venv-build
 	$(PIP) -q 'setuptools>=77'  # as pyproject.toml says
 	@touch $@
