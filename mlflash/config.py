@@ -206,8 +206,6 @@ class Config:
 def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] | None, **given: Any) -> Config:
     """Combine arguments, environment and defaults.
 
-    Not collective.
-
     Args:
         env: the environment, usually ``os.environ``.
         directory: where checkpoints are drained to; also gives the job its name if nothing else does.
@@ -245,7 +243,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
 
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
-    """List the environment variables that look like settings but are not. Not collective.
+    """List the environment variables that look like settings but are not.
 
     Example:
         ``{"MLFLASH_DRAIN_EVRY": "5"}`` → ``["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"]``.
@@ -263,7 +261,7 @@ def _guessed(name: str, known: Sequence[str]) -> str:
 
 
 def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
-    """Whether mlflash is on. Not collective.
+    """Whether mlflash is on.
 
     Args:
         env: the environment, usually ``os.environ``.
@@ -327,7 +325,7 @@ def _training(program: Sequence[str]) -> str:
 
 
 def others_of(job: str, there: Iterable[str]) -> list[str]:
-    """Those of some jobs that are of the same Slurm job as one that was named after it. Not collective."""
+    """Those of some jobs that are of the same Slurm job as one that was named after it."""
     mine = _BY_SLURM.fullmatch(job)
     found = [(name, _BY_SLURM.fullmatch(name)) for name in there if mine and name != job]
     return [name for name, by_slurm in found if mine and by_slurm and by_slurm[1] == mine[1]]

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata
+import xxhash
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, _stateful_to_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.tensor import DTensor
 
 from mlflash import config
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch, text_of
+from mlflash.state.leaves import live_bytes
 
 from .. import ids as names
-from . import directories, ids, optimizer_states
+from . import ids
 from .groups import Everyone, Group, Member
 from .ids import DistributedFileSystemReader
-from .load_planner import LoadPlanner
-from .save_checks import refuse_missing_shards, refuse_other_shards, warn_of_unlike
+from .states import DEGREE, LocalState
 
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
@@ -298,7 +304,9 @@ class Checkpoints:
         return self._members[key]
 
     def _new_member(self, name: str, group: Group) -> Member:
-        settings = {**self._settings, "directory": directories.of_name(self._directory, name, group)}
+        # Each name is drained to a directory of its own, because several names have the same steps.
+        directory = None if self._directory is None else os.path.join(self._directory, ids.folder_of(name).lstrip("."))
+        settings = {**self._settings, "directory": directory}
         return Member(group, ids.job_of(self._job, name), settings)
 
     @contextlib.contextmanager
@@ -369,7 +377,7 @@ def _load_optimizer(reader: StorageReader, step: str | None, key: str, group: Gr
     """Load the values under a key, sharded over a group. Collective over the ranks that load together."""
     reader.reset(step)
     metadata = reader.read_metadata()
-    state_dict = optimizer_states.to_fill(metadata, key, group.process_group)
+    state_dict = to_fill(metadata, key, group.process_group)
     reader.reset(step)
     _load(state_dict, reader, loads)
     return dict(unflatten_state_dict(state_dict, metadata.planner_data))
@@ -397,3 +405,144 @@ def _agreed(work: Callable[[], Any], group: Any) -> None:
     for rank, why in enumerate(said):
         if why is not None:
             raise StructureMismatch(f"loading failed: {why}", rank=dist.get_global_rank(group, rank))
+
+
+# Checks before a state dict is filled: whether its shards and its optimizer fit what was saved.
+
+
+_MOMENTS = "optimizer.state."
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, which first checks that a local state dict is sharded over as many ranks as the saved one."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        saved, given = _degree(metadata.state_dict_metadata), _degree(state_dict)
+        if saved != given:
+            raise StructureMismatch(
+                "a local state dict can be loaded only on the same number of shards. A sharded one "
+                "(sharded_state_dict) can be loaded on any number",
+                expected=saved or "no local state dict",
+                found=given or "no local state dict",
+            )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if "optimizer" in state_dict and _has_moments(metadata.state_dict_metadata) > _has_moments(self.state_dict):
+            raise StructureMismatch("the optimizer has no state yet that a load could fill: call init_optim_state "
+                                    "before you make its state dict", expected=_MOMENTS, found="none")  # fmt: skip
+
+
+def _has_moments(names: Iterable[str]) -> bool:
+    return any(name.startswith(_MOMENTS) for name in names)
+
+
+def _degree(state_dict: Mapping[str, Any]) -> str:
+    return next((key for key in state_dict if str(key).startswith(DEGREE)), "")
+
+
+# The optimizer's part of a sharded checkpoint, which FSDP1 loads after the model's.
+
+
+def to_fill(metadata: Metadata, key: str, process_group: Any) -> dict[str, Any]:
+    """Make a flat state dict for a load to fill. Collective over the process group.
+
+    Tensors are sharded over the ranks of the group along their first dimension, as FSDP1 shards them. Tensors with one
+    element are whole.
+
+    Args:
+        metadata: metadata of the checkpoint.
+        key: key of the optimizer in the checkpoint.
+        process_group: the ranks that share each tensor.
+    """
+    ranks = dist.get_process_group_ranks(process_group)
+    kind = dist.distributed_c10d._get_pg_default_device(process_group).type
+    devices = [f"{kind}:{rank % torch.cuda.device_count()}" if kind == "cuda" else kind for rank in ranks]
+    spec: Any = ChunkShardingSpec
+    spec = spec(dim=0, placements=[f"rank:{rank}/{device}" for rank, device in zip(ranks, devices, strict=True)])
+    mine = devices[dist.get_rank(process_group)]
+    found: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if metadata.planner_data[name][0] != key:
+            continue
+        if isinstance(entry, BytesStorageMetadata):
+            found[name] = None
+        elif entry.size.numel() == 1:
+            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=mine)
+        else:
+            found[name] = sharded_tensor.empty(
+                spec, entry.size, dtype=entry.properties.dtype, process_group=process_group
+            )
+    return found
+
+
+# Checks whether the ranks of a process group can save a state dict together.
+
+
+def refuse_other_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> None:
+    """Refuse a local state dict if other ranks of the group have other shards under the same names. Not collective.
+
+    Raises:
+        StateError: some ranks have. ``found`` lists them.
+    """
+    if isinstance(state_dict, LocalState) and (others := sorted(state_dict.others & set(ranks))):
+        raise StateError(
+            "other ranks of this process group hold other shards, under the same names: save each local state under an "
+            "id of its own, on the ranks that hold the same shard (fsdp.Ranker(model).get_rep_groups()). Or save "
+            "fsdp.sharded_state_dict(model, optimizer) on all ranks together", rank=dist.get_rank(),
+            found=f"ranks {others}",
+        )  # fmt: skip
+
+
+def refuse_missing_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> None:
+    """Refuse DTensors if the group does not hold all of their shards. Not collective.
+
+    Raises:
+        StateError: shards are missing. ``tensor`` is the first such DTensor.
+    """
+    whole = set[tuple[Any, ...]]()
+    for name, value in flatten_state_dict(dict(state_dict))[0].items():
+        if not isinstance(value, DTensor) or (kind := (value.device_mesh, *value.placements)) in whole:
+            continue
+        mesh, placements = value.device_mesh.mesh, value.placements
+        places = [[slice(None)] if one.is_replicate() else range(size)
+                  for one, size in zip(placements, mesh.shape, strict=True)]  # fmt: skip
+        for place in itertools.product(*places):
+            if not set(mesh[place].flatten().tolist()) & set(ranks):
+                raise StateError(
+                    "this tensor is sharded over ranks that are not in the process group: save it on all of them "
+                    "together, under one id (no tp or ep in it), such as with process_group=None", tensor=name,
+                    expected=f"ranks {sorted(mesh.flatten().tolist())}", found=f"ranks {sorted(ranks)}",
+                )  # fmt: skip
+        whole.add(kind)
+
+
+def warn_of_unlike(state_dict: Mapping[str, Any], ranks: Sequence[int], group: Any) -> None:
+    """Warn if tensors differ between ranks although one rank's values are saved for all.
+
+    Collective over the group.
+
+    Args:
+        state_dict: its tensors must not change during the call.
+        ranks: ranks of the world, in the order of the group.
+        group: gloo group of these ranks.
+    """
+    plain = (torch.Tensor, torch.nn.Parameter)
+    mine = {name: xxhash.xxh3_64_intdigest(live_bytes(value).data)
+            for name, value in flatten_state_dict(dict(state_dict))[0].items() if type(value) in plain}  # fmt: skip
+    said: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(said, mine, group=group)
+    first = dict[str, tuple[int, int]]()
+    unlike = dict[str, tuple[int, int]]()
+    for rank, digests in zip(ranks, said, strict=True):
+        for name, digest in digests.items():
+            other, known = first.setdefault(name, (rank, digest))
+            if known != digest:
+                unlike.setdefault(name, (other, rank))
+    if unlike and dist.get_rank() == min(ranks):
+        name, (one, other) = next(iter(unlike.items()))
+        log.warning("%d tensors, such as %s on ranks %d and %d, differ between ranks that save them together. They are "
+                    "not DTensors, so they count as the same, and one rank's values are saved for all. If they should "
+                    "differ, as experts do, save them under an id of their own, on the ranks that hold the same values",
+                    len(unlike), name, one, other)  # fmt: skip

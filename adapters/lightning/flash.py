@@ -7,23 +7,27 @@ parts of it that this module uses are the same from Lightning 2.4 to 2.6.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+import fsspec  # comes with Lightning
+import torch
 
 from mlflash import Checkpointer
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
 
 from .. import intervals
+from ..on_disk import OnDisk, newest_complete
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
-from .files import OnDisk, look
 from .loops import OwnSaves, at_step_ends
-from .own_files import OwnFiles
 from .packages import leave_mpi_alone
 from .resume import go_on, restore_together
 from .states import ALIKE, state_of
@@ -180,7 +184,7 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | 
     """Choose what to start from: a step in memory, or None and the path for Lightning. Collective."""
     if path is not None and str(path).startswith(PREFIX):
         return step_of_path(checkpointer, str(path)), path
-    disk = checkpointer.adapting.seen_by_first(lambda: look(path)) if path else OnDisk(None)
+    disk = checkpointer.adapting.seen_by_first(lambda: _look(path)) if path else OnDisk(None)
     instead = disk.path or (f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None)
     newest = checkpointer.adapting.newest_step(instead)
     theirs = disk.path or path  # if it is incomplete and the only one, Lightning raises its error
@@ -189,3 +193,115 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | 
     ):  # a second call of `fit` continues with the state of this trainer
         return None, theirs
     return (None, theirs) if disk.step is not None and disk.step > newest else (newest, path)
+
+
+# Checkpoints that Lightning wrote to disk
+
+
+def _look(path: Any) -> OnDisk:
+    torn = Path(path)
+    return newest_complete(path, _step_of, lambda: (
+        str(other) for other in sorted(torn.parent.glob(f"*{torn.suffix}"))
+        if other != torn and other.is_dir() == torn.is_dir()
+    ))  # fmt: skip
+
+
+def _step_of(path: Any) -> int:
+    if not os.path.exists(path):
+        with fsspec.open(str(path), "rb") as remote:
+            return int(torch.load(remote, map_location="meta", weights_only=False)["global_step"])
+    file = Path(path, "meta.pt") if os.path.isdir(path) else path
+    if file != path and not os.path.exists(file):
+        raise EOFError("it has no meta.pt, which is written last")
+    with open(file, "rb") as opened:
+        is_zip = opened.read(2) == b"PK"  # this format can be mapped
+    try:
+        return int(torch.load(file, map_location="cpu", mmap=is_zip, weights_only=False)["global_step"])
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: torch looked for the end record before the first byte
+            raise
+        raise EOFError(f"the file is cut off: {error}") from error
+
+
+# Lightning's own checkpoints: Lightning writes them to memory, and they are moved to their place in the background.
+# The files are Lightning's, so it resumes from them without mlflash. A checkpoint gets its name when all files of all
+# ranks have arrived, and only then links to it are made. If a ModelCheckpoint deletes something meanwhile, that waits
+# until then.
+
+
+class OwnFiles:
+    """Moves Lightning's own checkpoints of one fit. Collective over all ranks. Close it at the end.
+
+    Args:
+        trainer: Lightning's Trainer.
+        checkpointer: the Checkpointer of the fit.
+
+    Raises:
+        ConfigError: a plugin also writes files in the background.
+    """
+
+    def __init__(self, trainer: Any, checkpointer: Checkpointer):
+        strategy = trainer.strategy
+        if any("Async" in kind.__name__ for kind in type(strategy.checkpoint_io).__mro__):
+            raise ConfigError("a plugin already writes checkpoints in the background: leave out in_background, or the "
+                              "plugin", found=type(strategy.checkpoint_io).__name__)  # fmt: skip
+        self._strategy, self._files = strategy, checkpointer.adapting.own_files()
+        self._save: Callable[..., None] = strategy.save_checkpoint
+        self._remove: Callable[[Any], None] = strategy.remove_checkpoint
+        self._undo = replaced(strategy, save_checkpoint=self.save, remove_checkpoint=self.remove)
+        for callback in trainer.checkpoint_callbacks:
+            if hasattr(callback, "file_exists"):  # a ModelCheckpoint
+                exists = functools.partial(self.exists, callback.file_exists)
+                link = functools.partial(self.link, callback._link_checkpoint)
+                self._undo.callback(replaced(callback, file_exists=exists, _link_checkpoint=link).close)
+
+    def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Let Lightning write a checkpoint to memory, or to its place if some rank has no room. Collective.
+
+        Raises:
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
+        """
+        target = os.fspath(self._strategy.broadcast(filepath))
+        if "://" in target or storage_options is not None or not self._files.begin(target):
+            self._save(checkpoint, filepath, storage_options)
+            return
+        if self._writes_on_all_ranks():
+            with self._files.directory(target) as path, replaced(self._strategy, broadcast=lambda what, *args: what):
+                self._save(checkpoint, path)
+        elif self._strategy.is_global_zero:
+            with self._files.directory(target, alone=True) as path:
+                self._save(checkpoint, path / path.name)
+        else:
+            self._save(checkpoint, filepath)
+        self._files.expect(target)
+
+    def remove(self, filepath: Any) -> None:
+        """Delete a checkpoint once all checkpoints that were written after it have arrived. Collective."""
+        self._files.remove_when_moved(filepath, functools.partial(self._remove, filepath))
+
+    def link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
+        """Link to a checkpoint once it has arrived. Collective."""
+        if not self._files.expects(filepath):
+            link(trainer, filepath, linkpath)
+        elif trainer.is_global_zero:
+            self._files.link(linkpath, filepath)
+
+    def exists(self, exists: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
+        """Whether a file would exist if all writes and deletions were done already. Collective."""
+        return self._files.would_be_there(filepath, lambda: exists(filepath, trainer))
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are on disk. Not collective."""
+        self._files.finish()
+
+    def close(self) -> None:
+        """Close without waiting. The rest is still moved in the background. Not collective."""
+        self._undo.close()
+        self._files.close()
+
+    def _writes_on_all_ranks(self) -> bool:
+        """Whether a checkpoint is a directory with files of each rank."""
+        strategy = self._strategy
+        return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or (
+            getattr(strategy, "_state_dict_type", "") == "sharded"
+        )

@@ -20,26 +20,32 @@ Example:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, MlflashError, StructureMismatch, Unrestorable
 
-from . import persistent, weights
+from ..replacing import replaced
+from . import persistent
 from .memory_only import MemoryOnly
-from .own_files import OwnFiles
+from .persistent import TRACKER
 from .shards import LoadShards, SaveShards
 
 log = logging.getLogger("mlflash")
@@ -244,7 +250,7 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     in_memory = running.checkpointer.enabled and iteration % running.mem_interval == 0
     if not (goes_on or in_memory):
         return
-    weights.gather(_listed(model), optimizer)
+    gather(_listed(model), optimizer)
     if goes_on and (running.files is not None or not running.checkpointer.enabled):
         save = functools.partial(persistent.save, iteration, _listed(model), optimizer, opt_param_scheduler)
         save() if running.files is None else running.files.save(iteration, save)
@@ -262,7 +268,7 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     }
     if goes_on:
         running.checkpointer.adapting.ask_drain()
-    running.save.owned = functools.partial(weights.changed_in_steps, _listed(model), optimizer)
+    running.save.owned = functools.partial(changed_in_steps, _listed(model), optimizer)
     request = dist_checkpointing.save(state, running.save.directory(iteration), running.save, async_sharded_save=True,
                                       validate_access_integrity=running.is_first)  # fmt: skip
     running.is_first = False
@@ -400,3 +406,126 @@ def _unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
+
+
+# Megatron's own checkpoints: Megatron writes them to memory, and they are moved to ``--save`` in the background. The
+# files are Megatron's, so Megatron loads them without mlflash. A checkpoint gets its name when all files of all ranks
+# have arrived. After that ``latest_checkpointed_iteration.txt`` names it.
+
+
+class OwnFiles:
+    """Moves Megatron's own checkpoints of one training. Collective over all ranks. Close it at the end.
+
+    Args:
+        arguments: Megatron's arguments.
+        checkpointer: the training's Checkpointer.
+        most: number of checkpoints to keep. 0: all.
+
+    Raises:
+        ConfigError: Megatron has no directory, or itself writes in the background or deletes checkpoints.
+    """
+
+    def __init__(self, arguments: Any, checkpointer: Checkpointer, most: int):
+        if getattr(arguments, "save", None) is None:
+            raise ConfigError("in_background=True moves Megatron's own checkpoints to --save: give --save a directory")
+        for flag in ("async_save", "save_retain_interval"):
+            if getattr(arguments, flag, None):
+                raise ConfigError("Megatron already writes, or deletes, checkpoints in the background: leave out "
+                                  f"in_background, or --{flag.replace('_', '-')}")  # fmt: skip
+        self._directory, self._most = os.path.abspath(arguments.save), most
+        self._files, self._is_first = checkpointer.adapting.own_files(), checkpointer.adapting.ranks.rank == 0
+        self._written: collections.deque[str] = collections.deque()
+
+    def save(self, iteration: int, save: Callable[[], None]) -> None:
+        """Let Megatron write a checkpoint to memory, or to its directory if some rank has no room. Collective.
+
+        Args:
+            iteration: iteration of the training.
+            save: calls Megatron's ``save_checkpoint``.
+
+        Raises:
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
+        """
+        from megatron.training import checkpointing
+
+        target = os.path.join(self._directory, f"iter_{iteration:07d}")
+        if not self._files.begin(target):
+            save()
+            return
+        name, tracker = checkpointing.get_checkpoint_name, checkpointing.get_checkpoint_tracker_filename
+        with self._files.directory(target, {os.path.join(self._directory, TRACKER): str(iteration)}) as path:
+            place = os.fspath(path.parent)
+
+            def moved(directory: Any) -> Any:
+                return place if os.path.abspath(directory) == self._directory else directory
+
+            with replaced(
+                checkpointing,
+                get_checkpoint_name=lambda directory, *args, **more: name(moved(directory), *args, **more),
+                get_checkpoint_tracker_filename=lambda directory: tracker(moved(directory)),
+            ):
+                save()
+        self._written.append(target)
+        if self._most:
+            self._files.when_moved(self._delete)
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are in the directory. Not collective."""
+        self._files.finish()
+
+    def close(self) -> None:
+        """Close without waiting. The rest is still moved in the background. Not collective."""
+        self._files.close()
+
+    def _delete(self) -> None:
+        """Delete the oldest checkpoints that this training wrote, beyond the number to keep."""
+        while len(self._written) > self._most:
+            oldest = self._written.popleft()
+            if self._is_first:
+                shutil.rmtree(oldest, ignore_errors=True)
+
+
+# Megatron's weights at a save: make them whole, and find those that change only in the optimizer's step.
+
+
+_KNOWN = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+
+
+def gather(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Gather the weights that ``--overlap-param-gather`` would gather in the next forward pass.
+
+    Before that, some weights are of the step before. Megatron's own training loop does the same before it saves.
+    Collective over data-parallel ranks.
+
+    Args:
+        chunks: the parts of the model, as Megatron wrapped them.
+        optimizer: Megatron's optimizer. None: there is none.
+    """
+    late = [chunk for chunk in chunks if _is_gathered_late(chunk)]
+    if late and hasattr(optimizer, "prepare_model_params_for_param_sync"):
+        optimizer.prepare_model_params_for_param_sync()
+    for chunk in late:
+        chunk.start_param_sync(force_sync=True)
+
+
+def changed_in_steps(chunks: Sequence[Any], optimizer: Any) -> Iterable[Any]:
+    """Give the weights, if only a step of the optimizer changes them, after the step of the torch optimizer inside it.
+
+    Not collective. Otherwise give none. That is the case if weights are gathered in the forward pass or share memory
+    with gradients (MXFP8), if the optimizer's class is unknown, or if this rank has no part of the optimizer, because
+    then another rank may gather them first.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if any(map(_is_gathered_late, chunks)) or not all(map(_is_known, parts)):
+        return ()
+    return [one for chunk in chunks for one in chunk.parameters() if type(one.data) is torch.Tensor]
+
+
+def _is_gathered_late(chunk: Any) -> bool:
+    return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
+
+
+def _is_known(part: Any) -> bool:
+    if type(part) not in _KNOWN or getattr(part, "is_stub_optimizer", False):
+        return False
+    return not getattr(part.config, "reuse_grad_buf_for_mxfp8_param_ag", False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import pickle
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +18,11 @@ from nemo.utils.app_state import AppState
 from nemo.utils.exp_manager import NotFoundError, _filter_out_unfinished_checkpoints
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..on_disk import TORN, OnDisk, newest_complete
 from ..replacing import replaced
 from .memory import Memory
 
 log = logging.getLogger("mlflash")
-
-
-@dataclasses.dataclass(frozen=True)
-class _OnDisk:
-    """What rank 0 found on disk.
-
-    Attributes:
-        path: path of a checkpoint. None: none can be read.
-        step: its step. None: unknown.
-        error: what NeMo raises instead of giving a path.
-        other: whether this is another path than NeMo's, because NeMo's checkpoint is incomplete.
-    """
-
-    path: str | None = None
-    step: int | None = None
-    error: Exception | None = None
-    other: bool = False
 
 
 class MLFlashAutoResume(AutoResume):
@@ -111,11 +95,10 @@ class MLFlashAutoResume(AutoResume):
             theirs = self._default.get_trainer_ckpt_path(model)  # on each rank, because it sets an attribute there
         except (NotFoundError, ValueError) as problem:
             error = problem
-        disk: _OnDisk = self._memory.checkpointer.adapting.seen_by_first(lambda: _look(theirs, error))
-        error = disk.error
+        disk, error = self._memory.checkpointer.adapting.seen_by_first(lambda: (_look(theirs), error))
         if isinstance(error, ValueError) and "unfinished" not in str(error):  # for example: training has completed
             raise error
-        theirs = disk.path if disk.other else theirs
+        theirs = disk.path if disk.is_other else theirs
         in_memory = self._memory.find(disk.path)
         if in_memory is None or (disk.step is not None and disk.step > in_memory):
             return None, theirs, error
@@ -123,36 +106,24 @@ class MLFlashAutoResume(AutoResume):
         return in_memory, theirs, error
 
 
-def _look(theirs: Any, error: Exception | None) -> _OnDisk:
-    """Read the step of the checkpoint that NeMo would take. If it is incomplete, take another one. Not collective."""
+def _look(theirs: Any) -> OnDisk:
+    """Read the step of the checkpoint that NeMo would take. If it is incomplete, take another one."""
     if theirs is None:
-        return _OnDisk(error=error)
-    try:
-        return _OnDisk(str(theirs), _step_of(theirs), error)
-    except (OSError, KeyError) as problem:
-        log.warning("the step of %s is not known (%r): mlflash assumes that memory is newer", theirs, problem)
-        return _OnDisk(str(theirs), None, error)
-    except _TORN as problem:
-        log.warning("%s cannot be read, so mlflash looks for another checkpoint: %r", theirs, problem)
-    found = [] if isinstance(theirs, AdapterPath) else _beside(Path(theirs))
-    return max(found, key=lambda one: one.step or 0, default=_OnDisk(error=error))
+        return OnDisk(None)
+    return newest_complete(
+        str(theirs), _step_of, lambda: () if isinstance(theirs, AdapterPath) else _others(Path(theirs)), _TORN
+    )
 
 
-def _beside(torn: Path) -> list[_OnDisk]:
-    """Find the checkpoints of the same folder that are complete and can be read."""
+def _others(torn: Path) -> Iterator[str]:
+    """Yield the weights of the finished checkpoints of the same folder."""
     torn = torn.parent if torn.name == "weights" else torn
-    found = []
     # A name that begins with a dot is that of a checkpoint that is still being moved.
-    there = [one for one in torn.parent.iterdir() if one.is_dir() and not one.name.startswith(".")]
-    for path in _filter_out_unfinished_checkpoints(there):
+    folders = [path for path in torn.parent.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    for path in _filter_out_unfinished_checkpoints(folders):
         weights = ckpt_to_weights_subdir(Path(path), is_saving=False)
-        if Path(path) == torn or not dist_checkpointing.check_is_distributed_checkpoint(str(weights)):
-            continue
-        try:
-            found.append(_OnDisk(str(weights), _step_of(path), other=True))
-        except (*_TORN, OSError, KeyError) as error:
-            log.warning("%s cannot be read: %r", path, error)
-    return found
+        if Path(path) != torn and dist_checkpointing.check_is_distributed_checkpoint(str(weights)):
+            yield str(weights)
 
 
 def _step_of(path: Any) -> int:
@@ -161,12 +132,4 @@ def _step_of(path: Any) -> int:
     return int(common["global_step"])
 
 
-_TORN = (
-    EOFError,
-    RuntimeError,
-    CheckpointException,
-    CheckpointingException,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
-"""What is raised for a checkpoint that was not written completely."""
+_TORN = (*TORN, CheckpointException, CheckpointingException, zipfile.BadZipFile)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import pickle
+import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
+import mlflash
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError, ReplayMismatch
 
+from ..left_steps import groups_of
 from .gradients import LOSS, Signatures, backward, backward_aside, names_of
-from .packed_inputs import pack, unpack
-from .ring import Ring
-from .undisturbed import Synced, buffers_of, fill_buffers, generators, set_generators, undisturbed
 from .verdicts import Mismatch, Place, differing, judge
 
 log = logging.getLogger("mlflash")
@@ -218,3 +221,235 @@ def _here(model: nn.Module) -> Place:
         about = torch.cuda.get_device_properties(device)
         name += f" {about.name} {getattr(about, 'uuid', '')}".rstrip()
     return Place(dist.get_rank(), socket.gethostname(), name)
+
+
+# Convert a micro-batch and the state that its computation began with to bytes, from which another rank computes. They
+# may be any nested structure that pickle accepts. Only the elements of a tensor are sent, not the storage around
+# them, because a batch is often a view of all data. Strides are kept, because they decide which kernels run.
+
+
+_Packed = tuple[bytes, torch.dtype, tuple[int, ...], tuple[int, ...], str, bool]
+
+
+def pack(inputs: Any) -> bytes:
+    """Give the inputs as bytes. Not collective. You may change the inputs when this returns, but not before.
+
+    Raises:
+        Exception: whatever pickle raises for something that it does not accept.
+    """
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(inputs)
+    return file.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """Make the inputs from bytes. Tensors of an accelerator go to the current one of this rank. Not collective.
+
+    Args:
+        packed: bytes from another rank of this job. They may run any code, as objects in torch.distributed may.
+    """
+    return _Unpickler(io.BytesIO(packed)).load()
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, thing: Any) -> _Packed | None:
+        if type(thing) is not torch.Tensor or thing.layout != torch.strided or thing.is_quantized:
+            return None
+        tensor = thing.detach().resolve_conj().resolve_neg()
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        length = 1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True)) if tensor.numel() else 0
+        elements = tensor.as_strided((length,), (1,)).cpu().contiguous().view(torch.uint8)
+        is_leaf = thing.requires_grad and thing.is_leaf
+        return elements.numpy().tobytes(), tensor.dtype, size, stride, tensor.device.type, is_leaf
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, packed: _Packed) -> torch.Tensor:
+        content, dtype, size, stride, device, requires_grad = packed
+        if not content:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+        elements = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).to(device)
+        return elements.as_strided(size, stride).requires_grad_(requires_grad)
+
+
+# The ranks that compute each other's micro-batches: which rank computes for which, and how they exchange data. They
+# use gloo, in a group of their own.
+
+
+class Ring:
+    """The ranks of a process group as a ring, in the order of the group.
+
+    Collective over the group.
+
+    Args:
+        group: ranks that hold the same model and compute different batches. None: the default group.
+        seed: seed for the order of the distances.
+
+    Example:
+        With 4 ranks and distance 3, rank 0 computes the batch of rank 1, and rank 3 computes that of rank 0.
+    """
+
+    def __init__(self, group: Any, seed: int):
+        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        every = self.ranks == tuple(range(dist.get_world_size()))
+        of_some = {} if every else {"ranks": list(self.ranks), "use_local_synchronization": True}
+        self._group = dist.new_group(backend="gloo", **of_some)
+        self.place = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+        self._distances = list(range(1, self.size))
+        random.Random(seed).shuffle(self._distances)
+
+    def distances(self, number: int) -> tuple[int, int]:
+        """Give the distances from a rank to its first and its second witness in a replay.
+
+        Each of ``size - 1`` successive replays has another first distance, so that every rank checks every other. With
+        two ranks both distances are the same, and with one rank both are 0.
+
+        Args:
+            number: number of the replay.
+        """
+        if not self._distances:
+            return 0, 0
+        return self._distances[number % (self.size - 1)], self._distances[(number + 1) % (self.size - 1)]
+
+    def rank_at(self, distance: int) -> int:
+        """Give the rank of the world at this distance after this one. Not collective."""
+        rank: int = self.ranks[(self.place + distance) % self.size]
+        return rank
+
+    def tell(self, mine: Any) -> list[Any]:
+        """Gather a value from each rank of the group, in its order, on all of them. Collective over the group."""
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, mine, group=self._group)
+        return said
+
+    def pass_on(self, content: bytes, distance: int) -> bytes:
+        """Send bytes to the rank at this distance, and receive from the rank at the same distance before this one.
+
+        Collective over the group.
+        """
+        if distance % self.size == 0:
+            return content
+        length = torch.tensor([len(content)])
+        coming = self._exchange(length, torch.zeros(1, dtype=torch.int64), distance)
+        room = torch.empty(int(coming.item()), dtype=torch.uint8)
+        self._exchange(torch.frombuffer(bytearray(content), dtype=torch.uint8), room, distance)
+        return bytes(room.numpy())
+
+    def _exchange(self, content: torch.Tensor, room: torch.Tensor, distance: int) -> torch.Tensor:
+        sent = dist.isend(content, self.rank_at(distance), group=self._group)
+        got = dist.irecv(room, self.rank_at(-distance), group=self._group)
+        for work in (sent, got):
+            if work is not None:
+                work.wait()
+        return room
+
+
+# Undo what a pass changes other than gradients: buffers, generators, and what DDP and FSDP2 remember.
+
+
+_OF_GROUPS = ("reduce_grads", "all_reduce_grads")
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Give all buffers of a model by name, including those that are in no state dict. Not collective."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def generators() -> dict[str, Any]:
+    """Read the states of the global generators; for CUDA only that of this rank's device. Not collective."""
+    state = mlflash.rng().state_dict()
+    if "cuda" in state:
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Set generator states that `generators` has read on this or another rank. Not collective."""
+    mlflash.rng().load_state_dict({name: value for name, value in state.items() if name != "cuda"})
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def fill_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy values into the buffers of these names. Use it within `undisturbed`. Not collective."""
+    with torch.no_grad():
+        for name, buffer in buffers_of(model).items():
+            if (value := values.get(name)) is None:
+                continue
+            if value.shape == buffer.shape:
+                buffer.copy_(value)
+            else:
+                _put(model, name, value)
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """At the end of the block, put back generators, buffers, and what DDP and FSDP2 remember of forward passes.
+
+    Not collective. Within the block no wrapper reduces gradients. Buffers stay the same tensors.
+    """
+    state, buffers = mlflash.rng().state_dict(), buffers_of(model)
+    copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+            elif isinstance(module, FSDPModule):
+                for group in groups_of(module):
+                    stack.enter_context(_attributes(group, dict.fromkeys(_OF_GROUPS, False)))
+        try:
+            yield
+        finally:
+            mlflash.rng().load_state_dict(state)
+            now = buffers_of(model)
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    if now.get(name) is not buffer:
+                        _put(model, name, buffer)
+                    buffer.copy_(copies[name])
+
+
+class Synced:
+    """Remembers before a step whether the DDPs of a model send the buffers of their first rank to all ranks.
+
+    A pass after the step can then do what the step did, and leave the setting unchanged. By itself, DDP would not send
+    buffers in the first pass after one that reduces nothing.
+
+    Not collective.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._found = [
+            (one, bool(one.require_forward_param_sync), bool(one.will_sync_module_buffers()))
+            for one in model.modules() if isinstance(one, DistributedDataParallel)
+        ]  # fmt: skip
+
+    def __bool__(self) -> bool:
+        return any(syncs for *_, syncs in self._found)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the DDPs do the same in this pass."""
+        with contextlib.ExitStack() as stack:
+            for module, flag, _ in self._found:
+                stack.enter_context(_attributes(module, {"require_forward_param_sync": flag}))
+            yield
+
+
+@contextlib.contextmanager
+def _attributes(thing: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes for the duration of the block."""
+    before = {name: getattr(thing, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
+def _put(model: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    module, _, key = name.rpartition(".")
+    setattr(model.get_submodule(module), key, buffer)

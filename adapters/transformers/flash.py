@@ -7,8 +7,11 @@ only while it trains.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers import trainer as module
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from mlflash import Checkpointer
 from mlflash.checkpointer.disabled import turned_off
-from mlflash.errors import ConfigError
+from mlflash.errors import ConfigError, StructureMismatch
+from mlflash.state.plain_values import decode_plain
 
 from .. import intervals
 from ..replacing import replaced
 from .backends import state_of
-from .own_files import OwnFiles
-from .start import start_from
 from .states import Found, State, has_ended
 
 
@@ -273,3 +276,164 @@ def TrainerWrapper(
     trainer.add_callback(callback)
     callback.attach(trainer)
     return trainer
+
+
+# The Trainer's own checkpoints: the Trainer writes them to memory, and they are moved to its folder in the
+# background. The files are the Trainer's, so it resumes from them without mlflash. A checkpoint gets its name when
+# all files of all ranks have arrived.
+
+
+class OwnFiles:
+    """Moves the Trainer's own checkpoints of one training. Collective over all ranks. Close it at the end.
+
+    Args:
+        trainer: Hugging Face's Trainer.
+        checkpointer: the training's Checkpointer.
+
+    Raises:
+        ConfigError: the Trainer uploads its checkpoints from where it wrote them.
+    """
+
+    def __init__(self, trainer: Any, checkpointer: Checkpointer):
+        if trainer.args.push_to_hub:
+            raise ConfigError("the Trainer cannot upload checkpoints that are moved in the background: leave out "
+                              "in_background or push_to_hub")  # fmt: skip
+        self._trainer = trainer
+        self._files = checkpointer.adapting.own_files()
+        self._directory: Callable[[Any], str] = trainer._get_output_dir
+        self._save: Callable[[Any, Any], None] = trainer._save_checkpoint
+        self._load_best: Callable[[], None] = trainer._load_best_model
+
+    @property
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Give the methods that replace the Trainer's own."""
+        return {"_save_checkpoint": self.save, "_get_output_dir": self.output_dir, "_load_best_model": self.load_best}
+
+    def save(self, model: Any, trial: Any) -> None:
+        """Let the Trainer write its checkpoint to memory, or to disk if some rank has no room. Collective.
+
+        Raises:
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
+        """
+        folder, state = self._directory(trial), self._trainer.state
+        target = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if not self._files.begin(target):
+            self._save(model, trial)
+            return
+        with self._files.directory(target) as path:
+            written = os.fspath(path.parent)
+            with replaced(self._trainer, _get_output_dir=lambda trial: written):
+                self._save(model, trial)
+            best = self._best(folder, written)
+            if best != state.best_model_checkpoint:
+                state.best_model_checkpoint = best
+                if self._trainer.args.should_save:
+                    state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
+        if self._trainer.args.should_save:
+            self._files.when_moved(lambda: self._rotate(folder))
+
+    def _best(self, folder: str, written: str) -> str | None:
+        """Find the best checkpoint. The Trainer saw no older one in the folder in memory where it just wrote."""
+        state, best = self._trainer.state, self._trainer.state.best_model_checkpoint
+        if best is not None and os.path.dirname(best) == written:
+            return os.path.join(folder, os.path.basename(best))
+        older = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        is_kept = state.best_global_step and self._trainer.args.save_strategy.value != "no" and os.path.isdir(older)
+        return older if is_kept else best
+
+    def output_dir(self, trial: Any) -> str:
+        """Wait until all checkpoints have arrived, and give their folder. Not collective."""
+        self._files.finish()
+        return self._directory(trial)
+
+    def load_best(self) -> None:
+        """Wait until all checkpoints have arrived, and load the best model. Not collective."""
+        self._files.finish()
+        self._load_best()
+
+    def close(self) -> None:
+        """Close without waiting. The rest is still moved in the background. Not collective."""
+        self._files.close()
+
+    def _rotate(self, folder: str) -> None:
+        """Delete older checkpoints, as the Trainer does after each save, now that the newest has arrived."""
+        if hasattr(module, "rotate_checkpoints"):
+            module.rotate_checkpoints(output_dir=folder, save_total_limit=self._trainer.args.save_total_limit,
+                                      best_model_checkpoint=self._trainer.state.best_model_checkpoint,
+                                      use_mtime=True)  # fmt: skip
+        else:  # older versions have a method
+            self._trainer._rotate_checkpoints(use_mtime=True, output_dir=folder)
+
+
+# Choose the checkpoint that a training starts from: the newest of memory, the directory and the Trainer's own.
+
+
+log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+    """What the Trainer has written.
+
+    Attributes:
+        step, path: those of the newest complete checkpoint. None: there is none.
+        is_empty: whether there is not even an incomplete checkpoint.
+    """
+
+    step: int | None
+    path: str | None
+    is_empty: bool
+
+
+def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found | str | bool | None:
+    """Find the newest checkpoint. If one of mlflash and one of the Trainer are equally new, take that of mlflash.
+
+    Collective over all ranks.
+
+    Args:
+        checkpointer: an open Checkpointer.
+        output_dir: the Trainer's folder.
+        whole: pattern of a file that a checkpoint of the Trainer has if it contains an optimizer.
+
+    Returns:
+        The checkpoint of mlflash, or what to resume from, as the Trainer takes it: a path; True, with which the Trainer
+        raises its own error; or None to start from the beginning.
+
+    Raises:
+        Unrestorable: mlflash has checkpoints, but none can be loaded, and the Trainer has written none.
+    """
+    disk: OnDisk = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
+    step = checkpointer.adapting.newest_step(disk.path)
+    found = None if step is None else _in_memory(checkpointer, step)
+    if found is not None and (disk.step is None or disk.step <= found.step):
+        return found
+    if disk.path is not None:
+        log.info("starting from %s: mlflash has %s", disk.path, "nothing" if found is None else f"step {found.step}")
+        return disk.path
+    return None if disk.is_empty else True
+
+
+def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
+    """Open a checkpoint, and read its small parts."""
+    opened = checkpointer.adapting.open(step)
+    assert opened is not None
+    try:
+        first = opened.olds[min(opened.olds)]
+        text = decode_plain(first.plain.get("trainer"))
+        if not isinstance(text, str):
+            raise StructureMismatch(
+                "this checkpoint was not saved through mlflash.adapters.transformers", step=opened.step
+            )
+        return Found(opened.step, text, frozenset(entry.name for entry in first.entries))
+    finally:
+        opened.close()
+
+
+def _look(directory: Path, whole: str) -> OnDisk:
+    """Look at a Trainer's directory. Not collective."""
+    there = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
+             if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()}  # fmt: skip
+    # Without an optimizer the Trainer would go on without saying so.
+    ended = [step for step, path in there.items() if (path / TRAINER_STATE_NAME).is_file() and any(path.glob(whole))]
+    newest = max(ended, default=None)
+    return OnDisk(newest, None if newest is None else str(there[newest]), not there)

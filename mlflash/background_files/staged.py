@@ -179,8 +179,6 @@ class BackgroundFiles:
 def leftovers(memory: str, job: str, dry_run: bool = False) -> int:
     """Remove what runs of a job left in memory, if their movers have ended; return its bytes.
 
-    Not collective.
-
     Args:
         memory: see `BackgroundFiles`.
         job: likewise.

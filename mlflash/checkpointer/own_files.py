@@ -80,11 +80,11 @@ class OwnFiles:
         self._files.link(path, to)
 
     def expect(self, path: str | os.PathLike[str]) -> None:
-        """Note on a rank that a path is being moved to disk, until somebody waits for it. Not collective."""
+        """Note on a rank that a path is being moved to disk, until somebody waits for it."""
         self._coming.add(os.path.abspath(path))
 
     def expects(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path is being moved to disk. Not collective."""
+        """Whether a path is being moved to disk."""
         return os.path.abspath(path) in self._coming
 
     def would_be_there(self, path: str | os.PathLike[str], is_there: Callable[[], bool]) -> bool:
@@ -97,25 +97,25 @@ class OwnFiles:
         return self.expects(path) or (os.path.abspath(path) not in self._going and is_there())
 
     def remove_when_moved(self, path: str | os.PathLike[str], remove: Callable[[], None]) -> None:
-        """Delete something once everything that was written so far is on disk, see `when_moved`. Not collective."""
+        """Delete something once everything that was written so far is on disk, see `when_moved`."""
         self._going.add(os.path.abspath(path))
         self.when_moved(remove)
 
     def when_moved(self, do: Callable[[], None]) -> None:
         """Run a function once everything that was written so far is on disk: the next time that somebody waits for it.
 
-        For example, to delete older checkpoints. Not collective.
+        For example, to delete older checkpoints.
         """
         self._later.append(do)
 
     def finish(self) -> None:
-        """Wait until everything is on disk, and run what was postponed until then. Not collective."""
+        """Wait until everything is on disk, and run what was postponed until then."""
         self._files.wait()
         self._is_well()
         self._do_later()
 
     def close(self) -> None:
-        """Let the rest be moved without waiting for it. Not collective."""
+        """Let the rest be moved without waiting for it."""
         self._files.close()
 
     def _is_well(self) -> bool:

@@ -21,7 +21,7 @@ _rank = [0]  # of this process; until it is known, everything is printed
 
 @functools.cache
 def show_briefly() -> None:
-    """From now on, print uncaught errors of mlflash in this short form in this process. Not collective.
+    """From now on, print uncaught errors of mlflash in this short form in this process.
 
     ``MLFLASH_TRACEBACK=full`` shows all lines.
     """
@@ -29,7 +29,7 @@ def show_briefly() -> None:
 
 
 def is_of_rank(rank: int) -> None:
-    """Set the rank of this process. Not collective."""
+    """Set the rank of this process."""
     _rank[0] = rank
 
 
@@ -47,7 +47,7 @@ def _show(before: _Hook, kind: type[BaseException], error: BaseException, trace:
 
 
 def brief(error: BaseException, trace: TracebackType | None) -> str:
-    """Format an exception as Python does, without the lines inside mlflash. Not collective."""
+    """Format an exception as Python does, without the lines inside mlflash."""
     told = traceback.TracebackException(type(error), error, trace)
     left_out, one = 0, told
     while one is not None:

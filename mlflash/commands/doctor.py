@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 
 import click
 
@@ -12,9 +11,7 @@ from ..command_line import shell_completion
 from ..command_line.options import certify_after_option, draining_option, json_option, memory_option
 from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import DISABLE, from_environment, slots_of
-from ..errors import ConfigError
-
-_GRACE_S = 15.0  # the watchdog waits longer than a wait for other ranks may take, by this time
+from ..errors import ConfigError, WorldMismatch
 
 
 def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -48,35 +45,33 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
 
     \b
     mlflash doctor
-    srun -N2 --ntasks-per-node=8 --mpi=pmix mlflash doctor --need 12GiB
+    srun -N2 --ntasks-per-node=8 --mpi=pmi2 mlflash doctor --need 12GiB
 
     Each line is one check. The line below a warning or an error says what to do. It changes nothing: it writes small
     files to memory and deletes them. Exits with 1 if a check finds an error.
     """
-    from ..doctor import launch_environment
-    from ..doctor.examination import Examination, Job
-    from ..doctor.view import show
+    from ..doctor.context import Context
+    from ..doctor.examination import Examination
+    from ..doctor.findings import Level
     from ..doctor.watchdog import Watch
+    from ..wireup.launcher_variables import launched
 
     try:
-        env = {**os.environ, DISABLE: ""}  # `software.switch` reports it
-        given = from_environment(env, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
-    except ConfigError as error:
+        environment = {**os.environ, DISABLE: ""}  # `software_checks.environment` reports it
+        settings = from_environment(environment, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
+        slots = slots_of(certify_after)
+        context = Context(settings, os.environ, launched(os.environ), need, slots + draining, slots, nodes,
+                          ranks_per_node)  # fmt: skip
+    except (ConfigError, WorldMismatch) as error:
         raise click.UsageError(str(error)) from None
-    started = launch_environment.read(os.environ)
-    watch = Watch(started.rank == 0, as_json, timeout + _GRACE_S * (1 if started.rank == 0 else 2))
-    held = slots_of(certify_after)
-    examination = Examination(given, Job(need, held + draining, held, nodes, ranks_per_node), started, watch, timeout)
+    watch = Watch(context.rank == 0, as_json, timeout)
+    examination = Examination(context, watch, timeout)
     try:
         found = examination.run()
-        if examination.prints:
-            show(found, as_json)
+        if context.rank == 0:
+            found.print(as_json)
             sys.stdout.flush()
-        code = examination.end(FINE if found.is_well else WRONG)
-    except Exception:
-        traceback.print_exc()
-        code = WRONG
-        examination.abort(code)
+        code = examination.end(WRONG if found.count(Level.ERROR) else FINE)
     finally:
         watch.over()
     sys.exit(code)

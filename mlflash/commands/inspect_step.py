@@ -29,7 +29,6 @@ from ..inspection.tensor_statistics import Statistics
 from ..mpi.gather_on_rank_0 import gather
 from ..mpi.world import World
 from ..storage.store import open_store
-from .status import protection
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,7 +104,7 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
         contents.provenance = contents.provenance or part.provenance
     _refuse_unknown(world, tensor, contents, step)
     seen = "committed" if attempt.committed else "no receipt of a commit"
-    about = f"{seen}, {show_seconds(on_disk.age_s(attempt.unix_ns))} ago; {protection(attempt.scheme)}"
+    about = f"{seen}, {show_seconds(on_disk.age_s(attempt.unix_ns))} ago; redundancy: {attempt.scheme}"
     return Checkpoint(step, attempt.world_size, "memory", about, attempt.missing, contents)
 
 

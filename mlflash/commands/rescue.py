@@ -136,8 +136,9 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
         whole = made is not None and made.step == step
         document = {"job": name, "step": step, "scheme": newest.scheme, "wanted": wanted,
                     "survives": None if survives is None else str(survives)}  # fmt: skip
-        text = f"healed: {describe(made) if made is not None else 'nothing'}\nsurvives the loss of: any process; "
-        answer(as_json, document, lambda console: console.print(text + str(survives), soft_wrap=True))
+        text = f"healed: {describe(made)}\nredundancy: {made.scheme}\n" if made is not None else "healed: nothing\n"
+        text += f"survives the loss of: any process; {survives}"
+        answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
         return FINE if whole else WRONG
 
     run_together(given, as_json, work)

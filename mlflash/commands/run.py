@@ -90,7 +90,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
     Use it in the batch script of a job, or from a shell on hosts without Slurm:
 
     \b
-    mlflash run -N 8 -d DIR --mpi pmix -- python -m mpi4py train.py
+    mlflash run -N 8 -d DIR --mpi pmi2 -- python -m mpi4py train.py
     mlflash run -N 2 --hosts n1,n2,n3 -d DIR -- python -m mpi4py train.py
 
     `mlflash template` writes a batch script that calls it. Exits with 0 if all ranks ended well, else with the exit

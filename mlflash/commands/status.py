@@ -193,6 +193,7 @@ class JobState:
         newest = self.outlook.newest
         if newest is not None:
             yield "", "in memory: " + describe(newest)
+            yield "", f"redundancy: {newest.scheme}"
             if newest.restores >= _STUCK:
                 yield "yellow", f"restored {newest.restores} times, and the job has committed nothing newer since"
         elif not self.outlook.unseen:
@@ -282,17 +283,12 @@ def describe(attempt: Prospect) -> str:
     """Describe an attempt that can be restored.
 
     Example:
-        "step 40 of 4 ranks, committed, 12 s ago; redundancy xor:4; parity rebuilds ranks 2-3"
+        "step 40 of 4 ranks, committed, 12 s ago; parity rebuilds ranks 2-3"
     """
     seen = "committed" if attempt.committed else "no receipt of a commit but complete"
     text = f"step {attempt.step} of {many(attempt.world_size, 'rank')}, {seen}, {_VALUES.get(attempt.verdict, '')}"
-    text += f"{_age(attempt.unix_ns)} ago; {protection(attempt.scheme)}"
+    text += f"{_age(attempt.unix_ns)} ago"
     return text + (f"; parity rebuilds {named(attempt.missing)}" if attempt.missing else "")
-
-
-def protection(scheme: str) -> str:
-    """Name a redundancy scheme in a sentence."""
-    return "no copies" if scheme == "none" else f"redundancy {scheme}"
 
 
 def describe_lost(attempt: Prospect) -> str:

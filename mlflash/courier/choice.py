@@ -39,7 +39,7 @@ class Choice:
 
 
 def choose(courier: str, comm: Any) -> Choice:
-    """Choose whether the courier of this process is a thread or a process. Start its zygote. Not collective.
+    """Choose whether the courier of this process is a thread or a process. Start its zygote.
 
     Args:
         courier: "thread", "process" or "auto".
@@ -90,7 +90,7 @@ def _vendor(zygote: ZygoteClient) -> str | None:
 
 
 def would_be_process(courier: str, vendor: str) -> bool:
-    """Whether couriers with these settings are processes in a program that does not use MPI itself. Not collective.
+    """Whether couriers with these settings are processes in a program that does not use MPI itself.
 
     Args:
         courier: "thread", "process" or "auto".
@@ -100,7 +100,7 @@ def would_be_process(courier: str, vendor: str) -> bool:
 
 
 def start_zygote(size: int) -> ZygoteClient:
-    """Start the process that forks the couriers of this process. Not collective.
+    """Start the process that forks the couriers of this process.
 
     Args:
         size: number of ranks.

@@ -107,12 +107,12 @@ def _say(trainer: TrainerContext) -> None:
 
 
 def _group_of(comm: Any, ranks: Sequence[int] | None) -> Any:
-    """MPI's group of some ranks of a communicator; None means all. Not collective."""
+    """MPI's group of some ranks of a communicator; None means all."""
     return None if comm is None else comm.Get_group() if ranks is None else comm.Get_group().Incl(ranks)
 
 
 def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any, domains: Any) -> Start:
-    """How this rank starts, or why it cannot. Not collective."""
+    """How this rank starts, or why it cannot."""
     problem, replicas = None, None
     try:
         check_torch_rank(rank, size, process_group)
@@ -135,7 +135,7 @@ def _started(courier: Client, start: Start) -> Started:
 
 def _trainer(config: Config, courier: Client, process_group: Any, start: Start, started: Started,
              known: Callable[[], Mapping[int, Segment]], events: EventLog | None = None) -> TrainerContext:  # fmt: skip
-    """Make what saving and restoring work with. Not collective.
+    """Make what saving and restoring work with.
 
     Args:
         known: the mappings of slots that this process already has.

@@ -137,7 +137,7 @@ class CourierLink:
                         item.session.fail_later(item)
 
     def _send_one(self, item: RemoteJob | Sent) -> None:
-        """Send a job or a frame, jobs only once. Not collective."""
+        """Send a job or a frame, jobs only once."""
         sent: Sent
         if isinstance(item, RemoteJob):
             if item.is_sent:
@@ -318,7 +318,7 @@ class CourierLink:
         return True
 
     def send_first(self, item: RemoteJob | Sent) -> None:
-        """Send something to a courier that is being introduced, before the held items. Not collective."""
+        """Send something to a courier that is being introduced, before the held items."""
         with self._down:
             self._send_one(item)
 
@@ -359,12 +359,12 @@ class CourierLink:
             _end_process()
 
     def check(self) -> None:
-        """Raise Closed if there is no courier any more. Not collective."""
+        """Raise Closed if there is no courier any more."""
         if self.lost is not None:
             raise Closed(self.lost.message, found=self.lost.found)
 
     def close(self) -> None:
-        """End the courier when it has done its jobs. Not collective."""
+        """End the courier when it has done its jobs."""
         self._closing.set()
         self.queue.put(None)
         self._sender.join(_LAST_S)
@@ -377,7 +377,7 @@ class CourierLink:
         self.couriers.give_up()
 
     def abandon(self, timeout_s: float) -> set[str]:
-        """Give up after `interrupt`; afterwards no thread uses the connection any more. Not collective.
+        """Give up after `interrupt`; afterwards no thread uses the connection any more.
 
         Returns:
             Shared memory of MPI that others still map and that nobody may remove later.

@@ -80,7 +80,7 @@ def interrupt(why: MlflashError) -> None:
 
 
 def leave(timeout_s: float = 10.0) -> None:
-    """Give up the connection of this process, after `interrupt`. Not collective."""
+    """Give up the connection of this process, after `interrupt`."""
     global _link, _left
     if _link is not None:
         _left = mpich_segments.remove_unmapped(_left | _link.abandon(timeout_s))
@@ -88,14 +88,14 @@ def leave(timeout_s: float = 10.0) -> None:
 
 
 def is_linked() -> bool:
-    """Whether this process has a connection to a courier process. Not collective."""
+    """Whether this process has a connection to a courier process."""
     return _link is not None
 
 
 def _meeting_place(memory: str, job: str) -> Path | None:
     """Where ranks of one host may meet: this user's directory in memory, or None if there can be none.
 
-    Not collective. It makes nothing that is not needed. If something is wrong with the directory, the courier finds it
+    It makes nothing that is not needed. If something is wrong with the directory, the courier finds it
     later and tells all ranks.
     """
     usual = Path(memory, f"mlflash-{os.getuid()}")  # the meeting makes it
@@ -108,7 +108,7 @@ def _meeting_place(memory: str, job: str) -> Path | None:
 
 
 def close_link() -> None:
-    """End the courier of this process when no Checkpointer needs it any more. Not collective."""
+    """End the courier of this process when no Checkpointer needs it any more."""
     if _link is not None:
         _link.close()
 

@@ -13,7 +13,7 @@ from ..version import __version__
 
 
 class RankReport:
-    """What a rank can report about itself. Not collective.
+    """What a rank can report about itself.
 
     Args:
         context: this rank's slots and communicators.
@@ -46,7 +46,7 @@ class RankReport:
 
 
 def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
-    """Counters, seconds per verb, and the placement of this rank. Not collective.
+    """Counters, seconds per verb, and the placement of this rank.
 
     Returns:
         ``enabled`` (False if mlflash is off; then all other values are empty), ``rank``, ``node``, ``scheme``,

@@ -25,7 +25,7 @@ class TrainerLost(MlflashError):
 
 
 class Link:
-    """The socket to the trainer, shared by all threads of the courier. Not collective.
+    """The socket to the trainer, shared by all threads of the courier.
 
     Args:
         sock: the socket.

@@ -59,7 +59,7 @@ class Session:
         }
 
     def attach(self, trainer: TrainerEnd) -> None:
-        """Set the trainer that is told about changes from now on. Not collective."""
+        """Set the trainer that is told about changes from now on."""
         self.context.trainer = self.context.pool.trainer = trainer
 
     def handle(self, message: Message, answers: Any = None) -> Any:
@@ -103,7 +103,7 @@ class Session:
         self._world.tell_doing(what)
 
     def close(self, abandon: bool) -> None:
-        """Release memory, after the last job. Not collective.
+        """Release memory, after the last job.
 
         Args:
             abandon: whether the courier may still be inside MPI, with the slots as its buffers.

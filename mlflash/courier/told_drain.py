@@ -10,7 +10,7 @@ from .wire_format import DrainWire
 
 
 class ToldDrain:
-    """The newest drain. Not collective.
+    """The newest drain.
 
     Args:
         config: its deadline applies to everyone who waits for a drain.

@@ -10,7 +10,7 @@ from .wire_format import PlanWire
 
 
 class ToldPlans:
-    """The last plan that was sent to the courier. Not collective.
+    """The last plan that was sent to the courier.
 
     Args:
         number: returns a new number.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 
 class Units:
-    """The units of one Checkpointer on this rank. Not collective."""
+    """The units of one Checkpointer on this rank."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)

@@ -320,22 +320,14 @@ def decode(kind: Any, body: msgspec.Raw | bytes) -> Any:
 
 
 def known(table: Mapping[str, Any], name: str) -> Any:
-    """The entry of a table for a name.
-
-    Raises:
-        BadMessage: the table has no such name.
-    """
+    """The entry of a table for a name. Raises BadMessage if the table has no such name."""
     if name not in table:
         raise BadMessage(f"an unknown message: {name[:80]!r}")
     return table[name]
 
 
 def pack(kind: Kind, session: int, number: int, name: str, body: bytes) -> bytes:
-    """Encode a frame.
-
-    Raises:
-        MlflashError: it is too large.
-    """
+    """Encode a frame. Raises MlflashError if it is too large."""
     raw = _encoder.encode(Frame(kind, session, number, name, msgspec.Raw(body)))
     if len(raw) > LARGEST_NBYTES:
         raise MlflashError(

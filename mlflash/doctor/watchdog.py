@@ -15,83 +15,60 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from ..wireup.own_process import running
 from .findings import Diagnosis, Finding, wrong
 
-Message = tuple[Finding, "Diagnosis | None"]
-_LAUNCHERS = ("PMI", "PMIX", "OMPI", "HYDI", "PRTE", "MPI")  # their descriptors and variables are not the child's
+_MODULE = "mlflash.doctor.watchdog"
+_GRACE_S = 15.0  # longer than a check may take
 
 
 class Watch:
-    """Watches this process until :meth:`over`. Not collective.
+    """Watches this process, in which a check may take ``timeout_s`` seconds, until :meth:`over`."""
 
-    Args:
-        prints: whether this process prints the results. Then it has a child.
-        as_json: whether it prints JSON.
-        patience_s: how long a check may take.
-    """
-
-    def __init__(self, prints: bool, as_json: bool, patience_s: float):
-        self._patience_s = patience_s
+    def __init__(self, prints: bool, as_json: bool, timeout_s: float):
+        self._patience_s = timeout_s + (_GRACE_S if prints else 2 * _GRACE_S)
         self._child: subprocess.Popen[bytes] | None = None
-        self._to_child: Connection | None = None
         if prints:
-            heard, self._to_child = multiprocessing.Pipe(duplex=False)
-            numbers = (heard.fileno(), os.getpid(), patience_s, int(as_json))
-            env = {name: value for name, value in os.environ.items() if name.split("_")[0] not in _LAUNCHERS}
+            receiver, self._sender = multiprocessing.Pipe(duplex=False)
+            arguments = map(str, (receiver.fileno(), os.getpid(), self._patience_s, int(as_json)))
             # The child has its own session, so that it survives when somebody kills the process group of its rank.
-            self._child = subprocess.Popen([sys.executable, "-m", __name__, *map(str, numbers)], env=env,
-                                           pass_fds=[heard.fileno()], start_new_session=True)  # fmt: skip
-            heard.close()
+            self._child = subprocess.Popen([*running(_MODULE), *arguments], pass_fds=[receiver.fileno()],
+                                           start_new_session=True)  # fmt: skip
+            receiver.close()
 
-    def doing(self, pending: Finding, known: Diagnosis | None) -> None:
-        """Announce the next check.
-
-        Args:
-            pending: the result of this check if it does not end well, without its text.
-            known: the results so far. None: they were already printed.
-        """
-        if self._to_child is None:
+    def begin(self, pending: Finding, known: Diagnosis | None) -> None:
+        """Announce a check by the result that it has if it does not end, and the results so far, if not printed yet."""
+        if self._child is None:
             faulthandler.dump_traceback_later(self._patience_s, exit=True)
         else:
-            self._tell((pending, known))
+            self._send((pending, known))
 
     def over(self) -> None:
         """End the watch. May be called twice."""
-        if self._child is None or self._to_child is None:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()
+        if self._child is None:
             return
-        self._tell(None)
-        self._to_child.close()
+        self._send(None)
+        self._sender.close()
         try:
             self._child.wait(self._patience_s)
-        except subprocess.TimeoutExpired:  # the child is no longer needed
+        except subprocess.TimeoutExpired:
             self._child.kill()
-        self._child = self._to_child = None
+        self._child = None
 
-    def _tell(self, message: Message | None) -> None:
-        assert self._to_child is not None
+    def _send(self, message: tuple[Finding, Diagnosis | None] | None) -> None:
         with contextlib.suppress(OSError):  # a child that is gone prints nothing, but the checks continue
-            self._to_child.send(message)
+            self._sender.send(message)
 
 
-def stand_by(heard: Connection, pid: int, patience_s: float, show: Callable[[Diagnosis], None]) -> None:
-    """Listen to the watched process until its last message. If that does not come, print in its place.
-
-    Args:
-        heard: connection from the process.
-        pid: the process. It is killed if a check takes too long.
-        patience_s: how long a check may take.
-        show: prints the results.
-    """
-    pending = wrong("start", "", "")
-    known: Diagnosis | None = None
-    how = f"this check did not end within {patience_s:g} s, so its process was killed"
-    while heard.poll(patience_s):
+def stand_by(receiver: Connection, watched: int, patience_s: float, as_json: bool) -> None:
+    """Listen to the watched process until its last message. If that does not come, print in its place."""
+    pending, known = wrong("start", "", ""), None
+    while receiver.poll(patience_s):
         try:
-            message: Message | None = heard.recv()
+            message = receiver.recv()
         except (EOFError, OSError):
             how = "this check ended the process: look at its stderr for the reason"
             break
@@ -99,23 +76,17 @@ def stand_by(heard: Connection, pid: int, patience_s: float, show: Callable[[Dia
             return
         pending, known = message
     else:
-        if os.getppid() == pid:
-            os.kill(pid, signal.SIGKILL)
-    last = dataclasses.replace(pending, text=how)
-    if known is not None:
-        show(dataclasses.replace(known, lines=(*known.lines, last)))
+        how = f"this check did not end within {patience_s:g} s, so its process was killed"
+        if os.getppid() == watched:
+            os.kill(watched, signal.SIGKILL)
+    if known is None:
+        print(f"Error: {pending.subject}, {pending.check}: {how}", file=sys.stderr)
     else:
-        print(f"Error: {last.subject}, {last.check}: {how}", file=sys.stderr)
-
-
-def main(heard: str, pid: str, patience_s: str, as_json: str) -> None:
-    """Run as the child."""
-    from .view import show
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the process it watches over, a moment later
-    connection = Connection(int(heard), writable=False)
-    stand_by(connection, int(pid), float(patience_s), lambda found: show(found, as_json == "1"))
+        last = dataclasses.replace(pending, text=how)
+        dataclasses.replace(known, lines=(*known.lines, last)).print(as_json)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the process it watches over, a moment later
+    number, pid, patience, json = sys.argv[1:]
+    stand_by(Connection(int(number), writable=False), int(pid), float(patience), json == "1")

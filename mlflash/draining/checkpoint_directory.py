@@ -97,12 +97,12 @@ def step_of(name: str) -> int | None:
 
 
 def list_checkpoints(store: Store) -> list[Listed]:
-    """List the committed checkpoints, newest first; see `look`. Not collective."""
+    """List the committed checkpoints, newest first; see `look`."""
     return [*look(store).listed]
 
 
 def look(store: Store) -> Listing:
-    """List what is in a directory. Not collective. Reads only the first bytes of each checkpoint.
+    """List what is in a directory. Reads only the first bytes of each checkpoint.
 
     Raises:
         OSError: the directory cannot be read.
@@ -128,7 +128,7 @@ def look(store: Store) -> Listing:
 
 
 def read_verdict(inside: Store, card: Card) -> Verdict:
-    """Read what is known about the values of a checkpoint; ``inside`` is its folder. Not collective."""
+    """Read what is known about the values of a checkpoint; ``inside`` is its folder."""
     try:
         word, of = inside.read(VERDICT).decode(errors="replace").split()
     except (OSError, ValueError):
@@ -138,13 +138,13 @@ def read_verdict(inside: Store, card: Card) -> Verdict:
 
 
 def write_verdict(inside: Store, attempt: Attempt, owner: str, verdict: Verdict) -> None:
-    """Write what is known about the values of a checkpoint. Not collective."""
+    """Write what is known about the values of a checkpoint."""
     its = tag(attempt, owner)
     inside.write(VERDICT, [f"{verdict.name} {its}\n".encode()], its)
 
 
 def mark(store: Store, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
-    """Write a user's verdict on a step into its checkpoints; return their folders. Not collective.
+    """Write a user's verdict on a step into its checkpoints; return their folders.
 
     Args:
         store: the directory.
@@ -157,7 +157,7 @@ def mark(store: Store, listed: Sequence[Listed], step: int, verdict: Verdict) ->
 
 
 def new_folder(store: Store, step: int) -> str:
-    """Return a folder name for a checkpoint that is free, or has an empty folder. Not collective."""
+    """Return a folder name for a checkpoint that is free, or has an empty folder."""
     name = f"step-{step:08d}"
     matches = [match for folder in store.names() if (match := _STEP.fullmatch(folder)) is not None]
     taken = [int(match[2] or 0) for match in matches if int(match[1]) == step]
@@ -177,8 +177,6 @@ def _names(inside: Store) -> list[str] | None:
 def read_index(inside: Store, listed: Listed) -> bytes:
     """Read the index of the file that commits a checkpoint; ``inside`` is its folder.
 
-    Not collective.
-
     Raises:
         CorruptSlot: it is damaged, or the file changed after it was written.
     """
@@ -191,8 +189,6 @@ def read_index(inside: Store, listed: Listed) -> bytes:
 
 def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int) -> list[Listed]:
     """List the checkpoints of this job that need not be kept.
-
-    Not collective.
 
     Args:
         listed: all checkpoints.
@@ -218,10 +214,7 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
 
 
 def delete(store: Store, listed: Listed) -> None:
-    """Delete a checkpoint: first the file that commits it. Files of others, and then its folder, stay.
-
-    Not collective.
-    """
+    """Delete a checkpoint: first the file that commits it. Files of others, and then its folder, stay."""
     inside = store.at(listed.folder)
     names = [name for name in inside.names() if name != listed.master]
     is_mine = each(lambda name: _is_of(inside, name, listed.card), names)
@@ -233,7 +226,7 @@ def delete(store: Store, listed: Listed) -> None:
 
 
 def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
-    """Delete what interrupted drains of earlier runs of this job left. Not collective.
+    """Delete what interrupted drains of earlier runs of this job left.
 
     Args:
         store: the directory.

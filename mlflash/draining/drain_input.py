@@ -122,10 +122,7 @@ class Load:
 
 
 def look(drain_input: DrainInput) -> Look:
-    """Open what is handed in, and make digests of the whole tensors that other ranks may hold alike.
-
-    Not collective.
-    """
+    """Open what is handed in, and make digests of the whole tensors that other ranks may hold alike."""
     drain_input.homes = drain_input.open()
     found = Look({}, [], {})
     for rank, home in sorted(drain_input.homes.items()):
@@ -152,8 +149,6 @@ def look(drain_input: DrainInput) -> Look:
 def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
          world_size: int, block_nbytes: int) -> Load:  # fmt: skip
     """Return what a rank writes: what only it holds, and its part of what several hold; every byte of it is verified.
-
-    Not collective.
 
     Args:
         rank: rank of the checkpoint.

@@ -87,7 +87,7 @@ class DrainQueue:
         return self._asked
 
     def ask(self) -> None:
-        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit. Not collective."""
+        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit."""
         self._asked = True
 
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
@@ -109,11 +109,11 @@ class DrainQueue:
             self._context.recorder.counts["drains put off"] += 1
 
     def restored(self, attempt: Attempt | None) -> None:
-        """Note what was restored from memory; None: it came from a directory. Not collective."""
+        """Note what was restored from memory; None: it came from a directory."""
         self._restored = attempt
 
     def certified(self, attempt: Attempt) -> None:
-        """Note in the directory that an attempt is certified, once it is there. Not collective."""
+        """Note in the directory that an attempt is certified, once it is there."""
         self._certified = attempt
         self._note_certified()
 
@@ -167,7 +167,7 @@ class DrainQueue:
         return attempt not in [one.card.attempt for one in self.listed()]
 
     def give_up(self) -> None:
-        """Make a running drain end soon, and delete what it wrote. Not collective."""
+        """Make a running drain end soon, and delete what it wrote."""
         if self.last is not None:
             self.last.given_up.set()
 
@@ -192,7 +192,7 @@ class DrainQueue:
                         sorted({one.step for one in others}), self.store and self.store.path)  # fmt: skip
 
     def _say_what_will_not_come(self, store: Store) -> None:
-        """Log at the start, and not only when a drain fails, what will not be drained. Not collective."""
+        """Log at the start, and not only when a drain fails, what will not be drained."""
         step = self._context.left_step
         if step is not None and not is_url(store.path) and not os.path.exists(store.path):
             log.log(logging.WARNING if self.is_on else logging.INFO,

@@ -33,11 +33,11 @@ class Drains:
         return self.last is None or self.last.done
 
     def began(self, drain: Drain) -> None:
-        """Note a drain that begins. Not collective."""
+        """Note a drain that begins."""
         self.last = drain
 
     def ask(self) -> None:
-        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit. Not collective."""
+        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit."""
         self._courier.ask(AskDrain())
 
     def drain(self) -> Drain:
@@ -88,14 +88,14 @@ class Drains:
 
     @property
     def drained(self) -> int | None:
-        """The step of the newest drain, if that has ended well. Not collective."""
+        """The step of the newest drain, if that has ended well."""
         return self.last.step if self.last is not None and self.last.done and self.last.error is None else None
 
     def lacks(self, step: int | None) -> bool:
-        """Whether this run has saved a step, its newest, that is not in the directory. Not collective."""
+        """Whether this run has saved a step, its newest, that is not in the directory."""
         return self._has_directory and step not in (None, self.restored, self.drained)
 
     def give_up(self) -> None:
-        """Make a running drain end soon, and have what it wrote deleted. Not collective."""
+        """Make a running drain end soon, and have what it wrote deleted."""
         if not self.idle:
             self._courier.ask(GiveUpDrain())

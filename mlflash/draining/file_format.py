@@ -40,14 +40,14 @@ class Form(Protocol):
 
 
 def plain_file(drain_input: DrainInput, rank: int, owner: str, text: bytes) -> tuple[FileWithHoles, Card]:
-    """Make a file that has a card and an index, and nothing else. Not collective."""
+    """Make a file that has a card and an index, and nothing else."""
     skeleton = FileWithHoles()
     skeleton.patch(CARD_NBYTES, text)
     return skeleton, add_card(skeleton, drain_input, rank, owner, CARD_NBYTES, text)
 
 
 def add_card(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner: str, start: int, text: bytes) -> Card:
-    """Put the card on a file that was laid out and has its index ``text`` at ``start``. Not collective."""
+    """Put the card on a file that was laid out and has its index ``text`` at ``start``."""
     card = Card(drain_input.attempt, drain_input.step, rank, drain_input.world_size, skeleton.nbytes, start, len(text),
                 xxhash.xxh3_64_intdigest(text), time.time_ns(), owner, drain_input.mark)  # fmt: skip
     skeleton.patch(0, card.pack())

@@ -72,8 +72,6 @@ class Card:
 def read_card(raw: bytes) -> Card:
     """Decode and check a card.
 
-    Not collective.
-
     Args:
         raw: the first `CARD_NBYTES` of a file.
 
@@ -232,8 +230,6 @@ def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[by
 def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]:
     """Read the first part of an index and check every number in it; return it, and where the manifest begins.
 
-    Not collective.
-
     Args:
         raw: the bytes; more may follow.
         data, data_nbytes: name and size of the file that contains the rows.
@@ -266,8 +262,6 @@ def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]
 
 def decode(raw: bytes, data: str, data_nbytes: int) -> Index:
     """Read an index and check every number in it.
-
-    Not collective.
 
     Args:
         raw: the bytes of all of it.

@@ -76,7 +76,7 @@ def dataset_name(name: str) -> str:
 
 @functools.cache
 def form_of(kind: str, dtype: str) -> Form:
-    """How entries of a dtype are stored: as that dtype if HDF5 can describe it, otherwise as bytes. Not collective."""
+    """How entries of a dtype are stored: as that dtype if HDF5 can describe it, otherwise as bytes."""
     if kind == "tensor":
         if dtype in _FLOATS:
             return Form(_float_type(*_FLOATS[dtype]))
@@ -106,8 +106,6 @@ def _float_type(nbytes: int, sign: int, exponent: int, exponent_bits: int, manti
 def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[str, str], objects: Any,
             compression: str = "") -> tuple[FileWithHoles, list[int | None]]:  # fmt: skip
     """Lay out the file of a rank.
-
-    Not collective.
 
     Args:
         pieces: pieces of tensors.
@@ -146,8 +144,6 @@ def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[
           about: Mapping[str, Any]) -> FileWithHoles:  # fmt: skip
     """Lay out the master file, without index and card.
 
-    Not collective.
-
     Args:
         ranks: for each rank, the pieces in its file: name of the tensor, and whether that has one value.
         ties: further names of tensors.
@@ -179,7 +175,7 @@ def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[
 
 
 def add_index(skeleton: FileWithHoles, text: bytes) -> int:
-    """Add the index, as the last dataset; returns where it begins in the file. Not collective."""
+    """Add the index, as the last dataset; returns where it begins in the file."""
     with h5py.File(skeleton.file, "r+") as file:
         dataset = _contiguous(file.create_group("mlflash"), "index", h5py.h5t.STD_U8LE, (len(text),))
         start = int(dataset.id.get_offset())
@@ -220,7 +216,7 @@ def _packed(group: Any, piece: Entry, form: Form, compression: str, raw: np.ndar
 
 
 def read_rows(dataset: Any, first: int, last: int, nbytes: int) -> np.ndarray:
-    """Read rows of a dataset as the bytes that were in the slot, ``(nbytes,)`` uint8. Not collective."""
+    """Read rows of a dataset as the bytes that were in the slot, ``(nbytes,)`` uint8."""
     raw = np.empty(nbytes, dtype=np.uint8)
     there, here = _rows(dataset, first, last)
     dataset.id.read(here, there, raw, dataset.id.get_type())  # in the type of the file, so that HDF5 converts nothing
@@ -235,14 +231,14 @@ def _rows(dataset: Any, first: int, last: int) -> tuple[Any, Any]:
 
 
 def open_file(file: Any) -> Any:
-    """Open an HDF5 file for reading, whatever compression it uses. Not collective."""
+    """Open an HDF5 file for reading, whatever compression it uses."""
     with contextlib.suppress(ConfigError):
         plugin()
     return h5py.File(file, "r")
 
 
 def missing_filters(file: Any) -> list[str]:
-    """The names of the compressions of an open file that this process cannot read. Not collective."""
+    """The names of the compressions of an open file that this process cannot read."""
     missing: dict[str, None] = {}
 
     def look(name: str, dataset: Any) -> None:
@@ -258,11 +254,7 @@ def missing_filters(file: Any) -> list[str]:
 
 
 def plugin() -> Any:
-    """Load hdf5plugin, which registers its compressions with HDF5. Not collective.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Load hdf5plugin, which registers its compressions with HDF5. Raises ConfigError if it is not installed."""
     try:
         import hdf5plugin
     except ImportError:
@@ -307,7 +299,7 @@ def _virtual(group: Any, name: str, parts: Sequence[tuple[int, Entry]]) -> None:
 def readable(tree: Tree, names: Sequence[str], plain: Sequence[Any]) -> Any:
     """What a state holds besides tensors, as JSON for people: {"$tensor": name} stands for a tensor.
 
-    Not collective. What JSON cannot represent becomes a string; the exact values are in the index.
+    What JSON cannot represent becomes a string; the exact values are in the index.
     """
     tag, rest = tree[0], tree[1]
     if tag == "e":

@@ -41,11 +41,7 @@ class Signer:
 
 
 def signer_of(config: Config) -> Signer:
-    """Read the key that a job signs with. Not collective.
-
-    Raises:
-        ConfigError: the key cannot be used.
-    """
+    """Read the key that a job signs with. Raises ConfigError if the key cannot be used."""
     if not config.sign_key or config.directory is None:
         return Signer()
     return Signer(*private_key(config.sign_key))
@@ -54,8 +50,6 @@ def signer_of(config: Config) -> Signer:
 def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], last: Iterable[FileDigest], form: str,
           job: str, owner: str, now_ns: int) -> list[tuple[str, bytes]]:  # fmt: skip
     """Return the files that are written before the one that commits a checkpoint, by name.
-
-    Not collective.
 
     Args:
         signer: of the job.
@@ -119,8 +113,6 @@ def _time(unix_ns: int) -> str:
 
 def read(raw: bytes) -> dict[str, Any]:
     """Decode a provenance and check everything that is read from it, including its digest.
-
-    Not collective.
 
     Raises:
         CorruptSlot: it is not a provenance, or it was changed; the text says how.

@@ -80,8 +80,6 @@ def _filled(dealt: np.ndarray) -> np.ndarray:
 def decode(raw: bytes, world_size: int) -> RankTable:
     """Read the index and check every number in it.
 
-    Not collective.
-
     Raises:
         CorruptSlot: it is not an index; the text says what is wrong first.
     """

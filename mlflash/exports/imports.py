@@ -30,7 +30,7 @@ _HINT = "read_dcp(..., trust_pickle=True) reads it, but may run code in it: use 
 def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[str, Any]:
     """Read a checkpoint of ``dcp.save``, written by any number of ranks.
 
-    Not collective. Afterwards the whole state is in memory. One part of a tensor is there twice while it is read.
+    Afterwards the whole state is in memory. One part of a tensor is there twice while it is read.
 
     Args:
         path: the directory, or a URL that fsspec knows.

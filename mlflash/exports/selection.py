@@ -115,11 +115,7 @@ def _converted(whole: Whole, convert: Convert) -> Whole:
 
 
 def whole_of(state: Any) -> Whole:
-    """Describe a live state.
-
-    Raises:
-        StateError: this is no state.
-    """
+    """Describe a live state. Raises StateError if this is no state."""
     flat = flatten(state)
     names = [entry.name for entry in flat.structure.entries]
     values = dict(zip(names, flat.values, strict=True))

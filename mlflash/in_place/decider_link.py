@@ -165,5 +165,5 @@ def decider() -> DeciderLink | None:
 
 
 def is_spare() -> bool:
-    """Whether this process was started without a rank and waits for one. Not collective."""
+    """Whether this process was started without a rank and waits for one."""
     return KEPT in os.environ and "RANK" not in os.environ

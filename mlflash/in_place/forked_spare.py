@@ -71,13 +71,13 @@ def fork_spares(fits: Callable[[], bool]) -> None:
 
 
 def is_ready() -> None:
-    """Tell the seed of this process what was imported since, so that the next child has it. Not collective."""
+    """Tell the seed of this process what was imported since, so that the next child has it."""
     if _seed is not None:
         _say(_seed, _IMPORTED + " ".join(sys.modules))
 
 
 def begin_anew(rank: int) -> NoReturn:
-    """Run this program again, from `fork_spares` on or from its start, with a known rank. Not collective.
+    """Run this program again, from `fork_spares` on or from its start, with a known rank.
 
     Args:
         rank: the rank.

@@ -17,7 +17,7 @@ class Groups(Protocol):
         """Raise an exception in whatever waits for other ranks through them. Not collective; any thread."""
 
     def take(self, rank: int) -> None:
-        """Take another rank than the presumed one, or begin this program anew. Not collective."""
+        """Take another rank than the presumed one, or begin this program anew."""
 
     def connect(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
         """Connect them anew. Collective over the ranks of a round.
@@ -35,7 +35,7 @@ registered: list[Groups] = []
 
 
 def check() -> None:
-    """Raise ConfigError if torch.distributed has groups that cannot be replaced. Not collective."""
+    """Raise ConfigError if torch.distributed has groups that cannot be replaced."""
     torch = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized() and not registered:
         raise ConfigError(

@@ -115,7 +115,7 @@ def _look_into(store: Store) -> DirectoryContents:
 
 
 def stored_nbytes(store: Store, one: Listed) -> int:
-    """Count the bytes of the tensors' files of a checkpoint; 0 if unknown. Not collective."""
+    """Count the bytes of the tensors' files of a checkpoint; 0 if unknown."""
     try:
         table = rank_table.decode(read_index(store.at(one.folder), one), one.card.world_size)
         return sum(stored.data_nbytes for stored in table.files)
@@ -147,7 +147,7 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
 
 
 def provenance_of(store: Store, one: Listed, key: Key | None = None) -> Found:
-    """Read the provenance of a checkpoint; see `provenance_check.find`. Not collective."""
+    """Read the provenance of a checkpoint; see `provenance_check.find`."""
     return provenance_check.find(store.at(one.folder), one, key)
 
 

@@ -41,7 +41,7 @@ class Found:
     has_verdict: bool = False
 
     def count(self, ranks: int, damaged: Iterable[str]) -> int:
-        """Count the files that were checked: those of the ranks, or all that the provenance names. Not collective."""
+        """Count the files that were checked: those of the ranks, or all that the provenance names."""
         if self.document is None:
             return ranks + len({file for file, _ in self.wrong} | ({VERDICT} if self.has_verdict else set()))
         more = [SIGNATURE] * (self.signature != "none") + [VERDICT] * self.has_verdict
@@ -53,15 +53,13 @@ class Found:
         return None if self.document is None else {key: its for key, its in self.document.items() if key != "files"}
 
     def to_json(self, is_whole: bool) -> dict[str, Any]:
-        """Return it as plain values, without its list of files. Not collective."""
+        """Return it as plain values, without its list of files."""
         said = self.said
         return {"said": said, "signature": self.signature, "holds": bool(said and is_whole)}
 
 
 def find(inside: Store, listed: Listed, key: Key | None = None) -> Found:
     """Read the provenance of a checkpoint, and check it and its signature. `verify_files` checks the files.
-
-    Not collective.
 
     Args:
         inside: folder of the checkpoint.
@@ -120,7 +118,7 @@ def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], min
                  ) -> list[tuple[str, str]]:  # fmt: skip
     """Compare files with a provenance. Return the files that differ, and how.
 
-    Not collective. This reads no tensors, because the checksums of their blocks are compared.
+    This reads no tensors, because the checksums of their blocks are compared.
 
     Args:
         mine, among: this process takes every ``among``-th file, from number ``mine`` on.
@@ -209,12 +207,12 @@ def _which(step: int, run: str, generation: int, world_size: int) -> str:
 
 
 def versions_of(document: Mapping[str, Any]) -> str:
-    """List the versions in a provenance in one line. Not collective."""
+    """List the versions in a provenance in one line."""
     return ", ".join(f"{name} {version}" for name, version in document["versions"].items())
 
 
 def describe(document: Mapping[str, Any]) -> str:
-    """Describe a provenance in one line. Not collective."""
+    """Describe a provenance in one line."""
     hosts = [one["host"] for one in document["nodes"]]
     where = listed(hosts, _NAMED)
     versions = versions_of(document)

@@ -64,11 +64,7 @@ class Sealed(contextlib.AbstractContextManager["Sealed"]):
         return raw[:done]
 
     def manifest(self) -> Manifest:
-        """Read the manifest of a slot.
-
-        Raises:
-            CorruptSlot: the manifest does not follow the format.
-        """
+        """Read the manifest of a slot. Raises CorruptSlot if the manifest does not follow the format."""
         raw = self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes()
         return decode(raw, self.header.extents.payload_nbytes)
 

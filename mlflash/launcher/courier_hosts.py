@@ -35,7 +35,7 @@ _CORES = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
 class CourierHosts:
     """``mlflash courier`` on each node of an allocation, for couriers that are processes.
 
-    Not collective. A context manager. It waits until each node can start couriers.
+    A context manager. It waits until each node can start couriers.
 
     Args:
         slurm: the allocation.

@@ -109,11 +109,7 @@ class Launcher(Protocol):
     """A system that starts processes."""
 
     def hosts(self) -> list[str]:
-        """All nodes, including spares, in order.
-
-        Raises:
-            LaunchFailed: the nodes cannot be found out.
-        """
+        """All nodes, including spares, in order. Raises LaunchFailed if the nodes cannot be found out."""
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         """The given nodes that are out of service, with their state, as far as the system knows. Returns quickly."""

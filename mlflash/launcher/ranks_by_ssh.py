@@ -51,7 +51,7 @@ class HostOfRanks:
 
 
 class Agent:
-    """An agent that was started, with the orders not yet sent to it and its answers. Not collective.
+    """An agent that was started, with the orders not yet sent to it and its answers.
 
     Args:
         host: where to start what.

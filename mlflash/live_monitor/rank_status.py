@@ -46,7 +46,7 @@ class Look:
 
 
 def look_here(memory: str, job: str) -> Look:
-    """Look at this node, and at all nodes that are emulated on it. Not collective."""
+    """Look at this node, and at all nodes that are emulated on it."""
     at = time.time()
     space = os.statvfs(memory)
     heard = all_heartbeats(memory, job)
@@ -55,7 +55,7 @@ def look_here(memory: str, job: str) -> Look:
 
 
 def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: str) -> Look:
-    """Ask nodes, as `mlflash run` does. Not collective."""
+    """Ask nodes, as `mlflash run` does."""
     at = time.time()
     try:
         answers, unread = ask(launcher, hosts, memory, job)
@@ -68,7 +68,7 @@ def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: 
 
 
 def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
-    """Ask nodes which jobs of this user are alive there. Not collective. LaunchFailed: no node can be asked."""
+    """Ask nodes which jobs of this user are alive there. LaunchFailed: no node can be asked."""
     return sorted({job for document in ask(launcher, hosts, memory)[0].values() for job in document["jobs"]})
 
 

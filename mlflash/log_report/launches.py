@@ -1,227 +1,210 @@
-"""Group events to launches, and to the stretches of training in them. A launch is one run of all processes of a job.
+"""Launches of a job, and the stretches of training in them. A launch is one run of all processes of a job.
 
-All ranks save the same steps in the same order, so the events of all ranks about a step are joined here.
+If ranks were lost and the other processes stayed, each round of training has a run ID of its own. The journal of
+`mlflash run` says which runs continue each other: they are one launch, with a stretch of training for each.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 
-from .journal import Recovered
-from .read_logs import Event
+from .event_log import Event, Recovered
 
-
-@dataclasses.dataclass
-class Saved:
-    """A step that was saved, by all ranks together.
-
-    Attributes:
-        step: training step.
-        began, ended: when the first rank called ``save``, and when the last rank continued training.
-        stall_s: the longest stall of a rank.
-        stalls: the stall of each rank that logged it, in seconds.
-    """
-
-    step: int
-    began: float
-    ended: float
-    stall_s: float = 0.0
-    stalls: list[float] = dataclasses.field(default_factory=list)
+_CLOCKS_APART_S = 1.0  # how far the clock of `mlflash run` may differ from those of the nodes
 
 
-@dataclasses.dataclass
-class Committed:
-    """A step that was committed.
+class Events(list[Event]):
+    """Events of any ranks, ordered by time. The properties are of at least one event: ``seconds`` of the slowest."""
 
-    Attributes:
-        step: training step.
-        time: when the last rank knew of the commit, Unix seconds.
-        seconds: time since ``save``.
-        generation: number of the save.
-    """
+    @property
+    def began(self) -> float:
+        return min(event.began for event in self)
 
-    step: int
-    time: float
-    seconds: float
-    generation: int
+    @property
+    def ended(self) -> float:
+        return max(event.time for event in self)
+
+    @property
+    def seconds(self) -> float:
+        return max(event.seconds for event in self)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(event.nbytes for event in self)
+
+    @property
+    def last_of_training(self) -> float:
+        return max((event.time for event in self if event.is_of_training), default=self.ended)
+
+    @property
+    def started(self) -> Event | None:
+        """The start event of the lowest rank."""
+        return min(self.of_kind("start"), key=lambda event: event.rank, default=None)
+
+    @property
+    def nodes(self) -> list[str]:
+        by_rank = sorted(self, key=lambda event: event.rank)
+        return unique([*(self.started.nodes if self.started else ()), *(event.node for event in by_rank)])
+
+    def of_kind(self, kind: str) -> Events:
+        return Events(event for event in self if event.kind == kind)
+
+    def by_step(self, kind: str) -> dict[int, Events]:
+        """Join the events of all ranks about a step. All ranks save the same steps in the same order."""
+        steps: dict[int, Events] = {}
+        for event in self.of_kind(kind):
+            steps.setdefault(event.step, Events()).append(event)
+        return steps
 
 
 @dataclasses.dataclass
 class Stretch:
-    """Training from a start or a restore to the next restore or the end of the launch.
+    """Training from a start or a restore to the next restore or the end of the launch."""
 
-    Attributes:
-        from_step: the step that it continued from. None: nothing was restored.
-        restores: rank → its restore of that step.
-        ready: when training could continue on all ranks.
-        until: its last event.
-        saves, commits: saves and commits by step, in the order of the saves.
-        recovered: the recovery that it began with, if ranks were lost and the other processes stayed; else None.
-    """
+    events: Events
+    ready: float  # when training could continue on all ranks, in Unix seconds
+    until: float  # its last event
+    from_step: int | None  # the step that it continued from
+    recovered: Recovered | None = None  # the recovery in place that it began with
 
-    ready: float
-    until: float
-    from_step: int | None = None
-    restores: dict[int, Event] = dataclasses.field(default_factory=dict)
-    saves: dict[int, Saved] = dataclasses.field(default_factory=dict)
-    commits: dict[int, Committed] = dataclasses.field(default_factory=dict)
-    recovered: Recovered | None = None
+    @functools.cached_property
+    def saves(self) -> dict[int, Events]:
+        return self.events.by_step("save")
 
     @property
-    def trained(self) -> bool:
-        """Whether the events show that training continued."""
+    def is_training(self) -> bool:
+        """Whether its events show that training continued."""
         return bool(self.saves) or self.from_step is not None
 
-    @property
-    def newest(self) -> int | None:
-        """The newest step that was saved, committed or restored; None: there is none."""
-        return max([*self.saves, *self.commits, *self._from], default=None)
-
-    @property
-    def newest_committed(self) -> int | None:
-        """The newest step that was committed or restored; None: there is none."""
-        return max([*self.commits, *self._from], default=None)
-
-    @property
-    def _from(self) -> list[int]:
-        return [] if self.from_step is None else [self.from_step]
+    def newest(self, *kinds: str) -> int | None:
+        """Return the newest step of some kinds of events, or the one that was restored."""
+        steps = [event.step for event in self.events if event.kind in kinds]
+        return max([*steps, *([] if self.from_step is None else [self.from_step])], default=None)
 
 
 @dataclasses.dataclass
 class Launch:
-    """One launch of a job.
+    """One launch of a job."""
 
-    Attributes:
-        run: its ID.
-        events: all its events, ordered by time.
-        began, last: its first event, and the last event of its training.
-        started: the start event of the lowest rank. None: it is missing.
-        ranks: number of ranks.
-        nodes: names of the nodes, in order.
-        places: rank → node, for ranks that logged events.
-        signs: rank → time of the last event of its training.
-        ends: rank → "ended" or "failed", for ranks that logged their end.
-        stretches: stretches of training, at least one.
-        followed: whether there is a later launch.
-        nodes_before: nodes that it had before ranks were replaced in place, in order. Empty if none were.
-    """
-
-    run: str
-    events: list[Event]
-    began: float
-    last: float
-    started: Event | None
-    ranks: int
-    nodes: tuple[str, ...]
-    places: dict[int, str]
-    signs: dict[int, float]
-    ends: dict[int, str]
+    rounds: list[Events]  # one for each run ID
     stretches: list[Stretch]
-    followed: bool = False
-    nodes_before: tuple[str, ...] = ()
+    is_newest: bool = False
 
-    @property
+    @functools.cached_property
+    def events(self) -> Events:
+        return Events(sorted((event for round_ in self.rounds for event in round_), key=lambda event: event.time))
+
+    @functools.cached_property
+    def began(self) -> float:
+        return self.events.began
+
+    @functools.cached_property
+    def last(self) -> float:
+        """The last event of its training, in Unix seconds."""
+        return max(self.rounds[-1].last_of_training, self.stretches[-1].until)
+
+    @functools.cached_property
+    def started(self) -> Event | None:
+        """The start event of the lowest rank, in the newest round that has one."""
+        return next((started for round_ in reversed(self.rounds) if (started := round_.started)), None)
+
+    @functools.cached_property
+    def places(self) -> dict[int, str]:
+        """Rank → node, for ranks with events."""
+        return {event.rank: event.node for event in self.events}
+
+    @functools.cached_property
+    def ranks(self) -> int:
+        return max(self.started.ranks if self.started else 0, len(self.places))
+
+    @functools.cached_property
+    def nodes(self) -> list[str]:
+        return self.rounds[-1].nodes
+
+    @functools.cached_property
+    def ends(self) -> dict[int, str]:
+        """Rank → "ended" or "failed", for ranks that logged their end."""
+        return {event.rank: "failed" if event.state == "failed" else "ended"
+                for event in self.rounds[-1].of_kind("end")}  # fmt: skip
+
+    @functools.cached_property
     def silent(self) -> list[int]:
-        """Ranks that logged events but no end."""
-        return sorted(set(self.signs) - set(self.ends))
+        """Ranks that trained but logged no end."""
+        return sorted({event.rank for event in self.events if event.is_of_training} - self.ends.keys())
 
     @property
     def state(self) -> str:
         """How it ended: "ended", "failed" (by an exception), "killed" (ranks are silent), "open" (it may run)."""
-        if not self.ends and not self.followed:
+        if not self.ends and self.is_newest:
             return "open"
-        if self.silent:
-            return "killed"
-        return "failed" if "failed" in self.ends.values() else "ended"
-
-    @property
-    def saves(self) -> Iterable[Saved]:
-        """All saves."""
-        return (save for stretch in self.stretches for save in stretch.saves.values())
-
-    @property
-    def commits(self) -> Iterable[Committed]:
-        """All commits."""
-        return (commit for stretch in self.stretches for commit in stretch.commits.values())
-
-    @property
-    def trained(self) -> bool:
-        """Whether the events show that training continued."""
-        return any(stretch.trained for stretch in self.stretches)
+        return "killed" if self.silent else "failed" if "failed" in self.ends.values() else "ended"
 
 
-def launches(events: Iterable[Event]) -> list[Launch]:
-    """Group events to launches, ordered by their begin."""
-    of: dict[str, list[Event]] = {}
+def unique(names: Iterable[str]) -> list[str]:
+    """Return each name once, in the order of the first ones."""
+    return list(dict.fromkeys(names))
+
+
+def steps_of(launches: Iterable[Launch], kind: str) -> list[Events]:
+    """Return the events of each step that has this kind of event; a step counts again after a restore."""
+    stretches = (stretch for launch in launches for stretch in launch.stretches)
+    return [events for stretch in stretches for events in stretch.events.by_step(kind).values()]
+
+
+def launches_of(events: Iterable[Event], recoveries: Sequence[Recovered]) -> list[Launch]:
+    """Group events to launches, ordered by their begin. A run that began during a recovery continues a launch."""
+    runs: dict[str, Events] = {}
     for event in events:
-        of.setdefault(event.run, []).append(event)
-    found = sorted((_launch(run, its) for run, its in of.items()), key=lambda launch: launch.began)
-    for launch in found[:-1]:
-        launch.followed = True
-    return found
+        runs.setdefault(event.run, Events()).append(event)
+    launches: list[Launch] = []
+    for run in sorted(runs.values(), key=lambda run: run.began):
+        stretches = _stretches(run)
+        recovery = next((recovery for recovery in recoveries if recovery.began - _CLOCKS_APART_S <= run.began
+                         <= recovery.time + _CLOCKS_APART_S), None)  # fmt: skip
+        if recovery is None or not launches:
+            launches.append(Launch([run], stretches))
+            continue
+        launch = launches[-1]
+        if launch.stretches[-1].recovered is recovery:
+            launch.stretches.pop()  # this round failed before all of its ranks had begun
+        _recover(launch.stretches[-1], stretches[0], recovery)
+        launch.stretches += stretches
+        launch.rounds.append(run)
+    launches[-1].is_newest = True
+    return launches
 
 
-def nodes_of(launches: Iterable[Launch]) -> dict[str, int]:
-    """Number the nodes of some launches, in the order of their first use."""
-    those = dict.fromkeys(node for launch in launches for node in (*launch.nodes_before, *launch.nodes))
-    return {node: at for at, node in enumerate(those)}
+def _recover(before: Stretch, after: Stretch, recovery: Recovered) -> None:
+    """Put a recovery between two stretches, the times of which are from other clocks."""
+    before.until = min(max(recovery.began, before.ready), max(after.until, before.ready))
+    after.ready = max(before.until, min(recovery.time, after.until))
+    after.until = max(after.ready, after.until)
+    after.from_step = recovery.step if after.from_step is None else after.from_step
+    after.recovered = recovery
 
 
-def _launch(run: str, events: list[Event]) -> Launch:
-    places: dict[int, str] = {}
-    signs: dict[int, float] = {}
-    ends: dict[int, str] = {}
-    started: Event | None = None
-    for event in events:
-        places.setdefault(event.rank, event.node)
-        if event.is_sign:
-            signs[event.rank] = event.time
-        if event.kind == "end":
-            ends[event.rank] = "failed" if event.text("state") == "failed" else "ended"
-        elif event.kind == "start" and (started is None or event.rank < started.rank):
-            started = event
-    told = () if started is None else started.texts("nodes")
-    # A rank of a file that was written by hand may be on two nodes.
-    nodes = tuple(dict.fromkeys([*told, *(places[rank] for rank in sorted(places)), *(one.node for one in events)]))
-    ranks = max(0 if started is None else started.count("ranks"), len(places))
-    began, last = min(event.began for event in events), max(signs.values(), default=events[-1].time)
-    return Launch(run, events, began, last, started, ranks, nodes, places, signs, ends, _stretches(events, began, last))
-
-
-def _stretches(events: list[Event], began: float, last: float) -> list[Stretch]:
-    """Divide a launch at the restores of its ranks. Each rank counts its own restores, so clocks may differ."""
-    found = [Stretch(began, last)]
-    at: dict[int, int] = {}  # rank → its stretch
-    saved: set[int] = set()  # ranks that saved in theirs
-    for event in events:
-        number = at.setdefault(event.rank, 0)
+def _stretches(run: Events) -> list[Stretch]:
+    """Divide a run at the restores of its ranks. Each rank counts its own restores, so clocks may differ."""
+    parts = [Events()]
+    part_of: dict[int, int] = {}  # rank → number of its part
+    saved: set[int] = set()  # ranks that saved in their part
+    for event in run:
+        part_of.setdefault(event.rank, 0)
         if event.kind == "restore" and event.rank in saved:
-            number = at[event.rank] = number + 1
             saved.discard(event.rank)
-            if number == len(found):
-                found.append(Stretch(event.time, last))
+            part_of[event.rank] += 1
+            if part_of[event.rank] == len(parts):
+                parts.append(Events())
         elif event.kind == "save":
             saved.add(event.rank)
-        _note(found[number], event)
-    for before, after in itertools.pairwise(found):
-        before.until = max(before.ready, min(event.began for event in after.restores.values()))
-    return found
-
-
-def _note(stretch: Stretch, event: Event) -> None:
-    if event.kind == "restore":
-        stretch.restores[event.rank] = event  # the newest, where it restored again before anything was saved
-        stretch.from_step = event.step
-        stretch.ready = max(stretch.ready, event.time)
-    elif event.kind == "save":
-        save = stretch.saves.setdefault(event.step, Saved(event.step, event.began, event.time))
-        save.began, save.ended = min(save.began, event.began), max(save.ended, event.time)
-        save.stall_s = max(save.stall_s, event.seconds)
-        save.stalls.append(event.seconds)
-    elif event.kind == "commit":
-        found = Committed(event.step, event.time, event.seconds, event.count("generation"))
-        known = stretch.commits.get(event.step, found)
-        stretch.commits[event.step] = Committed(event.step, max(known.time, found.time),
-                                                max(known.seconds, found.seconds), found.generation)  # fmt: skip
+        parts[part_of[event.rank]].append(event)
+    stretches: list[Stretch] = []
+    for events in parts:
+        restores = events.of_kind("restore")
+        if stretches:
+            stretches[-1].until = max(stretches[-1].ready, restores.began)
+        ready = restores.ended if restores else run.began
+        stretches.append(Stretch(events, ready, run.last_of_training, restores[-1].step if restores else None))
+    return stretches

@@ -1,80 +1,125 @@
-"""The page: one file that contains all it needs and loads nothing."""
+"""The page: one HTML file that loads nothing and runs no script. jinja2 fills page.html and escapes all text."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import datetime
 import importlib.resources
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from . import page_sections, page_tables
-from .job_history import JobHistory
-from .markup import Markup, tag
-from .timeline_rows import rows
+import jinja2
 
-_TITLES = {
-    "time": "Where the time went",
-    "timeline": "Timeline",
-    "stalls": "Stall of each save",
-    "bandwidth": "Protection",
-    "waits": "Ranks that delayed commits",
-    "failures": "Failures",
-    "recoveries": "Recovered in place",
-    "memory": "Memory per node",
-    "layout": "What the layout survives",
-    "interval": "How often to save",
-    "launches": "Launches",
-    "warnings": "Warnings",
-    "reading": "About these numbers",
-}
+from ..human_readable.units import show_bytes, show_seconds, show_share
+from ..human_readable.wording import listed, many, named
+from .history import JobHistory
+from .launches import Events, Launch, unique
+
+_MOST_ROWS = 64  # of a timeline
+_MOST_MARKS = 15_000  # of a timeline; about 1.5 MB
+_DRAWN = {"save": "training stalled for", "protect": "protected in", "drain": "drained in", "restore": "restored in",
+          "commit": "committed after"}  # fmt: skip
 
 
-def page(story: JobHistory) -> str:
-    """Write the page of a job's history. Not collective."""
-    lanes = rows(story.launches)
-    below = [
-        _section("time", page_sections.time_spent(story)),
-        _section("timeline", page_sections.timeline(story, lanes)),
-        _section("stalls", page_sections.stalls(story), "half"),
-        _section("bandwidth", page_sections.bandwidths(story), "half"),
-        *([_section("waits", page_tables.waits(story))] if story.waited_for else []),
-        _section("failures", page_tables.failures(story)),
-        *([_section("recoveries", page_tables.recoveries(story))] if story.recoveries else []),
-        _section("memory", page_tables.memory(story), "half"),
-        _section("layout", page_tables.layout(story), "half"),
-        _section("interval", page_sections.interval(story)),
-        _section("launches", page_tables.launches(story)),
-        _section("warnings", page_tables.warnings(story)),
-        _section("reading", page_tables.reading(story)),
-    ]
-    body = tag(
-        "body",
-        tag("main", page_sections.head(story), page_sections.headline(story), tag("div", *below, class_="sections")),
-        tag("div", id="tip", role="presentation", hidden=""),
-        tag("script", Markup(_file("page.js"))),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', _head(story), body, lang='en')}\n"
+class Bar(NamedTuple):
+    """A part of the timeline: its left end and width in percent of the drawing, and what it means."""
+
+    kind: str
+    left: float
+    width: float
+    text: str
 
 
-def _section(name: str, content: Markup, width: str = "") -> Markup:
-    heading = tag("h2", _TITLES[name], id=f"{name}-title")
-    return tag("section", heading, content, id=name, class_=width or None, aria_labelledby=f"{name}-title")
+def page(history: JobHistory) -> str:
+    """Write the page of a job's history."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {"bytes": show_bytes, "cell": show_cell, "many": many, "seconds": show_seconds,
+                            "share": show_share, "time": show_time}  # fmt: skip
+    template = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    rows, across = timeline(history)
+    return environment.from_string(template).render(history.numbers, rows=rows, across=across)
 
 
-def _head(story: JobHistory) -> Markup:
-    """Make the head. The page may load nothing and run only its own script, whatever the logs contain."""
-    script = base64.b64encode(hashlib.sha256(_file("page.js").encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; img-src data:"
-    return tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"{page_sections.name_of(story)}: checkpoints"),
-        tag("style", Markup(_file("page.css"))),
-    )
+def row_names(launches: Sequence[Launch]) -> dict[tuple[str, int], str]:
+    """Name the row of each rank on each node. If there are too many, a row is a node or several neighboring nodes."""
+    nodes = unique(node for launch in launches for round_ in launch.rounds for node in round_.nodes)
+    ranks_on: dict[str, set[int]] = {node: set() for node in nodes}
+    for launch in launches:
+        for event in launch.events:
+            ranks_on[event.node].add(event.rank)
+    places = [(node, rank) for node, ranks in ranks_on.items() for rank in sorted(ranks)]
+    if len(places) <= _MOST_ROWS:
+        return {(node, rank): f"{node}, rank {rank}" for node, rank in places}
+    changed = [node for node in nodes if any(node not in launch.nodes for launch in launches)][: _MOST_ROWS // 4]
+    stable = [node for node in nodes if node not in changed]
+    each = math.ceil(len(stable) / (_MOST_ROWS - len(changed)))
+    row_of = {node: listed(stable[at - at % each :][:each], 1) for at, node in enumerate(stable)}
+    return {(node, rank): row_of.get(node, node) for node, rank in places}
 
 
-def _file(name: str) -> str:
-    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def timeline(history: JobHistory) -> tuple[dict[str, list[Bar]], list[Bar]]:
+    """Return the bars of each row, and those across all rows. Events that end close to each other are one bar."""
+    numbers, names = history.numbers, row_names(history.launches)
+    wall_s = max(numbers["ended"] - numbers["began"], 1e-3)
+
+    def bar(kind: str, began: float, ended: float, text: str) -> Bar:
+        return Bar(kind, 100 * (began - numbers["began"]) / wall_s, 100 * (ended - began) / wall_s, text)
+
+    rows: dict[str, list[Bar]] = {name: [] for name in names.values()}
+    marks: dict[tuple[str, str, int], Events] = {}
+    cell_s = wall_s * len(_DRAWN) * len(rows) / _MOST_MARKS
+    for number, launch in enumerate(history.launches, 1):
+        lives: dict[str, Events] = {}
+        for event in launch.events:
+            name = names[event.node, event.rank]
+            if event.is_of_training:
+                lives.setdefault(name, Events()).append(event)
+            if event.kind in _DRAWN and (event.kind != "protect" or event.peers):
+                marks.setdefault((name, event.kind, int(event.time // cell_s)), Events()).append(event)
+        for name, life in lives.items():
+            rows[name].append(bar("alive", life.began, life.ended, f"launch {number}"))
+    for (name, kind, _), events in marks.items():
+        steps = " to ".join(unique(f"{step:,}" for step in (events[0].step, events[-1].step)))
+        nbytes = f"{show_bytes(events.nbytes)} " if kind in ("protect", "drain") else ""
+        text = f"step {steps}: {nbytes}{_DRAWN[kind]} {show_seconds(events.seconds)}"
+        rows[name].append(bar(kind, events.ended if kind == "commit" else events.began, events.ended, text))
+    across = [bar("lost", began, ended, "lost training") for began, ended in history.lost]
+    for number, row in enumerate(numbers["failures"], 1):
+        across.append(bar("down", row["time"], row["time"] + row["down_s"], f"down after failure {number}"))
+        across.append(bar("failure", row["time"], row["time"], f"failure {number}"))
+    for number, row in enumerate(numbers["recoveries"], 1):
+        across.append(bar("recovered", row["began"], row["ended"], f"recovery R{number}"))
+    return rows, across
+
+
+def show_time(time: float) -> str:
+    """Write a time in UTC, to the second."""
+    return f"{datetime.datetime.fromtimestamp(max(0.0, time), datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"
+
+
+def show_cell(row: dict[str, Any], fields: str, number: str = "") -> str:
+    """Write a cell of a table: each of some fields on a line of its own. "#" is the number of the row."""
+    return "\n".join(filter(None, (number if field == "#" else _show(row, field) for field in fields.split())))
+
+
+def _show(row: dict[str, Any], field: str) -> str:
+    """Write a field of a row of the JSON document, by its type and the unit that its name ends with."""
+    match row[field]:
+        case None | "" | []:
+            return ""
+        case [str(), *_] as names:
+            return listed(names)
+        case list(ranks):
+            return named(ranks)
+        case dict(parts):
+            return "\n".join(f"{name}: {_show(parts, name)}" for name in parts)
+        case float(time) if field in ("time", "began", "ended", "last", "first"):
+            return show_time(time)
+        case float(seconds):
+            return show_seconds(seconds)
+        case int(nbytes) if field.endswith("_nbytes"):
+            return show_bytes(nbytes)
+        case int(count):
+            return f"{count:,}"
+        case text:
+            return str(text)

@@ -57,7 +57,7 @@ class Trace:
 
 
 def trace(memory: NodeDirectory, node: int) -> list[Trace]:
-    """List the files of this node that hold something, including damaged ones. Not collective."""
+    """List the files of this node that hold something, including damaged ones."""
     found = []
     for name, page, nbytes in first_pages(memory):
         commit, restores = any_record(page, COMMIT_START), any_record(page, RESTORES_START)
@@ -79,12 +79,12 @@ def trace(memory: NodeDirectory, node: int) -> list[Trace]:
 
 
 def encode(traces: Sequence[Trace]) -> bytes:
-    """Encode what a node holds, to send it to the others. Not collective."""
+    """Encode what a node holds, to send it to the others."""
     return zlib.compress(pickle.dumps(traces), 1)
 
 
 def join(packed: Iterable[bytes]) -> list[Trace]:
-    """Combine what nodes have sent (see `encode`). Not collective."""
+    """Combine what nodes have sent (see `encode`)."""
     return [one for part in packed for one in pickle.loads(zlib.decompress(part))]
 
 

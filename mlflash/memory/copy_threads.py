@@ -32,7 +32,7 @@ class CopyThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, works: Sequence[Callable[[], object]]) -> None:
-        """Do all pieces of work, in any order; return when they are done. Not collective.
+        """Do all pieces of work, in any order; return when they are done.
 
         Raises:
             Exception: what one of them raised; then no work is being done any more.

@@ -14,7 +14,7 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
     """Return who started a zygote or a courier, and for which trainer; None: it is neither, or has ended.
 
     A courier has the command line of the zygote that it was forked from. A zygote that a host has started (`mlflash
-    courier`) counts as its trainer's child as long as the trainer runs. Not collective.
+    courier`) counts as its trainer's child as long as the trainer runs.
 
     Args:
         process: its directory in /proc.
@@ -48,15 +48,12 @@ def _told(process: Path) -> str | None:
 
 
 def works_for(pid: int, proc: Path = _PROC) -> int:
-    """The process that a process works for: a courier works for its trainer, any other or orphaned one for itself.
-
-    Not collective.
-    """
+    """The process that a process works for: a courier works for its trainer, any other or orphaned one for itself."""
     found = parent_and_trainer(proc / str(pid))
     zygote = found and parent_and_trainer(proc / str(found[0]))
     return zygote[1] if zygote and zygote[0] == zygote[1] else pid
 
 
 def process_named(pid: int) -> str:
-    """Name a process for people; 0 stands for a process whose pid has no meaning here. Not collective."""
+    """Name a process for people; 0 stands for a process whose pid has no meaning here."""
     return f"pid {pid}" if pid else "a process in another container"

@@ -44,8 +44,6 @@ class _Mapping:
 def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
     """Map the first bytes of a file, readable and writable, so that huge pages of the file are huge pages in memory.
 
-    Not collective.
-
     Args:
         fd: may be closed afterwards.
         nbytes: whole pages, at least one.
@@ -77,7 +75,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
 
 
 def fill(fd: int, view: np.ndarray, begin: int = 0) -> bool:
-    """Give an empty file huge pages if the kernel has them; the rest of the file stays a hole. Not collective.
+    """Give an empty file huge pages if the kernel has them; the rest of the file stays a hole.
 
     Args:
         fd: a file of tmpfs, at its full size.
@@ -108,7 +106,7 @@ def fill(fd: int, view: np.ndarray, begin: int = 0) -> bool:
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:
-    """Call madvise, with advice that Python's mmap need not know; return 0, or the error number. Not collective."""
+    """Call madvise, with advice that Python's mmap need not know; return 0, or the error number."""
     return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
 
 

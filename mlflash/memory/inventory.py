@@ -109,7 +109,7 @@ def join(parts: Sequence[Inventory]) -> Inventory:
 
 
 def encode(found: Inventory) -> bytes:
-    """Encode an inventory, to send it to the other nodes. Not collective.
+    """Encode an inventory, to send it to the other nodes.
 
     It is encoded column by column and compressed, because most of it repeats: the files of 8 ranks with rs:6+2 take 270
     bytes instead of the 2,400 of a pickle, and those of 16,384 ranks 0.5 MB instead of 5.
@@ -120,7 +120,7 @@ def encode(found: Inventory) -> bytes:
 
 
 def decode(packed: bytes) -> Inventory:
-    """Decode what `encode` returned. Not collective."""
+    """Decode what `encode` returned."""
     raw = zlib.decompress(packed)
     end = _COUNT.size + FOUND.itemsize * _COUNT.unpack_from(raw)[0]
     columns = np.frombuffer(raw[_COUNT.size : end], dtype=np.uint8).reshape(FOUND.itemsize, -1)
@@ -140,7 +140,7 @@ def file_name(number: int) -> str:
 
 
 def first_pages(memory: NodeDirectory) -> Iterator[tuple[str, bytes, int]]:
-    """Return for each slot file of this node its name, header and records as they are, and its size. Not collective."""
+    """Return for each slot file of this node its name, header and records as they are, and its size."""
     for name in memory.slot_names():
         try:
             fd = memory.open(name, os.O_RDONLY)
@@ -154,7 +154,7 @@ def first_pages(memory: NodeDirectory) -> Iterator[tuple[str, bytes, int]]:
 
 
 def scan(memory: NodeDirectory, node: int) -> Inventory:
-    """List the sealed files of this node by their headers. Not collective.
+    """List the sealed files of this node by their headers.
 
     Files that are not private files of this user are ignored.
     """

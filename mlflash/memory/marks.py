@@ -14,7 +14,7 @@ from .slot_header import VERDICT_START, Attempt, Verdict, pack_record, unpack
 def mark(memory: NodeDirectory, step: int, verdict: Verdict) -> set[Attempt]:
     """Write a verdict into all sealed files of this node that hold a step; return the attempts that they hold.
 
-    Not collective. A live job may write such a file at the same time: then the record belongs to an attempt that is no
+    A live job may write such a file at the same time: then the record belongs to an attempt that is no
     longer in the file, and has no effect.
     """
     found = set()

@@ -24,7 +24,7 @@ def headroom(nbytes: int) -> int:
 def available(directory: str, root: str = "/") -> dict[str, int]:
     """Read what is left, in bytes, by the name of the limit; the smallest number counts.
 
-    Not collective. Limits that cannot be read are left out.
+    Limits that cannot be read are left out.
 
     Args:
         directory: a directory of the memory file system.

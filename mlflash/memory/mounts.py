@@ -50,7 +50,7 @@ def find_mount(mountinfo: str, path: str) -> Mount | None:
 
 
 def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
-    """The file system of a path as a process sees it; None if that cannot be seen. Not collective."""
+    """The file system of a path as a process sees it; None if that cannot be seen."""
     try:
         text = Path(root, "proc", pid, "mountinfo").read_text()
     except OSError:
@@ -59,9 +59,6 @@ def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
 
 
 def slow_kind(path: str) -> str:
-    """Name the kind of file system of a path if it is not memory; "" if it is, or if that cannot be found out.
-
-    Not collective.
-    """
+    """Name the kind of file system of a path if it is not memory; "" if it is, or if that cannot be found out."""
     mount = mounted(path)
     return "" if mount is None or mount.kind in MEMORY_KINDS else mount.kind

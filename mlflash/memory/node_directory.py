@@ -43,7 +43,7 @@ _FULL = {
 
 
 def too_small(error: OSError, path: str, expected: str) -> MemoryTooSmall | None:
-    """What an error of the file system means; None if that is not full. Not collective."""
+    """What an error of the file system means; None if that is not full."""
     if error.errno not in _FULL:
         return None
     why = _FULL[error.errno]
@@ -106,7 +106,7 @@ class NodeDirectory:
     def renew(self) -> None:
         """Make the directory, and hold the lock, anew if somebody has removed them.
 
-        Not collective. systemd does so with RemoveIPC at the end of a user's last session on the node.
+        systemd does so with RemoveIPC at the end of a user's last session on the node.
 
         Raises:
             ConfigError, UnsafePath: it cannot be made.
@@ -172,7 +172,7 @@ class NodeDirectory:
     def alive(self) -> int | None:
         """Process id of a live process of the job on this node; None if there is none. Takes no lock.
 
-        Not collective. If a courier holds the lock, it is the pid of its trainer; it is 0 if that has another pid
+        If a courier holds the lock, it is the pid of its trainer; it is 0 if that has another pid
         namespace. Do not call it in processes that hold the lock themselves.
         """
         if self._status(_LOCK_NAME) is None:
@@ -265,15 +265,15 @@ class NodeDirectory:
         self._unlink(name)
 
     def request_drain(self) -> None:
-        """Ask the live job on this node to drain the next checkpoint that it commits. Not collective."""
+        """Ask the live job on this node to drain the next checkpoint that it commits."""
         os.close(self.open(_REQUEST_NAME, os.O_WRONLY | os.O_CREAT))
 
     def has_request(self) -> bool:
-        """Whether a drain was asked for, and no job has noticed it yet. Not collective."""
+        """Whether a drain was asked for, and no job has noticed it yet."""
         return self._status(_REQUEST_NAME) is not None
 
     def take_request(self) -> bool:
-        """Whether a drain was asked for; forgets the request. Not collective."""
+        """Whether a drain was asked for; forgets the request."""
         return self._unlink(_REQUEST_NAME)
 
     def wipe(self) -> int:
@@ -297,7 +297,7 @@ class NodeDirectory:
         return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
 
     def foreign(self) -> list[OtherFiles]:
-        """List what is in this memory besides the jobs of this user, the largest first. Not collective."""
+        """List what is in this memory besides the jobs of this user, the largest first."""
         return other_files(self._memory)
 
     def close(self) -> None:
@@ -317,13 +317,13 @@ def jobs_of(memory: str) -> list[str]:
 
 
 def job_path(memory: str, job: str) -> str | None:
-    """Find the directory of a job on this node; None if there is none. Not collective."""
+    """Find the directory of a job on this node; None if there is none."""
     top = user_directory.find(memory, job)
     return next((path for path in _below(top) if os.path.basename(path) == job), None) if top else None
 
 
 def held_by_jobs(memory: str) -> dict[str, int]:
-    """Bytes of the slots that jobs of this user hold in a memory, alive or not, by job. Not collective."""
+    """Bytes of the slots that jobs of this user hold in a memory, alive or not, by job."""
     held = dict.fromkeys(jobs_of(memory), 0)
     for top in user_directory.directories(memory):
         for path in _below(top):
@@ -333,7 +333,7 @@ def held_by_jobs(memory: str) -> dict[str, int]:
 
 
 def emulated_nodes(memory: str, job: str) -> list[int]:
-    """List the nodes that are emulated on this one for a job. Not collective."""
+    """List the nodes that are emulated on this one for a job."""
     path = job_path(memory, job)
     names = [os.path.basename(node) for node in _below(path)] if path else []
     return sorted(int(name.removeprefix("node")) for name in names if _NODE.fullmatch(name))
@@ -342,7 +342,7 @@ def emulated_nodes(memory: str, job: str) -> list[int]:
 def clean(memory: str, job: str) -> int:
     """Delete what a job holds in the memory of this node (of all nodes that are emulated on it).
 
-    Not collective. Only the job's own files are deleted; a directory with others in it stays.
+    Only the job's own files are deleted; a directory with others in it stays.
 
     Returns:
         The bytes freed.

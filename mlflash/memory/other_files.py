@@ -57,7 +57,7 @@ class OtherFiles:
 
 
 def other_files(memory: str) -> list[OtherFiles]:
-    """List what is in a memory file system besides the jobs of this user, the largest first. Not collective."""
+    """List what is in a memory file system besides the jobs of this user, the largest first."""
     own = {os.path.basename(path) for path in user_directory.directories(memory)}
     nbytes, count = collections.Counter[_Kind](), collections.Counter[_Kind]()
     files = dict[_Kind, list[int]]()

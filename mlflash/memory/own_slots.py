@@ -37,7 +37,7 @@ class SlotId(NamedTuple):
 
 
 def named(own: Sequence[Slot], shares: Sequence[Slot]) -> list[tuple[SlotId, Slot]]:
-    """Name a rank's own slots. Not collective."""
+    """Name a rank's own slots."""
     kinds = ((False, own), (True, shares))
     return [(SlotId(kind, number), slot) for kind, slots in kinds for number, slot in enumerate(slots)]
 
@@ -61,7 +61,7 @@ class SlotFile:
 
 
 class OwnSlots:
-    """The own slots of a rank, in its trainer. Not collective.
+    """The own slots of a rank, in its trainer.
 
     Args:
         memory: this node's directory.

@@ -21,11 +21,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(process: Path | int) -> ProcessStat:
-    """Read the stat of a process, by its pid or its directory in /proc. Not collective.
-
-    Raises:
-        OSError: it has ended.
-    """
+    """Read the stat of a process, by its pid or its directory in /proc. Raises OSError if it has ended."""
     directory = Path(f"/proc/{process}") if isinstance(process, int) else process
     name, _, rest = (directory / "stat").read_text().partition("(")[2].rpartition(")")
     state, parent = rest.split()[:2]

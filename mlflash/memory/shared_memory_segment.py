@@ -104,7 +104,7 @@ class Segment:
         self._close_file.atexit = False
 
     def again(self) -> Segment:
-        """Return the same mapping once more; it exists until both are closed. Not collective."""
+        """Return the same mapping once more; it exists until both are closed."""
         return Segment(self.name, self._fd, self.nbytes, fresh=False, same=self)
 
     @property
@@ -143,7 +143,7 @@ class Segment:
 
     @property
     def is_written_to(self) -> bool:
-        """Whether a device or another thread may still be copying into it. Not collective."""
+        """Whether a device or another thread may still be copying into it."""
         self.writers = [writer for writer in self.writers if not writer.is_done]
         return bool(self.writers)
 
@@ -162,7 +162,7 @@ class Segment:
 def lend(memory: NodeDirectory, name: str) -> tuple[Segment, Callable[[], None]]:
     """Map a file for views: what is written to them stays here, and nobody else may write the file while it is lent.
 
-    Not collective. A lock on the file marks it as lent. The lock ends with the process, and every rank of the node that
+    A lock on the file marks it as lent. The lock ends with the process, and every rank of the node that
     gets the file meanwhile sees it. A file that is deleted stays as it is for those that have views of it.
 
     Returns:
@@ -192,8 +192,6 @@ def _ask(fd: int, command: int, kind: int) -> int:
 def create(memory: NodeDirectory, nbytes: int) -> Segment:
     """Make a new segment of at least ``nbytes`` bytes, all of them allocated.
 
-    Not collective.
-
     Raises:
         MemoryTooSmall: the file system is full; nothing is left behind.
     """
@@ -205,7 +203,7 @@ def create(memory: NodeDirectory, nbytes: int) -> Segment:
 def grow(memory: NodeDirectory, segment: Segment, nbytes: int) -> Segment:
     """Make the file of a segment larger, and map it anew; it keeps its pages, because making others takes long.
 
-    Not collective. The segment is closed in any case; other processes that map the file still have its beginning. If
+    The segment is closed in any case; other processes that map the file still have its beginning. If
     its file was removed, another one is made (a trainer removes a file that a device does not release).
 
     Raises:
@@ -248,8 +246,6 @@ def _allocated(memory: NodeDirectory, name: str, fd: int, nbytes: int, begin: in
 def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | None = None, private: bool = False,
            again: Mapping[int, Segment] | None = None) -> Segment:  # fmt: skip
     """Map a segment that an earlier process left.
-
-    Not collective.
 
     Args:
         memory: this node's directory.

@@ -172,11 +172,7 @@ class Slot:
         return sorted(bad)
 
     def verify_table(self) -> None:
-        """Check the block table of a sealed slot against its header.
-
-        Raises:
-            CorruptSlot: it is damaged.
-        """
+        """Check the block table of a sealed slot against its header. Raises CorruptSlot if it is damaged."""
         header = self.header
         assert header is not None
         if table_check(self.table(header.extents)) != header.table_check:
@@ -200,11 +196,7 @@ class Slot:
             )
 
     def manifest(self) -> Manifest:
-        """Read the manifest of a sealed slot.
-
-        Raises:
-            CorruptSlot: it does not follow the format.
-        """
+        """Read the manifest of a sealed slot. Raises CorruptSlot if it does not follow the format."""
         header = self.header
         assert header is not None
         if self._decoded is None or self._decoded[0] is not header:

@@ -125,8 +125,6 @@ class Header:
 def unpack(page: bytes) -> Header:
     """Decode and check a header.
 
-    Not collective.
-
     Args:
         page: the first page of a slot, or at least its first `HEADER_NBYTES`.
 

@@ -82,7 +82,7 @@ class SlotPool:
 
     def adopt(self, files: AssignedFiles, kept: Attempt | None, trusted: Container[int], spare: Sequence[int],
               needed: Sequence[int] = ()) -> None:  # fmt: skip
-        """Take over files that an earlier process left. Not collective.
+        """Take over files that an earlier process left.
 
         Args:
             files: the files.
@@ -116,8 +116,6 @@ class SlotPool:
     def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
         """Map a slot file of this node; `unmap_others` unmaps it, whatever files the slots have by then.
 
-        Not collective.
-
         Args:
             file: its number.
             mapped: existing mappings in addition to those of the slots, by inode.
@@ -129,7 +127,7 @@ class SlotPool:
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
-        """Unmap those of some slots that do not belong to this rank. Not collective."""
+        """Unmap those of some slots that do not belong to this rank."""
         mine = [slot.segment for slot in self.all()]
         for slot in slots:
             if slot.segment is not None and not any(slot.segment is one for one in mine):
@@ -165,7 +163,7 @@ class SlotPool:
         return named(self.own, self.shares)
 
     def receive(self, filled: Sequence[tuple[SlotId, int]], taker: object) -> list[Slot]:
-        """Get slots from the trainer: they are busy with what it has filled them for. Not collective.
+        """Get slots from the trainer: they are busy with what it has filled them for.
 
         Args:
             filled: the slots, and the inodes of the files that the trainer has mapped; 0: none. If that is another file
@@ -184,16 +182,16 @@ class SlotPool:
         return got
 
     def taken_by(self, taker: object) -> list[Slot]:
-        """The own slots that are busy with something. Not collective."""
+        """The own slots that are busy with something."""
         return [slot for _, slot in self._own() if slot.taker is taker and slot.use is Use.BUSY]
 
     def leave_to_trainer(self, slots: Iterable[Slot]) -> None:
-        """Let the trainer keep slots that it has reported and not handed over. Not collective."""
+        """Let the trainer keep slots that it has reported and not handed over."""
         for slot in slots:
             slot.taker = _TRAINER
 
     def news(self, only: Collection[Slot] | None = None) -> list[SlotFile]:
-        """Tell the trainer which slots it may fill, and which files its slots have. Not collective.
+        """Tell the trainer which slots it may fill, and which files its slots have.
 
         Args:
             only: the slots that may be given to it now; None: all.
@@ -216,7 +214,7 @@ class SlotPool:
         return news
 
     def take_back(self, slots: Iterable[Slot] | None = None) -> None:
-        """Get those of some own slots back that the trainer does not need now; they are free. Not collective.
+        """Get those of some own slots back that the trainer does not need now; they are free.
 
         Args:
             slots: the slots; None: all.
@@ -239,7 +237,7 @@ class SlotPool:
         return got
 
     def drained(self, slots: Iterable[Slot]) -> None:
-        """Let saves write slots again after they were drained. Not collective."""
+        """Let saves write slots again after they were drained."""
         for slot in slots:
             slot.drains = False
 
@@ -291,13 +289,13 @@ class SlotPool:
             self.hold_only(kept)
 
     def hold_only(self, held: Collection[Attempt | None]) -> None:
-        """Free the slots that hold other attempts than these. Not collective."""
+        """Free the slots that hold other attempts than these."""
         for slot in self.all():
             if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in held):
                 slot.use = Use.FREE
 
     def holding(self, attempt: Attempt) -> list[Slot]:
-        """The slots that hold an attempt. Not collective."""
+        """The slots that hold an attempt."""
         return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
@@ -313,23 +311,20 @@ class SlotPool:
                 slot.use = Use.FREE
 
     def hold_older(self) -> None:
-        """Keep saves from writing what the own slots hold in addition to the restored step, until `free_older`.
-
-        Not collective.
-        """
+        """Keep saves from writing what the own slots hold in addition to the restored step, until `free_older`."""
         self.take_back()
         for slot in (*self.own, *self.shares):
             if slot.use is Use.FREE and slot.header is not None:
                 slot.use = Use.HOLDS
 
     def free_older(self, kept: Attempt) -> None:
-        """Let saves write the own slots that do not hold the restored attempt. Not collective."""
+        """Let saves write the own slots that do not hold the restored attempt."""
         for slot in (*self.own, *self.shares):
             if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in (kept, self.certified())):
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:
-        """Keep a file that does not belong to this rank until a newer step is committed. Not collective."""
+        """Keep a file that does not belong to this rank until a newer step is committed."""
         self._kept.add(file_number(slot.name))
 
     def drop_spare(self, committed: bool = False) -> None:
@@ -381,7 +376,7 @@ def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str
 
 
 def unmap(slot: Slot) -> None:
-    """Unmap the file of a slot, which stays. Not collective."""
+    """Unmap the file of a slot, which stays."""
     if slot.segment is not None:
         slot.segment.close()
     slot.segment, slot.header = None, None

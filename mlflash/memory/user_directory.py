@@ -40,7 +40,7 @@ def pass_over(path: str, found: str) -> None:
 
 
 def look(memory: str) -> tuple[list[str], dict[str, str]]:
-    """Find out who has the names of this user's directories. Not collective.
+    """Find out who has the names of this user's directories.
 
     Returns:
         The paths of those that belong to this user, in their order; and what the others are, by path.
@@ -65,7 +65,7 @@ def look(memory: str) -> tuple[list[str], dict[str, str]]:
 
 
 def directories(memory: str) -> list[str]:
-    """List this user's directories, in the order in which a job is looked for. Not collective."""
+    """List this user's directories, in the order in which a job is looked for."""
     try:
         own, taken = look(memory)
     except (FileNotFoundError, NotADirectoryError):
@@ -76,7 +76,7 @@ def directories(memory: str) -> list[str]:
 
 
 def find(memory: str, job: str) -> str | None:
-    """Find the directory of this user that has a job, or would get it; None if there is none. Not collective."""
+    """Find the directory of this user that has a job, or would get it; None if there is none."""
     own = directories(memory)
     return next((path for path in own if os.path.isdir(os.path.join(path, job))), own[0] if own else None)
 
@@ -84,7 +84,7 @@ def find(memory: str, job: str) -> str | None:
 def claim(memory: str, job: str) -> str:
     """Find the directory for a job, or make one.
 
-    Not collective. The first rank of a node does it for all, so that somebody who takes and frees names meanwhile
+    The first rank of a node does it for all, so that somebody who takes and frees names meanwhile
     cannot divide them.
 
     Raises:

@@ -192,7 +192,7 @@ class Waits:
 
     @contextlib.contextmanager
     def within(self, call: str) -> Iterator[None]:
-        """Name the call of MPI that this rank is in; for a ``with`` block. Not collective."""
+        """Name the call of MPI that this rank is in; for a ``with`` block."""
         self.inside = call
         try:
             yield
@@ -207,7 +207,7 @@ class Waits:
             self.pings.answer()
 
     def tell_failed(self, text: str) -> None:
-        """Tell the other ranks that this one has stopped working, and why. Not collective."""
+        """Tell the other ranks that this one has stopped working, and why."""
         if self.pings is not None:
             self.pings.tell_failed(text)
 

@@ -18,7 +18,7 @@ AUTO = {"one host": "p2p", "network": "p2p", "RDMA": "rma"}
 
 
 def has_rdma(folders: Sequence[str] | None = None) -> bool:
-    """Whether this node has an RDMA device (InfiniBand, RoCE, Slingshot). Not collective.
+    """Whether this node has an RDMA device (InfiniBand, RoCE, Slingshot).
 
     Args:
         folders: folders with lists of devices. Default: `RDMA_DEVICES`.

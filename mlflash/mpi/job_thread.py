@@ -171,7 +171,7 @@ class JobThread:
         self._aside, self._nap = moves, _ASIDE_S[0]
 
     def go_on_behind(self) -> None:
-        """Advance work outside of the jobs, if no thread does. Not collective."""
+        """Advance work outside of the jobs, if no thread does."""
         if self._thread is None:
             self._advance()
 
@@ -200,7 +200,7 @@ class JobThread:
     def leave(self) -> None:
         """Do nothing in a forked process: the thread and MPI's connections belong to the parent.
 
-        Not collective. What waits in this process for the parent's jobs gets an error.
+        What waits in this process for the parent's jobs gets an error.
         """
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
         self._aside = None

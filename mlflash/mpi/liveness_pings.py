@@ -26,7 +26,7 @@ class RankFailed(Exception):
 
 
 class Pings:
-    """Asks and answers on a communicator of its own. Not collective.
+    """Asks and answers on a communicator of its own.
 
     Args:
         mpi: the module mpi4py.MPI.

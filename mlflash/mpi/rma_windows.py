@@ -32,7 +32,7 @@ class OpenMemory:
             self._window.Lock_all(self._mpi.MODE_NOCHECK)
 
     def put(self, raw: np.ndarray, target: int, at: int) -> Any:
-        """Start a Put of bytes to ``at`` of the target's memory; returns the request. Not collective.
+        """Start a Put of bytes to ``at`` of the target's memory; returns the request.
 
         The request ends when ``raw`` may be reused. Only after :meth:`flush` the bytes are certain to have arrived.
         """
@@ -61,8 +61,6 @@ class OpenMemory:
 
 class Poke:
     """Push MPI's one-sided progress from this rank, without waiting for anything.
-
-    Not collective.
 
     If MPICH has not allocated the target memory and both ranks are on one host, it moves a Put through cells of 8 KiB.
     One call into MPI moves one cell at each end. With one call per pause this would be a few MB/s. If the main thread

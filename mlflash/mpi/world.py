@@ -36,7 +36,7 @@ _FORWARDING_S = 1.0  # Hydra drops what it has not forwarded when an Abort arriv
 def find_comm(env: Mapping[str, str]) -> Any:
     """Return COMM_WORLD if an MPI launcher or srun started this process, else None.
 
-    Not collective. But importing mpi4py initializes MPI, which is collective.
+    But importing mpi4py initializes MPI, which is collective.
 
     Raises:
         MpiUnavailable: there is a launcher, but no MPI to load.
@@ -110,7 +110,7 @@ def load_mpi() -> Any:
 
 
 def abort_all(mpi: Any, code: int) -> None:
-    """End all processes, and let the launcher forward what this one has printed. Not collective.
+    """End all processes, and let the launcher forward what this one has printed.
 
     Args:
         mpi: mpi4py's module MPI.
@@ -123,7 +123,7 @@ def abort_all(mpi: Any, code: int) -> None:
 
 
 def _number_of_all(comm: Any) -> int:
-    """The rank in COMM_WORLD of this rank of a communicator. Not collective."""
+    """The rank in COMM_WORLD of this rank of a communicator."""
     mine, all_ranks = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
     number: int = mine.Translate_ranks([comm.rank], all_ranks)[0]
     mine.Free()
@@ -133,8 +133,6 @@ def _number_of_all(comm: Any) -> int:
 
 class World(Waits):
     """The ranks of one Checkpointer, with communicators of their own after `connect`.
-
-    Not collective.
 
     Args:
         comm: an mpi4py communicator, or None for one process without MPI.
@@ -318,7 +316,7 @@ class World(Waits):
     def end_if_mpi_failed(self, error: BaseException) -> None:
         """End this process if it is a courier and MPI has failed, for example because another courier has died.
 
-        Not collective. The failed MPI operation may have succeeded on other ranks, so a save that failed here may be
+        The failed MPI operation may have succeeded on other ranks, so a save that failed here may be
         committed there. So this process reports nothing; the next couriers find out what all ranks have.
         """
         if self._is_private and self.mpi is not None and isinstance(error, self.mpi.Exception):
@@ -326,7 +324,7 @@ class World(Waits):
             os._exit(1)
 
     def renew_deadline(self) -> None:
-        """Start the deadline anew, because all ranks make progress. Not collective."""
+        """Start the deadline anew, because all ranks make progress."""
         self.deadline = time.monotonic() + self.timeout_s
 
     def tell_doing(self, what: str) -> None:

@@ -66,7 +66,7 @@ def join(parts: Sequence[tuple[str, Domains | None]]) -> Domains | None:
 
 
 def from_argument(value: object) -> Domains | None:
-    """Read what ``Checkpointer(domains=...)`` takes. Not collective.
+    """Read what ``Checkpointer(domains=...)`` takes.
 
     Args:
         value: the path of a file (:func:`from_lines`); or a mapping from host, or host list, to its domain or the

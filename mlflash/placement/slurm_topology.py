@@ -28,7 +28,7 @@ _KINDS = {
 def discover(env: Mapping[str, str], host: str) -> Domains | None:
     """Read this node's own domains from the environment; None if Slurm gives none for this node.
 
-    Not collective. ``srun`` gives each node its own address, but ``mpiexec`` in an sbatch script may hand the first
+    ``srun`` gives each node its own address, but ``mpiexec`` in an sbatch script may hand the first
     node's environment to all ranks: an address that ends with another name than ``host`` does not belong to this node.
 
     Args:

@@ -63,7 +63,7 @@ class Client(Protocol):
 
     def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
             on_refused: Callable[[MlflashError], None] | None = None) -> Posted:  # fmt: skip
-        """Make a job for `post`. Not collective.
+        """Make a job for `post`.
 
         Args:
             message: what is asked.
@@ -75,7 +75,7 @@ class Client(Protocol):
     def wait_sent(self, job: Any) -> None:
         """Wait until the courier has a posted job. From then on the job does not depend on this process.
 
-        Not collective. It does not wait until the job is done.
+        It does not wait until the job is done.
         """
 
     def unit(self) -> AbstractContextManager[None]:
@@ -95,19 +95,19 @@ class Client(Protocol):
         """
 
     def ask(self, message: Message) -> Any:
-        """Ask a question that is not a job and is answered at once. Not collective."""
+        """Ask a question that is not a job and is answered at once."""
 
     def tell_doing(self, what: str) -> None:
-        """Tell the courier what this rank does, for ranks that wait for it; "" at its end. Not collective."""
+        """Tell the courier what this rank does, for ranks that wait for it; "" at its end."""
 
     def go_on_behind(self) -> None:
-        """Advance drains and the like, if no thread does. Not collective."""
+        """Advance drains and the like, if no thread does."""
 
     def stop(self, abandon: bool) -> None:
-        """End the courier, after the posted jobs or, with ``abandon``, at once. Not collective."""
+        """End the courier, after the posted jobs or, with ``abandon``, at once."""
 
     def leave(self) -> None:
-        """Do nothing in a forked process: the courier belongs to the parent. Not collective."""
+        """Do nothing in a forked process: the courier belongs to the parent."""
 
 
 class _HasUnits(Protocol):

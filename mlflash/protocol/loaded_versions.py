@@ -11,7 +11,7 @@ _NAMES = ("numpy", "torch", "transformers", "megatron.core", "nemo", "lightning"
 
 
 def loaded_versions() -> dict[str, str]:
-    """The versions by name; "cuda" is the version that torch was built for. Not collective."""
+    """The versions by name; "cuda" is the version that torch was built for."""
     found = {"mlflash": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
     for name in _NAMES:
         version = getattr(sys.modules.get(name), "__version__", None)

@@ -257,7 +257,7 @@ class HealFirst(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Restored(Message):
-    """Note that a step was restored. Not collective.
+    """Note that a step was restored.
 
     Attributes:
         own: number of the own slot that it came from; None: it was put together, or came from a directory.

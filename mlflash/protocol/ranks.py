@@ -49,10 +49,10 @@ class Collectives(Protocol):
         """If any rank has an error, raise it on all ranks. Collective over the world."""
 
     def renew_deadline(self) -> None:
-        """Start the deadline anew, because all ranks make progress. Not collective."""
+        """Start the deadline anew, because all ranks make progress."""
 
     def tell_doing(self, what: str) -> None:
-        """Note what this rank does, for ranks that wait for it, such as "restoring"; "" at its end. Not collective."""
+        """Note what this rank does, for ranks that wait for it, such as "restoring"; "" at its end."""
 
 
 class Ranks:
@@ -79,7 +79,7 @@ class Ranks:
         return self.topology.name_of(self.rank)
 
     def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Convert ranks of torch.distributed to these ranks, ascending. Not collective."""
+        """Convert ranks of torch.distributed to these ranks, ascending."""
         return from_torch(ranks, self.torch_group)
 
     def agree(self, values: Sequence[int]) -> list[int]:
@@ -112,7 +112,7 @@ class Ranks:
         """Do nothing: each call has its own deadline."""
 
     def tell_doing(self, what: str) -> None:
-        """Note what this rank does, for ranks that wait for it. Not collective."""
+        """Note what this rank does, for ranks that wait for it."""
         self._courier.tell_doing(what)
 
     def together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None = None) -> T:
@@ -158,7 +158,7 @@ class Ranks:
 
 
 def from_torch(ranks: Iterable[int], torch_group: Any) -> tuple[int, ...]:
-    """Convert ranks of torch.distributed to ranks of a group, ascending. Not collective.
+    """Convert ranks of torch.distributed to ranks of a group, ascending.
 
     Args:
         ranks: of torch.distributed.

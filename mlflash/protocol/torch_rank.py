@@ -100,7 +100,7 @@ def some_ranks(torch_group: Any, rank: int, size: int) -> tuple[int, ...] | None
 
 
 def check_torch_rank(rank: int, size: int, torch_group: Any) -> None:
-    """Raise an error if the rank in torch.distributed is not the rank of this run. Not collective.
+    """Raise an error if the rank in torch.distributed is not the rank of this run.
 
     Args:
         rank, size: of this run.

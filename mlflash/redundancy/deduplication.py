@@ -50,8 +50,6 @@ class Sharing:
 def find(topology: Topology, ranks: Sequence[int], rank: int, losses: int) -> Sharing | None:
     """Find a rank's place among those that hold the same state; None if sharing gains nothing.
 
-    Not collective.
-
     Args:
         topology: ranks and nodes.
         ranks: those that hold the same state, including this one.

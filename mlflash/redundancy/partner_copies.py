@@ -19,8 +19,6 @@ from .slot_transfer import Source, offer, receive, send, slot_of, swap
 class PartnerCopies:
     """Sends this rank's slots to its partners and receives those of the ranks it holds copies of.
 
-    Not collective.
-
     Args:
         world: the communicators; the group communicator is one of ``placement.connected``.
         placement: which rank protects which.

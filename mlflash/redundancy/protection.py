@@ -109,7 +109,7 @@ class Protection:
         return any(lacking)
 
     def is_complete(self, pool: SlotPool, attempt: Attempt) -> bool:
-        """Whether this rank has all redundancy of an attempt that it has to keep, by the headers. Not collective."""
+        """Whether this rank has all redundancy of an attempt that it has to keep, by the headers."""
         return len({slot.header.rank for slot in self.kept(pool, attempt) if slot.header}) == len(self.owners)
 
     def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:

@@ -65,7 +65,7 @@ class RankCheckpoint:
 
 
 def open_rank_checkpoint(open_file: Callable[[int], Slot], node: int, slot: Slot, files: ShareFiles) -> RankCheckpoint:
-    """Combine a slot and its shares on this node, for reading; the caller unmaps them. Not collective.
+    """Combine a slot and its shares on this node, for reading; the caller unmaps them.
 
     Args:
         open_file: maps the file of a number.

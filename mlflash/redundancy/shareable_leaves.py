@@ -56,7 +56,7 @@ class SharingNews:
 
 
 def shareable(flat: Flat, from_torch: FromTorch) -> list[ShareableLeaf]:
-    """List the leaves of a state that other ranks may hold alike. Not collective.
+    """List the leaves of a state that other ranks may hold alike.
 
     Args:
         flat: the state.
@@ -81,7 +81,7 @@ def digests(flat: Flat, keys: Collection[int]) -> dict[int, int]:
 
 
 def replica_nbytes(flat: Flat | None, from_torch: FromTorch) -> dict[tuple[int, ...], int]:
-    """Count the bytes of DTensors by the ranks that hold the same of them. Not collective.
+    """Count the bytes of DTensors by the ranks that hold the same of them.
 
     Args:
         flat: the state; None: it cannot be read.
@@ -95,6 +95,6 @@ def replica_nbytes(flat: Flat | None, from_torch: FromTorch) -> dict[tuple[int, 
 
 
 def key_of(entry: Entry) -> int:
-    """Return the key of a shard of a tensor, made from its name, type, shape and place in the whole. Not collective."""
+    """Return the key of a shard of a tensor, made from its name, type, shape and place in the whole."""
     same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
     return xxhash.xxh3_64_intdigest(repr(same).encode())

@@ -49,7 +49,7 @@ class Loading:
 
     @contextlib.contextmanager
     def changing(self, step: int) -> Iterator[None]:
-        """Change a state that cannot be put back: if that fails, the state is undefined. Not collective."""
+        """Change a state that cannot be put back: if that fails, the state is undefined."""
         self._saves.undefined = _half_loaded(step)
         try:
             yield

@@ -172,7 +172,7 @@ def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, st
 def count(context: Context, home: Slot) -> None:
     """Count, once per run, that a run has restored this attempt, and warn if other runs have done so before.
 
-    Not collective. The count is stored with the slot; a newer commit begins a new one.
+    The count is stored with the slot; a newer commit begins a new one.
     """
     header = home.header
     assert header is not None

@@ -19,7 +19,7 @@ _HEAL_TRIES = 3
 def give_receipts(*slots: Slot) -> None:
     """Write the commit receipt into slots that came from another node, or that were rolled forward and are now whole.
 
-    Not collective. With it, every remaining node knows that the step was committed.
+    With it, every remaining node knows that the step was committed.
     """
     for slot in slots:
         if slot.header is not None and not slot.committed:

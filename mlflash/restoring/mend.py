@@ -69,7 +69,7 @@ def mend(context: Context, scrubber: Scrubber) -> None:
 
 
 def _restore_head(slot: Slot) -> None:
-    """Write header and block table of a slot as they were, if that is known. Not collective."""
+    """Write header and block table of a slot as they were, if that is known."""
     header = slot.header
     assert header is not None
     extents = header.extents
@@ -105,7 +105,7 @@ def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bo
 
 
 def _bad_blocks(context: Context, home: Slot) -> list[int] | None:
-    """The bad blocks of a slot; None if its table is damaged. Not collective."""
+    """The bad blocks of a slot; None if its table is damaged."""
     assert home.header is not None
     if table_check(home.table(home.header.extents)) != home.header.table_check:
         return None
@@ -161,7 +161,7 @@ def _make_again(context: Context, home: Slot, attempt: Attempt) -> int:
 
 
 def _holding(context: Context, attempt: Attempt) -> list[Slot]:
-    """The copies and parity files of an attempt that must not be written now. Not collective."""
+    """The copies and parity files of an attempt that must not be written now."""
     return [slot for slot in context.protection.kept(context.pool, attempt) if slot.use is Use.HOLDS]
 
 

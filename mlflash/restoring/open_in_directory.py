@@ -95,11 +95,11 @@ class OpenInDirectory:
             self.olds.told |= {rank: text for theirs in world.gather(texts) for rank, text in theirs.items()}
 
     def is_near(self, rank: int) -> bool:
-        """Whether the state of an old rank is near: all are equally near. Not collective."""
+        """Whether the state of an old rank is near: all are equally near."""
         return True
 
     def distance(self, rank: int) -> int:
-        """How far the state of an old rank is: all are equally far. Not collective."""
+        """How far the state of an old rank is: all are equally far."""
         return 1
 
     def read(self, wanted: Iterable[WantedPart]) -> bool:
@@ -157,10 +157,7 @@ class OpenInDirectory:
                 return bool(all_good)
 
     def state(self, rank: int) -> tuple[Manifest, Read, list[WantedPart]]:
-        """Return what an old rank's state is built from: its manifest, its bytes, and what must be read before.
-
-        Not collective.
-        """
+        """Return what an old rank's state is built from: its manifest, its bytes, and what must be read before."""
         manifest = self.index(rank).manifest
         names = first_names(manifest.entries)
         raw: dict[str, np.ndarray] = {}
@@ -174,13 +171,11 @@ class OpenInDirectory:
         return manifest, lambda entry: raw[first[entry.name]], wanted_parts
 
     def close(self) -> None:
-        """Close the files. Not collective. May be called twice."""
+        """Close the files. May be called twice."""
         self._files.close()
 
     def verify(self, rank: int) -> tuple[str, int, list[str]]:
         """Read every byte of a rank's file; yield file, bytes, and the tensors in which a block is bad.
-
-        Not collective.
 
         Raises:
             CorruptSlot: it is missing, or its card or index is damaged.
@@ -197,15 +192,15 @@ class OpenInDirectory:
         return self.index(rank).places.data, nbytes, bad
 
     def index(self, rank: int) -> Index:
-        """Read what the file of an old rank says about itself. Not collective."""
+        """Read what the file of an old rank says about itself."""
         return self._own[1] if rank == self._own[0] else self._files.index(rank)
 
     def name_of(self, rank: int) -> str:
-        """The file of an old rank that contains its index. Not collective."""
+        """The file of an old rank that contains its index."""
         return self._files.name_of(rank)
 
     def content(self, rank: int, name: str, place: Place) -> Iterator[np.ndarray]:
-        """Read the bytes of some rows in a rank's file, some at a time; each block is checked. Not collective."""
+        """Read the bytes of some rows in a rank's file, some at a time; each block is checked."""
         return self._files.content(rank, name, place)
 
     def _plain_of(self, rank: int) -> list[Any]:
@@ -250,7 +245,7 @@ class OpenInDirectory:
         return {name: its.tobytes() for name, its in raw.items()}
 
     def _read(self, wanted: Iterable[WantedPart]) -> Iterator[int]:
-        """Read parts, so many at a time because each takes memory; yield the number of bytes each time. Not collective.
+        """Read parts, so many at a time because each takes memory; yield the number of bytes each time.
 
         Each file is read once if the parts of an old rank come one after the other.
         """
@@ -273,7 +268,7 @@ class OpenInDirectory:
         yield from self._read_files(asked, set(asked))
 
     def _read_files(self, asked: dict[int, list[tuple[int, _Asked]]], ranks: set[int]) -> Iterator[int]:
-        """Read what is asked for from the files of some ranks; each rank begins with another one. Not collective."""
+        """Read what is asked for from the files of some ranks; each rank begins with another one."""
         first = self._world.rank * self.world_size // self._world.size
         for rank in sorted(ranks & asked.keys(), key=lambda rank: (rank - first) % self.world_size):
             places, those = self._files.places(rank), asked.pop(rank)

@@ -82,7 +82,7 @@ class OpenInMemory:
         self.olds = gathered.old_ranks(checks, texts, [rank for rank in self._places if self.is_near(rank)])
 
     def is_near(self, rank: int) -> bool:
-        """Whether the slot of an old rank is on this node. Not collective."""
+        """Whether the slot of an old rank is on this node."""
         server, _ = self._places[rank]
         return self._ranks.topology.node_of[server] == self._ranks.node_index
 
@@ -109,7 +109,7 @@ class OpenInMemory:
                 return bool(all_whole)
 
     def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
-        """Read what is on this node; add the rest to what other ranks are asked for. Not collective.
+        """Read what is on this node; add the rest to what other ranks are asked for.
 
         Returns:
             The number of parts that other ranks are asked for; limited, because each takes memory.
@@ -139,7 +139,7 @@ class OpenInMemory:
         return count
 
     def close(self) -> None:
-        """Unmap what does not belong to this rank. Not collective."""
+        """Unmap what does not belong to this rank."""
         for home in self.found.homes.values():
             self._unmap(home)
 
@@ -148,7 +148,7 @@ class OpenInMemory:
 
 
 def open_home(trainer: TrainerContext, file: int, files: ShareFiles) -> RankCheckpoint:
-    """Map the slot of an old rank of this node, and its shares, for reading. Not collective.
+    """Map the slot of an old rank of this node, and its shares, for reading.
 
     Args:
         file: number of its file.

@@ -174,7 +174,7 @@ class Repairs:
         return [] if all(every) else [p for repair in self._repairs for p in repair.group.files if p is not None]
 
     def close(self) -> None:
-        """Unmap the parity files. Not collective."""
+        """Unmap the parity files."""
         self._context.pool.unmap_others(self._parity.values())
         self._parity = {}
 

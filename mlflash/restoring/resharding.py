@@ -73,7 +73,7 @@ class Resharded:
     flat: Flat
 
     def filling(self, state: Any) -> Filling:
-        """Fill a live state with it, in place. Not collective."""
+        """Fill a live state with it, in place."""
         layout = self.plan.layout
         read = self.slot.reader(layout.extents)
         return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
@@ -151,7 +151,7 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
 
 
 def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
-    """Log what old ranks had of their own, if there is no such rank any more, or was none before. Not collective."""
+    """Log what old ranks had of their own, if there is no such rank any more, or was none before."""
     olds = old.olds
     own = {name for name, spots in olds.spots.items() if name not in olds.apart and olds.is_private(spots)}
     own |= olds.plain_differ
@@ -170,7 +170,7 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
 
 
 def give_up(trainer: TrainerContext, made: Resharded) -> None:
-    """Let saves write the slots in which a state was put together, because it was not loaded. Not collective."""
+    """Let saves write the slots in which a state was put together, because it was not loaded."""
     trainer.slots.give_back([made.slot, made.share])
 
 
@@ -194,10 +194,7 @@ def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> No
 
 
 def only_shards_differ(state: Any, home: RankCheckpoint) -> bool:
-    """Whether the state of this rank has other shards than its checkpoint, and can be put together from those.
-
-    Not collective.
-    """
+    """Whether the state of this rank has other shards than its checkpoint, and can be put together from those."""
     flat = flatten_or_none(state)
     if flat is None:
         return False

@@ -277,7 +277,7 @@ class Restores:
         return opened
 
     def _open_found(self, found: FoundInMemory) -> RankCheckpoint | FoundElsewhere:
-        """Map what the courier has found in memory. Not collective."""
+        """Map what the courier has found in memory."""
         self._from, self._rolled_forward, self._restores = found.restored_from, found.rolled_forward, found.restores
         slots, node = self._slots, self._ranks.node_index
         if found.own is not None:
@@ -286,7 +286,7 @@ class Restores:
         return FoundElsewhere(found.attempt, found.step, found.restores, homes, found.files)
 
     def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
-        """Note that a checkpoint of the directory must not be used, and why. Not collective."""
+        """Note that a checkpoint of the directory must not be used, and why."""
         bad[listed.folder] = why
         if self._ranks.rank == 0:
             log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)

@@ -28,7 +28,7 @@ class Reads:
     """Whether a read has not ended in time, and may still use what it reads from."""
 
     def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
-        """Read something from a file, and return it. Not collective.
+        """Read something from a file, and return it.
 
         Args:
             name: of the file.
@@ -50,7 +50,7 @@ class TimelyReads(Reads):
         self._world, self._path, self._limit_s = world, path, _SHARE * world.timeout_s
 
     def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
-        """Read something from a file, and return it. Not collective.
+        """Read something from a file, and return it.
 
         Raises:
             DeadlineExceeded: it takes too long.

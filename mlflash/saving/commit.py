@@ -264,7 +264,7 @@ def _falls_in(context: Context, step: int, low: int) -> bool:
 
 
 def _locally(save: Save, work: Callable[[], object]) -> None:
-    """Do what concerns this rank alone; whatever goes wrong makes the save fail, on all ranks. Not collective."""
+    """Do what concerns this rank alone; whatever goes wrong makes the save fail, on all ranks."""
     try:
         work()
     except MlflashError as error:
@@ -322,7 +322,7 @@ def _protect(save: Save, context: Context) -> None:
 
 
 def _gone(save: Save, context: Context) -> list[str]:
-    """The files of this rank's slots for a save that are in no directory any more. Not collective."""
+    """The files of this rank's slots for a save that are in no directory any more."""
     slots = [save.slot, *_shares(save), *context.protection.kept(context.pool, save.attempt)]
     return [slot.name for slot in slots if slot is not None and slot.is_gone]
 

@@ -68,11 +68,11 @@ class DeferredCopies:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is written any more. Not collective."""
+        """Whether nothing is written any more."""
         return self._made.is_set() and all(transfer.is_done for transfer in self._transfers)
 
     def help(self) -> None:
-        """Copy pieces until none is left to begin; other threads may still be copying theirs. Not collective."""
+        """Copy pieces until none is left to begin; other threads may still be copying theirs."""
         while True:
             try:
                 piece = self._pieces.popleft()
@@ -89,10 +89,7 @@ class DeferredCopies:
                 self._count(1)
 
     def hold_back(self) -> None:
-        """Make everything that the caller does from now on, or gives a device to do, come after the copies.
-
-        Not collective.
-        """
+        """Make everything that the caller does from now on, or gives a device to do, come after the copies."""
         self.help()
         self._await_pieces()
         for transfer in self._transfers:
@@ -102,7 +99,7 @@ class DeferredCopies:
             self._versions.clear()  # from now on tensors may change
 
     def finish(self) -> None:
-        """Make all copies that are left, and wait until all are made. Not collective."""
+        """Make all copies that are left, and wait until all are made."""
         self.help()
         self._await_pieces()
         for transfer in self._transfers:
@@ -115,15 +112,13 @@ class DeferredCopies:
     def look(self) -> None:
         """Check whether something other than an optimizer's step changed a tensor.
 
-        Not collective. Call it once more when the slot is sealed: an operation counts its change only when it ends.
+        Call it once more when the slot is sealed: an operation counts its change only when it ends.
         """
         with self._lock:  # a thread that waits for the lock may step as soon as it has it
             self._check()
 
     def cancel(self) -> None:
         """Drop the copies that are not begun, and wait for the others; afterwards nothing is written any more.
-
-        Not collective.
 
         Raises:
             DeadlineExceeded: something is still being written.

@@ -57,18 +57,15 @@ class DeviceCopies:
 
     @property
     def is_done(self) -> bool:
-        """Whether all copies are made. Not collective."""
+        """Whether all copies are made."""
         return self._event is not None and bool(self._event.query())
 
     def hold_back(self) -> None:
-        """Make everything that the caller's stream is given from now on come after the copies; the host does not wait.
-
-        Not collective.
-        """
+        """Make what the caller's stream is given from now on come after the copies; the host does not wait."""
         self._api.current_stream(self._device).wait_event(self._event)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the copies are made; False if they are not made in time. Not collective."""
+        """Wait until the copies are made; False if they are not made in time."""
         end = time.monotonic() + timeout_s
         while not self.is_done:
             if time.monotonic() > end:

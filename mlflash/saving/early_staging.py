@@ -47,7 +47,7 @@ class StagedState:
         return not self.later.is_empty
 
     def finish(self) -> None:
-        """Wait until all of it is there. Not collective.
+        """Wait until all of it is there.
 
         Raises:
             StateError: it is not a copy of the state, because that was changed meanwhile; or it could not be copied.
@@ -74,7 +74,7 @@ class StagedState:
 
 
 class StagedStates:
-    """The staged states of this rank. Not collective.
+    """The staged states of this rank.
 
     Args:
         stage: copies them.

@@ -18,7 +18,7 @@ _BLOCK_NBYTES = 1 << 20  # of the layout, which has no checksums here
 
 
 def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_threads: CopyThreads) -> Flat | None:
-    """Copy a state. Not collective.
+    """Copy a state.
 
     Args:
         flat: the state.

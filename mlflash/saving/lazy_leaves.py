@@ -37,7 +37,7 @@ class Until:
 
 
 class LazyLeaves:
-    """Finds these leaves. Not collective.
+    """Finds these leaves.
 
     Attributes:
         why: why the last state had none, though it has large tensors; "": it had some, or it has no large tensors.

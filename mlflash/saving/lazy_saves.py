@@ -23,7 +23,7 @@ _CHANGED = "something other than an optimizer's step changed a tensor before it 
 
 
 class LazySaves:
-    """Decides this for the saves of this rank. Not collective.
+    """Decides this for the saves of this rank.
 
     Args:
         is_on: whether any save may copy later.

@@ -17,7 +17,7 @@ _APART_NBYTES, _LEAST = 128 << 10, 16  # one byte in each run of so many, but at
 
 
 class SampledBytes:
-    """Some bytes of the parts of a state that are copied later. Not collective."""
+    """Some bytes of the parts of a state that are copied later."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

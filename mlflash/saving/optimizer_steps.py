@@ -28,22 +28,22 @@ class Steps:
         self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count as training steps
 
     def before_next(self, later: DeferredCopies) -> None:
-        """Make any optimizer's next step wait for copies. Not collective."""
+        """Make any optimizer's next step wait for copies."""
         self._laters = [*(one for one in self._laters if not one.is_over), later]
         self._listen()
 
     def tell(self, told: Callable[[], None]) -> None:
-        """Call a function before each training step of an optimizer. Not collective."""
+        """Call a function before each training step of an optimizer."""
         self._told = told
         self._listen()
 
     @property
     def holds_back(self) -> bool:
-        """Whether a step has to wait for copies. Not collective."""
+        """Whether a step has to wait for copies."""
         return bool(self._laters)
 
     def hold_back(self) -> None:
-        """Make whatever changes the state from now on come after the copies. Not collective."""
+        """Make whatever changes the state from now on come after the copies."""
         while self._laters:
             self._laters.pop().hold_back()
 

@@ -64,14 +64,14 @@ class PendingSave(LiveState):
         self.staged = Event()
 
     def note_slots(self, slot: Slot, share: Slot) -> None:
-        """Note which slots the courier gets with it. Not collective."""
+        """Note which slots the courier gets with it."""
         request = self.request
         own, shares = slot.inode, share.inode
         request.files = own, shares
         request.slot, request.share = (name.number for name in self._slots.ids_of([slot, share]))
 
     def take_over(self, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
-        """Save what is in own slots that were filled for something else. Not collective.
+        """Save what is in own slots that were filled for something else.
 
         Args:
             plan: how they were filled.
@@ -82,7 +82,7 @@ class PendingSave(LiveState):
         self.request.plan, self.request.inode = plan, inode
 
     def defer(self, later: DeferredCopies) -> None:
-        """Make the courier wait for what is copied after `save` has returned. Not collective."""
+        """Make the courier wait for what is copied after `save` has returned."""
         if not later.is_empty:
             self.later = self.snapshot.later = later
             self.request.has_deferred = True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 class PhaseTimes:
-    """The phases of one save. Not collective.
+    """The phases of one save.
 
     Args:
         waited_s: returns how long the courier has waited for anything so far.

@@ -36,7 +36,7 @@ class ReservedSave:
 
 
 class ReservedSaves:
-    """The reserved saves of this rank. Not collective.
+    """The reserved saves of this rank.
 
     Args:
         post_failure: posts the failure of a save that does not follow.

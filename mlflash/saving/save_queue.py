@@ -97,7 +97,7 @@ class SaveQueue:
         return begun
 
     def _post_failure(self, begun: ReservedSave) -> None:
-        """Post the failure of a save that does not follow: other ranks may have posted theirs. Not collective."""
+        """Post the failure of a save that does not follow: other ranks may have posted theirs."""
         for ahead in begun.staged_states:
             self.staged_states.give_up(ahead)
         try:
@@ -127,7 +127,7 @@ class SaveQueue:
             return self._save(begun.step, fill, again=True)
 
     def stage_ahead(self, flat: Flat, until: Until | None = None) -> StagedState | None:
-        """Stage a state whose step is not known yet; None if that needs other ranks. Not collective.
+        """Stage a state whose step is not known yet; None if that needs other ranks.
 
         That is the case if its slots must be made first, if the ranks must agree on what is shared, or if another state
         is staged ahead.
@@ -138,12 +138,12 @@ class SaveQueue:
         return self.staged_states.stage(flat, self.plan(flat), timeout_s, until)
 
     def forget(self) -> None:
-        """Forget the slots, which will be replaced, and what was staged ahead into them. Not collective."""
+        """Forget the slots, which will be replaced, and what was staged ahead into them."""
         self.staged_states.give_up_all()
         self.stage.forget()
 
     def end(self) -> None:
-        """Release slots and optimizers: nothing is saved any more. Not collective."""
+        """Release slots and optimizers: nothing is saved any more."""
         self.stage.forget()
         self.lazy.steps.close()
 
@@ -211,7 +211,7 @@ class SaveQueue:
         self.raise_what_failed()
 
     def settle(self) -> None:
-        """Wait as `wait` does, but raise nothing: collective calls begin with this, on all ranks. Not collective."""
+        """Wait as `wait` does, but raise nothing: collective calls begin with this, on all ranks."""
         self.begun.wait()
         for snapshot in self._pending:
             try:
@@ -278,7 +278,7 @@ class SaveQueue:
         return planned
 
     def plan(self, flat: Flat) -> Plan:
-        """Lay a state out, sharing what the ranks have agreed on. Not collective."""
+        """Lay a state out, sharing what the ranks have agreed on."""
         trainer = self._trainer
         if trainer.sharing.sharing is None:
             return self.stage.plan(flat)

@@ -82,7 +82,7 @@ class Staging:
         self._copied: Layout | None = None
 
     def knows(self, flat: Flat) -> bool:
-        """Whether a state is laid out already. Not collective."""
+        """Whether a state is laid out already."""
         its, mine = flat.structure, self._structure
         if self._layout is None or mine is None:
             return False
@@ -90,7 +90,7 @@ class Staging:
 
     @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
-        """Lay out a state, or find that it is laid out like the one before. Not collective.
+        """Lay out a state, or find that it is laid out like the one before.
 
         Args:
             flat: the state.
@@ -141,7 +141,7 @@ class Staging:
     ) -> tuple[dict[Piece, int], DeferredCopies]:
         """Copy a state into a slot; when it returns, the live tensors may be changed again, except lazy ones.
 
-        Not collective. This unseals the slots, and they stay unsealed.
+        This unseals the slots, and they stay unsealed.
 
         Args:
             flat: the state.
@@ -217,7 +217,7 @@ class Staging:
         return way
 
     def replan(self) -> None:
-        """Lay the next state out anew: what is shared may have changed. Not collective."""
+        """Lay the next state out anew: what is shared may have changed."""
         self._structure = None
 
     def forget(self) -> None:

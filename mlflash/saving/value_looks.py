@@ -20,7 +20,7 @@ log = logging.getLogger("mlflash")
 
 
 class ValueLooks:
-    """The value checks of one save on this rank. Not collective.
+    """The value checks of one save on this rank.
 
     Args:
         context: of this rank.
@@ -54,7 +54,7 @@ class ValueLooks:
 
 
 def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
-    """Let the recorder report what is suspect on this rank, if anything is. Not collective."""
+    """Let the recorder report what is suspect on this rank, if anything is."""
     if findings:
         context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
 
@@ -81,7 +81,7 @@ def certify(context: Context, due: Saved) -> bool:
 
 
 def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
-    """What is suspect in this rank's own slot of an attempt; None: it cannot be read. Not collective."""
+    """What is suspect in this rank's own slot of an attempt; None: it cannot be read."""
     mine = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
     if mine is None or mine.header is None:
         return None

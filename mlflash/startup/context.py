@@ -170,7 +170,7 @@ class Context:
         return SharingNews() if replicas is None else SharingNews(replicas.sharing, replicas.agreed, replicas.version)
 
     def tell_trainer(self, only: Collection[Slot] | None = None) -> None:
-        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back. Not collective.
+        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back.
 
         Args:
             only: the slots that it may get now; None: all.
@@ -300,7 +300,7 @@ class Context:
             self.make_room(demand, waiting, pairs)
 
     def number_attempt(self, generation: int) -> Attempt:
-        """Make an attempt with the generation that the ranks have agreed on. Not collective."""
+        """Make an attempt with the generation that the ranks have agreed on."""
         self.generation = generation
         return Attempt(self.run_id, generation)
 

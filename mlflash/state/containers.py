@@ -148,11 +148,7 @@ def set_attributes(live: Any, attributes: Any) -> None:
 
 
 def encode_attributes(attributes: Mapping[str, Any] | None, path: str) -> Any:
-    """Encode attributes.
-
-    Raises:
-        StateError: an attribute cannot be saved.
-    """
+    """Encode attributes. Raises StateError if an attribute cannot be saved."""
     return None if attributes is None else _encode(dict(attributes), path, 0)
 
 

@@ -66,11 +66,7 @@ def array_dtype_name(dtype: np.dtype[Any], path: str) -> str:
 
 
 def torch_dtype_name(dtype: Any, path: str) -> str:
-    """The name under which a slot holds a torch dtype.
-
-    Raises:
-        StateError: it has no name.
-    """
+    """The name under which a slot holds a torch dtype. Raises StateError if it has no name."""
     name = str(dtype).removeprefix("torch.")
     if name not in TORCH_ITEM_NBYTES:
         raise StateError("torch cannot copy tensors of this dtype: view it as torch.uint8, and save that",

@@ -69,7 +69,7 @@ class _Node:
 def flatten(state: Any, unbegun: bool = True) -> Flat:
     """Take a state apart without copying any tensor.
 
-    Not collective. The leaves alias the live tensors.
+    The leaves alias the live tensors.
 
     Args:
         state: nested.
@@ -83,7 +83,7 @@ def flatten(state: Any, unbegun: bool = True) -> Flat:
 
 
 def flatten_or_none(state: Any) -> Flat | None:
-    """Take a state apart that will be filled, as `flatten` does; None if that is not possible. Not collective."""
+    """Take a state apart that will be filled, as `flatten` does; None if that is not possible."""
     try:
         return flatten(state, unbegun=False)
     except Exception:  # state_dict() of an object may raise anything
@@ -91,7 +91,7 @@ def flatten_or_none(state: Any) -> Flat | None:
 
 
 class Flattener:
-    """Takes the states of a training apart, one after the other. Not collective.
+    """Takes the states of a training apart, one after the other.
 
     Args:
         objects: call ``state_dict()`` of objects; False: refuse a state that contains such an object.

@@ -79,7 +79,7 @@ class Layout:
 def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection[int] = ()) -> Layout:
     """Give each leaf its extent: those of this rank in the order of the state, shared ones by name.
 
-    Not collective. The manifest gets one and a half times the room that it needs now, so that plain leaves may grow.
+    The manifest gets one and a half times the room that it needs now, so that plain leaves may grow.
 
     Args:
         flat: the state taken apart.

@@ -18,7 +18,7 @@ _ITERATOR_AND_LOADED = {
 
 
 def has_not_begun(live: Any) -> bool:
-    """Whether an object is such a loader, and has no iterator. Not collective."""
+    """Whether an object is such a loader, and has no iterator."""
     names = _names(live)
     return names is not None and getattr(live, names[0], live) is None
 
@@ -31,21 +31,18 @@ class Unbegun:
 
     @classmethod
     def of(cls, live: Any) -> Unbegun:
-        """Look at such a loader. Not collective."""
+        """Look at such a loader."""
         return cls(getattr(live, _attributes(live)[1]))
 
     def put_back(self, live: Any) -> None:
-        """Let a loader be as it was, whatever it has loaded since. Not collective."""
+        """Let a loader be as it was, whatever it has loaded since."""
         iterator, loaded = _attributes(live)
         setattr(live, iterator, None)
         setattr(live, loaded, self.loaded)
 
 
 def forget_early_iterator(live: Any) -> None:
-    """Let a loader go on with the state that it has loaded, and not with the iterator that it made when it was asked.
-
-    Not collective.
-    """
+    """Let a loader go on with the state that it has loaded, not with the iterator that it made when it was asked."""
     if _names(live) is not None and hasattr(live, "_iter_for_state_dict"):
         live._iter_for_state_dict = False
 

@@ -92,7 +92,7 @@ def _json(value: Any) -> bytes:
 
 
 def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
-    """Read a manifest as a restore would, and compare it with what was written, type for type. Not collective.
+    """Read a manifest as a restore would, and compare it with what was written, type for type.
 
     Raises:
         StateError: a restore would refuse it, or find something else.
@@ -115,8 +115,6 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
 
 def decode(raw: bytes, payload_nbytes: int) -> Manifest:
     """Read a manifest and check every number in it.
-
-    Not collective.
 
     Args:
         raw: the bytes of the document.

@@ -16,7 +16,7 @@ _names: dict[int, tuple[int, str]] = {}  # by the id of a mesh that lives: the s
 def name_of(mesh: Any) -> str:
     """Name a device mesh by what it leaves out of the ranks of the job.
 
-    Not collective. A mesh that was cut out of a larger one has the coordinates, there, that all of its ranks share. So
+    A mesh that was cut out of a larger one has the coordinates, there, that all of its ranks share. So
     it can be found again after its other dimensions have changed. Any other is named by its ranks.
 
     Returns:
@@ -61,7 +61,7 @@ Named = tuple[str, str | None]
 
 
 def on_several(tensors: Iterable[Named]) -> set[str]:
-    """The names that ranks have on several meshes. Not collective."""
+    """The names that ranks have on several meshes."""
     found: dict[str, set[str | None]] = {}
     for name, mesh in tensors:
         found.setdefault(name, set()).add(mesh)
@@ -70,8 +70,6 @@ def on_several(tensors: Iterable[Named]) -> set[str]:
 
 def apart(tensors: Iterable[Named]) -> Callable[[str, str | None], str]:
     """Tell tensors apart that ranks hold under one name on several meshes.
-
-    Not collective.
 
     Args:
         tensors: of all ranks.

@@ -354,8 +354,6 @@ class OldRanks(Mapping[int, OldRank]):
     def merge_plain(self, live: Sequence[Any], paths: Mapping[str, int], rank: int) -> list[Any]:
         """Choose the plain leaves of a new rank: what all old ranks have, or what the old rank with its number has.
 
-        Not collective.
-
         Args:
             live: the values that this rank has, by number: they stay if there was no such rank.
             paths: their numbers, by path.

@@ -101,11 +101,7 @@ _AS_JSON: dict[type, Callable[[Any], bool]] = {
 
 
 def encode_plain(value: Any, path: str) -> Any:
-    """Convert a plain leaf to a form that JSON can hold, exactly.
-
-    Raises:
-        StateError: there is no such form.
-    """
+    """Convert a plain leaf to a form that JSON can hold, exactly. Raises StateError if there is no such form."""
     is_json = _AS_JSON.get(type(value))
     if is_json is not None and is_json(value):
         return value

@@ -141,7 +141,7 @@ class RankStructure:
 def from_document(document: Any, plain: int) -> RankStructure:
     """Read a structure from parsed JSON and check every number in it.
 
-    Not collective. Any error is one of `manifest.BAD_DOCUMENT`.
+    Any error is one of `manifest.BAD_DOCUMENT`.
 
     Args:
         document: of `RankStructure.document`.

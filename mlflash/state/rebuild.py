@@ -40,7 +40,7 @@ _CONTAINERS = {"d": "a dict", "l": "a list", "t": "a tuple"}
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
     """List how a live state differs in structure from a saved one; empty if it does not.
 
-    Not collective. For objects with ``load_state_dict``, only what those of torch would certainly refuse is listed:
+    For objects with ``load_state_dict``, only what those of torch would certainly refuse is listed:
     they decide for themselves.
     """
     found: list[str] = []
@@ -49,11 +49,7 @@ def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
 
 
 def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> None:
-    """Compare as `compare` does.
-
-    Raises:
-        StructureMismatch: naming the first differences.
-    """
+    """Compare as `compare` does. Raises StructureMismatch, which names the first differences."""
     if found := compare(live, tree, entries):
         shown = "\n    ".join(found[:_LISTED])
         places = f"{len(found)} place{'s' * (len(found) > 1)}"
@@ -139,7 +135,7 @@ def _describe_live(value: Any, path: str) -> str:
 
 
 def fill(live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read) -> None:
-    """Put a saved state into a live one, in place; see `Filling`. Not collective. Call :func:`compare` first."""
+    """Put a saved state into a live one, in place; see `Filling`. Call :func:`compare` first."""
     filling = Filling(live, tree, entries, plain, read)
     filling.load(filling.objects)
     filling.fill_leaves()
@@ -171,12 +167,12 @@ class Filling:
         self._for_good = False  # whether something without a copy has changed
 
     def nbytes_of(self, path: str) -> int:
-        """Size of the saved state of an object. Not collective."""
+        """Size of the saved state of an object."""
         its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
         return sum(its.values())
 
     def keep(self, names: Collection[str]) -> None:
-        """Copy the present state of objects, so that it can be put back; some may not give it. Not collective."""
+        """Copy the present state of objects, so that it can be put back; some may not give it."""
         for path in names:
             try:
                 live = self.objects[path][0]
@@ -199,7 +195,7 @@ class Filling:
     def _dtensors(self, live: Any, tree: Tree) -> dict[int, Any]:
         """Find a live DTensor for each one that was saved of an object, by number: of its own, or one that is alike.
 
-        Not collective. For a replica that is like none, one on its mesh is enough.
+        For a replica that is like none, one on its mesh is enough.
 
         Raises:
             StructureMismatch: there is none.
@@ -223,7 +219,7 @@ class Filling:
         return found | {~number: like for number, like in wrapped.items()}
 
     def _near(self, live: Any, mesh: str | None) -> Any:
-        """Find a DTensor on a mesh: one of an object, or any of the state; None if there is none. Not collective."""
+        """Find a DTensor on a mesh: one of an object, or any of the state; None if there is none."""
         for dtensors in (torch_objects.dtensors_in([live]), self._alike or {}):
             for (its_mesh, *_), one in dtensors.items():
                 if its_mesh == mesh:
@@ -231,7 +227,7 @@ class Filling:
         return None
 
     def fill_leaves(self) -> None:
-        """Fill tensors and arrays, and replace plain leaves. Not collective.
+        """Fill tensors and arrays, and replace plain leaves.
 
         Raises:
             StructureMismatch: the state itself is a tensor-free leaf or tuple, which cannot be changed in place.
@@ -395,7 +391,7 @@ class _Made:
 def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True) -> Any:
     """Build the saved state anew: CPU tensors, arrays, dicts, lists, tuples.
 
-    Not collective. Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
+    Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
 
     Args:
         tree, entries, plain: of the manifest.

@@ -42,7 +42,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether some parts together cover a shard. Not collective."""
+    """Whether some parts together cover a shard."""
     if math.prod(shape) == 0:
         return True
     if sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) and _disjoint(boxes):

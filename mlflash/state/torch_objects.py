@@ -27,7 +27,7 @@ _PER_STEP = {"step", "eta", "mu", "mu_product"}  # 0-d, whatever the parameter i
 
 
 def refusals(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
-    """List why an object would refuse to load what was saved of it, as far as that can be known. Not collective.
+    """List why an object would refuse to load what was saved of it, as far as that can be known.
 
     Args:
         live: the object.
@@ -158,7 +158,7 @@ def _loads_as_torch_does(live: Any) -> bool:
 
 
 def copies_what_it_loads(live: Any, tree: Tree) -> bool:
-    """Whether an object copies every tensor that it loads, like a module that loads as torch's do. Not collective."""
+    """Whether an object copies every tensor that it loads, like a module that loads as torch's do."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(live, torch.nn.Module):
         return False
@@ -200,7 +200,7 @@ def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, 
 def load(live: Any, saved: Any, name: str) -> None:
     """Load a saved state into an object, with every bit of it.
 
-    Not collective. torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
+    torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
     one on purpose.
 
     Args:
@@ -362,15 +362,12 @@ def parameters(state: Any, tree: Tree) -> dict[int, Any]:
 
 
 def is_like(entry: Entry, parameter: Any) -> bool:
-    """Whether a saved tensor is like a parameter: it has its shape, and was a DTensor if that is one.
-
-    Not collective.
-    """
+    """Whether a saved tensor is like a parameter: it has its shape, and was a DTensor if that is one."""
     return (entry.mesh is not None or not _is_dtensor(parameter)) and has_shape_of(entry, parameter)
 
 
 def has_shape_of(entry: Entry, parameter: Any) -> bool:
-    """Whether a saved tensor, or the shard that was saved of it, has the shape of a parameter. Not collective."""
+    """Whether a saved tensor, or the shard that was saved of it, has the shape of a parameter."""
     local = tuple((parameter.detach().to_local() if _is_dtensor(parameter) else parameter).shape)
     return entry.global_shape == tuple(parameter.shape) or entry.shape == entry.global_shape == local
 

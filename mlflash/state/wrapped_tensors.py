@@ -95,11 +95,7 @@ def attributes_of(tensor: Any, path: str, shard: Shard | None = None) -> Attribu
 
 
 def make(inner: Mapping[str, Any], code: Code, attributes: Attributes) -> Any:
-    """Put a tensor together.
-
-    Raises:
-        StructureMismatch: its class is not loaded.
-    """
+    """Put a tensor together. Raises StructureMismatch if its class is not loaded."""
     kind = _loaded(code[1])
     if kind is None or code[1] not in CLASSES:
         raise StructureMismatch("the checkpoint holds a tensor that wraps others, and its class is not loaded: import "

@@ -12,11 +12,7 @@ from typing import Any
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value. Not collective.
-
-    Raises:
-        ValueError: JSON does not have it; the text says where it is, and what.
-    """
+    """Encode a value. Raises ValueError if JSON does not have it; the text says where it is, and what."""
     try:
         _check(value, "")
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -26,11 +22,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """Decode what `encode` returned, and nothing else. Not collective.
-
-    Raises:
-        ValueError: it is not JSON, or not in this form.
-    """
+    """Decode what `encode` returned, and nothing else. Raises ValueError if it is not JSON, or not in this form."""
     try:
         value = json.loads(raw.decode())
         is_same = encode(value) == raw

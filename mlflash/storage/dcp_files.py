@@ -56,7 +56,7 @@ def rank_file(
 ) -> tuple[FileWithHoles, list[Place], list[int]]:
     """Put a ``.distcp`` file together.
 
-    Not collective. The sources are called when the file is streamed. The caller closes the skeleton.
+    The sources are called when the file is streamed. The caller closes the skeleton.
 
     Args:
         pieces: tensors, or parts of them. An array becomes a tensor, which ``dcp.load`` does not load into an array: if
@@ -90,7 +90,7 @@ def rank_file(
 
 
 def pickled(value: Any) -> bytes:
-    """An object as DCP stores it. Not collective."""
+    """An object as DCP stores it."""
     raw = io.BytesIO()
     torch.save(value, raw)
     return raw.getvalue()
@@ -100,7 +100,7 @@ def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping
              save_id: str | None = None) -> bytes:  # fmt: skip
     """Merge what all files hold into ``.metadata``.
 
-    Not collective. If pieces are the same part of a tensor, or objects have the same key, the first one counts.
+    If pieces are the same part of a tensor, or objects have the same key, the first one counts.
 
     Args:
         files: of all ranks, in the same order wherever this is called.

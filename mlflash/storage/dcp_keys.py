@@ -37,7 +37,7 @@ class Keys:
 def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
     """Give each leaf the key that ``dcp.save`` would give it; where that refuses two alike, their exact paths.
 
-    Not collective. See `paths` for exact ones.
+    See `paths` for exact ones.
 
     Raises:
         StateError: the state is not a dict.

@@ -51,11 +51,7 @@ class Index:
 
     @staticmethod
     def decode(text: bytes) -> Index:
-        """Undo `encode`; blanks may follow.
-
-        Raises:
-            CorruptSlot: it is not an index.
-        """
+        """Undo `encode`; blanks may follow. Raises CorruptSlot if it is not an index."""
         try:
             found = json.loads(text)
             tensors = tuple((str(name), tuple(int(n) for n in offset)) for name, offset in found["tensors"])
@@ -88,19 +84,13 @@ class Index:
 
 
 def is_planned(tree: Tree) -> bool:
-    """Whether the state of a slot was written by a plan. Not collective."""
+    """Whether the state of a slot was written by a plan."""
     tag, rest = tree[0], tree[1]
     return bool(tag == "d" and rest and rest[0][0] == INDEX)
 
 
 def keys_of(tree: Tree) -> dict[Key, int]:
-    """The tensors of a slot, and the numbers of their entries.
-
-    Not collective.
-
-    Raises:
-        CorruptSlot: no plan has written it.
-    """
+    """The tensors of a slot, and the numbers of their entries. Raises CorruptSlot if no plan has written it."""
     try:
         keys = [(decode_plain(key), number) for key, (_, number) in tree[1]]
         return {(str(key[0]), tuple(key[1:])): number for key, number in keys if isinstance(key, tuple)}
@@ -115,7 +105,7 @@ def names_of(tree: Tree, entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def values(index: Index, blob: bytes) -> dict[str, tuple[Tree, list[Any]]]:
-    """What a rank wrote that is not a tensor, by name: a tree, and its plain leaves. Not collective.
+    """What a rank wrote that is not a tensor, by name: a tree, and its plain leaves.
 
     Entries that hold more than data and tensors are left out.
     """

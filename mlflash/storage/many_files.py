@@ -14,7 +14,7 @@ _LEAST = 8  # items per thread, at least: for fewer, starting it takes longer
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Do something with each item, in any order, and wait until all is done. Not collective.
+    """Do something with each item, in any order, and wait until all is done.
 
     The threads end with the process: a file system that hangs delays nobody else.
 

@@ -18,7 +18,7 @@ _OWN = (".h5", ".mlflash")
 
 
 def format_of(names: Collection[str]) -> str:
-    """Name the format of a checkpoint whose folder has these names in it. Not collective.
+    """Name the format of a checkpoint whose folder has these names in it.
 
     Returns:
         `DCP`, `SAFETENSORS` or `TORCH_CHECKPOINTING`. "": none of them, or the checkpoint is mlflash's own.
@@ -35,8 +35,6 @@ def format_of(names: Collection[str]) -> str:
 
 def find(store: Store) -> tuple[str, str] | None:
     """Look for a checkpoint of another library in a directory, and in its folders whose names come last.
-
-    Not collective.
 
     Returns:
         Where it is, and its format. None if none is found.

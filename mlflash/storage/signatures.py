@@ -16,7 +16,7 @@ _PUBLIC = "an Ed25519 public key in PEM (openssl pkey -pubout)"
 
 
 def private_key(path: str) -> tuple[Sign, str]:
-    """Read a private key; return what signs with it, and its public key as 64 hexadecimal digits. Not collective.
+    """Read a private key; return what signs with it, and its public key as 64 hexadecimal digits.
 
     Raises:
         ConfigError: it cannot be read, or is not such a key; or ``cryptography`` is not installed.
@@ -27,7 +27,7 @@ def private_key(path: str) -> tuple[Sign, str]:
 
 
 def public_key(path: str) -> tuple[Callable[[bytes, bytes], bool], str]:
-    """Read a public key; return what checks whether a signature of some bytes is good, and the key. Not collective.
+    """Read a public key; return what checks whether a signature of some bytes is good, and the key.
 
     Raises:
         ConfigError: it cannot be read, or is not such a key; or ``cryptography`` is not installed.

@@ -72,7 +72,7 @@ class Store(Protocol):
 
 
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """Open a directory, or a URL that fsspec knows. Nothing is made yet. Not collective.
+    """Open a directory, or a URL that fsspec knows. Nothing is made yet.
 
     Raises:
         ConfigError: a package that fsspec needs for such URLs is not installed.

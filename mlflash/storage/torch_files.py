@@ -23,10 +23,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record; it ends with the len
 
 
 def hollow(dtypes_and_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[torch.Tensor]:
-    """Make tensors without memory; each has a storage of its own. They must never be read or written.
-
-    Not collective.
-    """
+    """Make tensors without memory; each has a storage of its own. They must never be read or written."""
     sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in dtypes_and_shapes]
     starts = [0]
     for nbytes in sizes:
@@ -53,8 +50,6 @@ def _ground(nbytes: int) -> np.ndarray:
 def save(value: Any, skeleton: FileWithHoles) -> list[int]:
     """Write a value that contains hollow tensors as ``torch.save`` does.
 
-    Not collective.
-
     Returns:
         Where the bytes of each storage belong, in the order in which the storages occur in the value.
     """
@@ -72,7 +67,7 @@ def save(value: Any, skeleton: FileWithHoles) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` of one tensor writes before its bytes, and after them. Not collective."""
+    """What ``torch.save`` of one tensor writes before its bytes, and after them."""
     (tensor,) = hollow([(dtype, shape)])
     skeleton = FileWithHoles()
     try:

@@ -102,14 +102,14 @@ class _Part:
             self._fd, self._over = -1, True
 
     def leave(self) -> None:
-        """Write nothing more in a forked process; what the file says belongs to the parent. Not collective."""
+        """Write nothing more in a forked process; what the file says belongs to the parent."""
         fd, self._fd, self._over = self._fd, -1, True
         if fd >= 0:
             os.close(fd)
 
 
 class TrainerHeartbeat(_Part):
-    """The heartbeat of this rank's trainer: its beat is the progress of the training. Not collective.
+    """The heartbeat of this rank's trainer: its beat is the progress of the training.
 
     Args:
         memory: where it is.
@@ -136,7 +136,7 @@ class TrainerHeartbeat(_Part):
 
 
 class CourierHeartbeat(_Part):
-    """The heartbeat of this rank's courier; it continues when the trainer is dead. Not collective.
+    """The heartbeat of this rank's courier; it continues when the trainer is dead.
 
     A courier that replaces another one of the same trainer continues from what that one has reported.
 
@@ -202,8 +202,6 @@ class Heard(NamedTuple):
 def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
     """Read what the ranks of a node report, and whether each is alive; nothing if the job has no memory there.
 
-    Not collective.
-
     Args:
         memory, job: where.
         node: number of an emulated node; None: the real one.
@@ -225,7 +223,7 @@ def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
 
 
 def all_heartbeats(memory: str, job: str) -> Heard:
-    """The same for this node, and for all nodes that are emulated on it. Not collective."""
+    """The same for this node, and for all nodes that are emulated on it."""
     nodes: list[int | None] = [*emulated_nodes(memory, job), None]
     heard = [read_heartbeats(memory, job, node) for node in nodes]
     return Heard(
@@ -234,10 +232,7 @@ def all_heartbeats(memory: str, job: str) -> Heard:
 
 
 def live_jobs(memory: str) -> list[str]:
-    """List the jobs of this user that are alive on this node, even if only a courier without its trainer is.
-
-    Not collective.
-    """
+    """List the jobs of this user that are alive on this node, even if only a courier without its trainer is."""
     return [
         job
         for job in jobs_of(memory)
@@ -264,7 +259,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Read the file of some rank. Not collective.
+    """Read the file of some rank.
 
     Returns:
         What its trainer and its courier report together, see `heartbeat_format.together`; None if the trainer's part is

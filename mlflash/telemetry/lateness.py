@@ -64,7 +64,7 @@ class Lateness(NamedTuple):
 
 
 class Riding:
-    """The numbers that are sent along with the agreement of one commit. Not collective.
+    """The numbers that are sent along with the agreement of one commit.
 
     Args:
         rank, size: of the world.
@@ -157,7 +157,7 @@ class Straggler(NamedTuple):
 
 
 class Stragglers:
-    """Tells a straggler from a rank that is late now and then. Not collective.
+    """Tells a straggler from a rank that is late now and then.
 
     A straggler is reported when a rank is the one that notably delays three of six commits in the same phase. It is
     reported again when it does so in another phase, or after twelve commits that it has not delayed.

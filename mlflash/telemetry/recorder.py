@@ -138,7 +138,7 @@ class TrainerRecorder(_Tally):
             self._metrics.close()
 
     def leave(self) -> None:
-        """Report nothing in a forked process: heartbeat, events and metrics belong to the parent. Not collective."""
+        """Report nothing in a forked process: heartbeat, events and metrics belong to the parent."""
         self._heartbeat.leave()
         self._events.leave()
         if self._metrics is not None:
@@ -319,7 +319,7 @@ class CourierRecorder(_Tally):
         self.events.close()
 
     def leave(self) -> None:
-        """Report nothing in a forked process: heartbeat and events belong to the parent. Not collective."""
+        """Report nothing in a forked process: heartbeat and events belong to the parent."""
         self._heartbeat.leave()
         self.events.leave()
 

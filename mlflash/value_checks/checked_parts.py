@@ -78,8 +78,6 @@ def is_skipped(name: str, skip: Sequence[str]) -> bool:
 def find(stored: Iterable[Stored], extents: Extents, skip: Sequence[str]) -> CheckedParts:
     """Find what has to be checked: floats with at least one value, except those with some names.
 
-    Not collective.
-
     Args:
         stored: what is in the slot or share; tied tensors may come twice.
         extents: its extents.

@@ -71,8 +71,6 @@ FORMATS = {
 def largest(raw: np.ndarray, form: FloatFormat, bounds: Sequence[int] | np.ndarray) -> np.ndarray:
     """The largest magnitudes in runs of values, as bits: ``(runs,)`` int64.
 
-    Not collective.
-
     Args:
         raw: the bytes, ``(nbytes,)`` uint8, contiguous and aligned to the format.
         form: of the values.
@@ -100,8 +98,6 @@ def largest(raw: np.ndarray, form: FloatFormat, bounds: Sequence[int] | np.ndarr
 
 def count(raw: np.ndarray, form: FloatFormat) -> tuple[int, int]:
     """How many of some values are NaN, and how many are infinite.
-
-    Not collective.
 
     Args:
         raw: their bytes, see `largest`.

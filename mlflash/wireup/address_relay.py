@@ -31,7 +31,7 @@ Watch = tuple[int, int, Callable[[], None]]
 class AddressRelay:
     """One rank's part in the tree. Close it; it may be closed twice.
 
-    Not collective. The first rank of each node takes part; any other asks the store of all.
+    The first rank of each node takes part; any other asks the store of all.
 
     Args:
         epoch: the name of the world.
@@ -70,14 +70,14 @@ class AddressRelay:
             self._store.send(lambda *_: None, "put", self._place_of(node), f"{host} {self._own.address[1]}")
 
     def watches(self) -> Iterator[Watch]:
-        """What to wait for. Not collective."""
+        """What to wait for."""
         if self._asked is not None:
             yield self._asked.fileno(), self._asked.events, self._asked.step
         if self._own is not None:
             yield self._own.fileno(), select.POLLIN, self._serve
 
     def learn(self, then: Then) -> None:
-        """Ask for everything that was put before the last barrier, and call ``then`` with it. Not collective.
+        """Ask for everything that was put before the last barrier, and call ``then`` with it.
 
         It gets a dictionary of keys and values. This may also contain what was put later.
         """
@@ -93,14 +93,14 @@ class AddressRelay:
             self._ask_all()
 
     def pass_barrier(self, number: int) -> None:
-        """Note that all ranks have passed a barrier, and forget what was known before it. Not collective."""
+        """Note that all ranks have passed a barrier, and forget what was known before it."""
         self._barrier, self._known = number, None
         if self._own is not None:
             self._own.delete(f"{number - 1}/")
             self._learn_for_others()
 
     def close(self) -> None:
-        """Close all connections. Not collective."""
+        """Close all connections."""
         for one in (self._asked, self._own):
             if one is not None:
                 one.close()

@@ -43,11 +43,7 @@ class Seat:
 
     @classmethod
     def from_text(cls, text: str) -> Seat:
-        """Read the text.
-
-        Raises:
-            ValueError: it has another form.
-        """
+        """Read the text. Raises ValueError if it has another form."""
         trains_on, may_have = text.split(" ")
         return cls(from_list(trains_on), from_list(may_have))
 
@@ -66,11 +62,7 @@ class Domains:
 
 
 def from_list(text: str) -> Cores:
-    """Read a list of cores as the kernel writes it: "0-3,8".
-
-    Raises:
-        ValueError: it has another form.
-    """
+    """Read a list of cores as the kernel writes it: "0-3,8". Raises ValueError if it has another form."""
     if not _LIST.fullmatch(text.strip()):
         raise ValueError(f"{text[:80]!r} is not a list of cores, such as 0-3,8")
     found: set[int] = set()
@@ -88,7 +80,7 @@ def to_list(cores: Iterable[int]) -> str:
 
 
 def own_seat(environment: Mapping[str, str]) -> Seat:
-    """Find the cores of this process. Not collective."""
+    """Find the cores of this process."""
     trains_on = frozenset(os.sched_getaffinity(os.getpid()))  # of its main thread; other threads may be bound elsewhere
     may_have = _could_have()
     told = environment.get("SLURM_CPUS_ON_NODE", "")
@@ -113,7 +105,7 @@ def _could_have() -> Cores:
 
 
 def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None = None) -> Cores | None:
-    """Choose the cores of a courier. All ranks of a host get different ones, or share. Not collective.
+    """Choose the cores of a courier. All ranks of a host get different ones, or share.
 
     Args:
         asked: "auto", "inherit", or a list such as "0-3,8", which the couriers of a host share.
@@ -136,7 +128,7 @@ def choose(asked: str, seats: Sequence[Seat], mine: int, domains: Domains | None
 
 
 def choose_among(asked: str, told: Mapping[str, str], rank: str) -> Cores | None:
-    """Choose like `choose`, among the seats that ranks of a host have published, by rank. Not collective.
+    """Choose like `choose`, among the seats that ranks of a host have published, by rank.
 
     Raises:
         ValueError: a text is no seat, or this rank has published none.
@@ -171,7 +163,7 @@ def _part(cores: Cores, number: int, parts: int, domains: Domains) -> Cores:
 
 
 def here() -> Domains:
-    """How the cores of this host are grouped, according to the kernel. Not collective."""
+    """How the cores of this host are grouped, according to the kernel."""
     nodes = [cores for path in sorted(_NODES.glob("node[0-9]*/cpulist")) if (cores := _read(path))]
     numa = {core: cores for cores in nodes for core in cores}
     siblings: dict[int, Cores] = {}

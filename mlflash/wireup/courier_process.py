@@ -55,7 +55,7 @@ class Courier:
     def tell_mpi_is_up(self) -> None:
         """Tell the zygote that MPI is initialized, and what to remove if this process is killed.
 
-        Not collective. Call it right after MPI_Init.
+        Call it right after MPI_Init.
         """
         os.write(self.reports_fd, pack({"mapped": sorted(mapped_by("self"))}))
 
@@ -67,7 +67,7 @@ def run(
     zygote_pid: int,
     reads: bool,
 ) -> NoReturn:
-    """Be a courier in a process that was just forked, and end. Not collective.
+    """Be a courier in a process that was just forked, and end.
 
     The process ends with status 0 when the entry point returns, with that of a SystemExit, and with 1 after any other
     exception, which is printed. No cleanup of the zygote runs in it.
@@ -101,7 +101,7 @@ def run(
 
 
 def ignore_signals_of_the_step() -> None:
-    """Ignore what a scheduler sends to all processes of a step: it is meant for the trainers. Not collective.
+    """Ignore what a scheduler sends to all processes of a step: it is meant for the trainers.
 
     Zygotes and couriers end when their trainer does, and couriers commit what they were given first.
     """

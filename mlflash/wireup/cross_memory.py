@@ -24,7 +24,7 @@ class _Range(ctypes.Structure):
 
 
 def reach() -> str:
-    """Names of the namespaces whose processes can read each other; "" if this process may not read. Not collective.
+    """Names of the namespaces whose processes can read each other; "" if this process may not read.
 
     It asks the kernel by reading this process itself.
     """
@@ -38,7 +38,7 @@ def reach() -> str:
 
 
 def is_whole(nodes: Sequence[int], reaches: Sequence[str]) -> bool:
-    """Whether on each node all ranks can read each other's memory. Not collective.
+    """Whether on each node all ranks can read each other's memory.
 
     Args:
         nodes: of each rank `(ranks)`.
@@ -51,7 +51,7 @@ def is_whole(nodes: Sequence[int], reaches: Sequence[str]) -> bool:
 
 
 def settings(reads: bool, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that MPI needs, without those that the user has set. Not collective.
+    """The variables that MPI needs, without those that the user has set.
 
     Args:
         reads: whether on each node all ranks can read each other's memory.

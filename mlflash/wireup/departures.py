@@ -78,7 +78,7 @@ def check_departure(told: str) -> None:
 
 
 class Farewell:
-    """Tells all ranks about a departure, without waiting. Not collective.
+    """Tells all ranks about a departure, without waiting.
 
     Args:
         store: a connection of its own.

@@ -70,7 +70,7 @@ class EpochAgreement:
         self._shared = itertools.count()
 
     def close(self) -> None:
-        """Close the connection. Not collective."""
+        """Close the connection."""
         self.store.close()
 
     def put(self, puts: Sequence[tuple[str, str]], timeout_s: float) -> None:
@@ -170,7 +170,7 @@ class EpochAgreement:
         return self.store.below(f"{below(number)}cores/{name_of_host()}/", left_s(end))
 
     def missing(self, prefix: str) -> list[int] | None:
-        """The ranks that have put nothing below a prefix; None if the store does not answer. Not collective."""
+        """The ranks that have put nothing below a prefix; None if the store does not answer."""
         try:
             there = self.store.below(prefix, _ASK_S)
         except (OSError, DeadlineExceeded):
@@ -178,7 +178,7 @@ class EpochAgreement:
         return [rank for rank in range(self._size) if str(rank) not in there]
 
     def wait_for_end(self, number: int) -> None:
-        """Wait until a rank has announced the end of an epoch, however long that takes. Not collective.
+        """Wait until a rank has announced the end of an epoch, however long that takes.
 
         Raises:
             RankDeparted: a rank has left the job.

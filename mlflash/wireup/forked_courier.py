@@ -21,7 +21,7 @@ ENDS_S = 6.0
 
 @dataclasses.dataclass
 class ForkedCourier:
-    """A courier that still runs, or was not reaped yet. Not collective.
+    """A courier that still runs, or was not reaped yet.
 
     Attributes:
         pid: its process number.
@@ -57,22 +57,22 @@ class ForkedCourier:
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on, according to its server of PMI. Not collective."""
+        """Why it cannot go on, according to its server of PMI."""
         return self.mpi[0].error if self.mpi is not None else None
 
     def watches(self) -> Iterator[Watch]:
-        """What to wait for while it starts MPI, and what to call then. Not collective."""
+        """What to wait for while it starts MPI, and what to call then."""
         if self.mpi is not None:
             pmi, store = self.mpi
             yield from pmi.watches()
             yield store.fileno(), store.events, store.step
 
     def note_segments(self) -> None:
-        """Find out which shared memory of MPI it maps, while it lives. Not collective."""
+        """Find out which shared memory of MPI it maps, while it lives."""
         self.segments |= mpich_segments.mapped_by(self.pid)
 
     def close(self) -> None:
-        """Close what the zygote has open for it. Not collective."""
+        """Close what the zygote has open for it."""
         for one in self.mpi or ():
             one.close()
         os.close(self.pidfd)

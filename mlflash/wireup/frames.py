@@ -20,22 +20,22 @@ class BadFrame(ValueError):
 
 
 def pack(message: object) -> bytes:
-    """The bytes as which a message is sent. Not collective."""
+    """The bytes as which a message is sent."""
     return packed_text(text_of(message))
 
 
 def text_of(message: object) -> bytes:
-    """A message as JSON. Not collective."""
+    """A message as JSON."""
     return json.dumps(message, separators=(",", ":")).encode("ascii")
 
 
 def packed_text(text: bytes) -> bytes:
-    """The bytes as which a message is sent that is already JSON. Not collective."""
+    """The bytes as which a message is sent that is already JSON."""
     return len(text).to_bytes(_LENGTH_NBYTES, "big") + text
 
 
 def send_ready(sock: socket.socket, unsent: bytearray) -> None:
-    """Send as much as a socket takes without waiting, and remove it from ``unsent``. Not collective.
+    """Send as much as a socket takes without waiting, and remove it from ``unsent``.
 
     Raises:
         OSError: the connection is lost.
@@ -48,7 +48,7 @@ def send_ready(sock: socket.socket, unsent: bytearray) -> None:
 
 
 class Outbox:
-    """Messages on their way into a socket that does not block. Not collective.
+    """Messages on their way into a socket that does not block.
 
     Args:
         sock: the socket.
@@ -74,8 +74,6 @@ class Outbox:
 class Frames:
     """The messages in the bytes of one stream, as they arrive.
 
-    Not collective.
-
     Args:
         largest_nbytes: of one message; may be changed between two of them.
     """
@@ -85,11 +83,11 @@ class Frames:
         self._received = bytearray()
 
     def add(self, received: bytes) -> None:
-        """Append what has arrived. Not collective."""
+        """Append what has arrived."""
         self._received += received
 
     def messages(self) -> Iterator[Any]:
-        """Yield the messages that are complete, one after the other. Not collective.
+        """Yield the messages that are complete, one after the other.
 
         Raises:
             BadFrame: the rest of the stream cannot be read.

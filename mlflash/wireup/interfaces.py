@@ -25,7 +25,7 @@ _OF_FABRICS = ("/sys/class/infiniband", "/sys/class/cxi")  # EFA and Omni-Path a
 
 
 def chosen(environment: Mapping[str, str], names: Sequence[str] | None = None) -> list[str] | None:
-    """The interfaces of this host to use; None if no variable names any. Not collective.
+    """The interfaces of this host to use; None if no variable names any.
 
     Args:
         environment: of the job.
@@ -58,7 +58,7 @@ def _matching(said: str, names: Sequence[str]) -> list[str]:
 
 
 def addresses(name: str) -> list[str]:
-    """The numeric addresses of an interface, IPv4 first, without link-local ones. Not collective."""
+    """The numeric addresses of an interface, IPv4 first, without link-local ones."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -72,7 +72,7 @@ def addresses(name: str) -> list[str]:
 
 
 def for_mpi(environment: Mapping[str, str], fabrics: Sequence[str] = _OF_FABRICS) -> dict[str, str]:
-    """The network variables that MPI's libraries need, without those that the user has set. Not collective.
+    """The network variables that MPI's libraries need, without those that the user has set.
 
     On a host with an RDMA fabric they only concern libfabric's TCP, because UCX would otherwise not use the fabric. On
     a host without one they tell libfabric to use TCP, because its own choice does not work between hosts.

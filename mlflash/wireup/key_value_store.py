@@ -62,7 +62,7 @@ class _Connection:
 class KeyValueStore:
     """A key-value store that listens. Close it; it may be closed twice.
 
-    Not collective. A process forked from this one holds the port open, but does not serve it. Each connection takes a
+    A process forked from this one holds the port open, but does not serve it. Each connection takes a
     descriptor. If RLIMIT_NOFILE allows fewer than there are ranks, the last ranks must wait until others disconnect,
     and MPI_Init waits for all.
 
@@ -103,7 +103,7 @@ class KeyValueStore:
         self._is_open = True
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `step` has something to do. Not collective."""
+        """A descriptor that is readable when `step` has something to do."""
         return self._selector.fileno()
 
     def __len__(self) -> int:
@@ -111,11 +111,11 @@ class KeyValueStore:
 
     @property
     def connections(self) -> int:
-        """Number of connections. Not collective."""
+        """Number of connections."""
         return len(self._connections)
 
     def step(self, timeout_s: float | None = 0.0) -> None:
-        """Answer the messages that have come. Not collective.
+        """Answer the messages that have come.
 
         Args:
             timeout_s: how long to wait for something, in seconds; None: forever.
@@ -136,7 +136,7 @@ class KeyValueStore:
         self._strangers.look()
 
     def put(self, key: str, value: str) -> bool:
-        """Set the value of a key, without a client. Not collective.
+        """Set the value of a key, without a client.
 
         Returns:
             False: the store is full.
@@ -149,19 +149,19 @@ class KeyValueStore:
         return True
 
     def delete(self, prefix: str) -> None:
-        """Delete all keys that begin with a prefix. Not collective."""
+        """Delete all keys that begin with a prefix."""
         self._delete(prefix)
 
     def look(self, key: str) -> str | None:
-        """The value of a key; None if it has none. Not collective."""
+        """The value of a key; None if it has none."""
         return self._values.get(key)
 
     def awaits(self, key: str) -> bool:
-        """Whether a client waits for a key. Not collective."""
+        """Whether a client waits for a key."""
         return key in self._waiting
 
     def close(self) -> None:
-        """Close all connections; waiting clients notice it. Not collective."""
+        """Close all connections; waiting clients notice it."""
         if self._is_open:
             self._is_open = False
             for connection in list(self._connections):

@@ -127,7 +127,7 @@ class Couriers:
 
     @property
     def courier(self) -> RunningCourier:
-        """The newest courier. Not collective."""
+        """The newest courier."""
         if self._running is None:
             raise CourierEnded("there is no courier: the last epoch could not be started")
         return self._running
@@ -221,7 +221,7 @@ class Couriers:
 
     @property
     def host(self) -> str:
-        """The numeric address at which all ranks reach the host of rank 0. Not collective."""
+        """The numeric address at which all ranks reach the host of rank 0."""
         return self._agreement.address[0] if self._agreement is not None else own_address(True, {})
 
     def share(self, text: str | None, timeout_s: float) -> str:
@@ -235,7 +235,7 @@ class Couriers:
         return self._agreement.share(text, timeout_s)
 
     def wait_for_end(self) -> None:
-        """Wait until a rank has announced the end of this epoch, however long that takes. Not collective.
+        """Wait until a rank has announced the end of this epoch, however long that takes.
 
         Raises:
             RankDeparted: a rank has left the job.
@@ -278,7 +278,7 @@ class Couriers:
             raise CourierEnded("these couriers were given up")
 
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
-        """End the courier, if there is one, and the zygote. Not collective.
+        """End the courier, if there is one, and the zygote.
 
         On rank 0 this ends the store: no rank can start an epoch any more.
 

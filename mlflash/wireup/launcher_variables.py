@@ -55,7 +55,7 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str]) -> Launched:
-    """Find out which rank this process is. Not collective.
+    """Find out which rank this process is.
 
     Example: under ``mpiexec -n 4`` of MPICH the second process has PMI_RANK=1 and PMI_SIZE=4, and is
     ``Launched(1, 4, 1, "hydra")``; a process that nobody launched is ``Launched(0, 1, 0, "none")``.
@@ -90,7 +90,7 @@ def launched(environment: Mapping[str, str]) -> Launched:
 
 
 def is_on_one_host(environment: Mapping[str, str], me: Launched) -> bool:
-    """Whether the launcher says that all ranks are on this host; False if it does not tell. Not collective."""
+    """Whether the launcher says that all ranks are on this host; False if it does not tell."""
     if me.size == 1:
         return True
     name, expected = _ON_ONE_HOST.get(me.launcher, ("", ""))
@@ -98,7 +98,7 @@ def is_on_one_host(environment: Mapping[str, str], me: Launched) -> bool:
 
 
 def name_of_launch(environment: Mapping[str, str], me: Launched) -> str | None:
-    """A name that all ranks of this launch have, and no other launch on this host. Not collective.
+    """A name that all ranks of this launch have, and no other launch on this host.
 
     Example: the first step of Slurm's job 7 is ``srun 7 0 ``, and ``srun 7 0 1`` after a requeue.
 
@@ -112,7 +112,7 @@ def name_of_launch(environment: Mapping[str, str], me: Launched) -> str | None:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that no launcher knows and that sees no GPU. Not collective.
+    """The environment for a process that no launcher knows and that sees no GPU.
 
     Settings of MPI (``MPIR_CVAR_*``, ``UCX_*``, ``FI_*``) stay.
     """
@@ -121,7 +121,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of a rank, for ranks that are started anew. Not collective.
+    """The environment without the variables of a rank, for ranks that are started anew.
 
     Slurm's variables of the whole job stay.
     """
@@ -134,7 +134,7 @@ def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
 def as_torchrun(
     environment: Mapping[str, str], rank: int, size: int, local_rank: int, address: str, port: int
 ) -> dict[str, str]:
-    """The environment of a rank that meets the others like under torchrun, however it was started. Not collective.
+    """The environment of a rank that meets the others like under torchrun, however it was started.
 
     For a program whose MPI already uses the launcher's way. The port must be free on the host of rank 0.
     """

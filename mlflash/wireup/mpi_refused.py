@@ -24,7 +24,7 @@ class MpiRefused(MpiUnavailable, ImportError):
 
 
 def refuse_mpi() -> None:
-    """Refuse MPI in this process and those that it forks, from now on, unless MPI is up. Not collective."""
+    """Refuse MPI in this process and those that it forks, from now on, unless MPI is up."""
     if not is_refused():
         sys.meta_path.insert(0, _Finder())
     if (module := sys.modules.get(_NAME)) is not None:
@@ -32,7 +32,7 @@ def refuse_mpi() -> None:
 
 
 def is_refused() -> bool:
-    """Whether MPI is refused in this process. Not collective."""
+    """Whether MPI is refused in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 

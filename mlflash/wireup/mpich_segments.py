@@ -19,12 +19,12 @@ _NAME = re.compile(r" /dev/shm/(mpich_(?:shm|vci)_[0-9a-f]{1,16}_[0-9]{1,9})$", 
 
 
 def is_segment(name: object) -> bool:
-    """Whether this is the name of such a segment. Not collective."""
+    """Whether this is the name of such a segment."""
     return isinstance(name, str) and _NAME.fullmatch(f" {SHARED_MEMORY}/{name}") is not None
 
 
 def mapped_by(pid: int | str) -> set[str]:
-    """The names of the segments that a process maps. Not collective.
+    """The names of the segments that a process maps.
 
     Args:
         pid: of the process, or "self".
@@ -39,7 +39,7 @@ def mapped_by(pid: int | str) -> set[str]:
 
 
 def named_after(epoch: str, node: int) -> set[str]:
-    """The names of the segments that MPICH 5 makes for an epoch on a node. Not collective.
+    """The names of the segments that MPICH 5 makes for an epoch on a node.
 
     Args:
         epoch: its name, which must never have been used before.
@@ -50,7 +50,7 @@ def named_after(epoch: str, node: int) -> set[str]:
 
 
 def remove_unmapped(names: Collection[str]) -> set[str]:
-    """Remove those of these segments that no process maps any more. Not collective.
+    """Remove those of these segments that no process maps any more.
 
     Args:
         names: of segments that our couriers mapped.

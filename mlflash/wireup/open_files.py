@@ -8,8 +8,6 @@ import resource
 def allow(count: int) -> str:
     """Allow this process a number of open descriptors.
 
-    Not collective.
-
     Returns:
         Why that is not possible; "" if it is.
     """

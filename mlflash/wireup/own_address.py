@@ -13,7 +13,7 @@ _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # addresses for documentation; not
 
 
 def own_address(one_host: bool, environment: Mapping[str, str]) -> str:
-    """Choose the numeric address at which all ranks reach this host. Not collective.
+    """Choose the numeric address at which all ranks reach this host.
 
     If all ranks are on this host, it is loopback. Otherwise it is the first of these that is an address of this host
     and not loopback: that of the interfaces to use (`interfaces`); the address of MASTER_ADDR, which usually is the
@@ -55,7 +55,7 @@ def _meanings(host: str) -> list[str]:
 
 
 def speaking_to(host: str) -> list[str]:
-    """The address from which this host reaches another one; [] if it cannot. Nothing is sent. Not collective."""
+    """The address from which this host reaches another one; [] if it cannot. Nothing is sent."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:

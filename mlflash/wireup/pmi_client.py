@@ -26,7 +26,7 @@ _KEY = "mlflash-rendezvous"
 
 
 def has_pmi(environment: Mapping[str, str], me: Launched) -> bool:
-    """Whether this process has an unused PMI of its launcher. Not collective.
+    """Whether this process has an unused PMI of its launcher.
 
     Args:
         environment: of this process.
@@ -118,6 +118,6 @@ class _Pmi:
 
 
 def uses_mpi() -> bool:
-    """Whether this program has initialized MPI itself; then the launcher's connection is MPI's. Not collective."""
+    """Whether this program has initialized MPI itself; then the launcher's connection is MPI's."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())

@@ -55,12 +55,12 @@ def new_epoch_name(number: int) -> str:
 
 
 def is_epoch_name(name: str) -> bool:
-    """Whether this can be the name of an epoch. Not collective."""
+    """Whether this can be the name of an epoch."""
     return _NAME.fullmatch(name) is not None
 
 
 def parse(line: bytes) -> dict[str, str]:
-    """Split a line into its words. Values stay as they were written, with their backslashes. Not collective.
+    """Split a line into its words. Values stay as they were written, with their backslashes.
 
     Raises:
         PmiError: it does not follow the protocol.
@@ -87,8 +87,6 @@ def parse(line: bytes) -> dict[str, str]:
 
 class PmiServer:
     """The server of one MPI process.
-
-    Not collective.
 
     Args:
         sock: one end of a socketpair; the process has the other. `close` closes it.
@@ -119,22 +117,22 @@ class PmiServer:
         self._ask(self._started, "add", f"started/{rank}", 1)
 
     def fileno(self) -> int:
-        """The descriptor of the process; -1 if there is nothing to wait for any more. Not collective."""
+        """The descriptor of the process; -1 if there is nothing to wait for any more."""
         return self._sock.fileno()
 
     def watches(self) -> Iterator[Watch]:
-        """Everything to wait for, except the store's connection. Not collective."""
+        """Everything to wait for, except the store's connection."""
         yield self.fileno(), select.POLLIN, self.receive
         yield from self._relay.watches()
 
     def close(self) -> None:
-        """Close the socket. If the process still needs it, it gets an error. Not collective."""
+        """Close the socket. If the process still needs it, it gets an error."""
         self._is_open = False
         self._relay.close()
         self._sock.close()
 
     def receive(self) -> None:
-        """Answer what has come, without waiting; `error` has what went wrong. Not collective."""
+        """Answer what has come, without waiting; `error` has what went wrong."""
         try:
             received = self._sock.recv(_LINE_LENGTH)
         except BlockingIOError:
@@ -247,7 +245,7 @@ class PmiServer:
         self._ask(passed, "get", f"{name}/all")
 
     def initialized(self, *others: str) -> None:
-        """Note that MPI is initialized. The last process deletes what is no longer needed. Not collective.
+        """Note that MPI is initialized. The last process deletes what is no longer needed.
 
         Args:
             others: prefixes of other keys to delete then.

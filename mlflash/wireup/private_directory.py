@@ -13,7 +13,7 @@ from ..errors import UnsafePath
 
 @contextlib.contextmanager
 def opened(directory: Path) -> Iterator[str]:
-    """Open a private directory of this user; make it if it does not exist. Not collective.
+    """Open a private directory of this user; make it if it does not exist.
 
     Yields a path that always means the directory that was checked, and that is short enough for a socket in it.
 

@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
 
 def numbered(nodes: Sequence[int]) -> list[int]:
-    """Number nodes from 0 in the order in which they first appear. Not collective.
+    """Number nodes from 0 in the order in which they first appear.
 
     Args:
         nodes: of each rank, any numbers `(ranks)`.
@@ -39,7 +39,7 @@ def numbered(nodes: Sequence[int]) -> list[int]:
 
 
 def blocks(nodes: Sequence[int]) -> tuple[Block, ...]:
-    """Describe which node each rank is on, by as few blocks as a single pass finds. Not collective.
+    """Describe which node each rank is on, by as few blocks as a single pass finds.
 
     Args:
         nodes: of each rank, any numbers `(ranks)`.
@@ -60,23 +60,23 @@ def blocks(nodes: Sequence[int]) -> tuple[Block, ...]:
 
 
 def nodes_of(described: Sequence[Block], size: int) -> list[int]:
-    """The node of each rank, as MPI reads these blocks. Not collective."""
+    """The node of each rank, as MPI reads these blocks."""
     once = [block.node + i for block in described for i in range(block.nodes) for _ in range(block.ranks)]
     return (once * (size // max(1, len(once)) + 1))[:size]
 
 
 def mapping(nodes: Sequence[int]) -> str:
-    """The node of each rank, as the value of PMI_process_mapping. Not collective."""
+    """The node of each rank, as the value of PMI_process_mapping."""
     return f"(vector,{','.join('({},{},{})'.format(*block) for block in blocks(nodes))})"
 
 
 def name_of_host() -> str:
-    """A name of this host since its last boot. Not collective."""
+    """A name of this host since its last boot."""
     return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def name_of_node(number: int | None) -> str:
-    """A name of what ranks share memory on: a host, a container of it, or an emulated node. Not collective.
+    """A name of what ranks share memory on: a host, a container of it, or an emulated node.
 
     Containers of one host may have its name and its network, and a ``/dev/shm`` each (``docker run --network host``).
     MPI would wait without end for a file that is in another one. The kernel numbers each file system of memory.

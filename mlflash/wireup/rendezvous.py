@@ -45,7 +45,7 @@ _HELP = (
 
 
 def who_am_i(environment: Mapping[str, str]) -> Launched:
-    """The rank of this process and the number of ranks, from its launcher or torch.distributed. Not collective.
+    """The rank of this process and the number of ranks, from its launcher or torch.distributed.
 
     Raises:
         WorldMismatch: the two contradict each other, or the launcher's variables do.
@@ -155,7 +155,7 @@ def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, ti
 
 
 def ports_of(port: int) -> range:
-    """The ports of which rank 0 listens on one, for this MASTER_PORT. Not collective."""
+    """The ports of which rank 0 listens on one, for this MASTER_PORT."""
     first = port - _BELOW if port - _BELOW > _LAST_RESERVED else port + 1
     first = min(first, 65536 - _PORTS)
     return range(first, first + _PORTS)

@@ -45,7 +45,7 @@ class RunningCourier:
     cores: frozenset[int] | None = None
 
     def close(self) -> None:
-        """Close the socket and the pidfd, only once: `Couriers` does so before the next epoch. Not collective."""
+        """Close the socket and the pidfd, only once: `Couriers` does so before the next epoch."""
         self.trainer.close()
         os.close(self.pidfd)
 
@@ -58,7 +58,7 @@ def ended(end: CourierEnd) -> CourierEnded:
 
 
 def check_start(running: RunningCourier, zygote: ZygoteClient) -> None:
-    """Check whether a courier that has closed its socket had reached MPI. Not collective.
+    """Check whether a courier that has closed its socket had reached MPI.
 
     This only checks the first courier of a trainer. Later ones may have ended for other reasons.
 

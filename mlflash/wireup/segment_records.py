@@ -24,7 +24,7 @@ _PREFIX = "segments-"
 class SegmentRecord:
     """The file of one zygote. Close it; it may be closed twice.
 
-    Not collective. It also removes what zygotes have left that were killed.
+    It also removes what zygotes have left that were killed.
 
     Args:
         directory: private to this user; made if needed.

@@ -35,7 +35,7 @@ class StoreRefused(OSError):
 class StoreClient:
     """A connection to the store. Close it; it may be closed twice.
 
-    Not collective. The constructor does not wait for the connection: the first answer shows that it works. One thread
+    The constructor does not wait for the connection: the first answer shows that it works. One thread
     uses it.
 
     Args:
@@ -62,18 +62,18 @@ class StoreClient:
             self._lose(os.strerror(failed))
 
     def fileno(self) -> int:
-        """The descriptor to wait for. Not collective."""
+        """The descriptor to wait for."""
         return self._sock.fileno()
 
     @property
     def events(self) -> int:
-        """The events of select.poll to wait for; 0 if there is no connection any more. Not collective."""
+        """The events of select.poll to wait for; 0 if there is no connection any more."""
         if self.lost is not None:
             return 0
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def send(self, then: Then, *operation: Any) -> int:
-        """Send a request to the store; `step` calls ``then`` with the answer. Not collective.
+        """Send a request to the store; `step` calls ``then`` with the answer.
 
         Returns:
             The number of the message.
@@ -91,7 +91,7 @@ class StoreClient:
     def send_below(self, then: Then, prefix: str) -> None:
         """Ask for all keys that begin with a prefix, a page at a time; `step` calls ``then`` with all of them.
 
-        Not collective. ``then`` gets a dictionary of the keys, without the prefix, and their values.
+        ``then`` gets a dictionary of the keys, without the prefix, and their values.
         """
         found = dict[str, str]()
 
@@ -109,7 +109,7 @@ class StoreClient:
         self.send(paged, "below", prefix, None)
 
     def step(self) -> None:
-        """Send and receive as much as possible without waiting. Not collective."""
+        """Send and receive as much as possible without waiting."""
         if self.lost is not None:
             return
         if not self._is_connected:
@@ -119,14 +119,14 @@ class StoreClient:
             self._receive()
 
     def close(self) -> None:
-        """Close the connection. Open requests get no answer. Not collective."""
+        """Close the connection. Open requests get no answer."""
         self._then.clear()
         self._lose("it was closed")
 
     # Calls that wait
 
     def put(self, key: str, value: str, timeout_s: float) -> None:
-        """Set the value of a key. Not collective.
+        """Set the value of a key.
 
         Raises:
             DeadlineExceeded: the store has not answered. It may still set the value.
@@ -136,7 +136,7 @@ class StoreClient:
         self._ask(timeout_s, "put", key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Wait until a key exists, and return its value. Not collective.
+        """Wait until a key exists, and return its value.
 
         Raises:
             DeadlineExceeded: it did not exist in time.
@@ -146,12 +146,12 @@ class StoreClient:
         return value
 
     def look(self, key: str, timeout_s: float) -> str | None:
-        """The present value of a key; None if it does not exist. Not collective."""
+        """The present value of a key; None if it does not exist."""
         value: str | None = self._ask(timeout_s, "look", key)
         return value
 
     def below(self, prefix: str, timeout_s: float) -> dict[str, str]:
-        """All keys that begin with a prefix, without it, and their values. Not collective."""
+        """All keys that begin with a prefix, without it, and their values."""
         end, after, found = time.monotonic() + timeout_s, None, dict[str, str]()
         while True:
             page, after = self._ask(left_s(end), "below", prefix, after)
@@ -160,17 +160,17 @@ class StoreClient:
                 return found
 
     def add(self, key: str, number: int, timeout_s: float) -> int:
-        """Add to the number that a key has, 0 if it does not exist, and return the sum. Not collective."""
+        """Add to the number that a key has, 0 if it does not exist, and return the sum."""
         total: int = self._ask(timeout_s, "add", key, number)
         return total
 
     def delete(self, prefix: str, timeout_s: float) -> int:
-        """Delete all keys that begin with a prefix, and return how many. Not collective."""
+        """Delete all keys that begin with a prefix, and return how many."""
         count: int = self._ask(timeout_s, "delete", prefix)
         return count
 
     def ping(self, timeout_s: float) -> None:
-        """Check that the store answers. Not collective."""
+        """Check that the store answers."""
         self._ask(timeout_s, "ping")
 
     def barrier(self, name: str, size: int, timeout_s: float) -> None:
@@ -278,7 +278,7 @@ _ONLY_HERE = (
 
 
 def connect(address: tuple[str, int], token: str, end: float, check: Callable[[], None]) -> StoreClient:
-    """Connect to a store, which may be just restarting. Not collective.
+    """Connect to a store, which may be just restarting.
 
     Args:
         end: until when to try, by time.monotonic.
@@ -307,5 +307,5 @@ def connect(address: tuple[str, int], token: str, end: float, check: Callable[[]
 
 
 def left_s(end: float) -> float:
-    """Seconds left of a deadline, by time.monotonic. Not collective."""
+    """Seconds left of a deadline, by time.monotonic."""
     return max(0.0, end - time.monotonic())

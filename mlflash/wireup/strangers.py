@@ -25,7 +25,7 @@ _PAUSE_S = 1.0  # until a port listens again whose accept failed for lack of des
 class Strangers(Generic[C]):
     """The port of a service, and its connections that have not said who they are.
 
-    Not collective. Close it.
+    Close it.
 
     Args:
         listener: listens. It is closed in the end.

@@ -181,11 +181,7 @@ def _text(message: Any, launch: str) -> str:
 
 
 def listen(attempts: Sequence[Callable[[], socket.socket]], where: str) -> socket.socket:
-    """Listen on the first address that is free. Not collective.
-
-    Raises:
-        WorldMismatch: none is free.
-    """
+    """Listen on the first address that is free. Raises WorldMismatch if none is free."""
     why = ""
     for attempt in attempts:
         try:

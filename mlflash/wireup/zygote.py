@@ -80,8 +80,6 @@ class _Refused(Exception):
 class Zygote:
     """The process: `run` is its loop.
 
-    Not collective.
-
     Args:
         sock: to the trainer.
         trainer_pidfd: of the trainer.
@@ -108,7 +106,7 @@ class Zygote:
         sock.setblocking(False)
 
     def run(self) -> None:
-        """Do what the trainer asks, until it and all couriers have ended. Not collective."""
+        """Do what the trainer asks, until it and all couriers have ended."""
         while (self._children or not (self._is_ending or self._trainer_ended is not None) or self._takes_leave()
                or self._asked_for_s() > 0):  # fmt: skip
             for act in self._ready():
@@ -393,7 +391,7 @@ class Zygote:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Be the zygote of a trainer. Not collective."""
+    """Be the zygote of a trainer."""
     trainer_pid, _, passed = arguments[1].partition(":")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the trainer may have blocked some signals
     courier_process.ignore_signals_of_the_step()

@@ -59,7 +59,7 @@ class CourierEnd:
 class ZygoteClient:
     """The zygote of this process. Stop it; it may be stopped twice.
 
-    Not collective. The constructor returns before the zygote has imported everything; the first courier waits for that.
+    The constructor returns before the zygote has imported everything; the first courier waits for that.
     One thread uses it, and no process that was forked from this one. If there is a host of this job on this node
     (`zygote_host`), the host starts the zygote, and the zygote prints to where the host prints to.
 
@@ -109,16 +109,16 @@ class ZygoteClient:
         self._sock.setblocking(False)
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `step` has something to do. Not collective."""
+        """A descriptor that is readable when `step` has something to do."""
         return self._sock.fileno()
 
     @property
     def running(self) -> frozenset[int]:
-        """The couriers that have not ended, as far as `step` has seen. Not collective."""
+        """The couriers that have not ended, as far as `step` has seen."""
         return frozenset(self._running)
 
     def is_up(self, pid: int) -> bool:
-        """Whether a courier has initialized MPI, as far as `step` has seen. Not collective."""
+        """Whether a courier has initialized MPI, as far as `step` has seen."""
         return pid in self._up
 
     def serve(
@@ -190,7 +190,7 @@ class ZygoteClient:
         return pid
 
     def vendor(self, timeout_s: float) -> str:
-        """The MPI implementation that couriers would load, as mpi4py names it; "" without MPI. Not collective.
+        """The MPI implementation that couriers would load, as mpi4py names it; "" without MPI.
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
@@ -200,15 +200,15 @@ class ZygoteClient:
         return vendor
 
     def ask(self, pid: int, timeout_s: float) -> dict[str, bool]:
-        """Ask whether a courier is ``running`` and whether its ``mpi`` is up. Not collective."""
+        """Ask whether a courier is ``running`` and whether its ``mpi`` is up."""
         return self._ask({"do": "ask", "pid": pid}, timeout_s)
 
     def kill(self, pid: int, timeout_s: float) -> None:
-        """Have a courier killed by SIGKILL; then `wait` for its end. Not collective."""
+        """Have a courier killed by SIGKILL; then `wait` for its end."""
         self._ask({"do": "kill", "pid": pid}, timeout_s)
 
     def wait(self, pid: int, timeout_s: float) -> CourierEnd:
-        """Wait for the end of a courier. Not collective.
+        """Wait for the end of a courier.
 
         Raises:
             DeadlineExceeded: it still runs.
@@ -218,7 +218,7 @@ class ZygoteClient:
         return self.ended[pid]
 
     def wait_up(self, pid: int, timeout_s: float) -> bool:
-        """Wait until a courier has initialized MPI or ended; return whether it has initialized MPI. Not collective.
+        """Wait until a courier has initialized MPI or ended; return whether it has initialized MPI.
 
         Raises:
             DeadlineExceeded: it has done neither.
@@ -228,11 +228,7 @@ class ZygoteClient:
         return pid in self._up
 
     def step(self, timeout_s: float = 0.0) -> None:
-        """Process what the zygote has sent. Not collective.
-
-        Raises:
-            ZygoteLost: it has ended.
-        """
+        """Process what the zygote has sent. Raises ZygoteLost if it has ended."""
         self._check_owner()
         if self._sock.fileno() < 0:
             raise self._lost()
@@ -255,7 +251,7 @@ class ZygoteClient:
             raise ZygoteLost(f"the zygote sent {error}") from error
 
     def stop(self, timeout_s: float, kill: bool = True, tell: bool = False) -> None:
-        """Kill the remaining couriers, or let them end, and end the zygote, whatever its state. Not collective.
+        """Kill the remaining couriers, or let them end, and end the zygote, whatever its state.
 
         Args:
             timeout_s: how long it may take to end by itself, in seconds; then it and its couriers are killed.

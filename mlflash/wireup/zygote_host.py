@@ -43,7 +43,7 @@ _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 def place(environment: Mapping[str, str]) -> Path:
-    """The directory where trainers with this environment look for a host. Not collective."""
+    """The directory where trainers with this environment look for a host."""
     return Path(environment.get("MLFLASH_MEMORY") or _MEMORY, f"mlflash-{os.geteuid()}")
 
 
@@ -54,7 +54,7 @@ def names(environment: Mapping[str, str]) -> list[str]:
 
 
 class HostedProcess:
-    """A zygote that a host has started, with the methods of `subprocess.Popen` that a trainer uses. Not collective."""
+    """A zygote that a host has started, with the methods of `subprocess.Popen` that a trainer uses."""
 
     def __init__(self, pid: int, pidfd: int):
         self.pid, self._pidfd = pid, pidfd
@@ -89,7 +89,7 @@ class HostedProcess:
 
 def start(environment: Mapping[str, str], arguments: Sequence[str], its: Mapping[str, str], descriptor: int
           ) -> HostedProcess | None:  # fmt: skip
-    """Have a host of this job start a zygote; None if there is no host. Not collective.
+    """Have a host of this job start a zygote; None if there is no host.
 
     Args:
         environment: of this process, to find the host.
@@ -141,7 +141,7 @@ def _ask(sock: socket.socket, its: Mapping[str, str], arguments: Sequence[str], 
 class ZygoteHost:
     """The host of one job on one node.
 
-    Not collective. Use it as a context manager.
+    Use it as a context manager.
 
     Args:
         environment: of the job.

@@ -12,7 +12,7 @@ Entry = Callable[[Courier], object]
 
 
 def import_all(entries: list[str], with_mpi: bool) -> dict[str, Entry]:
-    """Import everything that couriers will need; return their entry points by name. Not collective.
+    """Import everything that couriers will need; return their entry points by name.
 
     Raises:
         RuntimeError: an import has initialized MPI or imported torch.

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -255,16 +254,6 @@ def test_what_has_other_ids_is_drained_to_other_folders(root: Path) -> None:
         checkpoints.async_save({"w": torch.full((3,), 1.0 + RANK // 2)}, part, group)
         checkpoints.maybe_finalize_async_calls(process_group=group)
     assert load(root / "pfs") == (0, [1.0 + RANK // 2] * 3)
-    # As older builds did it: one name's folders are read where they are, those of several are not.
-    if RANK == 0:
-        for name in ("old", "mixed"):
-            shutil.copytree(next((root / "pfs").glob("tp0_ep0.*")), root / name)
-        shutil.copytree(next((root / "pfs").glob("tp1_ep0.*")) / "step-00000000", root / "mixed" / "step-00000001")
-    COMM.Barrier()
-    with pytest.raises(errors.ConfigError, match="over each other"):
-        load(root / "mixed")
-    part, ranks = "run/tp0_ep0", [0, 1, 2, 3]
-    assert load(root / "old", job="old") == (0, [1.0] * 3)
 
 
 def test_an_id_saved_again_is_replaced_only_when_that_is_committed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,41 +22,41 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 PROGRAM = """
 import ctypes, os, signal, sys
 here = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-from mlflash.commands import doctor
-from mlflash.doctor import examination, mpi_ranks, rma, software, transports, watchdog
-transports._CLEARLY, transports._AT_MOST_S = float("inf"), 0.2
-rma._SLOW_GBS = rma._SLOW_RDMA_GBS = 0
-mpi_ranks._SKEW_S = float("inf")
+from mlflash.doctor import examination, mpi_checks, software_checks, watchdog
+mpi_checks._SLOW_GBS = mpi_checks._SLOW_RDMA_GBS = 0
+mpi_checks._SKEW_S = float("inf")
+def put(subject, name, check):
+    checks = getattr(examination, name)
+    new = tuple(check if old.__name__ == check.__name__ else old for old in checks[subject])
+    assert new != checks[subject]
+    checks[subject] = new
 {change}
 from mlflash.cli import main
 main()
 """
-# Others are waited for with patience, but for one check.
+# A check of all ranks that is not patient, and in which rank 1 does something else.
 HURRY = """
-def hurry(self, subject, check, *more, old=examination.Examination._together, **how):
-    if check == "failure domains":
-        self._timeout_s = self._world.timeout_s = 2
-    old(self, subject, check, *more, **how)
-examination.Examination._together = hurry
+def clocks(context, old=mpi_checks.clocks):
+    context.world.timeout_s = 2
+    context.world.start_job(examination._raise)
+    if here == 1:
+        {hang}
+    return list(old(context))
+put("MPI", "_CHECKS_OF_ALL_RANKS", clocks)
 """
 # The checks before this one may take as long as they take.
-WATCH_LIBRARY_ONLY = """
+WATCH_PARITY_ONLY = """
 class Watch(watchdog.Watch):
     def __init__(self, *given):
-        self.given = given
-    def doing(self, pending, known):
-        if pending.check == "library":
+        self.given, self._child = given, None
+    def begin(self, pending, known):
+        if pending.check == "parity":
             super().__init__(*self.given)
-            super().doing(pending, known)
-watchdog.Watch = Watch
-"""
-# What saves go through is looked at while they do.
-SAID = """
-from mlflash.checkpointer.checkpointer import Checkpointer
-def prepare(self, state, old=Checkpointer.prepare):
-    assert self.report()["courier"].startswith("process (pid "), self.report()["courier"]
-    old(self, state)
-transports.Checkpointer.prepare = prepare
+            super().begin(pending, known)
+watchdog.Watch, watchdog._GRACE_S = Watch, 2
+def parity(context):
+    {end}
+put("software", "_CHECKS", parity)
 """
 
 
@@ -82,7 +82,8 @@ def nothing_of_mpi_stays() -> Iterator[None]:
 def environment(memory: Path, per_node: int) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLASH_", "SLURM_"))}
     emulated = {"MLFLASH_RANKS_PER_NODE": str(per_node)} if per_node else {}
-    return {**given, **emulated, "MLFLASH_MEMORY": str(memory), "PYTHONWARNINGS": "error"}
+    # No trial of couriers, which tests/programs/test_courier_choice.py has.
+    return {**given, **emulated, "MLFLASH_MEMORY": str(memory), "MLFLASH_COURIER": "thread", "PYTHONWARNINGS": "error"}
 
 
 def run(command: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -110,42 +111,30 @@ def is_at(found: Any, check: str) -> str:
     return level
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (3, 2)])
-def test_all_ranks_are_looked_at_and_nothing_is_left(shm: Path, ranks: int, per_node: int) -> None:
-    found = examine(shm, ranks, "--need", "1MiB", per_node=per_node)
+def test_all_ranks_are_looked_at_and_nothing_is_left(shm: Path) -> None:
+    found = examine(shm, 3, "--need", "1MiB", per_node=2)
     assert (found["well"], found["errors"]) == (True, 0)
-    nodes = -(-ranks // per_node)
-    assert {name: len(its) for name, its in found["nodes"].items()} == {
-        f"node{number}": min(per_node, ranks - number * per_node) for number in range(nodes)
-    }
+    assert {name: len(ranks) for name, ranks in found["nodes"].items()} == {"node0": 2, "node1": 1}
     (library,) = lines_of(found, "library")
-    assert (len(library["nodes"]), library["ranks"]) == (nodes, list(range(ranks))), "equal results are one line"
-    within, between = lines_of(found, "RMA within a node"), lines_of(found, "RMA between nodes")
-    assert len(within) == (per_node > 1) and len(between) == (nodes > 1)
-    for line in (*within, *between):
-        assert line["values"]["put_gbs"][0] > 0 and "all bytes compared" in line["text"]
-    if between:
-        assert len(between[0]["nodes"]) == nodes
-    (saves,) = lines_of(found, "transport")
-    assert saves["level"] == "ok" and saves["text"].endswith("auto takes p2p (one host)")
-    assert all(saves["values"][f"{which}_{how}_s"][0] > 0 for which in ("taken", "other") for how in ("waits", "works"))
-    assert is_at(found, "nodes") == is_at(found, "world") == is_at(found, "clocks" if nodes > 1 else "nodes") == "ok"
-    (wanted,) = lines_of(found, "need")
-    assert f"{min(per_node, ranks)} rank" in wanted["text"]
+    assert (library["nodes"], library["ranks"]) == (["node0", "node1"], [0, 1, 2]), "equal results are one line"
+    (network,) = lines_of(found, "network")
+    assert network["level"] == "ok" and "by p2p (one host)" in network["text"] and len(network["nodes"]) == 2
+    assert network["values"]["saved_gbs"][0] > 0
+    assert is_at(found, "nodes") == is_at(found, "world") == is_at(found, "clocks") == "ok"
+    assert "2 ranks" in lines_of(found, "need")[0]["text"]
     assert list(shm.iterdir()) == []
 
 
 def test_two_ranks_of_a_real_node_share_its_memory(shm: Path) -> None:
     found = examine(shm, 2, per_node=0, change=None)
-    assert len(found["nodes"]) == 1 and is_at(found, "RMA within a node") in ("ok", "warning")
-    assert "1 node by MPI" in lines_of(found, "nodes")[0]["text"]
+    assert len(found["nodes"]) == 1 and "1 node by MPI" in lines_of(found, "nodes")[0]["text"]
 
 
 def test_two_ranks_that_do_not_see_the_same_memory_are_an_error(shm: Path, tmp_path: Path) -> None:
     other = f"if here: os.environ['MLFLASH_MEMORY'] = {str(tmp_path)!r}"
     found = examine(shm, 2, per_node=0, code=1, change=other)
-    (line,) = lines_of(found, "nodes")
-    assert line["level"] == "error" and "do not see the same" in line["text"] and "rank 1" in line["text"]
+    for line in lines_of(found, "nodes"):
+        assert line["level"] == "error" and "do not see the same" in line["text"] and "rank 1" in line["text"]
 
 
 def test_of_worlds_of_one_rank_only_the_first_speaks_and_all_fail(shm: Path) -> None:
@@ -158,71 +147,32 @@ def test_of_worlds_of_one_rank_only_the_first_speaks_and_all_fail(shm: Path) -> 
             assert done.stdout == ""
             continue
         flag = {"mpich": "--mpi=pmi2", "openmpi": "--mpi=pmix"}[find_mpiexec()[1]]
-        assert "srun started 2 tasks, but each is alone in its MPI world" in done.stdout
+        assert "srun started 2 processes, but each is alone in its MPI world" in done.stdout
         assert f"start with srun {flag}" in done.stdout
-        assert "XXH3-64" in done.stdout, "the other checks are made all the same"
+        assert "computed by" in done.stdout, "the other checks are made all the same"
 
 
 def test_a_check_that_raises_on_one_rank_is_a_line_of_that_rank(shm: Path) -> None:
-    change = "if here == 1: software.checksums = lambda: 1 / 0"
+    change = """
+def parity(context, old=software_checks.parity):
+    return [1 / 0] if here == 1 else old(context)
+put("software", "_CHECKS", parity)
+"""
     found = examine(shm, 2, per_node=2, code=1, change=change)
-    bad, good = lines_of(found, "checksums")
+    bad, good = lines_of(found, "parity")
     assert (bad["level"], bad["ranks"], good["level"], good["ranks"]) == ("error", [1], "ok", [0])
     assert bad["text"] == "ZeroDivisionError: division by zero"
-    assert is_at(found, "RMA within a node") == is_at(found, "library") == "ok"
+    assert is_at(found, "nodes") == is_at(found, "library") == "ok"
 
 
-def test_what_mpi_refuses_is_an_error_on_all_ranks(shm: Path) -> None:
-    found = examine(
-        shm, 2, code=1, change="def refuse(self): raise RuntimeError('MPI_ERR_WIN')\nrma.Trial._open = refuse"
-    )
-    (line,) = lines_of(found, "RMA between nodes")
-    assert line["level"] == "error" and "MPI_ERR_WIN" in line["text"] and "p2p" in line["advice"]
-    assert is_at(found, "library") == "ok"
-
-
-def test_bytes_that_arrive_changed_are_an_error(shm: Path) -> None:
-    found = examine(
-        shm, 2, code=1, change="if here == 1: rma.pattern = lambda rank, nbytes, old=rma.pattern: old(rank + 1, nbytes)"
-    )
-    assert [line["level"] for line in lines_of(found, "RMA between nodes")] == ["error"]
-
-
-@pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="couriers need MPICH: no PMI-1 otherwise")
-def test_saves_go_through_processes_where_a_job_has_them(shm: Path) -> None:
-    change = 'os.environ["MLFLASH_COURIER"] = "process"'
-    found = examine(shm, 2, change=change + "\n" + SAID)
-    (saves,) = lines_of(found, "transport")
-    assert saves["level"] == "ok" and "p2p" in saves["text"], saves
-    (kind,) = lines_of(found, "courier")
-    assert "a process for each trainer (MLFLASH_COURIER=process)" in kind["text"]
-    assert len(lines_of(found, "courier cores")) == 1
-    assert list(shm.iterdir()) == []
-
-
-def test_the_transport_that_is_clearly_faster_is_named(shm: Path) -> None:
-    measured = """
-def measured(world, memory, transport, *more):
-    return transports.Measured(*({"p2p": (0.2, 0.4), "rma": (0.1, 0.2)}[transport]))
-transports.measure, transports._CLEARLY = measured, 1.25
-"""
-    found = examine(shm, 2, code=0, change=measured)
-    (line,) = lines_of(found, "transport")
-    assert (
-        line["level"] == "warning" and line["advice"] == "set MLFLASH_TRANSPORT=rma: rma was 2.0 times as fast here"
-    ), line
-    assert list(shm.iterdir()) == []
-
-
-@pytest.mark.in_thread
 def test_a_transport_that_does_not_work_is_an_error_and_nothing_is_left(shm: Path) -> None:
     refuse = """
 from mlflash.mpi import rma_windows
 def refuse(self, *given): raise RuntimeError("MPI_ERR_RMA_SYNC")
-rma_windows.OpenMemory.put = refuse
+rma_windows.OpenMemory.put, os.environ["MLFLASH_TRANSPORT"] = refuse, "rma"
 """
     found = examine(shm, 2, code=1, change=refuse)
-    (line,) = lines_of(found, "transport")
+    (line,) = lines_of(found, "network")
     assert line["level"] == "error" and "MPI_ERR_RMA_SYNC" in line["text"] and "p2p" in line["advice"], line
     assert list(shm.iterdir()) == []
 
@@ -235,13 +185,12 @@ rma_windows.OpenMemory.put = refuse
     ],
 )
 def test_a_rank_that_hangs_is_named_in_time(shm: Path, hang: str) -> None:
-    change = f"{HURRY}\nif here == 1: mpi_ranks.domains = lambda *_: {hang}"
     # Any other wait would outlast the test, and so would the watch.
-    found = examine(shm, 2, "--timeout", 1000, code=1, change=change)
-    (line,) = lines_of(found, "failure domains")
-    assert line["level"] == "error" and line["text"].startswith("waited 2 s for rank 1 on node1")
+    found = examine(shm, 2, "--timeout", 1000, code=1, change=HURRY.format(hang=hang))
+    (line,) = lines_of(found, "clocks")
+    assert line["level"] == "error" and "for rank 1 on node1" in line["text"]
     assert len(lines_of(found, "library")[0]["nodes"]) == 2, "what was found before is there, of all ranks"
-    assert lines_of(found, "RMA between nodes") == []
+    assert lines_of(found, "network") == []
 
 
 @pytest.mark.parametrize(
@@ -254,14 +203,13 @@ def test_a_rank_that_hangs_is_named_in_time(shm: Path, hang: str) -> None:
     ],
 )
 def test_where_the_process_that_prints_ends_its_child_prints(shm: Path, end: str, text: str) -> None:
-    change = f"{WATCH_LIBRARY_ONLY}\ndoctor._GRACE_S = 2\nmpi_ranks.library = lambda mpi: {end}"
-    program = PROGRAM.format(change=change)
+    program = PROGRAM.format(change=WATCH_PARITY_ONLY.format(end=end))
     done = run([sys.executable, "-c", program, "doctor", "--json", "--timeout", "1"], environment(shm, 0))
     assert done.returncode == -9, done.stderr
     found = json.loads(done.stdout)
-    (line,) = lines_of(found, "library")
-    assert line["level"] == "error" and line["text"].startswith(text)
-    assert is_at(found, "checksums") == "ok", "what was found before is there"
+    (line,) = lines_of(found, "parity")
+    assert line["level"] == "error" and line["text"].startswith(text) and not found["well"]
+    assert is_at(found, "versions") == "ok", "what was found before is there"
 
 
 @pytest.mark.skipif(find_mpiexec()[1] != "mpich", reason="this is how MPICH fails to start")
@@ -279,7 +227,6 @@ def test_a_full_memory_file_system_is_an_error(small_memory: Callable[[int], Pat
     found = examine(small_memory(8 << 20), 2, "--need", "3MiB", per_node=2, code=1)
     assert is_at(found, "writing") == is_at(found, "space") == "error"
     assert "No space left on device" in lines_of(found, "writing")[0]["text"]
-    assert is_at(found, "RMA within a node") == "ok", "with less than it takes elsewhere"
 
 
 def test_a_limit_of_a_cgroup_is_compared(small_cgroup: Callable[[int], Path], shm: Path) -> None:

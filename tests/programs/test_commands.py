@@ -95,7 +95,7 @@ def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path:
     assert [one["step"] for one in found["directory"]["checkpoints"]] == [2]
     assert found["survives"]["words"].startswith("no node: there is only")
     text = run(shm, "status", "-d", tmp_path / "d", "--job", "j").output
-    assert "step 2 of 1 rank, committed" in text and "ago; no copies" in text
+    assert "step 2 of 1 rank, committed" in text and "\nredundancy: none\n" in text
     assert "drained: step 2" in text and "headers" not in text
     assert all(len(line) <= 80 for line in text.splitlines() if "/" not in line and "damaged" not in line), text
 

@@ -20,7 +20,6 @@ from processes import free_port, started_by
 from waiting import PATIENCE_S, until
 
 from mlflash.doctor import couriers
-from mlflash.doctor.findings import Level
 from mlflash.memory.courier_process import works_for
 from mlflash.wireup.private_directory import opened
 from mlflash.wireup.zygote_client import ZygoteClient
@@ -66,10 +65,10 @@ class Job:
         ]
         return [record for record in map(json.loads, lines) if record["event"] == event]
 
-    def zygotes(self) -> list[couriers.Running]:
+    def zygotes(self) -> set[int]:
         """The zygotes of the trainers."""
-        pids = {trainer.pid for trainer in self.trainers}
-        return [one for one in couriers.running() if one.trainer in pids and one.parent in pids]
+        trainers = {trainer.pid for trainer in self.trainers}
+        return {pid for pid, pids in couriers.running().items() if trainers.issuperset(pids)}
 
     def close(self) -> None:
         everything = [*self.trainers, *self.hosts]
@@ -92,12 +91,13 @@ def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_k
     job.start(who="trainer", how="terminal closed")
     until(lambda: len(job.records("victim")) == 2, "the trainers to have saved")
     zygotes = job.zygotes()
-    assert {one.pid for one in zygotes} <= started_by({host.pid}) and len(zygotes) == 2
+    assert zygotes <= started_by({host.pid}) and len(zygotes) == 2
     trainers = {trainer.pid for trainer in job.trainers}
     assert not started_by(trainers), "what is to be killed with them"
-    assert {works_for(one.pid) for one in couriers.running() if one.parent in {z.pid for z in zygotes}} == trainers
-    found = [one for one in couriers.running() if one.trainer in trainers]
-    assert [finding.level for finding in couriers.judge_running(found)] == [Level.OK]
+    running = couriers.running()
+    assert {works_for(pid) for pid, (parent, _) in running.items() if parent in zygotes} == trainers
+    left = " ".join(found.fill(found.text) for found in couriers.couriers_here(None)).split()
+    assert not set(left) & {str(pid) for pid, (_, trainer) in running.items() if trainer in trainers}
     for pid in trainers:
         os.kill(pid, signal.SIGKILL)
     for trainer in job.trainers:

@@ -17,7 +17,6 @@ from processes import left_here
 from waiting import until
 
 from mlflash.doctor import couriers
-from mlflash.doctor.findings import Level
 from mlflash.launcher.processes import mpiexec
 from mlflash.live_monitor.screen import state_of
 from mlflash.telemetry.heartbeat import all_heartbeats, live_jobs
@@ -191,25 +190,23 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
     ranks = up()
     assert len(ranks) == 2, job.records()
     pids = {record[name] for record in ranks for name in ("zygote", "courier")}
-    ours = lambda: [one for one in couriers.running() if one.pid in pids]
-    assert {one.pid for one in ours()} == pids
-    assert {one.pid for one in ours() if one.jobs == ("j",)} == {record["courier"] for record in ranks}
-    assert [found.level for found in couriers.judge_running(ours())] == [Level.OK]
+    assert couriers.running().keys() >= pids
+    words = lambda: {word for found in couriers.couriers_here(None) for word in found.fill(found.text).split()}
+    assert not words() & {str(pid) for pid in pids}
     assert all(record["is_a"].startswith(f"process (pid {record['courier']}, ") for record in ranks)
     for record in ranks:
         os.kill(record["courier"], signal.SIGSTOP)  # as one that works on what its trainer has left
     try:
         job.kill()
-        named = lambda one: all(str(pid) in one.words for pid in pids)  # both trainers need not be gone at once
-        found = until(lambda: next(filter(named, couriers.judge_running(ours())), None), "all that is left over")
-        assert found.level is Level.WARNING and "they lock j" in found.words
+        # Both trainers need not be gone at once.
+        until(lambda: words() >= {str(pid) for pid in pids}, "all that is left over")
         heard = all_heartbeats(str(shm), "j").heartbeats
         assert live_jobs(str(shm)) == ["j"] and not any(one["alive"] for one in heard), "trainers are gone"
         assert {state_of(one) for one in heard} == {"gone"}
     finally:
         for record in ranks:
             os.kill(record["courier"], signal.SIGCONT)
-    until(lambda: not ours(), "couriers and zygotes to end")
+    until(lambda: not couriers.running().keys() & pids, "couriers and zygotes to end")
     assert live_jobs(str(shm)) == []
 
 

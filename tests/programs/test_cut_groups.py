@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mlflash.adapters import exchangeable_group, gloo_sockets
-from mlflash.adapters.interruptible_work import InterruptibleWork
+from mlflash.adapters.exchangeable_group import InterruptibleWork
 
 PROGRAM = Path(__file__).with_name("cut_group_rank.py")
 

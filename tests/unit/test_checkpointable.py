@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from mlflash.adapters.dcp.checkpointable import Parts, is_checkpointable, parts_of
+from mlflash.adapters.dcp.staged import Parts, is_checkpointable, parts_of
 
 
 def item(name: str, offset: int, part: torch.Tensor) -> WriteItem:

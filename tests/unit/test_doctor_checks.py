@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlflash.config import from_environment
-from mlflash.doctor import (
-    copying,
-    couriers,
-    gpu,
-    logind,
-    memory,
-    memory_need,
-    mounts,
-    mpi_ranks,
-    rma,
-    slurm,
-    software,
-    transports,
-)
-from mlflash.doctor.findings import Level
+from mlflash.doctor import mpi_checks, node_checks, software_checks
+from mlflash.doctor.context import Context
+from mlflash.doctor.findings import Finding, Level
+from mlflash.launcher.on_slurm import LaunchFailed
 from mlflash.memory.memory_limits import headroom
-from mlflash.memory.mounts import Mount, find_mount, mounted
+from mlflash.memory.mounts import Mount, find_mount
 from mlflash.planning import scheme_comparison
-from mlflash.protocol.loaded_versions import not_run_with
-from mlflash.wireup.courier_cores import Domains, Seat, from_list
+from mlflash.redundancy import erasure_codes
+from mlflash.wireup.launcher_variables import Launched, launched
+
+pytestmark = pytest.mark.slow  # a tool beside the engine
 
 GIB = 1 << 30
 SPARE = 64 << 20  # what must stay free when so much is allocated
+OK, NOTE, WARNING, ERROR = Level
 
 # /dev/shm is mounted twice, the second time over the first; a directory with a blank in its name.
 MOUNTINFO = r"""24 27 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw,size=12334492k,nr_inodes=3083623,mode=755
@@ -44,7 +38,6 @@ MOUNTINFO = r"""24 27 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw,size=1233449
 # Of a step under job_container/tmpfs: a tmpfs without a size of its own, in a mount namespace of the job.
 IN_A_JOB = """500 499 259:2 / / rw,relatime - ext4 /dev/nvme0n1p2 rw
 510 500 0:5 / /dev rw,nosuid - devtmpfs udev rw,size=131072k,mode=755
-523 500 259:2 /var/slurm/71/.71/_tmp /tmp rw,relatime - ext4 /dev/nvme0n1p2 rw
 530 510 0:151 / /dev/shm rw,relatime - tmpfs tmpfs rw
 """
 # Lines of Slurm 22.05, and of 23.11.
@@ -53,17 +46,32 @@ AccountingStorageType   = accounting_storage/none
 Epilog                  = (null)
 EpilogMsgTime           = 2000 usec
 JobContainerType        = job_container/none
-MpiDefault              = none
 TaskEpilog              = (null)
 
 Slurmctld(primary) at head is UP
 """
 NEWER_CONFIG = """Configuration data as of 2025-11-22T03:25:12
-Epilog[0]               = /etc/slurm/epilog.sh
-Epilog[1]               = /etc/slurm/epilog.d/*
+Epilog[0]               = {0}/epilog.sh
+Epilog[1]               = {0}/epilog.d/*
 JobContainerType        = job_container/tmpfs
-TaskEpilog              = (null)
+TaskEpilog              =
 """
+Check = Callable[[Context], Iterable[Finding]]
+
+
+def context(env: dict[str, str] | None = None, memory: str = "/dev/shm", **more: Any) -> Context:
+    env = env or {}
+    return Context(from_environment(env, None, job="any", memory=memory), env, launched(env), **more)
+
+
+def results(check: Check, *arguments: Any, **more: Any) -> list[tuple[Level, str, str]]:
+    return [(found.level, found.fill(found.text), found.fill(found.advice)) for found in check(*arguments, **more)]
+
+
+def result(finding: Finding) -> tuple[Level, str, str]:
+    ((level, text, advice),) = results(lambda: [finding])
+    assert bool(advice) == (level > NOTE), "advice, if something is wrong"
+    return level, text, advice
 
 
 # Memory
@@ -73,350 +81,259 @@ def test_the_last_of_several_mounts_counts() -> None:
     found = find_mount(MOUNTINFO, "/dev/shm")
     assert found == Mount("0:27", "/dev/shm", "tmpfs", "rw,size=24684092k")
     assert find_mount(MOUNTINFO, "/dev/shm/mlflash-0") == found
-    assert find_mount(MOUNTINFO, "/dev/shmoo") == Mount(
-        "0:6", "/dev", "devtmpfs", "rw,size=12334492k,nr_inodes=3083623,mode=755"
-    )
-    other = find_mount(MOUNTINFO, "/mnt/my disk/x")
-    assert other is not None and (other.point, other.kind, other.device) == ("/mnt/my disk", "xfs", "0:28")
+    other = find_mount(MOUNTINFO, "/dev/shmoo")
+    assert other is not None and (other.point, other.kind) == ("/dev", "devtmpfs")
+    blank = find_mount(MOUNTINFO, "/mnt/my disk/x")
+    assert blank is not None and (blank.point, blank.kind, blank.device) == ("/mnt/my disk", "xfs", "0:28")
     assert find_mount("garbage\n\n1 2 3 - \n", "/dev/shm") is None
-    assert mounted("/dev/shm") is not None
 
 
 @pytest.mark.parametrize(
-    ("mine", "first", "container", "env", "level", "text"),
+    ("own", "init", "mark", "env", "level", "text"),
     [
-        (MOUNTINFO, MOUNTINFO, "", {}, Level.OK, "/dev/shm is that of the node: it outlives job steps and jobs"),
-        (MOUNTINFO, MOUNTINFO, "docker", {}, Level.OK, "/dev/shm is that of process 1 in docker"),
-        (IN_A_JOB, MOUNTINFO, "", {"SLURM_JOB_ID": "71"}, Level.WARNING, "it outlives a job step, but not the job"),
-        (
-            IN_A_JOB,
-            MOUNTINFO,
-            "docker",
-            {"SLURM_JOB_ID": "71"},
-            Level.WARNING,
-            "it outlives a job step, but not the job",
-        ),
-        (
-            MOUNTINFO,
-            MOUNTINFO,
-            "apptainer",
-            {},
-            Level.OK,
-            "/dev/shm is that of the node: it outlives job steps and jobs",
-        ),
-        (IN_A_JOB, MOUNTINFO, "apptainer", {"SLURM_JOB_ID": "71"}, Level.WARNING, "/dev/shm belongs to apptainer"),
-        (IN_A_JOB, MOUNTINFO, "", {}, Level.WARNING, "a private mount namespace"),
-        (MOUNTINFO, "", "", {}, Level.OK, "unknown whether"),
+        (MOUNTINFO, MOUNTINFO, "", {}, OK, "/dev/shm is that of the node: it outlives job steps and jobs"),
+        (MOUNTINFO, MOUNTINFO, "", {"APPTAINER_CONTAINER": "/x.sif"}, OK, "/dev/shm is that of the node"),
+        (MOUNTINFO, MOUNTINFO, ".dockerenv", {}, NOTE, "that of this container; unknown whether"),
+        (MOUNTINFO, "", "", {}, NOTE, "unknown whether"),
+        (IN_A_JOB, MOUNTINFO, "", {"SLURM_JOB_ID": "71"}, WARNING, "it outlives a job step, but not the job"),
+        (IN_A_JOB, MOUNTINFO, "run/.containerenv", {"SLURM_JOB_ID": "71"}, WARNING, "job step, but not the job"),
+        (IN_A_JOB, MOUNTINFO, "", {"APPTAINER_CONTAINER": "x", "SLURM_JOB_ID": "71"}, WARNING, "this container and"),
+        (IN_A_JOB, MOUNTINFO, "", {}, WARNING, "a private mount namespace"),
     ],
 )
 def test_whether_memory_outlives_a_step_and_a_job(
-    mine: str, first: str, container: str, env: dict[str, str], level: Level, text: str
+    own: str, init: str, mark: str, env: dict[str, str], level: Level, text: str, tmp_path: Path
 ) -> None:
-    here, there = (find_mount(part, "/dev/shm") for part in (mine, first))
-    found = mounts.lasting(here, there, "/dev/shm", container, env)
-    assert (found.level, text in found.words) == (level, True), found.words
-    assert bool(found.remedy) == (level is Level.WARNING)
-
-
-def test_containers_are_known_by_their_marks(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    assert mounts.container_of({}, root) == ""
-    assert mounts.container_of({"APPTAINER_CONTAINER": "/x.sif"}, root) == "apptainer"
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/.containerenv").touch()
-    assert mounts.container_of({}, root) == "podman"
-    (tmp_path / ".dockerenv").touch()
-    assert mounts.container_of({}, root) == "docker"
+    for pid, mountinfo in (("self", own), ("1", init)):
+        (tmp_path / "proc" / pid).mkdir(parents=True)
+        if mountinfo:
+            (tmp_path / "proc" / pid / "mountinfo").write_text(mountinfo)
+    if mark:
+        (tmp_path / mark).parent.mkdir(exist_ok=True)
+        (tmp_path / mark).touch()
+    ((found, words, advice),) = results(node_checks.lifetime, context(env, root=str(tmp_path)))
+    assert found == level and text in words and bool(advice) == (level is WARNING)
+    ((kind, words, _),) = results(node_checks.file_system, context(env, "/home", root=str(tmp_path)))
+    assert kind is WARNING and words == "/home is ext4, which is not memory"
 
 
 def test_a_logout_that_deletes_shared_memory_is_worth_a_warning(tmp_path: Path) -> None:
-    def level(uid: int = 1000, memory_: str = "/dev/shm") -> list[Level]:
-        return [one.level for one in logind.removal(memory_, uid, str(tmp_path))]
+    def levels(memory: str = "/dev/shm", uid: int = 1000) -> list[Level]:
+        return [found.level for found in node_checks.logout(context(memory=memory, uid=uid, root=str(tmp_path)))]
 
-    assert level() == [], "no logind, no word"
+    assert levels() == [], "no logind, no word"
     (tmp_path / "run/systemd/users").mkdir(parents=True)
-    assert (level(), level(0), level(memory_="/mnt/x")) == ([Level.WARNING], [Level.OK], [])
+    assert (levels(), levels(uid=0), levels("/mnt/x")) == ([WARNING], [OK], [])
     conf = tmp_path / "etc/systemd/logind.conf"
-    conf.parent.mkdir(parents=True)
-    conf.write_text("[Login]\n#RemoveIPC=no\n")  # as Red Hat ships it
-    assert level() == [Level.OK]
-    conf.write_text("[Login]\n#RemoveIPC=no\nRemoveIPC=yes\n")
-    assert level() == [Level.WARNING]
     own = tmp_path / "etc/systemd/logind.conf.d/10-site.conf"
-    own.parent.mkdir()
-    own.write_text("[Login]\nRemoveIPC = no\n")
-    assert level() == [Level.OK]
-
-
-def test_a_disk_is_no_memory() -> None:
-    found = mounts.kind(find_mount(MOUNTINFO, "/home"), "/home")
-    assert found.level is Level.WARNING and found.words == "/home is ext4, which is not memory"
-    assert mounts.kind(find_mount(MOUNTINFO, "/dev/shm"), "/dev/shm").level is Level.OK
+    own.parent.mkdir(parents=True)
+    for file, text, level in (
+        (conf, "[Login]\n#RemoveIPC=no\n", OK),  # as Red Hat ships it
+        (conf, "[Login]\n#RemoveIPC=no\nRemoveIPC=yes\n", WARNING),
+        (own, "[Login]\nRemoveIPC = no\n", OK),
+    ):
+        file.write_text(text)
+        assert levels() == [level]
 
 
 @pytest.mark.parametrize(
-    ("size", "free", "held", "needed", "level", "text"),
+    ("check", "left", "held", "need", "level"),
     [
-        (100 * GIB, 90 * GIB, 0, None, Level.OK, "90 GiB free of 100 GiB"),
-        (64 << 20, 64 << 20, 0, None, Level.WARNING, "64 MiB free of 64 MiB"),
-        (100 * GIB, 90 * GIB + SPARE, 0, 90 * GIB, Level.OK, "the job takes 90 GiB, and 64 MiB must stay free"),
-        (100 * GIB, 90 * GIB + SPARE, 5 * GIB, 95 * GIB, Level.WARNING, "held by mlflash jobs; the job takes 95 GiB"),
-        (100 * GIB, 90 * GIB + SPARE - 1, 5 * GIB, 95 * GIB, Level.ERROR, "the job takes 95 GiB"),
-        (100 * GIB, 100 * GIB, 0, 100 * GIB, Level.ERROR, "the job takes 100 GiB"),
-        (100 * GIB, 100 * GIB, 0, 101 * GIB, Level.ERROR, "the job takes 101 GiB"),
+        ("space", 90 * GIB, 0, None, OK),
+        ("space", 90 * GIB + SPARE, 0, 90 * GIB, OK),
+        ("space", 90 * GIB + SPARE, 5 * GIB, 95 * GIB, WARNING),
+        ("space", 90 * GIB + SPARE - 1, 5 * GIB, 95 * GIB, ERROR),
+        ("cgroup", 100 * GIB + SPARE, 0, None, OK),
+        ("cgroup", 100 * GIB + SPARE, 0, 70 * GIB, OK),
+        ("cgroup", 100 * GIB + SPARE, 0, 90 * GIB, WARNING),
+        ("RAM", 100 * GIB + SPARE, 0, 101 * GIB, ERROR),
     ],
 )
-def test_free_space_against_what_the_job_takes(
-    size: int, free: int, held: int, needed: int | None, level: Level, text: str
+def test_what_is_left_against_what_the_job_takes(
+    check: str, left: int, held: int, need: int | None, level: Level
 ) -> None:
-    wanted = None if needed is None else memory_need.Need(needed, "")
-    found = memory.judge_space("/dev/shm", size, free, held, wanted)
-    assert (found.level, text in found.words) == (level, True), found.words
-    assert bool(found.remedy) == (level > Level.OK)
-
-
-@pytest.mark.parametrize(("needed", "level"), [(None, 0), (70, 0), (90, 1), (100, 1), (101, 2)])
-def test_what_a_cgroup_leaves_against_what_the_job_takes(needed: int | None, level: int) -> None:
-    wanted = None if needed is None else memory_need.Need(needed * GIB, "")
-    found = memory.judge_limit("cgroup", 100 * GIB + SPARE, wanted, "ask")
-    assert found.level == level
-    assert ("ask" in found.remedy) == (level > 0)
+    found, text, _ = result(node_checks.judge_room(check, left, held, need))
+    assert found == level and ("the job takes" in text) == (need is not None) and ("held by" in text) == (held > 0)
 
 
 def test_slots_of_this_users_jobs_are_counted(shm: Path) -> None:
-    assert memory.held_by_jobs(str(shm)) == 0
     node = shm / f"mlflash-{os.getuid()}" / "j" / "node0"
     node.mkdir(parents=True)
     (node / "slot-0000").write_bytes(b"x" * 8192)
     (node / "lock").write_bytes(b"x" * 8192)
-    assert memory.held_by_jobs(str(shm)) == 8192
+    texts = [text for _, text, _ in results(node_checks.room, context(memory=str(shm)))]
+    assert any("8 KiB held by mlflash jobs" in text for text in texts)
 
 
-def test_writing_leaves_nothing_and_a_directory_open_to_others_is_named(shm: Path) -> None:
-    assert [(one.check, one.level) for one in memory.writing(str(shm), 1 << 20)] == [("writing", Level.OK)]
-    assert list(shm.iterdir()) == []
-    (shm / f"mlflash-{os.getuid()}").mkdir(mode=0o755)
-    found = list(memory.writing(str(shm), 1 << 20))
-    assert [one.level for one in found] == [Level.ERROR, Level.OK] and "not a private directory" in found[0].words
+def test_writing_leaves_nothing_and_a_directory_that_is_not_private_is_named(shm: Path) -> None:
+    own = shm / f"mlflash-{os.getuid()}"
 
+    def found() -> list[tuple[Level, str]]:
+        return [(level, text) for level, text, _ in results(node_checks.writing, context(memory=str(shm)))]
 
-def test_whoever_has_the_name_of_this_users_directory_is_named(shm: Path) -> None:
-    (shm / f"mlflash-{os.getuid()}").write_text("mine")
-    found = list(memory.writing(str(shm), 1 << 20))
-    assert [one.level for one in found] == [Level.WARNING, Level.OK], found
-    assert f"{shm}/mlflash-{os.getuid()} does not belong to this user: -rw-" in found[0].words
+    written = OK, "16 MiB can be written"
+    assert found() == [written] and list(shm.iterdir()) == []
+    own.mkdir(mode=0o755)
+    ((level, text), last) = found()
+    assert (level, last) == (ERROR, written) and "not a private directory" in text
+    own.rmdir()
+    own.write_text("somebody's")
+    ((level, text), last) = found()
+    assert (level, last) == (WARNING, written) and f"{own} does not belong to this user: -rw-" in text
 
 
 @pytest.mark.parametrize(
-    ("limit", "rdma", "root", "level"),
+    ("limit", "rdma", "uid", "level"),
     [
-        (resource.RLIM_INFINITY, True, False, Level.OK),
-        (8 << 20, False, False, Level.OK),
-        (8 << 20, True, True, Level.OK),
-        (8 << 20, True, False, Level.WARNING),
-        (2 * GIB, True, False, Level.OK),
+        (resource.RLIM_INFINITY, True, 1000, OK),
+        (8 << 20, False, 1000, OK),
+        (8 << 20, True, 0, OK),
+        (8 << 20, True, 1000, WARNING),
+        (2 * GIB, True, 1000, OK),
     ],
 )
-def test_locked_memory_counts_with_rdma(limit: int, rdma: bool, root: bool, level: Level) -> None:
-    assert memory.judge_memlock(limit, rdma, root).level is level
+def test_locked_memory_counts_with_rdma(
+    limit: int, rdma: bool, uid: int, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_checks, "has_rdma", lambda: rdma)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    assert [found for found, *_ in results(node_checks.memlock, context(uid=uid))] == [level]
 
 
 def test_what_a_job_takes_is_what_plan_says() -> None:
-    found = memory_need.count(GIB, "xor:4", 3, 2, nodes=4, ranks_per_node=8)
+    need, words = node_checks.count_need(
+        context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, own_slots=3, nodes=4, ranks_per_node=8)
+    )
     job = scheme_comparison.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
     ((scheme, placed),), _ = scheme_comparison.consider(job, ["xor:4"])
     planned = scheme_comparison.scheme_costs(job, scheme, placed, 1, None)
-    assert found.nbytes == planned.memory_nbytes > 24 * GIB
-    assert found.spare_nbytes == planned.spare_nbytes == headroom(found.nbytes) == SPARE
-    assert found.words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
-    assert "protects nothing on one node" in memory_need.count(GIB, "copy", 2, 2, 1, 1).words
-    assert memory_need.shape({}) == (1, 1)
-    assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}) == (4, 8)
-    assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}) == (4, 8)
+    assert need == planned.memory_nbytes > 24 * GIB and headroom(need) == planned.spare_nbytes == SPARE
+    assert words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
+    assert "protects nothing on one node" in node_checks.count_need(context(nbytes=GIB))[1]
 
 
 # Slurm
 
 
-def test_slurms_configuration_is_read_in_both_forms() -> None:
-    found = slurm.parse(CONFIG)
-    assert (found["Epilog"], found["JobContainerType"], found["TaskEpilog"]) == (
-        "(null)",
-        "job_container/none",
-        "(null)",
-    )
-    assert {one.level for one in slurm.judge_configuration(found)} == {Level.OK}
-    newer = slurm.parse(NEWER_CONFIG)
-    assert newer["Epilog"] == "/etc/slurm/epilog.sh /etc/slurm/epilog.d/*"
-    container, epilog, task = slurm.judge_configuration(newer)
-    assert (container.level, epilog.level, task.level) == (Level.WARNING, Level.WARNING, Level.OK)
-    assert "relaunch inside the job" in container.remedy
-    assert "cannot be read here" in epilog.words and "scontrol show config" in epilog.remedy
-
-
-def test_an_epilog_that_wipes_memory_is_quoted(tmp_path: Path) -> None:
-    script = tmp_path / "epilog.sh"
-    script.write_text("#!/bin/sh\n# spares /dev/shm\nfind /dev/shm -user $SLURM_JOB_UID -delete\n")
-    found = slurm.script("epilog", f"{tmp_path}/*.sh", "at the end of a job", "")
-    assert found.level is Level.WARNING and "find /dev/shm -user $SLURM_JOB_UID -delete" in found.words
+def test_slurms_configuration_is_read_in_both_forms(tmp_path: Path) -> None:
+    assert {level for level, *_ in results(software_checks.judge_configuration, CONFIG)} == {OK}
+    newer = NEWER_CONFIG.format(tmp_path)
+    container, epilog, task = results(software_checks.judge_configuration, newer)
+    assert (container[0], epilog[0], task[0]) == (WARNING, WARNING, OK) and "relaunch inside the job" in container[2]
+    assert f"{tmp_path}/epilog.sh {tmp_path}/epilog.d/* runs at the end of a job, but cannot be read" in epilog[1]
+    script = tmp_path / "epilog.d" / "1.sh"
+    script.parent.mkdir()
     script.write_text("#!/bin/sh\n# spares /dev/shm\nlogger the end\n")
-    found = slurm.script("epilog", str(script), "at the end of a job", "")
-    assert (found.level, "does not mention shm" in found.words) == (Level.OK, True)
-    assert slurm.script("epilog", f"{tmp_path}/none", "at the end of a job", "").level is Level.WARNING
+    _, epilog, _ = results(software_checks.judge_configuration, newer)
+    assert epilog[0] is OK and "does not mention shm" in epilog[1]
+    script.write_text("#!/bin/sh\nfind /dev/shm -user $SLURM_JOB_UID -delete\n")
+    _, epilog, _ = results(software_checks.judge_configuration, newer)
+    assert epilog[0] is WARNING and "find /dev/shm -user $SLURM_JOB_UID -delete" in epilog[1]
 
 
-def test_no_answer_of_slurm_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'error: one' >&2\necho 'fatal: no controller' >&2\nexit 1\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert [one.words for one in slurm.configuration({})] == ["not in a Slurm job"]
-    job, answer = slurm.configuration(
-        {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_RESTART_COUNT": "2"}
-    )
-    assert job.words == "job 71 on n[1-4], restarted 2 times"
-    assert answer.level is Level.WARNING and answer.words.endswith("does not answer: fatal: no controller")
+def test_no_answer_of_slurm_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(command: list[str]) -> str:
+        raise LaunchFailed("scontrol show config failed", found="fatal: no controller")
+
+    monkeypatch.setattr(software_checks, "ask", ask)
+    assert [text for _, text, _ in results(software_checks.slurm, context())] == ["not in a Slurm job"]
+    env = {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_RESTART_COUNT": "2"}
+    job, answer = results(software_checks.slurm, context(env))
+    assert job[1] == "job 71 on n[1-4], restarted 2 times"
+    assert answer[0] is WARNING and "does not answer" in answer[1] and "fatal: no controller" in answer[1]
 
 
 # Ranks and nodes
 
 
-def places(*of: tuple[int, str, str, str]) -> list[mpi_ranks.Place]:
-    return [mpi_ranks.Place(*one) for one in of]
+@pytest.mark.parametrize(
+    ("started", "size", "level", "text"),
+    [
+        (Launched(0, 1, 0, "none"), 1, OK, "1 rank, because this process was started alone"),
+        (Launched(0, 4, 0, "srun"), 4, OK, "4 ranks, as SLURM_STEP_NUM_TASKS says"),
+        (Launched(0, 4, 0, "hydra"), 4, OK, "4 ranks, as mpiexec says"),
+        (Launched(0, 4, 0, "srun"), 1, ERROR, "srun started 4 processes, but each is alone in its MPI world"),
+        (Launched(0, 4, 0, "prterun"), 1, ERROR, "mpiexec started 4 processes, but each is alone in its MPI world"),
+        (Launched(0, 4, 0, "srun"), 2, WARNING, "2 ranks, but SLURM_STEP_NUM_TASKS says 4"),
+        (Launched(0, 4, 0, "torchrun"), 1, ERROR, "torchrun started 4 processes, but each is alone in its MPI world"),
+    ],
+)
+def test_a_world_of_another_size_is_an_error(started: Launched, size: int, level: Level, text: str) -> None:
+    found, words, advice = result(mpi_checks.judge_size(started, size, "Open MPI 5.0.11"))
+    assert found == level and words.startswith(text)
+    if level is ERROR:
+        assert ("srun --mpi=pmix" in advice) == (started.launcher == "srun") and "Open MPI 5.0.11" in advice
+        _, words, _ = result(mpi_checks.judge_size(started, size, "MPICH 5.0.2", "MASTER_ADDR and MASTER_PORT"))
+        assert words.startswith("4 ranks, which meet by MASTER_ADDR and MASTER_PORT; ")
+
+
+@pytest.mark.parametrize(("library", "flag"), [
+    ("MPICH 5.0.2", "--mpi=pmi2,"), ("Open MPI 5.0.11", "--mpi=pmix,"), ("Cray MPICH 8.1.27", "--mpi=cray_shasta,"),
+    ("Intel MPI 2021.18", "--mpi=pmi2, with I_MPI_PMI_LIBRARY="), ("MVAPICH 4.0", "--mpi=pmi2,"),
+])  # fmt: skip
+def test_each_mpi_has_its_flag_of_srun(library: str, flag: str) -> None:
+    assert flag in mpi_checks.judge_size(Launched(0, 4, 0, "srun"), 1, library).advice
 
 
 @pytest.mark.parametrize(
-    ("of", "level", "text"),
+    ("places", "level", "text"),
     [
-        (places((0, "b 1", "a", "")), Level.OK, "1 node by MPI"),
-        (places((0, "b 1", "a", "0"), (1, "c 1", "b", "1")), Level.OK, "2 nodes by MPI, as by Slurm"),
-        (places((0, "b 1", "a", ""), (1, "c 1", "b", "")), Level.OK, "each with its own memory"),
-        (places((0, "b 1", "a", "0"), (1, "", "c", "1")), Level.ERROR, "c has no /dev/shm"),
-        (places((0, "b 1", "a", "0"), (0, "b 2", "a", "0")), Level.ERROR, "ranks on a do not see the same /dev/shm"),
-        (places((0, "b 1", "a", "0"), (1, "b 1", "a2", "1")), Level.ERROR, "two of them are one node: a and a2"),
-        (places((0, "b 1", "a", "0"), (1, "c 1", "b", "0")), Level.WARNING, "but 1 by SLURM_NODEID"),
-        (places((0, "b 1", "a", "0"), (0, "b 1", "a", "1")), Level.WARNING, "but 2 by SLURM_NODEID"),
+        ([(0, "b 1", "a"), (0, "b 1", "a")], OK, "1 node by MPI"),
+        ([(0, "b 1", "a"), (1, "c 1", "b")], OK, "2 nodes by MPI, each with its own memory"),
+        ([(0, "b 1", "a"), (1, "", "c")], ERROR, "c has no /dev/shm"),
+        ([(0, "b 1", "a"), (0, "b 2", "a")], ERROR, "ranks on a do not see the same /dev/shm"),
+        ([(0, "b 1", "a"), (1, "b 1", "a2")], ERROR, "two of them are one node: a and a2"),
     ],
 )
-def test_nodes_are_told_apart_by_their_memory(of: list[mpi_ranks.Place], level: Level, text: str) -> None:
-    found = mpi_ranks.judge_nodes(of, "/dev/shm", emulated=False)
-    assert (found.level, text in found.words) == (level, True), found.words
-    assert mpi_ranks.judge_nodes(of, "/dev/shm", emulated=True).level is Level.OK
+def test_nodes_are_told_apart_by_their_memory(places: list[tuple[int, str, str]], level: Level, text: str) -> None:
+    of_ranks = [mpi_checks.Place(*place) for place in places]
+    found, words, _ = result(mpi_checks.judge_nodes(of_ranks, "/dev/shm", emulated=False))
+    assert found == level and text in words
+    assert mpi_checks.judge_nodes(of_ranks, "/dev/shm", emulated=True).level is OK
 
 
-def test_clocks_and_unknown_domains() -> None:
-    assert mpi_ranks.judge_clocks(0.01).level is Level.OK
-    assert mpi_ranks.judge_clocks(61.0).words == "61 s apart" and mpi_ranks.judge_clocks(61.0).level is Level.WARNING
-    assert mpi_ranks.unknown_domains(2).level is Level.OK and mpi_ranks.unknown_domains(3).level is Level.WARNING
-
-
-def test_the_library_is_found_among_the_mapped_files() -> None:
-    maps = (
-        "7f0-7f1 r-xp 00000000 fe:00 13 /usr/lib/libmpdec.so.3\n"
-        "7f1-7f2 r-xp 00000000 fe:00 14 /opt/cray/lib/libmpi_gnu_123.so.12\n"
-        "7f2-7f3 r-xp 00000000 fe:00 15 /opt/cray/lib/libmpi_gnu_123.so.12\n"
-    )
-    assert mpi_ranks.loaded_from(maps) == "/opt/cray/lib/libmpi_gnu_123.so.12"
-    assert mpi_ranks.loaded_from("x /a/libmpich.so.12\n") == "/a/libmpich.so.12"
-    assert mpi_ranks.loaded_from("x /a/libmpifort.so.12\n") == ""
-
-
-@pytest.mark.parametrize(
-    ("of", "level", "text", "advice"),
-    [
-        ([(1, {0, 1}), (1, {0, 1})], Level.OK, "2 ranks with 2 OpenMP threads on 2 cores", ""),
-        ([(2, {0, 1}), (2, {2, 3})], Level.OK, "2 ranks with 4 OpenMP threads on 4 cores", ""),
-        ([(None, {0, 1}), (None, {2, 3})], Level.OK, "4 OpenMP threads on 4 cores", ""),
-        ([(None, {0, 1}), (None, {0, 1})], Level.WARNING, "4 OpenMP threads on 2 cores", "export OMP_NUM_THREADS"),
-        ([(4, {0, 1})], Level.WARNING, "1 rank with 4 OpenMP threads on 2 cores", "lower OMP_NUM_THREADS"),
-        ([(1, {0, 1})] * 3, Level.WARNING, "3 ranks with 3 OpenMP threads on 2 cores", "start fewer ranks"),
-    ],
-)
-def test_threads_against_cores(of: list[tuple[int | None, set[int]]], level: Level, text: str, advice: str) -> None:
-    found = software.judge_threads([(told, frozenset(cores)) for told, cores in of])
-    assert (found.level, text in found.words, advice in found.remedy) == (level, True, True), found
-
-
-@pytest.mark.parametrize(
-    ("put", "get", "same", "rdma", "level"),
-    [
-        (5.0, 5.0, True, False, Level.OK),
-        (1.0, 1.0, True, False, Level.OK),
-        (1.0, 1.0, True, True, Level.WARNING),
-        (0.01, 1.0, True, False, Level.WARNING),
-        (5.0, 5.0, False, False, Level.ERROR),
-    ],
-)
-def test_speeds_are_judged(put: float, get: float, same: bool, rdma: bool, level: Level) -> None:
-    (found,) = rma.judge("RMA between nodes", rma.Measured(put, get, 10.0, same), rdma)
-    assert found.level is level
-    assert list(rma.judge("RMA between nodes", rma.Measured(0.0, 0.0, 0.0, True), rdma)) == []
-
-
-@pytest.mark.parametrize(
-    ("p2p", "rma_", "taken", "asked", "between", "advice"),
-    [
-        ((1.0, 2.0), (0.9, 1.9), "p2p", "auto", "network", ""),  # as good as alike
-        ((1.0, 2.0), (1.0, 1.0), "p2p", "auto", "network", "set MLFLASH_TRANSPORT=rma: rma was 1.4 times"),
-        ((1.0, 1.0), (1.0, 2.0), "rma", "auto", "RDMA", "set MLFLASH_TRANSPORT=p2p: p2p was 1.4 times"),
-        ((1.0, 1.0), (2.0, 2.0), "rma", "rma", "network", "unset MLFLASH_TRANSPORT: p2p was 2.0 times"),
-        ((9.0, 9.0), (1.0, 1.0), "p2p", "p2p", "RDMA", "unset MLFLASH_TRANSPORT: rma was 9.0 times"),
-        ((1.0, 1.0), (1.0, 9.0), "p2p", "p2p", "network", ""),
-    ],
-)
-def test_the_transport_that_is_clearly_faster_is_advised(
-    p2p: tuple[float, float], rma_: tuple[float, float], taken: str, asked: str, between: str, advice: str
-) -> None:
-    times = {"p2p": transports.Measured(*p2p), "rma": transports.Measured(*rma_)}
-    found = transports.judge(times, taken, asked, between, 16 << 20)
-    assert found.level == (Level.WARNING if advice else Level.OK)
-    assert found.remedy.startswith(advice)
-    assert "saves of 16 MiB" in found.words and ("auto takes" in found.words) == (asked == "auto")
-
-
-def test_each_rank_has_bytes_of_its_own() -> None:
-    one, other = rma.pattern(0, 1 << 16), rma.pattern(1, 1 << 16)
-    assert not (one == other).any() and len(set(one[:4096].tolist())) > 200
+def test_a_slow_network_is_worth_a_warning() -> None:
+    speeds = (("network", 0.4), ("network", 0.01), ("RDMA", 2.0), ("RDMA", 0.4))
+    found = [result(mpi_checks.judge_network("p2p", between, saved_gbs))[0] for between, saved_gbs in speeds]
+    assert found == [OK, WARNING, OK, WARNING]
 
 
 # Software and GPUs
 
 
-def test_what_is_installed_is_named() -> None:
-    (versions,) = software.versions()
-    assert versions.level is Level.OK and "mpi4py" in versions.words and "xxhash" in versions.words
-    (checksums,) = software.checksums()
-    assert checksums.level is Level.OK
-
-
-@pytest.mark.parametrize("version", ["2.12.0a0+nv", "2.16.0", "3.0", "a build of my own"])
+@pytest.mark.parametrize("version", ["2.12.0a0+nv", "2.16.0", "a build of my own", "2.13.0+cpu", "2.15.2+cu132"])
 def test_a_pytorch_with_which_nothing_was_run_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software.importlib.metadata, "version", lambda name: version if name == "torch" else "1")
-    names, warned = software.versions()
-    assert version in names.words and warned.level is Level.WARNING
-    assert warned.words == f"mlflash was run with PyTorch 2.13 to 2.15, and not with {version}"
-    for known in ("2.13.0+cpu", "2.14.1", "2.15.2+cu132"):
-        assert not_run_with(known) is None
+    monkeypatch.setattr(software_checks.importlib.metadata, "version", lambda name: version if name == "torch" else "1")
+    names, *warned = results(software_checks.versions, context())
+    assert names[0] is OK and version in names[1] and "mpi4py 1" in names[1]
+    was_run = version.startswith(("2.13", "2.15"))
+    texts = [] if was_run else [f"mlflash was run with PyTorch 2.13 to 2.15, and not with {version}"]
+    assert [text for _, text, _ in warned] == texts
+
+
+def test_a_variable_that_is_no_setting_is_named() -> None:
+    ((level, text, _),) = results(software_checks.environment, context({"MLFLASH_DRAIN_EVRY": "5"}))
+    assert level is WARNING and "did you mean MLFLASH_DRAIN_EVERY?" in text
 
 
 def test_parity_by_numpy_is_worth_a_warning_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflash.redundancy import erasure_codes
-
     monkeypatch.setenv("MLFLASH_ISAL", "0")
     erasure_codes._isal.cache_clear()
     try:
-        assert [one.level for one in software.parity("xor:8")] == [Level.WARNING]
-        assert [one.level for one in software.parity("copy")] == [Level.OK]
+        for scheme, level in (("xor:8", WARNING), ("copy", OK)):
+            assert [found.level for found in software_checks.parity(context({"MLFLASH_REDUNDANCY": scheme}))] == [level]
     finally:
         erasure_codes._isal.cache_clear()
 
 
-def test_without_a_gpu_that_is_said(tmp_path: Path, shm: Path) -> None:
-    (tmp_path / "nvram").touch()
-    (found,) = gpu.gpus(str(shm), str(tmp_path))
-    assert (found.level, found.words) == (Level.OK, "no GPU here")
-    (tmp_path / "nvidiactl").touch()
-    found = next(iter(gpu.gpus(str(shm), str(tmp_path))))
-    assert found.level is Level.WARNING or "x" in found.words  # this machine may have one
+def test_a_gpu_that_pytorch_does_not_see_is_worth_a_warning(tmp_path: Path, shm: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvram").touch()
+    here = context(memory=str(shm), root=str(tmp_path))
+    assert [text for _, text, _ in results(node_checks.gpus, here)] == ["no GPU here"]
+    (tmp_path / "dev" / "nvidiactl").touch()
+    level, text, _ = results(node_checks.gpus, here)[0]
+    assert level is WARNING or " x " in text  # this machine may have one
 
 
 class Cudart:
@@ -434,76 +351,8 @@ class Cudart:
 
 
 def test_memory_that_cannot_be_pinned_is_worth_a_warning(shm: Path) -> None:
-    for status, level in ((0, Level.OK), (2, Level.WARNING)):
+    for status, level in ((0, OK), (2, WARNING)):
         cudart = Cudart(status)
-        found = gpu.pinning(cudart, str(shm))
-        assert (found.level, cudart.pinned, list(shm.iterdir())) == (level, 0, [])
-    assert found.words.endswith("CUDA error 2")
-
-
-def test_huge_pages_are_recommended_where_there_are_none(tmp_path: Path) -> None:
-    assert copying.judge_pages(True).words == "huge pages"
-    assert "Linux 6.1 or newer" in copying.judge_pages(False).words
-    assert copying.pages("/dev/shm") in (copying.judge_pages(True), copying.judge_pages(False))
-
-
-def test_copies_past_the_caches_are_recommended_where_they_are_faster() -> None:
-    assert copying.judge_copying(10.0, 11.0).words == "10.0 GB/s in pieces of 8 MiB"
-    assert "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576" in copying.judge_copying(5.0, 10.0).words
-
-
-def test_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
-    found = copying.copying()
-    low, high = found.values["now_gbs"]
-    assert 1e-3 < low <= high < 1000, "in GB/s; a slower machine would not be through within the deadline"
-
-
-# Couriers
-
-
-def seats(*trainers: str, may_have: str = "0-7") -> list[Seat]:
-    return [Seat(from_list(cores), from_list(may_have)) for cores in trainers]
-
-
-@pytest.mark.parametrize(
-    ("trainers", "threads", "level", "text"),
-    [
-        (["0-2", "3-5"], [3, 3], Level.OK, "6-7, on which no trainer runs"),
-        (
-            ["0-7"],
-            [1],
-            Level.OK,
-            "the cores of the trainers (0-7), because auto finds no others; 7 of them have no training thread",
-        ),
-        (
-            ["0-3", "4-7"],
-            [3, 3],
-            Level.OK,
-            "the cores of the trainers (0-7), because auto finds no others; 2 of them have no training thread",
-        ),
-        (["0-3", "4-7"], [4, 3], Level.WARNING, "training threads use all of them"),
-        (["0-3", "4-7"], [None, None], Level.WARNING, "training threads use all of them"),
-    ],
-)
-def test_where_couriers_would_run(trainers: list[str], threads: list[int | None], level: Level, text: str) -> None:
-    alike = Domains(lambda core: frozenset(), lambda core: frozenset({core}))
-    found = couriers.judge_cores("auto", seats(*trainers), threads, alike)
-    assert found.level is level and text in found.words and bool(found.remedy) == (level is Level.WARNING)
-
-
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_which_kind_of_courier_a_job_has_and_why(mode: str) -> None:
-    found = couriers.kind(from_environment({"MLFLASH_COURIER": mode}, None, job="j"), {"MLFLASH_COURIER": mode})
-    assert found.words.startswith(f"a {mode} ") and f"(MLFLASH_COURIER={mode})" in found.words
-    assert "(as by default)" in couriers.kind(from_environment({}, None, job="j"), {}).words
-
-
-def test_couriers_that_run_and_those_that_are_left_over() -> None:
-    running = [couriers.Running(11, 10, 10), couriers.Running(12, 11, 10, ("j",))]
-    left = [couriers.Running(21, 1, 20), couriers.Running(22, 21, 20, ("k",))]
-    assert not list(couriers.judge_running([]))
-    assert [found.level for found in couriers.judge_running(running)] == [Level.OK]
-    (found,) = couriers.judge_running([*running, *left])
-    assert found.level is Level.WARNING and "21 22 remain, but their trainers have ended; they lock k" in found.words
-    assert "kill -9 21 22" in found.remedy
+        found = result(node_checks.pinning(cudart, node_checks.mapped_file(context(memory=str(shm)), 4096)))
+        assert (found[0], cudart.pinned, list(shm.iterdir())) == (level, 0, [])
+    assert found[1].endswith("CUDA error 2")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.log_report.read_logs import files_of
+from mlflash.log_report.event_log import files_of
 from mlflash.telemetry import event_log
 from mlflash.telemetry.event_log import EventLog, file_of_node
 

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from mlflash import Checkpointer, errors
-from mlflash.doctor import memory
+from mlflash.config import from_environment
+from mlflash.doctor.context import Context
 from mlflash.doctor.findings import Level
+from mlflash.doctor.node_checks import left_over, room
 from mlflash.memory.other_files import mapped_files, other_files
+from mlflash.wireup.launcher_variables import launched
 
 MIB = 1 << 20
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a file system, gives files away")
@@ -56,9 +59,11 @@ def test_where_slots_do_not_fit_the_largest_files_of_others_are_named(small: Pat
 
 @needs_root
 def test_the_doctor_warns_of_large_files_that_nobody_has_mapped(small: Path) -> None:
-    assert not list(memory.left_over(str(small)))
+    here = Context(from_environment({}, None, job="any", memory=str(small)), {}, launched({}))
+    assert next(iter(room(here))).fill("{size_nbytes}") == "64 MiB", "as of Docker, which is little"
+    assert not list(left_over(here))
     (small / "nccl-{0}").write_bytes(bytes(20 * MIB))
-    (found,) = memory.left_over(str(small))
-    assert found.level is Level.WARNING and "1 of 1 files nccl-* of user root" in found.words
+    (found,) = left_over(here)
+    assert found.level is Level.WARNING and "1 of 1 files nccl-* of user root" in found.fill(found.text)
     with open(small / "nccl-{0}", "r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert not list(memory.left_over(str(small)))
+        assert not list(left_over(here))

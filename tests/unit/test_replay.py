@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mlflash.adapters.replay import Mismatch, Place, gradients
-from mlflash.adapters.replay.packed_inputs import pack, unpack
+from mlflash.adapters.replay.replay import pack, unpack
 from mlflash.adapters.replay.signatures import Signature, difference, sign
 from mlflash.adapters.replay.verdicts import differing, judge
 

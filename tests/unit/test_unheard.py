@@ -15,9 +15,9 @@ _HOME = Path(mlflash.__file__).parent
 
 # Where the errors of a program that mlflash runs go.
 ERRORS = {
+    "commands/template.py": "to nobody: it says that mpi4py cannot load MPI",
     "demo/run.py": "to the demo's log, of which a failure shows the end",
-    "doctor/courier_trial.py": "its last words are in the finding",
-    "doctor/slurm.py": "its last words are in the finding",
+    "doctor/couriers.py": "its last words are in the finding",
     "launcher/first_node_guard.py": "its last words are logged, once",
     "launcher/host_agent.py": "to the ranks' own errors, through mlflash run",
     "launcher/on_hosts.py": "its last words are logged, once for each node",
@@ -32,7 +32,7 @@ ERRORS = {
 CLOCKS = {
     "demo/run.py": "one machine",
     "demo/train.py": "one machine",
-    "doctor/mpi_ranks.py": "clocks are compared, to report how far they differ",
+    "doctor/mpi_checks.py": "clocks are compared, to report how far they differ",
     "draining/drain_queue.py": "a fresh start in an unreadable directory takes its first number from it",
     "draining/file_format.py": "shown; it decides between two runs that took the same number, which one job never has",
     "draining/write_checkpoint.py": "shown",

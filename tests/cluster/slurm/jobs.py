@@ -23,10 +23,10 @@ MLFLASH = Path(sys.executable).with_name("mlflash")
 
 
 def written(slurm: Slurm, template: str, more: str, *options: object) -> str:
-    """The batch script that `mlflash template` writes on the login node, by this Slurm's own partition, CPUs and MPI.
+    """The batch script that `mlflash template` writes on the login node, for the MPI of this Python.
 
     Args:
-        slurm: it is asked.
+        slurm: its login node.
         template: name.
         more: further options for `mlflash run`, which hold instead of the script's, as the tests have less patience.
         options: of `mlflash template`.

@@ -32,8 +32,7 @@ def test_a_written_template_runs_as_it_is_and_goes_on_from_memory_when_a_rank_is
     events = [json.loads(line) for line in (folder / "train-checkpoints" / "run.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events][:3] == ["start", "end", "start"], shown
     assert all(event["hosts"] == ["host1", "host2"] for event in events if event["event"] == "start"), shown
-    # What the cluster said, and nobody else.
     found = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", (folder / "train.sbatch").read_text(), re.M))
-    assert found["partition"] == "main" and found["nodes"] == "3" and found["cpus-per-task"] == "4", found
+    assert (found["nodes"], found["ntasks-per-node"], found["time"]) == ("3", "1", "10"), found
     assert f"\n  --mpi {PMI}\n" in (folder / "train.sbatch").read_text()
-    assert not {"account", "gpus-per-node"} & found.keys(), "of which this Slurm has none"
+    assert not {"account", "partition", "gpus-per-node"} & found.keys(), "what was not given was said"

@@ -1,0 +1,70 @@
+"""What a check may look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import Config
+from ..mpi.world import World
+from ..wireup.launcher_variables import Launched
+
+
+@dataclasses.dataclass
+class Context:
+    """What a check may look at.
+
+    Attributes:
+        settings: of mlflash.
+        environment: of this process.
+        launched: this process, according to its launcher.
+        nbytes: bytes of state on each rank of the job that the user plans. None: unknown.
+        own_slots, copy_slots: slots of each rank of that job, and of each copy or parity file.
+        nodes, ranks_per_node: size of that job. None: as started.
+        uid: number of this user.
+        root: the directory that contains /etc, /dev and /proc.
+        mpi: mpi4py's module MPI. None: it is not started yet, or cannot be.
+        world: all ranks. None: it is not known yet.
+    """
+
+    settings: Config
+    environment: Mapping[str, str]
+    launched: Launched
+    nbytes: int | None = None
+    own_slots: int = 2
+    copy_slots: int = 2
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    uid: int = dataclasses.field(default_factory=os.geteuid)
+    root: str = "/"
+    mpi: Any = None
+    world: World | None = None
+
+    @property
+    def ranks(self) -> World:
+        """All ranks, for checks that begin when they are known."""
+        assert self.world is not None
+        return self.world
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.launched.rank if self.world is None or self.world.world is None else self.world.rank
+
+    @property
+    def ranks_on(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each node. Nodes of the same name count as one."""
+        if self.world is None or self.world.world is None:
+            return {socket.gethostname(): (self.rank,)}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, ranks in zip(self.world.topology.node_names, self.world.topology.ranks_on, strict=True):
+            found[name] = found.get(name, ()) + ranks
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Nodes and ranks per node of the job: as given, or as started."""
+        return self.nodes or len(self.ranks_on), self.ranks_per_node or max(map(len, self.ranks_on.values()))
