@@ -2,7 +2,7 @@
 
 Usage: python tools/pictures.py [NAME...]; pictures: report, phone, top. Default: all.
 
-It runs 8 ranks on 4 emulated nodes for about a minute, and needs `pip install 'mlflash[mpich,browser]' Pillow`,
+It runs 8 ranks on 4 emulated nodes for about a minute, and needs the environment of `make browser` with Pillow,
 Chromium, and for the looks of it the font Inter (Debian: chromium, fonts-inter). An empty log, or a launch that fails,
 ends it.
 """

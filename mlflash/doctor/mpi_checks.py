@@ -74,7 +74,7 @@ def world_size(context: Context) -> Iterator[Finding]:
     has_couriers = would_be_process(context.settings.courier, vendor())
     meeting = way(context.environment, context.launched) if has_couriers else ""
     yield judge_size(context.launched, context.mpi.COMM_WORLD.size, version_of(context.mpi), meeting)
-    if context.rank == 0 and has_couriers:
+    if context.rank == 0 and has_couriers and os.path.isdir(context.settings.memory):  # `nodes` reports a missing one
         yield couriers.try_couriers(context.environment, context.settings.memory)
 
 
