@@ -120,11 +120,26 @@ def test_hydra_that_does_not_say_which_rank_a_process_is_gets_no_job_of_single_r
     assert said["kind"] == "WorldMismatch" and "without -pmi-port" in said["error"]
 
 
+@pytest.mark.gate
 def test_ranks_that_only_know_a_port_meet_beside_it(job: Job) -> None:
     job.plain(3, do="epochs", epochs=3, nodes=[7, 7, 9])
     assert job.wait() == [0] * 3
     for one in check(job, 3, 3, "torchrun"):
         assert "torch" not in one["modules"] and one["nodes"] == [0, 0, 1], "which were emulated"
+
+
+def test_mpi_starts_where_addresses_go_from_node_to_node(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from mlflash.wireup import address_relay\n"
+        "assert address_relay.LEAST_NODES > 3 and address_relay.FAN_OUT > 1\n"
+        "address_relay.FAN_OUT, address_relay.LEAST_NODES = 1, 2\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    job.plain(3, do="epochs", epochs=2, nodes=[0, 1, 2])
+    assert job.wait() == [0] * 3
+    check(job, 3, 2, "torchrun")
 
 
 def test_ranks_meet_by_the_store_of_torch_distributed(job: Job) -> None:
