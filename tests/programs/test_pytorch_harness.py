@@ -25,9 +25,7 @@ def run(shm: Path, case: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize(
-    "case", ["TwoRanks.test_fsdp2_and_a_state_of_everything", "FourRanks.test_hsdp_and_tensor_parallel"]
-)
+@pytest.mark.parametrize("case", ["TwoRanks.test_fsdp2", "FourRanks.test_hsdp_and_tensor_parallel"])
 def test_what_is_saved_is_loaded_bit_for_bit(shm: Path, case: str) -> None:
     done = run(shm, case)
     assert done.returncode == 0 and "\nRan 1 test in " in done.stderr and "\nOK\n" in done.stderr, done.stderr
