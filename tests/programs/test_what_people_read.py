@@ -97,29 +97,6 @@ def test_clean_of_all_jobs_asks_before_it_deletes_them(shm: Path) -> None:
     assert "freed" in call("clean", "--all", "--yes", "--memory", shm).stdout
 
 
-def test_a_job_that_is_not_there_is_named_with_those_that_are(shm: Path) -> None:
-    save(shm, "mine", 1)
-    for command in ("status", "list", "verify", "inspect 1"):
-        said = call(*command.split(), "--job", "nosuch", "--memory", shm, code=1).stderr
-        assert f"Error: job nosuch holds no memory in {shm} on " in said and said.endswith("; jobs here: mine\n")
-
-
-@pytest.mark.parametrize("command", ["scavenge DIR --job j", "heal --job j"])
-def test_of_a_live_job_it_is_said_that_it_is_alive_and_not_another_one(shm: Path, tmp_path: Path, command: str) -> None:
-    with mlflash.Checkpointer(job="j", memory=str(shm), redundancy="none") as ckpt:
-        ckpt.save(1, {"w": np.zeros(9)}).wait()
-        said = call(*command.replace("DIR", str(tmp_path / "d")).split(), "--memory", shm, code=1).stderr
-    assert "job j is alive on this node: end it first" in said and f"held by pid {os.getpid()}" in said
-    assert "Traceback" not in said
-
-
-@pytest.mark.parametrize("text", ["3.6", "0.5", "12.25B"])
-def test_a_part_of_a_byte_is_a_forgotten_unit(text: str) -> None:
-    said = call("plan", "--nodes", 2, "--bytes", text, code=2).stderr
-    assert "not a whole number of bytes: give a unit" in said and "12GiB" in said
-    assert "3.6 GiB" in call("plan", "--nodes", 2, "--bytes", "3.6GiB").stdout
-
-
 @pytest.mark.parametrize("form", ["hdf5", "dcp"])
 def test_verify_counts_all_files_of_a_drained_checkpoint(shm: Path, tmp_path: Path, form: str) -> None:
     where = ("--job", "j", "-d", tmp_path / "d", "--memory", shm)
