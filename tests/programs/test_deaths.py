@@ -16,7 +16,7 @@ from typing import Any
 
 import needs
 import pytest
-from harness import SUPPORT
+from harness import SUPPORT, read_records
 from processes import OPEN_MPI, by_open_mpi, free_port, runs
 from waiting import PATIENCE_S, until
 
@@ -91,8 +91,7 @@ class Job:
 
     def records(self, event: str) -> list[dict[str, Any]]:
         """What the ranks of this launch have written of an event."""
-        lines = [line for path in self.out.glob("rank*.jsonl") for line in path.read_text().splitlines()]
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+        return read_records(self.out, event)
 
     def wait_for(self, event: str, count: int) -> list[dict[str, Any]]:
         until(lambda: len(self.records(event)) >= count, f"{count} times {event} in {self.log}")

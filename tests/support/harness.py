@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import described, left_here, runs, started_by, state, uses
+from processes import described, free_port, left_here, runs, started_by, state, uses
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
@@ -171,6 +171,54 @@ class Cluster:
         return self.run(ranks, "support/worker.py", json.dumps(spec))
 
 
+def read_records(folder: Path, event: str = "") -> list[dict[str, Any]]:
+    """What ranks have written so far, of one event or of all."""
+    found = []
+    for path in sorted(folder.glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a rank died while it wrote
+                found.append(json.loads(line))
+    return [record for record in found if event in ("", record["event"])]
+
+
+class PlainRanks:
+    """Processes that no launcher has started: each only has what torchrun would tell it. Close them.
+
+    Args:
+        out: folder that gets their records and a log.
+        size: how many.
+        words: what each of them runs.
+        env: their environment, in which {rank} is the rank; None: that of this process.
+    """
+
+    def __init__(self, out: Path, size: int, words: Sequence[str], env: dict[str, str] | None = None):
+        self.out = out
+        names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "{rank}",
+                 "OUT": str(out), "OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}  # fmt: skip
+        with (out / "log").open("ab") as log:
+            self.processes = [
+                subprocess.Popen(words, stdout=log, stderr=log,
+                                 env={name: value.replace("{rank}", str(rank)) for name, value in names.items()})
+                for rank in range(size)
+            ]  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return (self.out / "log").read_text()
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        return read_records(self.out, event)
+
+    def wait(self) -> list[int]:
+        """The exit code of each."""
+        return [process.wait(PATIENCE_S) for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
 live: set[Launch] = set()
 
 
@@ -187,14 +235,7 @@ class Launch:
 
     def records(self) -> list[dict[str, Any]]:
         """What the ranks have written so far."""
-        found = []
-        for path in self.out.glob("rank*.jsonl"):
-            for line in path.read_text().splitlines():
-                try:
-                    found.append(json.loads(line))
-                except ValueError:  # a rank died while it wrote
-                    continue
-        return found
+        return read_records(self.out)
 
     def wait_for(self, event: str, count: int, timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
         """Wait until so many records of an event are there."""

@@ -24,6 +24,13 @@ def by_open_mpi(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, 
     return command, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
+def plain_environment(**more: object) -> dict[str, str]:
+    """That of this process without what launchers and mlflash are told by it, and with more."""
+    told = ("PMI", "OMPI", "SLURM", "MLFLASH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    return kept | {name: str(value) for name, value in more.items()}
+
+
 def started_by(pids: set[int]) -> set[int]:
     """Processes that these have started, and those have."""
     parents = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from digests import digests
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import Dataset, IterableDataset
 
 import mlflash
@@ -67,26 +65,6 @@ class Entry:
     has_processes: bool = False
     is_dear: bool = True
     unlike: str = ""
-
-
-def digests(value: Any, name: str = "") -> dict[str, str]:
-    """Of each leaf of a state or of results its class and bits, by path."""
-    found = {}
-    for path, leaf in tree_flatten_with_path(value)[0]:
-        at = name + keystr(path)
-        if callable(getattr(leaf, "state_dict", None)):
-            given = leaf.state_dict()
-            found.update(digests(given, at))
-            if isinstance(leaf, nn.Module):
-                found[f"{at} versions"] = repr(dict(given._metadata))
-        elif isinstance(leaf, (torch.Tensor, np.ndarray)):
-            local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-            raw = np.ascontiguousarray(local.detach().cpu().numpy() if isinstance(local, torch.Tensor) else local)
-            bits = hashlib.sha256(raw.tobytes()).hexdigest()[:16]
-            found[at] = f"{type(leaf).__name__} {leaf.dtype} {list(raw.shape)} {bits}"
-        else:
-            found[at] = f"{type(leaf).__name__} {leaf!r}"
-    return found
 
 
 def devices() -> list[torch.device]:

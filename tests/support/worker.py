@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import functools
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -70,7 +69,7 @@ def update(state: dict[str, object], new: dict[str, object]) -> None:
 
 
 def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "",
-          busy: bool = False, pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0, grow_at: int = 0,
+          pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0, grow_at: int = 0,
           load: bool = False, one_by_one: bool = False, traps: Sequence[dict[str, object]] = (), strict: bool = True,
           alike: bool = False, goes_on: bool = False, options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Restore, check the bits, train to the last step with a save after each, and perhaps die.
@@ -118,8 +117,8 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
             snapshot = ckpt.save(step, state)
             update(state, wanted(step + 1000))  # at once, as the promise says
             if step == die_at and (die == "all" or die_rank == RANK):
-                die_of(die, snapshot, busy)
-            compute(pause)
+                die_of(die, snapshot)
+            take(pause)
             if one_by_one:
                 wait_for(snapshot, goes_on)
             pending = note_committed([*pending, snapshot])
@@ -148,21 +147,13 @@ def wait_for(snapshot: mlflash.Snapshot, goes_on: bool) -> None:
         note("failed", step=snapshot.step, error=str(error))
 
 
-def compute(seconds: float) -> None:
-    """Keep a core busy, as training does."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        np.dot(np.ones((100, 100)), np.ones((100, 100)))
-
-
-def die_of(how: str, snapshot: mlflash.Snapshot, busy: bool) -> None:
+def die_of(how: str, snapshot: mlflash.Snapshot) -> None:
     """Die in the moment that `train` was told."""
     if how == "saved":
         kill_my_node(wipe=True)
     elif how == "committed":
         while not snapshot.committed:
-            if busy:
-                np.dot(np.ones((200, 200)), np.ones((200, 200)))
+            pass
         kill_my_node(wipe=True)
     elif how == "all":
         snapshot.wait()
@@ -274,9 +265,6 @@ def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequ
         verbs: with arguments, see `_Follower`.
     """
     set_traps(traps, RANK)
-    if os.environ.get("LOG_ALL"):
-        logging.basicConfig(level=logging.DEBUG, filename=OUT / f"log{RANK}", format="%(message)s")
-        logging.getLogger("mlflash").addHandler(logging.lastResort)
     ckpt = mlflash.Checkpointer(**(options or {}))
     follower = _Follower(ckpt, nbytes, str((options or {}).get("directory", "")))
     for verb, *given in [["restore"], *verbs]:

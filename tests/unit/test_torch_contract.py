@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch_table
+from digests import digests
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves
-from torch_table import OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, digests, made, of_kind
+from torch_table import OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, made, of_kind
 from unit.stored import Store
 
 from mlflash.errors import StateError
