@@ -146,11 +146,9 @@ class Memory:
         return self._survival.survives(nodes if whole else self.broken | nodes) and (whole or not self.lost)
 
     def keep(self, step: int) -> None:
-        """A step is whole again in all its places."""
         self.broken, self.promised, self.lost = set(), step, False
 
     def lose(self, nodes: set[int]) -> None:
-        """Something on these nodes is gone."""
         if not self.covers(nodes):
             self.lost, self.promised = True, None
         self.broken |= nodes

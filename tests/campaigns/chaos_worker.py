@@ -22,7 +22,6 @@ os.environ["CHAOS_RANK"] = str(COMM.rank)  # of what this process starts, for ch
 
 
 def note(event: str, **fields: object) -> None:
-    """Write one record, with its time."""
     records.note(event, COMM.rank, at=time.time(), **fields)
 
 
@@ -53,7 +52,6 @@ class Exchange:
 
 
 def note_ended(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
-    """Note the saves that have ended, and give the others."""
     for snapshot in [s for s in pending if s.done]:
         if snapshot.committed:
             note("committed", step=snapshot.step)

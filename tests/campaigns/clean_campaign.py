@@ -21,8 +21,6 @@ _WORDS, _LONG, _WIDE, _RATE = 64, 16, 32, 3e-3
 
 
 class Experts(nn.Module):
-    """A layer of which each token takes one part."""
-
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(_WIDE, 4)
@@ -67,7 +65,6 @@ def step_in_float32(model: nn.Module, masters: list[torch.Tensor], optimizer: to
 
 
 def train(kind: str, steps: int) -> int:
-    """Train and save each step; gives at how many something was called suspect."""
     torch.manual_seed(0)
     model = Model(has_experts=kind == "moe")
     if kind == "bf16":

@@ -114,8 +114,6 @@ def draw_until(rng: random.Random, tensors: tuple[str, ...], seen: bool, stuck: 
 
 
 class Heard(logging.Handler):
-    """What mlflash says on this rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -295,7 +293,6 @@ def in_a_file(trial: Trial, rng: random.Random) -> dict[str, bool]:
 
 
 def run(row: str, trial: Callable[[bool], Trial], rng: random.Random) -> dict[str, bool]:
-    """Run one trial of a class."""
     match row.split(":")[0]:
         case "weight":
             return in_values(trial(False), draw_until(rng, WEIGHTS, seen=True))

@@ -224,7 +224,6 @@ class Job:
         }
 
     def _check_digests(self) -> bool:
-        """Whether what all ranks have gone on from has the right bits."""
         for rank, expected in enumerate(self._expected):
             path = self._run.out / f"digests-{rank}"
             for line in path.read_text().splitlines():
@@ -254,7 +253,6 @@ def reference(folder: Path, ranks: int, last: int, model: str) -> list[dict[int,
 
 
 def line(one: dict[str, Any]) -> str:
-    """One fault."""
     what = f"{one['job']}: {one.get('fault', one['kind'])} of {one.get('ranks', '?')}: "
     if "wrong" in one:
         return what + "WRONG: " + one["wrong"]

@@ -70,7 +70,6 @@ class Watch:
 
 
 def stacks() -> str:
-    """What each thread of this process is doing."""
     names = {one.ident: one.name for one in threading.enumerate()}
     found = [(names.get(ident, "?"), frame) for ident, frame in sys._current_frames().items()
              if ident != threading.get_ident()]  # fmt: skip

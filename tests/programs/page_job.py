@@ -38,7 +38,6 @@ def run(script: str, job: str, stop: int | None) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
 
     def look(*_: object) -> None:
-        """Before each step of the optimizer."""
         step = names["step"]
         if "x" in names:  # a block about data
             note("step", case=job, step=step, weights=digests(names["model"]), x=names["x"].tolist())

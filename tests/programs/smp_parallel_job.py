@@ -156,7 +156,6 @@ def group_of(model: torch.nn.Module, part: str | None = None) -> Any:
 
 
 def main(last: int, die: int) -> None:
-    """Load each kind, train and save all of them; see above."""
     rank, found = dist.get_rank(), dict[str, int | None]()
     runs = {make.__name__: make(seed=0 if die >= 0 else 1) for make in KINDS}  # only a load makes the weights right
     with fsdp.Checkpoints(timeout_s=30) as checkpoints:

@@ -54,7 +54,6 @@ def run(shm: Path, *arguments: object, code: int = 0) -> Result:
 
 
 def document(shm: Path, *arguments: object, code: int = 0) -> Any:
-    """What a command says as JSON, alone on stdout."""
     return json.loads(run(shm, *arguments, "--json", code=code).stdout)
 
 

@@ -125,8 +125,6 @@ def test_a_command_mistyped_is_told_its_name() -> None:
 
 
 class Terminal:
-    """A shell at a terminal, as a user has it."""
-
     def __init__(self, descriptor: int):
         self.text, self.fd = "", descriptor
 

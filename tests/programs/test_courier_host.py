@@ -49,7 +49,6 @@ class Job:
         return self.hosts[-1]
 
     def start(self, **spec: Any) -> None:
-        """Start the trainers."""
         self._launches += 1
         out = self.root / f"out-{self._launches}"
         out.mkdir()
@@ -59,7 +58,6 @@ class Job:
         self.trainers = self.ranks.processes
 
     def zygotes(self) -> list[couriers.Running]:
-        """The zygotes of the trainers."""
         pids = {trainer.pid for trainer in self.trainers}
         return [one for one in couriers.running() if one.trainer in pids and one.parent in pids]
 

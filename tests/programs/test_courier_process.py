@@ -29,8 +29,6 @@ LARGEST = 60_000_000  # bytes
 
 
 class Jobs:
-    """Launches of one job, one after the other."""
-
     def __init__(self, shm: Path):
         self._shm, self._launches = shm, 0
 
@@ -48,13 +46,11 @@ class Jobs:
         return Launch(command, environment, out)
 
     def run(self, ranks: int, program: str = "train", **spec: Any) -> Result:
-        """The same, to its end."""
         result = self.start(ranks, program, **spec).wait()
         assert not result.returncode, result.log
         return result
 
     def slot_bytes(self, node: int) -> int:
-        """How much the slots of a node take."""
         return sum(path.stat().st_size for path in self._shm.glob(f"mlflash-*/j/node{node}/slot-*"))
 
 

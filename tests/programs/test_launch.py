@@ -35,8 +35,6 @@ def lives(pid: int) -> bool:
 
 
 class Job:
-    """Trainers of one job, and what they write."""
-
     def __init__(self, folder: Path):
         self.folder = folder
         self.started: list[subprocess.Popen[bytes]] = []

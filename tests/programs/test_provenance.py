@@ -94,7 +94,6 @@ def signed(drained: dict[bool, Path], tmp_path: Path) -> Path:
 
 
 def verify(directory: Path, shm: Path, *arguments: object, code: int) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH_")}
     done = subprocess.run(
         [MLFLASH, "verify", "--job", "none", "-d", directory, "--memory", shm, *map(str, arguments)],

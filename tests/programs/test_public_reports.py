@@ -22,7 +22,6 @@ def options(memory: Path) -> dict[str, Any]:
 
 
 def finish(drained: dict[str, Any], last: int) -> int | None:
-    """Train to a step, with a save every 10 steps; return the step that it begins after."""
     state = {"w": np.zeros(9, int)}
     with Checkpointer(**drained) as ckpt:
         begun = ckpt.restore(state)

@@ -20,7 +20,6 @@ def section(title: str) -> str:
 
 
 def commands(title: str) -> list[str]:
-    """The commands in the shell blocks of a section."""
     return [
         line for block in re.findall(r"^```sh\n(.*?)^```", section(title), re.M | re.S) for line in block.splitlines()
     ]

@@ -23,7 +23,6 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 
 
 def call(*words: object, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command, and expect an exit code."""
     done = subprocess.run([MLFLASH, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
                           **more)  # fmt: skip
     assert done.returncode == code, (done.stdout, done.stderr)
@@ -38,7 +37,6 @@ def save(memory: Path, job: str, *steps: int, **options: Any) -> None:
 
 
 def read_until(terminal: int, mark: bytes) -> bytes:
-    """Read what is printed in a terminal until it has asked something."""
     said = b""
     while mark not in said:
         assert select.select([terminal], [], [], PATIENCE_S)[0], said

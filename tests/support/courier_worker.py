@@ -32,7 +32,6 @@ def state_at(step: int) -> dict[str, Any]:
 
 
 def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states are equal, bit for bit."""
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
@@ -303,7 +302,6 @@ def look(ckpt: mlflash.Checkpointer) -> int:
 
 
 def only_look(settings: dict[str, Any]) -> None:
-    """Restore."""
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
         look(ckpt)
 

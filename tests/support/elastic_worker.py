@@ -31,7 +31,6 @@ def whole_at(step: int) -> torch.Tensor:
 
 
 def state_at(step: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """This rank's part of it."""
     return {"weights": distribute_tensor(whole_at(step), mesh, [Shard(0)], src_data_rank=None), "step": step}
 
 

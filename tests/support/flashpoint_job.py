@@ -47,7 +47,6 @@ class Training:
         self.step = 0
 
     def train(self, last: int) -> None:
-        """Train to a step."""
         while self.step < last:
             self.step += 1
             numbers = torch.Generator().manual_seed(100 * self.step + dist.get_rank())
@@ -56,12 +55,10 @@ class Training:
             self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and loaded into."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded."""
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.step = state["step"]
 

@@ -69,14 +69,12 @@ class Trainers:
             return False
 
     def end(self, pids: Sequence[int]) -> None:
-        """Kill trainers, and wait for their ends."""
         for pid in filter(self.run, pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not any(map(self.run, pids)), "the end of the trainers that were killed")
 
     def close(self) -> None:
-        """Kill all trainers, and end the process that forks."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self.end(self._pids)

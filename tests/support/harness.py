@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import described, free_port, left_here, runs, started_by, state, uses
+from processes import described, free_port, left_here, runs, started_by, state, uses, with_variable
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
@@ -56,14 +56,7 @@ def own_memory() -> Iterator[Path]:
 
 def _kill_orphans(path: Path) -> None:
     """Kill couriers that outlive their trainers, whose records are below a path."""
-    mine = f"OUT={path}/".encode()
-    pids = set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if any(one.startswith(mine) for one in environ.read_bytes().split(b"\0")):
-                pids.add(int(environ.parent.name))
-        except OSError:  # it ended meanwhile
-            continue
+    pids = with_variable(f"\0OUT={path}/")
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -72,8 +65,6 @@ def _kill_orphans(path: Path) -> None:
 
 @dataclasses.dataclass
 class Result:
-    """How a launch ended."""
-
     returncode: int
     log: str
     records: list[dict[str, Any]]  # what the ranks wrote, in no order
@@ -84,7 +75,6 @@ class Result:
         return [record["mpi"] for record in self.of("libraries")]
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """The records of one event, by rank."""
         return sorted((r for r in self.records if r["event"] == event), key=lambda r: r["rank"])
 
 
@@ -106,11 +96,9 @@ class Cluster:
         self.launches = 0
 
     def node(self, k: int) -> Path:
-        """Directory of an emulated node."""
         return self.root / f"mlflash-{UID}" / self.job / f"node{k}"
 
     def wipe(self, *nodes: int) -> None:
-        """Lose the memory of nodes."""
         for k in nodes:
             shutil.rmtree(self.node(k))
 
@@ -122,7 +110,6 @@ class Cluster:
             self.node(k).with_name(f"moving{k}").rename(self.node(to))
 
     def slot_files(self) -> list[Path]:
-        """All slot files of all nodes."""
         return sorted(self.root.glob(f"mlflash-{UID}/{self.job}/node*/slot-*"))
 
     def start(
@@ -163,7 +150,6 @@ class Cluster:
         self, ranks: int, script: str, *args: str, timeout: float = PATIENCE_S, env: dict[str, str] | None = None,
         launcher: str = "mpiexec",
     ) -> Result:  # fmt: skip
-        """Start a script and wait for its end."""
         return self.start(ranks, script, *args, env=env, launcher=launcher).wait(timeout)
 
     def train(self, ranks: int, **spec: object) -> Result:
@@ -234,7 +220,6 @@ class Launch:
         live.add(self)
 
     def records(self) -> list[dict[str, Any]]:
-        """What the ranks have written so far."""
         return read_records(self.out)
 
     def wait_for(self, event: str, count: int, timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
@@ -257,7 +242,6 @@ class Launch:
         raise AssertionError(f"no {count} x {event!r}:\n{state}")
 
     def pids(self) -> dict[int, int]:
-        """Process of each rank."""
         return {r["rank"]: r["pid"] for r in self.records() if r["event"] == "start"}
 
     def signal(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
@@ -270,7 +254,6 @@ class Launch:
                 pass
 
     def running(self) -> bool:
-        """Whether mpiexec still runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:
@@ -327,7 +310,6 @@ class Launch:
                 self._process.wait(_LOOK_S)
 
     def _lives(self) -> bool:
-        """Whether any rank does."""
         return any(map(_alive, self.pids().values()))
 
     def _kill_what_is_left(self) -> None:
@@ -341,12 +323,7 @@ class Launch:
 
     def _started(self) -> set[int]:
         """All processes of this launch, whoever is their parent now."""
-        mine, found = f"OUT={self.out}".encode(), set()
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                if mine in environ.read_bytes().split(b"\0"):
-                    found.add(int(environ.parent.name))
-        return found
+        return with_variable(f"\0OUT={self.out}\0")
 
     def _sweep(self) -> None:
         """Delete what MPI left in /dev/shm because its processes were killed; nothing that is still mapped."""

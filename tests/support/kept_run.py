@@ -48,7 +48,6 @@ class Kept(Results):
         raise NotImplementedError
 
     def close(self) -> None:
-        """End it."""
         raise NotImplementedError
 
     def steps(self, rank: int) -> list[list[str]]:
@@ -57,7 +56,6 @@ class Kept(Results):
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def last_step(self, rank: int) -> list[str]:
-        """What it has noted of the last one."""
         with (self.out / f"steps-{rank}").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
             return file.read().decode().splitlines()[-1].split()
@@ -67,7 +65,6 @@ class Kept(Results):
               lambda: f"step {step}:\n{self.log()}")  # fmt: skip
 
     def host_of(self, rank: int) -> str:
-        """Where the last step of a rank was done."""
         return self.last_step(rank)[4]
 
     def process_of(self, rank: int) -> int | None:
@@ -166,7 +163,6 @@ def uninterrupted(out: Path, ranks: int, last: int, **training: Any) -> list[str
 
 
 def number_inside(pid: int) -> str:
-    """The number of a process in its own node."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

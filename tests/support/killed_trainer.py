@@ -104,7 +104,6 @@ class Training:
         note("restored", step=step, launch=launch, wrong=wrong)
 
     def save(self) -> None:
-        """Save the next step, and wait until it is committed."""
         self._wait(self._save())
 
     def save_two(self) -> None:
@@ -129,7 +128,6 @@ class Training:
         self._state = self._at(self._step, self._launch)
 
     def drain(self) -> None:
-        """Drain what was committed last, to the end."""
         drain = self._ckpt.drain()
         drain.wait(PATIENCE_S)
         note("drained", step=drain.step)

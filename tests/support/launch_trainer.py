@@ -138,7 +138,6 @@ def alone_in_init() -> None:
 
 
 def begin_soon(couriers: Couriers) -> bool:
-    """Whether the next epoch has begun within a short time."""
     try:
         couriers.next_epoch(options["up_s"])
     except DeadlineExceeded:
@@ -147,7 +146,6 @@ def begin_soon(couriers: Couriers) -> bool:
 
 
 def zygotes_killed() -> None:
-    """The zygotes of the ranks named are killed, one after the other."""
     couriers = start()
     pids, segments = [os.getpid()], set()
     for number in range(len(options["killed"]) + 1):
@@ -164,7 +162,6 @@ def zygotes_killed() -> None:
 
 
 def fails() -> None:
-    """Says why it cannot start."""
     try:
         start()
     except MlflashError as error:

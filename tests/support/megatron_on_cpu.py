@@ -72,7 +72,6 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def on_cpu(others: Iterable[tuple[Any, str, Any]] = ()) -> Iterator[None]:
-    """Let Megatron run here without CUDA; others are replaced, too."""
     random = sys.modules["megatron.core.tensor_parallel.random"]
     more = [
         (random, "_get_cuda_rng_state", lambda **kwargs: torch.get_rng_state()),
@@ -114,7 +113,6 @@ VOCABULARY, LENGTH = 128, 16
 
 
 def _parallel(**sizes: Any) -> None:
-    """Begin a training on all ranks of torch.distributed."""
     parallel_state.destroy_model_parallel()  # of the training before
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.get_cuda_rng_tracker().reset()
@@ -190,7 +188,6 @@ class Training:
         return {"model": model, "optimizer": optimizer, "rng_state": numbers, "iteration": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded."""
         self.model.module.load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])

@@ -45,6 +45,16 @@ def started_by(pids: set[int]) -> set[int]:
     return found
 
 
+def with_variable(text: str) -> set[int]:
+    """Processes whose environment has some text, in which zero bytes stand around each variable."""
+    found = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
+            if text.encode() in b"\0" + environ.read_bytes():
+                found.add(int(environ.parent.name))
+    return found
+
+
 def left_here() -> set[int]:
     """Processes that this one has started, and those have, but for a courier of its own, which lives as long as it."""
     return {pid for pid in started_by({os.getpid()}) if (parent_and_trainer(Path(f"/proc/{pid}")) or (0, 0))[1]

@@ -29,7 +29,6 @@ class Results:
         out.mkdir(exist_ok=True)
 
     def ends(self) -> list[dict[str, Any]]:
-        """What each rank wrote at its end."""
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -38,11 +37,9 @@ class Results:
         return [line for line in lines if line["event"] == name]
 
     def log(self) -> str:
-        """What the run has printed."""
         raise NotImplementedError
 
     def wait_for_step(self, step: int, timeout: float = PATIENCE_S) -> None:
-        """Wait until rank 0 has saved a step."""
         until(lambda: self._step() >= step, lambda: f"step {step}:\n{self.log()}", timeout)
 
     def _step(self) -> int:

@@ -68,7 +68,6 @@ class Entry:
 
 
 def devices() -> list[torch.device]:
-    """The CPU, and each GPU that is here."""
     return [torch.device("cpu"), *(torch.device("cuda", n) for n in range(torch.cuda.device_count()))]
 
 
@@ -132,7 +131,6 @@ class Learning(Training):
 
 
 def spread(kind: str, model: nn.Module) -> Any:
-    """Spread a model over all ranks; the model itself is what is saved."""
     if kind == DDP:
         return nn.parallel.DistributedDataParallel(model)
     if kind == FSDP2:
@@ -197,8 +195,6 @@ _OF_SOME: dict[str, Callable[[], nn.Module]] = {  # a model that they take
 
 
 class Parts(nn.Module):
-    """Parameters of many optimizers."""
-
     def __init__(self, names: Iterable[str]):
         super().__init__()
         for name in names:
@@ -222,8 +218,6 @@ def sequences(kind: str, first: str) -> Training:
 
 
 class Counting(nn.Module):
-    """Has an extra state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.seen, self.mean = nn.Linear(3, 2), 0, torch.zeros(3)
@@ -286,8 +280,6 @@ def versioned(kind: str, name: str) -> Training:
 
 
 class Averaged(Learning):
-    """A model, and the average of what it has been."""
-
     def __init__(self, kind: str, options: State):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         average = swa_utils.AveragedModel(model, **options)
@@ -323,8 +315,6 @@ class Scaled(Learning):
 
 
 class Drawing(Training):
-    """Draws from all global generators of this process."""
-
     def __init__(self, kind: str) -> None:
         self.state = {"rng": mlflash.rng()}
 
@@ -347,8 +337,6 @@ class Generator:
 
 
 class DrawingOwn(Training):
-    """Draws from a generator of its own on each device."""
-
     def __init__(self, kind: str) -> None:
         self.state = {str(device): Generator(device) for device in devices()}
 
@@ -561,8 +549,6 @@ def stepped(name: str, training: Training, number: int) -> dict[str, str]:
 
 
 class Odd(Counting):
-    """Has an extra state that is a set."""
-
     def get_extra_state(self) -> Any:
         return {1, 2}
 

@@ -130,7 +130,6 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
 
 
 def note_committed(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
-    """Note the saves that are committed, and give the others."""
     committed = [snapshot for snapshot in pending if snapshot.committed]
     for snapshot in committed:
         note("committed", step=snapshot.step)
@@ -148,7 +147,6 @@ def wait_for(snapshot: mlflash.Snapshot, goes_on: bool) -> None:
 
 
 def die_of(how: str, snapshot: mlflash.Snapshot) -> None:
-    """Die in the moment that `train` was told."""
     if how == "saved":
         kill_my_node(wipe=True)
     elif how == "committed":
@@ -297,7 +295,6 @@ class _Follower:
         self._state["common"][:] = new["common"]
 
     def restore(self) -> None:
-        """Restore the newest."""
         try:
             step = self._ckpt.restore(self._state)
         except mlflash.errors.Unrestorable as error:
@@ -341,11 +338,9 @@ class _Follower:
         self._state = self._wanted(self._step + 1)
 
     def begin_drain(self) -> None:
-        """Begin a drain and go on."""
         self._drain = self._ckpt.drain()
 
     def end_drain(self) -> None:
-        """Wait for that drain."""
         error = ""
         try:
             self._drain.wait(40)
@@ -354,23 +349,19 @@ class _Follower:
         note("drain", step=self._drain.step, path=self._drain.path, error=error)
 
     def drain(self) -> None:
-        """Drain what was committed last, to the end."""
         self.begin_drain()
         self.end_drain()
 
     def save_while_it_drains(self) -> None:
-        """Save until that drain has ended on all ranks."""
         while not all(COMM.allgather(self._drain.done)):
             self.save()
         self.end_drain()
 
     def save_until(self, file: str) -> None:
-        """Save until there is such a file among the records."""
         while not COMM.bcast((OUT / file).exists()):
             self.save(pause=0.01)
 
     def wait_drained(self, timeout_s: float | None = None) -> None:
-        """Wait for whatever drains."""
         started, error = time.monotonic(), ""
         try:
             self._ckpt.wait_drained(timeout_s)
@@ -394,7 +385,6 @@ class _Follower:
         COMM.Barrier()
 
     def look(self, name: str) -> None:
-        """Note what is in the directory."""
         COMM.Barrier()
         if RANK == 0:
             top = Path(self._directory)
