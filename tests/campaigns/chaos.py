@@ -174,16 +174,7 @@ class Outcome:
 
 
 class Chaos:
-    """A job under attack.
-
-    Args:
-        seed: of what is done to it.
-        ranks: number of ranks.
-        ranks_per_node: ranks on each emulated node.
-        transport: p2p or rma.
-        redundancy: the scheme.
-        root: directory in memory, of this run's own.
-    """
+    """A job under attack, which a seed decides."""
 
     def __init__(self, seed: int, ranks: int, ranks_per_node: int, transport: str, redundancy: str, root: Path):
         self.seed, self.ranks, self.redundancy = seed, ranks, redundancy

@@ -27,13 +27,7 @@ class Failure(Exception):
 
 
 class Attacked:
-    """A launch, from its start to the end of its last process.
-
-    Args:
-        cluster: where it runs.
-        ranks: how many.
-        arguments: what the rank program gets.
-    """
+    """A launch, from its start to the end of its last process."""
 
     def __init__(self, cluster: Cluster, ranks: int, arguments: str):
         self.number = cluster.launches + 1

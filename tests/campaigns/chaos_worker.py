@@ -61,13 +61,7 @@ def note_ended(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
 
 
 def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
-    """Restore and train.
-
-    Args:
-        every: steps between two saves.
-        timeout_s, redundancy: the Checkpointer's.
-        pace_s: how long a step sleeps, seconds.
-    """
+    """Restore and train."""
     training, exchange = Training(COMM.rank, np.random), Exchange()
     state = {"training": training, "rng": mlflash.rng()}
     progress = os.open(OUT / f"progress{COMM.rank}", os.O_WRONLY | os.O_CREAT)

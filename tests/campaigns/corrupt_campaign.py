@@ -123,13 +123,7 @@ class Heard(logging.Handler):
 
 
 class Trial:
-    """One run with a fault, and what became of it.
-
-    Args:
-        root: the memory, which is empty.
-        heard: what is said.
-        alike: whether all ranks hold the same.
-    """
+    """One run with a fault in an empty memory, and what became of it; ``alike``: all ranks hold the same."""
 
     def __init__(self, root: Path, heard: Heard, alike: bool = False):
         self.root, self.alike, self.heard = root, alike, heard

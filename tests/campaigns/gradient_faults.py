@@ -25,12 +25,7 @@ SIZES = {"0.weight": 32 * 16, "0.bias": 32, "2.weight": 32, "2.bias": 1}
 
 
 class Bit:
-    """Flips a bit in the gradient of a parameter, once and where it is armed, before gradients are reduced.
-
-    Args:
-        parameter: whose.
-        index, bit: of which value of it, and which bit.
-    """
+    """Flips a bit in the gradient of a parameter, once and where it is armed, before gradients are reduced."""
 
     def __init__(self, parameter: nn.Parameter, index: int, bit: int):
         self.is_armed, self._index, self._bit = False, index, bit
@@ -47,14 +42,7 @@ class Bit:
 
 
 def training(fault: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Train, in a job of all ranks, and give the state after each step. Collective.
-
-    Args:
-        fault: `corrupt_campaign.Fault`; None: there is none.
-
-    Raises:
-        ReplayMismatch: a replay has found it.
-    """
+    """Train with a fault or none, in a job of all ranks, and give the state after each step. Collective."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     bit = Bit(model.get_parameter(fault.tensor), fault.index, fault.bit) if fault and fault.rank == RANK else None

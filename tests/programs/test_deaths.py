@@ -52,12 +52,7 @@ class Job:
         self._terminals: list[int] = []
 
     def start(self, timeout_s: float = PATIENCE_S, **spec: Any) -> None:
-        """Launch it.
-
-        Args:
-            timeout_s: of its Checkpointer.
-            spec: of `dying_trainer.main`.
-        """
+        """Launch it with the spec of `dying_trainer.main`."""
         self._launches += 1
         self.out = self._root / f"out-{self._launches}"
         self.out.mkdir()

@@ -92,11 +92,7 @@ class Row:
 
 
 def read(path: Path) -> list[Difference]:
-    """Read a list of expected differences.
-
-    Raises:
-        ValueError: a line is not test, text and reason.
-    """
+    """Read a list of expected differences."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip() or line.startswith("#"):

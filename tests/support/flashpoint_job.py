@@ -32,11 +32,7 @@ BASE = "/tmp/mlf-jobs/job-145"  # a name
 
 
 class Training:
-    """A small model, sharded by FSDP2, in training.
-
-    Args:
-        seed: of its first weights.
-    """
+    """A small model, sharded by FSDP2, in training."""
 
     def __init__(self, seed: int):
         torch.manual_seed(seed)

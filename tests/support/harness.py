@@ -79,13 +79,7 @@ class Result:
 
 
 class Cluster:
-    """Emulated nodes on this machine and the jobs that run on them, one after the other.
-
-    Args:
-        root: directory of a memory file system, of this cluster's own.
-        out: directory for the records of the ranks; ``root`` as a rule.
-        ranks_per_node: ranks per emulated node.
-    """
+    """Emulated nodes on this machine, in a directory of a memory file system, and their jobs, one after the other."""
 
     def __init__(self, root: Path, ranks_per_node: int = 1, job: str = "j", transport: str = "p2p",
                  out: Path | None = None):  # fmt: skip
@@ -377,11 +371,7 @@ def _alive(pid: int) -> bool:
 
 
 class Memories:
-    """What jobs left in memory that were killed: made once for each kind of job, and copied for each test.
-
-    Args:
-        root: directory of a memory file system, of its own.
-    """
+    """What jobs left in memory that were killed: made once for each kind of job, and copied for each test."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -422,11 +412,7 @@ def _train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] 
 
 
 def assert_unrestorable(result: Result, ranks: int, **reasons: str) -> None:
-    """All ranks were told that checkpoints are there, and why none can be used; no state was changed.
-
-    Args:
-        reasons: of each step (``step_3=``), a pattern of why.
-    """
+    """All ranks heard why no checkpoint can be used (``step_3=`` is a pattern), and no state was changed."""
     told = result.of("unrestorable")
     assert [r["rank"] for r in told] == list(range(ranks)) and not result.of("restored"), result.log
     assert all((r["reasons"], r["wrong"]) == (told[0]["reasons"], []) for r in told), result.log

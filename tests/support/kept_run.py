@@ -31,13 +31,7 @@ _ENV = {"FI_PROVIDER": "tcp", "MPIR_CVAR_CH4_NETMOD": "ofi", "OMP_NUM_THREADS": 
 
 
 class Kept(Results):
-    """What such a training writes.
-
-    Args:
-        nodes: that it runs on.
-        out: the folder.
-        ranks: how many there are, one on each node.
-    """
+    """What a training writes that has one rank on each node."""
 
     def __init__(self, nodes: Nodes, out: Path, ranks: int):
         super().__init__(out)
@@ -79,14 +73,7 @@ class Kept(Results):
 
 
 class KeptRun(Kept):
-    """A run that was started on the head, by a remote shell. Close it.
-
-    Args:
-        nodes: that it runs on: some that train, and the rest, with processes that wait.
-        ranks: how many train, one on each node.
-        last: the last step.
-        training: see `kept_trainer`.
-    """
+    """A run that was started on the head, by a remote shell; nodes beyond the ranks wait. Close it."""
 
     def __init__(self, nodes: Nodes, ranks: int, last: int, **training: Any):
         super().__init__(nodes, nodes.path / "out", ranks)
@@ -121,12 +108,7 @@ class KeptRun(Kept):
 
 
 class KeptJob(Kept):
-    """A job of Slurm.
-
-    Args:
-        slurm: whose nodes are one more than the ranks.
-        ranks, last, training: see `KeptRun`.
-    """
+    """A job of Slurm, whose nodes are one more than the ranks."""
 
     def __init__(self, slurm: Slurm, ranks: int, last: int, **training: Any):
         super().__init__(slurm.nodes, slurm.path / "out", ranks)

@@ -133,11 +133,7 @@ class Training:
         note("drained", step=drain.step)
 
     def damage(self, kind: str, node: int, rank: int) -> None:
-        """Flip a byte of what a node holds of a rank, and wait until its courier has found that.
-
-        Args:
-            kind: own | copy | parity.
-        """
+        """Flip a byte of a node's own slot, copy or parity of a rank, and wait until its courier has found that."""
         if node != RANK:
             return
         folder = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"], f"node{node}")

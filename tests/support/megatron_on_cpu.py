@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import multiprocessing
 import sys
-import types
 import typing
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,15 +20,7 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from cuda_on_cpu import pretend
-
-
-class _Absent(types.ModuleType):
-    """A module of kernels that need Triton."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
+from left_out import leave_out
 
 
 def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
@@ -93,7 +84,7 @@ if not hasattr(typing, "override"):  # Megatron's training loop is for Python 3.
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.13 takes it
     np.product = np.prod  # type: ignore[attr-defined]
-sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", _Absent("paged_stash"))
+leave_out("megatron.core.transformer.moe.ops.paged_stash")  # kernels that need Triton
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core

@@ -127,11 +127,7 @@ class Schedule(CosineAnnealingScheduler):
 
 
 class Model(pl.LightningModule, io.IOMixin):
-    """A GPT of two layers.
-
-    Args:
-        config: of Megatron's.
-    """
+    """A GPT of two layers."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -18,11 +18,7 @@ WORKER = Path(__file__).with_name("run_worker.py")
 
 
 class Results:
-    """Reads a folder of results.
-
-    Attributes:
-        out: the folder.
-    """
+    """Reads a folder of results."""
 
     def __init__(self, out: Path):
         self.out = out

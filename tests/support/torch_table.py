@@ -32,11 +32,7 @@ State = dict[str, Any]
 
 
 class Training:
-    """What is saved of a training, and its steps.
-
-    Attributes:
-        state: of it, with live objects.
-    """
+    """The live objects that are saved of a training, and its steps."""
 
     state: State
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import select
-import sys
 from typing import Any
 
 from mlflash.wireup.courier_process import Courier
@@ -42,15 +40,3 @@ def pass_on(world: Any, nbytes: int) -> bool:
 def before_mpi(courier: Courier) -> None:
     """Never comes to MPI_Init, so that the others wait in theirs."""
     select.select([courier.trainer], [], [])
-
-
-def alone(courier: Courier) -> None:
-    """What the only rank of a job runs: it answers, and has no MPI."""
-    with courier.trainer.makefile("rw") as lines:
-        for line in lines:
-            command, *values = json.loads(line)
-            if command == "end":
-                break
-            has_mpi = courier.has_mpi or "PMI_FD" in os.environ or "mpi4py.MPI" in sys.modules
-            lines.write(json.dumps([courier.rank, len(courier.nodes), "MPI" if has_mpi else values[0]]) + "\n")
-            lines.flush()

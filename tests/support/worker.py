@@ -257,11 +257,7 @@ def courier_fails(traps: Sequence[dict[str, object]]) -> None:
 
 def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequence[dict[str, object]] = (),
            options: dict[str, object] | None = None) -> None:  # fmt: skip
-    """Restore, do what verbs say, one after the other on all ranks, and close; note what becomes of each.
-
-    Args:
-        verbs: with arguments, see `_Follower`.
-    """
+    """Restore, do what verbs (see `_Follower`) say on all ranks, and close; note what becomes of each."""
     set_traps(traps, RANK)
     ckpt = mlflash.Checkpointer(**(options or {}))
     follower = _Follower(ckpt, nbytes, str((options or {}).get("directory", "")))
