@@ -50,9 +50,6 @@ class Jobs:
         assert not result.returncode, result.log
         return result
 
-    def slot_bytes(self, node: int) -> int:
-        return sum(path.stat().st_size for path in self._shm.glob(f"mlflash-*/j/node{node}/slot-*"))
-
 
 @pytest.fixture
 def jobs(shm: Path) -> Jobs:

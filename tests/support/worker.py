@@ -353,10 +353,6 @@ class _Follower:
             self.save()
         self.end_drain()
 
-    def save_until(self, file: str) -> None:
-        while not COMM.bcast((OUT / file).exists()):
-            self.save(pause=0.01)
-
     def wait_drained(self, timeout_s: float | None = None) -> None:
         started, error = time.monotonic(), ""
         try:
