@@ -9,65 +9,184 @@ bit for bit what a run that nothing interrupts has at that step. At the end: the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import random
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import chaos_report
 from chaos_launch import DAMAGED, FAILED, WRONG, Attacked, Failure
-from chaos_plan import (
-    COURIER,
-    EARLY_LOSE,
-    FLIP,
-    KILL,
-    LOSE,
-    POWER,
-    STOP,
-    STOP_KILL,
-    TRAINER,
-    UNCOVERED,
-    ZYGOTE,
-    Event,
-    Memory,
-    event,
-)
 from chaos_training import Uninterrupted
 from harness import COURIER as USUAL
 from harness import Cluster
 from waiting import take
+
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.survival import of
+from mlflash.placement.topology import Topology
 
 EVERY = 10  # steps between two saves
 TIMEOUT_S = 10.0  # of the Checkpointer: some stops are longer; a busy machine does not take so long
 PACE_S = 0.003  # what a step sleeps, as if a device computed
 START_S = 90.0  # a launch must be restored by then, on a machine with more ranks than cores
 CATCH_UP_S = 45.0
+KILL = "kill a rank"
+LOSE = "lose a node"
+POWER = "lose a node, kill all"
+STOP = "stop a rank, go on"
+STOP_KILL = "stop a rank, kill it"
+EARLY = "kill during the start"
+EARLY_LOSE = "lose a node during the start"
+FLIP = "kill all, flip a bit"
+UNCOVERED = "lose both partners"
+TRAINER = "kill a trainer"  # its courier commits what it has
+COURIER = "kill a courier, go on"
+ZYGOTE = "kill a zygote, go on"
+_WEIGHTS = {KILL: 14, LOSE: 18, POWER: 14, STOP: 14, STOP_KILL: 8, EARLY: 10, EARLY_LOSE: 12, FLIP: 10, UNCOVERED: 3}
+_WHERE_PROCESSES = {TRAINER: 14, COURIER: 14, ZYGOTE: 6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One thing to do to the job.
+
+    Args:
+        kind: one of the names above.
+        rank: whom it hits; a node is lost with all its ranks.
+        delay_s: after the start of the launch where it is to hit the start, else after its first step.
+        after_save_s: wait then for the rank's next save, and for so long into it, seconds; None: do not.
+        stop_s: how long the rank is stopped, seconds.
+        spot: where a bit flips: file and place in it, as fractions.
+    """
+
+    kind: str
+    rank: int
+    delay_s: float
+    after_save_s: float | None
+    stop_s: float
+    spot: tuple[float, float, int]
+
+    @property
+    def during_start(self) -> bool:
+        return self.kind in (EARLY, EARLY_LOSE)
+
+
+def event(seed: int, number: int, ranks: int, start_s: float, courier: str = "thread") -> Event:
+    """Draw an event: the same for the same seed and number, whatever happened before.
+
+    Args:
+        start_s: how long a launch takes to its first step, seconds; those that hit the start come within it.
+        courier: what couriers are: a thread or a process.
+    """
+    dice = random.Random(f"{seed}/{number}")
+    weights = _WEIGHTS | (_WHERE_PROCESSES if courier == "process" else {})
+    kind = dice.choices(list(weights), list(weights.values()))[0]
+    rank, share = dice.randrange(ranks), dice.random()
+    # Half of those that hit the start come late in it: that is where slots are fetched and copies are made again.
+    late = dice.random() < 0.5
+    delay_s = start_s * (0.8 + 0.4 * share if late else 1.1 * share)
+    if kind not in (EARLY, EARLY_LOSE):
+        delay_s = share * (0.1 if dice.random() < 0.25 else 4.0)
+    stop_s = dice.uniform(2, 20) if kind == STOP else dice.uniform(0, 15)
+    after_save_s = dice.choice((None, dice.uniform(0, 0.01), dice.uniform(0, 0.1)))
+    return Event(kind, rank, delay_s, after_save_s, stop_s, (dice.random(), dice.random(), dice.randrange(8)))
+
+
+class Memory:
+    """What the nodes' memory must give, as far as the driver can know it.
+
+    Args:
+        ranks: number of ranks.
+        ranks_per_node: ranks on each node.
+        redundancy: the scheme.
+
+    Attributes:
+        nodes: number of nodes.
+        broken: nodes that lost something since all slots and copies were known to be in place.
+        promised: the newest step that must be restored, if not a newer one; None where nothing is promised.
+        lost: whether more was lost than is covered, so that it may be told that nothing can be restored.
+    """
+
+    def __init__(self, ranks: int, ranks_per_node: int, redundancy: str = "copy"):
+        node_of = tuple(rank // ranks_per_node for rank in range(ranks))
+        self.nodes = node_of[-1] + 1
+        topology = Topology(node_of, tuple(f"node{node}" for node in range(self.nodes)))
+        self.ranks_on = topology.ranks_on
+        placement = place(topology, parse(redundancy))
+        self._survival = of(topology, placement)
+        self._group = {node: group for group in placement.node_groups for node in group}
+        self.broken: set[int] = set()
+        self.promised: int | None = None
+        self.lost = False
+
+    def node(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self.ranks_on) if rank in ranks)
+
+    def uncovered(self, node: int) -> set[int]:
+        """A node and as many of its group as may not be lost with it."""
+        lost = [node]
+        for other in self._group[node]:
+            if self._survival.survives(lost) and other != node:
+                lost.append(other)
+        return set(lost)
+
+    def covers(self, nodes: set[int], whole: bool = False) -> bool:
+        """Whether these nodes may be lost too: every slot is still somewhere, or can be rebuilt.
+
+        Args:
+            whole: a step was seen in all its places since.
+        """
+        return self._survival.survives(nodes if whole else self.broken | nodes) and (whole or not self.lost)
+
+    def keep(self, step: int) -> None:
+        self.broken, self.promised, self.lost = set(), step, False
+
+    def lose(self, nodes: set[int]) -> None:
+        if not self.covers(nodes):
+            self.lost, self.promised = True, None
+        self.broken |= nodes
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of an event.
+
+    Attributes:
+        kind: of it.
+        reached: the last step before a kill.
+        killed_at: when that was.
+        steps_lost: by it; None: the launch had not got so far as to lose anything, or nobody was killed.
+        seconds: from the kill to the first new step, or from the end of what goes on to the next commit.
+    """
+
+    kind: str
+    reached: int = 0
+    killed_at: float = 0.0
+    steps_lost: int | None = None
+    seconds: float | None = None
 
 
 class Chaos:
-    """A job under attack.
-
-    Args:
-        seed: of what is done to it.
-        ranks: number of ranks.
-        ranks_per_node: ranks on each emulated node.
-        transport: p2p or rma.
-        redundancy: the scheme.
-        root: directory in memory, of this run's own.
-    """
+    """A job under attack, which a seed decides."""
 
     def __init__(self, seed: int, ranks: int, ranks_per_node: int, transport: str, redundancy: str, root: Path):
         self.seed, self.ranks, self.redundancy = seed, ranks, redundancy
         self.cluster = Cluster(root, ranks_per_node, transport=transport)
         self.memory = Memory(ranks, ranks_per_node, redundancy)
         self.truth = Uninterrupted(ranks, EVERY)
-        self.account = chaos_report.Account()
+        self.outcomes: list[Outcome] = []
+        self.due: list[Outcome] = []  # whose loss is known at the next restore
+        self.disturbed: set[int] = set()  # launches in which a rank was stopped or its courier killed: saves may fail
         self.usual_start_s = 3.0
-        self.due: list[chaos_report.Row] = []  # events whose loss is known at the next restore
         self.reached = 0
+        self.began = time.monotonic()
 
     def run(self, seconds: float) -> None:
         """Attack for so long, then let the job run to its end and compare."""
@@ -82,9 +201,7 @@ class Chaos:
 
     def start(self) -> Attacked:
         given = {"every": EVERY, "timeout_s": TIMEOUT_S, "pace_s": PACE_S, "redundancy": self.redundancy}
-        job = Attacked(self.cluster, self.ranks, json.dumps(given))
-        self.account.launches += 1
-        return job
+        return Attacked(self.cluster, self.ranks, json.dumps(given))
 
     def attack(self, job: Attacked, what: Event) -> Attacked | None:
         """Do one thing to the job; returns it where it still lives."""
@@ -125,21 +242,28 @@ class Chaos:
             if path.exists():  # a launch that was killed early may not have made it
                 shutil.rmtree(path)
         job.end()
-        row = chaos_report.Row(kind, sorted(hit), nodes)
         self.look_back(job, nodes)
+        detail = f"; memory of nodes {sorted(nodes)} wiped" if nodes else ""
         if kind == FLIP and not self.memory.broken and not self.memory.lost:
-            row.detail = self.flip(what)
-        self.account.killed(job, row, self.reached, self.memory)
-        self.due.append(row)
+            detail = f"; {self.flip(what)}"
+        outcome = Outcome(kind, self.reached, job.killed_at)
+        self.outcomes.append(outcome)
+        self.due.append(outcome)
+        self.say(job, f"{kind}: ranks {sorted(hit)}{detail} | step {self.reached}, committed {job.committed()}, "
+                      f"promised: {self.memory.promised}")  # fmt: skip
         return None
 
     def look_back(self, job: Attacked, lost: set[int]) -> None:
         """Check what a launch that ended has restored, and note what memory must give from now on."""
         if restored := self.check_restored(job):
-            first = [record["at"] for record in job.of("first step")]
-            self.account.restored(job, self.due, restored[0]["step"], max(first, default=None))
+            step, first = restored[0]["step"], [record["at"] for record in job.of("first step")]
+            for outcome in self.due:
+                outcome.seconds = max(first) - outcome.killed_at if first else None
+            if self.due:  # the others hit launches that had not got so far as to lose anything
+                self.due[0].steps_lost = max(0, self.due[0].reached - (step or 0))
             self.due = []
-            self.reached = max(job.reached(), restored[0]["step"] or 0)
+            self.reached = max(job.reached(), step or 0)
+            self.say(job, f"restored {step} on {len(restored)} ranks, bits right")
         if (step := job.whole()) is not None:
             self.memory.keep(step)
         self.memory.lose(lost)
@@ -160,7 +284,7 @@ class Chaos:
             for record in restored:
                 if (record["of_step"], record["digest"]) != (step or 0, right[record["rank"]]):
                     raise job.failure(f"rank {record['rank']} restored wrong bits for step {step}")
-        if job.of("failed") and not self.account.stops_in(job):
+        if job.of("failed") and job.number not in self.disturbed:
             raise job.failure("saves failed, though nobody was stopped")
         return restored
 
@@ -175,7 +299,11 @@ class Chaos:
         at, stopped_at = job.reached(), time.monotonic()
         job.signal({what.rank}, signal.SIGCONT)
         job.until(f"a commit after: {what.kind}", lambda: (job.committed() or 0) > at, CATCH_UP_S)
-        self.account.stopped(job, what, before, at, time.monotonic() - stopped_at)
+        seconds = time.monotonic() - stopped_at
+        self.disturbed.add(job.number)
+        self.outcomes.append(Outcome(what.kind, seconds=seconds))
+        late = ", past the deadline" if "is late" in job.log() else ""
+        self.say(job, f"{what.kind}: rank {what.rank}, from step {before} to {at}{late} | commit {seconds:.1f} s after")
 
     def flip(self, what: Event) -> str:
         """Flip one bit of one slot file; its node counts as broken until the next heal or commit."""
@@ -197,7 +325,7 @@ class Chaos:
         for text in WRONG:
             if text in DAMAGED and self.memory.broken:  # a bit was flipped: mlflash says so
                 continue
-            if text == FAILED and self.account.stops_in(job):  # MPI of one courier raises as another was killed
+            if text == FAILED and job.number in self.disturbed:  # MPI of one courier raises as another was killed
                 continue
             if text in log:
                 raise job.failure(f"{text!r} is in its log")
@@ -218,7 +346,23 @@ class Chaos:
             raise job.failure(f"the last step {step} was not committed, but {job.committed()}")
         if [end["digest"] for end in ends] != self.truth.digests(step):
             raise job.failure(f"the final state at step {step} is not that of an uninterrupted run")
-        self.account.final_step, self.account.equal = step, True
+        self.say(job, f"ended at step {step}, with the state of an uninterrupted run")
+
+    def say(self, job: Attacked, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:7.1f} s] launch {job.number}: {text}", flush=True)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """For each kind of event how often it was, the steps lost by it, and the seconds that it took."""
+    lines = [f"{'event':<30}{'times':>6}{'steps lost: mean':>18}{'most':>8}{'seconds: mean':>15}{'most':>7}"]
+    for kind in sorted({outcome.kind for outcome in outcomes}):
+        those = [outcome for outcome in outcomes if outcome.kind == kind]
+        cells = []
+        for values in ([one.steps_lost for one in those], [one.seconds for one in those]):
+            known = [value for value in values if value is not None]
+            cells += [f"{statistics.mean(known):.1f}", f"{max(known):.1f}"] if known else ["-", "-"]
+        lines.append(f"{kind:<30}{len(those):>6}{cells[0]:>18}{cells[1]:>8}{cells[2]:>15}{cells[3]:>7}")
+    return "\n".join([*lines, "seconds: from a kill to the first new step; where nobody dies, to the next commit"])
 
 
 def main() -> int:
@@ -229,7 +373,6 @@ def main() -> int:
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--transport", choices=("p2p", "rma"), default="p2p")
     parser.add_argument("--redundancy", default="copy")
-    parser.add_argument("--json", type=Path, help="file for the summary")
     given = parser.parse_args()
     if given.ranks <= given.ranks_per_node:
         parser.error("there must be two nodes or more: a single one has no copies")
@@ -243,12 +386,7 @@ def main() -> int:
         print(failure, file=sys.stderr)
     finally:
         shutil.rmtree(root)
-    print(chaos.account.table(), flush=True)
-    if given.json is not None:
-        options = {"seed": given.seed, "ranks": given.ranks, "ranks_per_node": given.ranks_per_node,
-                   "transport": given.transport, "redundancy": given.redundancy}  # fmt: skip
-        summary = {**options, **chaos.account.summary(), "failure": failure.partition("\n")[0]}
-        given.json.write_text(json.dumps(summary, indent=2) + "\n")
+    print(table(chaos.outcomes), flush=True)
     return int(bool(failure))
 
 

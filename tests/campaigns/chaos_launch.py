@@ -27,13 +27,7 @@ class Failure(Exception):
 
 
 class Attacked:
-    """A launch, from its start to the end of its last process.
-
-    Args:
-        cluster: where it runs.
-        ranks: how many.
-        arguments: what the rank program gets.
-    """
+    """A launch, from its start to the end of its last process."""
 
     def __init__(self, cluster: Cluster, ranks: int, arguments: str):
         self.number = cluster.launches + 1
@@ -47,7 +41,6 @@ class Attacked:
     # What the ranks say
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """The notes of one event, by rank."""
         found = [record for record in self.launch.records() if record["event"] == event]
         return sorted(found, key=lambda record: record["rank"])
 
@@ -62,7 +55,6 @@ class Attacked:
         self.until("a step that is saved", lambda: int(path.read_text() or 1) % every == 0, _END_S)
 
     def committed(self) -> int | None:
-        """The newest step that any rank has seen committed."""
         return max((record["step"] for record in self.of("committed")), default=None)
 
     def whole(self) -> int | None:
@@ -117,16 +109,13 @@ class Attacked:
         until(lambda: pid not in self.processes(), f"the end of a {part}")
 
     def end_trainers(self) -> None:
-        """Do what a launcher does that sees a rank die; hydra sees none that has not begun with MPI."""
         for rank in range(self.ranks):
             self.kill_part(rank, "trainer")
 
     def alive(self) -> bool:
-        """Whether anything of this launch still runs."""
         return self.launch.running() or bool(self.processes())
 
     def signal(self, ranks: set[int], number: int) -> None:
-        """Send a signal to ranks, as nearly at once as can be."""
         if number == signal.SIGKILL:
             self.killed_at = self.killed_at or time.time()
         for pid in [pid for pid, rank in self.processes().items() if rank in ranks]:

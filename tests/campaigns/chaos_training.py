@@ -78,12 +78,7 @@ class Training:
 
 
 class Uninterrupted:
-    """The same training with all ranks in this process: no MPI, no checkpoints.
-
-    Args:
-        ranks: how many.
-        every: digests are kept of the steps that this divides.
-    """
+    """The same training with all ranks in this process, and its digests every so many steps: no MPI, no checkpoints."""
 
     def __init__(self, ranks: int, every: int):
         self._ranks = [Training(rank, np.random.RandomState()) for rank in range(ranks)]

@@ -22,7 +22,6 @@ os.environ["CHAOS_RANK"] = str(COMM.rank)  # of what this process starts, for ch
 
 
 def note(event: str, **fields: object) -> None:
-    """Write one record, with its time."""
     records.note(event, COMM.rank, at=time.time(), **fields)
 
 
@@ -53,7 +52,6 @@ class Exchange:
 
 
 def note_ended(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
-    """Note the saves that have ended, and give the others."""
     for snapshot in [s for s in pending if s.done]:
         if snapshot.committed:
             note("committed", step=snapshot.step)
@@ -63,13 +61,7 @@ def note_ended(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
 
 
 def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
-    """Restore and train.
-
-    Args:
-        every: steps between two saves.
-        timeout_s, redundancy: the Checkpointer's.
-        pace_s: how long a step sleeps, seconds.
-    """
+    """Restore and train."""
     training, exchange = Training(COMM.rank, np.random), Exchange()
     state = {"training": training, "rng": mlflash.rng()}
     progress = os.open(OUT / f"progress{COMM.rank}", os.O_WRONLY | os.O_CREAT)

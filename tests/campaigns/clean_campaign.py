@@ -11,103 +11,78 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from typing import Any
 
 import torch
 from torch import nn
 
 import mlflash
 
-_WORDS, _LONG, _WIDE = 64, 16, 32
+_WORDS, _LONG, _WIDE, _RATE = 64, 16, 32, 3e-3
 
 
 class Experts(nn.Module):
-    """A layer of which each token takes one part."""
-
-    def __init__(self, wide: int, experts: int = 4):
+    def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(wide, experts)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(wide, 4 * wide), nn.GELU(), nn.Linear(4 * wide, wide)) for _ in range(experts)
-        )
+        self.router = nn.Linear(_WIDE, 4)
+        self.experts = nn.ModuleList(nn.Linear(_WIDE, _WIDE) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.router(x).softmax(-1)
-        best = weights.argmax(-1)
+        weight, best = self.router(x).softmax(-1).max(-1, keepdim=True)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            chosen = best == number
+            chosen = (best == number).squeeze(-1)
             if chosen.any():
-                out[chosen] = expert(x[chosen]) * weights[chosen][:, number : number + 1]
+                out[chosen] = expert(x[chosen]) * weight[chosen]
         return out
 
 
 class Model(nn.Module):
-    """A transformer of two layers, or with experts in the place of what follows attention."""
+    """A transformer of one layer, perhaps with experts after it."""
 
     def __init__(self, has_experts: bool):
         super().__init__()
         self.embed = nn.Embedding(_WORDS, _WIDE)
-        self.attention = nn.MultiheadAttention(_WIDE, 4, batch_first=True)
-        self.norm = nn.LayerNorm(_WIDE)
-        feed = nn.Sequential(nn.Linear(_WIDE, 4 * _WIDE), nn.GELU(), nn.Linear(4 * _WIDE, _WIDE))
-        self.feed = Experts(_WIDE) if has_experts else feed
+        self.layer = nn.TransformerEncoderLayer(_WIDE, 4, 4 * _WIDE, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.experts = Experts() if has_experts else nn.Identity()
         self.head = nn.Linear(_WIDE, _WORDS)
         self.register_buffer("attention_mask", torch.full((_LONG, _LONG), float("-inf")).triu(1))
         nn.init.zeros_(self.head.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        x = x + self.attention(self.norm(x), self.norm(x), self.norm(x), attn_mask=self.attention_mask)[0]
-        found: torch.Tensor = self.head(x + self.feed(self.norm(x)))
-        return found
+        x = self.layer(self.embed(tokens), src_mask=self.attention_mask)
+        logits: torch.Tensor = self.head(x + self.experts(x))
+        return logits.float()
 
 
-class InBfloat16:
-    """AdamW over float32 copies of parameters in bfloat16, as mixed precision has it."""
-
-    def __init__(self, model: nn.Module, lr: float):
-        self.parameters = [*model.parameters()]
-        self.masters = [parameter.detach().float().requires_grad_() for parameter in self.parameters]
-        self.inner = torch.optim.AdamW(self.masters, lr=lr)
-
-    def step(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        self.inner.step()
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.copy_(master)
-
-    def state(self) -> dict[str, Any]:
-        return {"inner": self.inner, "masters": self.masters}
+@torch.no_grad()
+def step_in_float32(model: nn.Module, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Step float32 copies of parameters in bfloat16, as mixed precision does."""
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        master.grad = None if parameter.grad is None else parameter.grad.float()
+    optimizer.step()
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        parameter.copy_(master)
 
 
 def train(kind: str, steps: int) -> int:
-    """Train and save each step; gives at how many something was called suspect."""
     torch.manual_seed(0)
     model = Model(has_experts=kind == "moe")
-    rate = 3e-3
     if kind == "bf16":
         model = model.bfloat16()
-    mixed = InBfloat16(model, rate) if kind == "bf16" else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate) if mixed is None else mixed.inner
+    masters = [parameter.detach().float() for parameter in model.parameters()] if kind == "bf16" else []
+    optimizer = torch.optim.AdamW(masters or model.parameters(), lr=_RATE)
     with (
         tempfile.TemporaryDirectory(prefix="mlflash-clean-", dir="/dev/shm") as memory,
         mlflash.Checkpointer(memory=memory, job=kind, redundancy="none", check_values=1.0) as ckpt,
     ):
         for step in range(1, steps + 1):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, step / 200)
+            optimizer.param_groups[0]["lr"] = _RATE * min(1.0, step / 200)
             tokens = torch.randint(_WORDS, (8, _LONG))
-            logits = model(tokens).float()
-            loss = nn.functional.cross_entropy(logits.reshape(-1, _WORDS), (tokens * 7 % _WORDS).reshape(-1))
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens * 7 % _WORDS).flatten())
             model.zero_grad()
             loss.backward()
-            optimizer.step() if mixed is None else mixed.step()
-            state = {"model": model, "optimizer": optimizer if mixed is None else mixed.state()}
-            ckpt.save(step, state)
+            step_in_float32(model, masters, optimizer) if masters else optimizer.step()
+            ckpt.save(step, {"model": model, "optimizer": optimizer, "masters": masters})
         ckpt.wait()
         ckpt.steps()
         counts = ckpt.report()["counts"]

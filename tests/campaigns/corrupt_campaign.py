@@ -116,8 +116,6 @@ def draw_until(rng: random.Random, tensors: tuple[str, ...], seen: bool, stuck: 
 
 
 class Heard(logging.Handler):
-    """What mlflash says on this rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -127,13 +125,7 @@ class Heard(logging.Handler):
 
 
 class Trial:
-    """One run with a fault, and what became of it.
-
-    Args:
-        root: the memory, which is empty.
-        heard: what is said.
-        alike: whether all ranks hold the same.
-    """
+    """One run with a fault in an empty memory, and what became of it; ``alike``: all ranks hold the same."""
 
     def __init__(self, root: Path, heard: Heard, alike: bool = False):
         self.root, self.alike, self.heard = root, alike, heard
@@ -297,7 +289,6 @@ def in_a_file(trial: Trial, rng: random.Random) -> dict[str, bool]:
 
 
 def run(row: str, trial: Callable[[bool], Trial], rng: random.Random) -> dict[str, bool]:
-    """Run one trial of a class."""
     match row.split(":")[0]:
         case "weight":
             return in_values(trial(False), draw_until(rng, WEIGHTS, seen=True))

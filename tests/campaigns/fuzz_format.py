@@ -63,7 +63,6 @@ def of_drained_files(raw: bytes) -> None:
 
 
 def seeds(directory: Path) -> None:
-    """Write valid manifests as a beginning."""
     states = [
         {"a": np.zeros(3), "b": [np.ones(2, dtype=np.int8), (1, None)], 5: "x"},
         {"n": np.float32(1.5), "k": {(1, "a"): True}, "c": 1 + 2j},

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from digests import digest
 from mpi4py import MPI
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,12 +25,7 @@ SIZES = {"0.weight": 32 * 16, "0.bias": 32, "2.weight": 32, "2.bias": 1}
 
 
 class Bit:
-    """Flips a bit in the gradient of a parameter, once and where it is armed, before gradients are reduced.
-
-    Args:
-        parameter: whose.
-        index, bit: of which value of it, and which bit.
-    """
+    """Flips a bit in the gradient of a parameter, once and where it is armed, before gradients are reduced."""
 
     def __init__(self, parameter: nn.Parameter, index: int, bit: int):
         self.is_armed, self._index, self._bit = False, index, bit
@@ -46,14 +42,7 @@ class Bit:
 
 
 def training(fault: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Train, in a job of all ranks, and give the state after each step. Collective.
-
-    Args:
-        fault: `corrupt_campaign.Fault`; None: there is none.
-
-    Raises:
-        ReplayMismatch: a replay has found it.
-    """
+    """Train with a fault or none, in a job of all ranks, and give the state after each step. Collective."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     bit = Bit(model.get_parameter(fault.tensor), fault.index, fault.bit) if fault and fault.rank == RANK else None
@@ -103,12 +92,4 @@ def found(options: dict[str, Any], fault: Any) -> dict[str, bool]:
                 restored = None
     caught = wrong is not None and wrong.step == fault.step and (restored is None or restored < fault.step)
     named = wrong is not None and wrong.rank == fault.rank
-    return {"caught": caught, "named": named, "equal": restored is None or same_bits(state, expected[restored])}
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
-    return bool(one == other)
+    return {"caught": caught, "named": named, "equal": restored is None or digest(state) == digest(expected[restored])}

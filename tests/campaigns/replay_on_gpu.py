@@ -40,33 +40,19 @@ RATIOS = 11
 KERNELS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.mlp(self.second(x))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.1, "gelu", batch_first=True, norm_first=True)
+        layer.self_attn.dropout = 0.0
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         x = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x)
+        logits: torch.Tensor = self.head(self.layers(x, mask, is_causal=True))
         return logits
 
 
@@ -83,7 +69,7 @@ class Training:
         if wrapper == "ddp":
             self.model = DistributedDataParallel(inner)
         else:
-            for layer in inner.layers:
+            for layer in inner.layers.layers:
                 fully_shard(layer)
             self.model = fully_shard(inner)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)

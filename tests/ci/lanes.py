@@ -153,6 +153,5 @@ class Run:
 
 
 def _signal(group: int, number: int) -> None:
-    """Send a signal to a group of processes, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)

@@ -35,12 +35,7 @@ class Watch:
         threading.Thread(target=self._look, name="stacks", daemon=True).start()
 
     def begin(self, test: str, limit_s: float = 0) -> None:
-        """Watch over a test from here on; "": none.
-
-        Args:
-            test: its name.
-            limit_s: seconds after which pytest-timeout interrupts it; 0: it does not.
-        """
+        """Watch over a test from here on, which pytest-timeout interrupts after limit_s (0: it does not); "": none."""
         if limit_s:
             faulthandler.dump_traceback_later(limit_s + _GRACE_S, exit=True, file=self._stderr)
         else:
@@ -70,7 +65,6 @@ class Watch:
 
 
 def stacks() -> str:
-    """What each thread of this process is doing."""
     names = {one.ident: one.name for one in threading.enumerate()}
     found = [(names.get(ident, "?"), frame) for ident, frame in sys._current_frames().items()
              if ident != threading.get_ident()]  # fmt: skip

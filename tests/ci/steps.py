@@ -44,7 +44,6 @@ def _environment(name: str, seconds: float, *after: str, is_first: bool = False)
 
 
 def _gate(name: str, seconds: float, *after: str, waits: bool = False) -> Step:
-    """The tests of a folder that are marked for the gate."""
     return Step(name, f"{name} MARK=gate", seconds, after or ("env",), waits=waits)
 
 

@@ -66,7 +66,6 @@ def tally(
 
 
 def _test(name: str) -> str:
-    """The name of a test without the MPI under which it ran."""
     return name.partition(": ")[2]
 
 

@@ -16,7 +16,6 @@ LOCAL = (".git", ".venv*", "build", "*.egg-info", ".reports", ".*_cache", "__pyc
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that builds packages."""
     path = tmp_path_factory.mktemp("tools")
     call(sys.executable, "-m", "venv", path)
     call(path / "bin/pip", "install", "-q", "build")
@@ -44,7 +43,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def built(tools: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source distribution, and the wheel made of it."""
     out = tmp_path_factory.mktemp("dist")
     call(tools / "python", "-m", "build", "-q", "-o", out, checkout)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
@@ -81,7 +79,6 @@ def new_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(scope="session")
 def plain_environment(new_environment: Callable[[], Path], wheel: Path) -> Path:
-    """One with mlflash and without any extra."""
     path = new_environment()
     call(path / "bin/python", "-m", "pip", "install", "-q", wheel)
     return path

@@ -51,7 +51,6 @@ mlflash.nothing
 
 
 def check(program: str, checkers: Path, environment: Path, folder: Path) -> list[str]:
-    """What mypy --strict says of a program, line by line."""
     (folder / "train.py").write_text(program)
     mypy = [checkers / "mypy", "--strict", "--config-file=", "--cache-dir", folder / "cache"]
     done = subprocess.run([*mypy, "--python-executable", environment / "bin/python", "train.py"], cwd=folder,

@@ -34,19 +34,16 @@ Digests = dict[str, str]
 
 
 def step(trainings: dict[str, Training], number: int) -> Digests:
-    """Take a step of each, and return what all of it computed and what their states are now."""
     found = {name: stepped(name, training, number) for name, training in trainings.items()}
     return {f"{name}: {path}": value for name, each in found.items() for path, value in each.items()}
 
 
 def all_made(kind: str) -> dict[str, Training]:
-    """Make them all."""
     with torch.random.fork_rng():
         return {name: made(kind, name) for name in of_kind(kind)}
 
 
 def states(trainings: dict[str, Training]) -> dict[str, Any]:
-    """What is saved."""
     return {name: training.state for name, training in trainings.items()}
 
 
@@ -65,7 +62,6 @@ def unexpected(kind: str) -> list[str]:
 
 
 def save(ckpt: Checkpointer, kind: str, file: Path) -> None:
-    """Train, save, write down what comes of it without a kill, and be killed."""
     trainings = all_made(kind)
     torch.manual_seed(100 + (dist.get_rank() if dist.is_initialized() else 0))
     computed = {}
@@ -81,7 +77,6 @@ def save(ckpt: Checkpointer, kind: str, file: Path) -> None:
 
 
 def restore(ckpt: Checkpointer, kind: str, file: Path) -> None:
-    """Restore into trainings, and go on: in the end as in a job, with saves."""
     wanted = json.loads(file.read_text())
     for at, way in ROUNDS[kind]:
         trainings = all_made(kind)

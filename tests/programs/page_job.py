@@ -7,7 +7,6 @@ Where a block has a step to stop at, its last rank waits there to be killed, in 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -17,32 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from digests import digests
 from records import OUT, note
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from waiting import hang
 
 from mlflash.wireup.launcher_variables import launched
 
 RANK, SIZE = launched(os.environ).rank, launched(os.environ).size
-
-
-def bits(value: Any) -> Any:
-    """All that a state holds, tensors as digests of their bytes."""
-    if hasattr(value, "state_dict"):
-        return bits(value.state_dict())
-    if isinstance(value, dict):
-        return {str(key): bits(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [bits(item) for item in value]
-    if isinstance(value, DTensor):
-        return [str(value.placements), bits(value.to_local())]
-    if isinstance(value, torch.Tensor):
-        value = value.detach().numpy()
-    if isinstance(value, np.ndarray):
-        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
-        return f"{value.dtype} {list(value.shape)} {digest}"
-    return repr(value)
 
 
 def holds_state(value: Any) -> bool:
@@ -57,10 +38,9 @@ def run(script: str, job: str, stop: int | None) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
 
     def look(*_: object) -> None:
-        """Before each step of the optimizer."""
         step = names["step"]
         if "x" in names:  # a block about data
-            note("step", case=job, step=step, weights=bits(names["model"]), x=names["x"].tolist())
+            note("step", case=job, step=step, weights=digests(names["model"]), x=names["x"].tolist())
         if step == stop and RANK == SIZE - 1:
             note("middle", case=job)
             hang()
@@ -69,7 +49,7 @@ def run(script: str, job: str, stop: int | None) -> None:
     exec(compile(Path(script).read_text(), script, "exec"), names)
     hook.remove()
     mine = {name: value for name, value in names.items() if not name.startswith("_")}
-    left = {name: bits(value) for name, value in mine.items() if holds_state(value)}  # more than is in the state
+    left = {name: digests(value) for name, value in mine.items() if holds_state(value)}  # more than is in the state
     note("ended", RANK, case=job, first=names["first"], last=names["step"], left=left)
 
 

@@ -8,14 +8,13 @@ and on half of them, it goes on with the bits of one that nothing happened to.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from digests import digests
 from records import note
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -112,17 +111,8 @@ def tensors(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def digest(found: dict[str, torch.Tensor], whole: bool = False) -> dict[str, str]:
-    """What kind each tensor is and where it lies, and a digest of its bits."""
-    said = {}
-    for name, tensor in found.items():
-        kind = f"{type(tensor).__name__} {tensor.dtype}"
-        if isinstance(tensor, DTensor):
-            kind += "" if whole else f" {tensor.placements} {tensor.device_mesh.mesh.tolist()}"
-            tensor = tensor.full_tensor() if whole else tensor.to_local()
-        raw = np.ascontiguousarray(tensor.numpy())
-        said[name] = f"{kind} {list(raw.shape)} {hashlib.sha256(raw.tobytes()).hexdigest()[:16]}"
-    return said
+def whole(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in found.items()}
 
 
 def run(what: str, layout: str, optimizer_name: str, comm: Any) -> None:
@@ -138,18 +128,18 @@ def run(what: str, layout: str, optimizer_name: str, comm: Any) -> None:
             except mlflash.errors.StructureMismatch as error:
                 note("refused", case=name, why=str(error))
             else:
-                note("half", case=name, tensors=digest(tensors(model, optimizer), whole=True))
+                note("half", case=name, tensors=digests(whole(tensors(model, optimizer))))
                 trained(model, optimizer, SAVED + 1, LAST, alike)
             return
         if what == "save":
             assert ckpt.restore(state) is None
             trained(model, optimizer, 1, SAVED, alike)
             ckpt.save(SAVED, state).wait()
-            note("half", case=name, tensors=digest(tensors(model, optimizer), whole=True))
+            note("half", case=name, tensors=digests(whole(tensors(model, optimizer))))
         else:
             assert ckpt.restore(state) == SAVED
         losses = trained(model, optimizer, SAVED + 1, LAST, alike)
-        note("ended", case=name, losses=losses, tensors=digest(tensors(model, optimizer)))
+        note("ended", case=name, losses=losses, tensors=digests(tensors(model, optimizer)))
 
 
 if __name__ == "__main__":

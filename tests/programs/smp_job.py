@@ -34,7 +34,6 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def main(kind: str, last: int, die: int) -> None:
-    """Load, train and save; see above."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     torch.manual_seed(rank // 2)  # replicas begin with different weights: only a load makes them equal

@@ -10,7 +10,6 @@ kills itself at this step, while it is being saved.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from digests import digest
 from records import note
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -87,14 +87,11 @@ class Run:
         load = fsdp.load_local_state_dict if self.is_local else fsdp.load_sharded_state_dict
         load(self.model, self.optimizer, state)
 
-    def digest(self) -> str:
-        """Of what this rank has: weights and moments."""
-        found = hashlib.sha256()
-        for parameter in self.model.parameters():
-            for tensor in (parameter, *self.optimizer.state[parameter].values()):
-                mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                found.update(mine.detach().numpy().tobytes())
-        return found.hexdigest()
+
+def held(run: Run) -> str:
+    """A digest of what this rank has: weights and moments."""
+    parameters = [*run.model.parameters()]
+    return digest([parameters, [run.optimizer.state[parameter] for parameter in parameters]])
 
 
 def tensors(seed: int, replicas: int, is_sharded: bool) -> tuple[Any, Any]:
@@ -159,7 +156,6 @@ def group_of(model: torch.nn.Module, part: str | None = None) -> Any:
 
 
 def main(last: int, die: int) -> None:
-    """Load each kind, train and save all of them; see above."""
     rank, found = dist.get_rank(), dict[str, int | None]()
     runs = {make.__name__: make(seed=0 if die >= 0 else 1) for make in KINDS}  # only a load makes the weights right
     with fsdp.Checkpoints(timeout_s=30) as checkpoints:
@@ -186,7 +182,7 @@ def main(last: int, die: int) -> None:
         fsdp.init_optim_state(alone.optimizer, skip_empty_param=True)
         for step in range(last):
             alone.step(step)
-        note("ended", rank, kind=make.__name__, digest=runs[make.__name__].digest(), alone=alone.digest())
+        note("ended", rank, kind=make.__name__, digest=held(runs[make.__name__]), alone=held(alone))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ RANK = COMM.rank
 
 
 def save(ckpt: Checkpointer, job: int, steps: Any) -> None:
-    """Save what each step has for this rank, and note what was refused."""
     for step, specs in enumerate(steps, start=1):
         built, refused, wrong = Built(specs[RANK]), "", ""
         try:
@@ -41,7 +40,6 @@ def save(ckpt: Checkpointer, job: int, steps: Any) -> None:
 
 
 def read(ckpt: Checkpointer, job: int, steps: Any) -> None:
-    """Load and restore what is there, and note how it differs."""
     there = ckpt.steps()
     for step, specs in enumerate(steps, start=1):
         if step in there:
@@ -56,7 +54,6 @@ def read(ckpt: Checkpointer, job: int, steps: Any) -> None:
 
 
 def main() -> None:
-    """Do it, one job after the other."""
     warnings.filterwarnings("ignore", message="step .* was not saved")
     note("start", RANK)
     what, path = sys.argv[1:]

@@ -27,9 +27,9 @@ from mlflash.cli import main
 from mlflash.command_line import choose_job
 from mlflash.config import job_name
 from mlflash.inspection.node_memory import File, Node, look
-from mlflash.inspection.restorability import recorded_scheme, survival, what_is_restorable
+from mlflash.inspection.restorability import survival, what_is_restorable
 from mlflash.inspection.slot_file import Sealed
-from mlflash.inspection.tensor_statistics import Statistics, statistics
+from mlflash.inspection.tensor_statistics import statistics
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import HEADER_NBYTES, Attempt, Header
 from mlflash.placement.protection_groups import place
@@ -54,7 +54,6 @@ def run(shm: Path, *arguments: object, code: int = 0) -> Result:
 
 
 def document(shm: Path, *arguments: object, code: int = 0) -> Any:
-    """What a command says as JSON, alone on stdout."""
     return json.loads(run(shm, *arguments, "--json", code=code).stdout)
 
 
@@ -121,17 +120,6 @@ def test_list_has_memory_and_directory_newest_first(shm: Path, tmp_path: Path) -
     assert [line.endswith("; a restore takes this") for line in lines if line] == [True, False, False, False]
 
 
-def test_list_says_that_only_who_asks_for_a_bad_step_gets_it(shm: Path, tmp_path: Path) -> None:
-    save(shm, 1, directory=tmp_path / "d", drains=True)
-    save(shm, 2, directory=tmp_path / "d")
-    arguments = ("-d", tmp_path / "d", "--job", "j")
-    for step in (1, 2):
-        run(shm, "mark", step, *arguments)
-    text = " ".join(run(shm, "list", *arguments, code=1).output.split())  # a plain restore finds nothing
-    assert "marked bad, committed, restored only if you ask for step 2" in text
-    assert "marked bad, step-00000001, restored only if you ask for step 1" in text
-
-
 def test_what_only_looks_changes_nothing_and_makes_nothing(shm: Path, tmp_path: Path) -> None:
     save(shm, 1, 2, directory=tmp_path / "d", drains=True)
     before = everything(shm), everything(tmp_path)
@@ -141,13 +129,6 @@ def test_what_only_looks_changes_nothing_and_makes_nothing(shm: Path, tmp_path: 
         run(shm, *arguments, "-d", tmp_path / "no such directory", "--job", "other", code=1)
     run(shm, "clean", "--all", "--dry-run")
     assert (everything(shm), everything(tmp_path)) == before
-
-
-def test_a_directory_that_does_not_exist_is_named(shm: Path, tmp_path: Path) -> None:
-    save(shm, 1)
-    words = ("--job", "j", "-d", tmp_path / "nowhere")
-    assert f"the directory {tmp_path / 'nowhere'} does not exist" in run(shm, "verify", *words, code=1).output
-    assert f"drained: nothing in {tmp_path / 'nowhere'}, which does not exist" in run(shm, "status", *words).output
 
 
 def test_where_there_is_nothing_the_exit_code_says_so(shm: Path) -> None:
@@ -177,13 +158,6 @@ def test_the_only_job_is_meant_and_of_several_one_must_be_named(shm: Path) -> No
     assert "Name one with --job: b, a" in result.output, "the newest first"
     assert document(shm, "status", "--job", "b")["job"] == "b"
     run(shm, "status", "--job", "../b", code=2)
-
-
-def test_of_many_jobs_the_newest_are_named_and_the_only_live_one_is_taken() -> None:
-    there = [f"run{number}" for number in range(65)]
-    with pytest.raises(click.UsageError, match=r"run0, run1, run2, run3, run4, \.\.\. \(65 jobs: mlflash jobs\)$"):
-        choose_job.decide(there, {}, None, None, "/dev/shm")
-    assert choose_job.decide(there, {}, None, None, "/dev/shm", {"run7"}) == "run7"
 
 
 def test_the_directory_names_the_job_in_and_out_of_slurm() -> None:
@@ -340,20 +314,6 @@ def test_statistics_of_pieces_are_those_of_the_whole(values: list[float], cuts: 
         assert found.std == pytest.approx(good.std(), rel=1e-6, abs=1e-7 * np.abs(good).max())
 
 
-def test_statistics_know_every_dtype_that_has_numbers() -> None:
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool, torch.complex64, torch.float16):
-        tensor = torch.tensor([0.0, 1.0, 1.0]).to(dtype)
-        raw = tensor.reshape(-1).view(torch.uint8).numpy()
-        name = str(dtype).removeprefix("torch.")
-        found = statistics(Entry("x", "tensor", name, (3,), (0,), (3,), 0, raw.size), [raw])
-        assert (found.low, found.high, found.zeros) == (0, 1, 1), dtype
-    text = np.array(["a", "b"])
-    raw = np.frombuffer(text.tobytes(), dtype=np.uint8)
-    found = statistics(Entry("x", "array", text.dtype.str, (2,), (0,), (2,), 0, raw.size), [raw])
-    assert (found.count, found.low) == (0, None) and found.check
-    assert Statistics().to_json()["mean"] is None
-
-
 # What would be lost
 
 
@@ -410,20 +370,6 @@ def test_survival_in_words() -> None:
     assert str(survival(nodes, ahead.newest)) == "any 1 of 4 nodes; 4 of 6 pairs of nodes; not: a and c together, " \
         "b and d together"  # fmt: skip
     assert str(survival(nodes[:3], what_is_restorable(nodes[:3], True).newest)) == "any 1 of 3 nodes except b"
-
-
-def test_a_node_alone_does_not_judge_what_lies_on_others() -> None:
-    real = [Node(node.name, "", None, None, False, node.files) for node in
-            nodes_of(Topology((0, 1, 2), ("a", "b", "c")), "copy")]  # fmt: skip
-    assert what_is_restorable(real[:1], together=False).unseen
-    assert not what_is_restorable(real, together=False).unseen
-    assert not what_is_restorable(real[:1], together=True).unseen
-
-
-def test_the_scheme_of_a_step_is_that_of_its_parity() -> None:
-    assert recorded_scheme(["copy", "xor:5", "xor:4"]) == "xor:4"
-    assert recorded_scheme(["none", "copy:2"]) == "copy:2"
-    assert recorded_scheme(["garbage"]) == recorded_scheme([]) == "none"
 
 
 # Asking and deleting

@@ -15,8 +15,8 @@ from typing import Any
 
 import needs
 import pytest
-from harness import SUPPORT
-from processes import free_port, started_by
+from harness import SUPPORT, PlainRanks
+from processes import started_by
 from waiting import PATIENCE_S, until
 
 from mlflash.doctor import couriers
@@ -48,22 +48,13 @@ class Job:
         return self.hosts[-1]
 
     def start(self, **spec: Any) -> None:
-        """Start the trainers."""
         self._launches += 1
         out = self.root / f"out-{self._launches}"
         out.mkdir()
         settings = {"memory": str(self.root), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
         program = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
-        names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OUT": str(out)}
-        with (out / "log").open("wb") as log:
-            self.trainers = [subprocess.Popen(program, env=self.environment | names | {"RANK": str(rank)}, stdout=log,
-                                              stderr=log) for rank in range(2)]  # fmt: skip
-
-    def records(self, event: str) -> list[dict[str, Any]]:
-        lines = [
-            line for path in self.root.glob(f"out-{self._launches}/rank*") for line in path.read_text().splitlines()
-        ]
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+        self.ranks = PlainRanks(out, 2, program, self.environment)
+        self.trainers = self.ranks.processes
 
     def zygotes(self) -> set[int]:
         """The zygotes of the trainers."""
@@ -89,7 +80,7 @@ def job(shm: Path) -> Iterator[Job]:
 def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_killed(job: Job) -> None:
     host = job.host()
     job.start(who="trainer", how="terminal closed")
-    until(lambda: len(job.records("victim")) == 2, "the trainers to have saved")
+    until(lambda: len(job.ranks.records("victim")) == 2, "the trainers to have saved")
     zygotes = job.zygotes()
     assert zygotes <= started_by({host.pid}) and len(zygotes) == 2
     trainers = {trainer.pid for trainer in job.trainers}
@@ -104,8 +95,8 @@ def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_k
         trainer.wait(PATIENCE_S)
     until(lambda: not started_by({host.pid}), "couriers to commit, and to end")
     job.start()
-    assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0, 0]
-    assert [(record["step"], record["same"]) for record in job.records("restored")] == [(2, True)] * 2
+    assert job.ranks.wait() == [0, 0]
+    assert [(record["step"], record["same"]) for record in job.ranks.records("restored")] == [(2, True)] * 2
     host.send_signal(signal.SIGTERM)
     assert host.wait(PATIENCE_S) == 0
     assert not list(job.root.glob("mlflash-*/couriers-*")), "its sockets"
@@ -119,10 +110,10 @@ def test_a_host_that_is_told_to_end_waits_for_its_couriers_and_a_killed_one_is_r
     first.kill()
     first.wait(PATIENCE_S)
     job.start()  # each has a zygote of its own: there is nobody at the socket
-    assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0, 0]
+    assert job.ranks.wait() == [0, 0]
     second = job.host()
     job.start(who="trainer", how="terminal closed")
-    until(lambda: len(job.records("victim")) == 2, "the trainers to have saved")
+    until(lambda: len(job.ranks.records("victim")) == 2, "the trainers to have saved")
     second.send_signal(signal.SIGTERM)
     assert second.poll() is None and len(job.zygotes()) == 2, "it waits for its couriers"
     for trainer in job.trainers:
@@ -130,8 +121,8 @@ def test_a_host_that_is_told_to_end_waits_for_its_couriers_and_a_killed_one_is_r
         trainer.wait(PATIENCE_S)
     assert second.wait(PATIENCE_S) == 0
     job.start()
-    assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0, 0]
-    assert [record["step"] for record in job.records("restored")] == [2, 2]
+    assert job.ranks.wait() == [0, 0]
+    assert [record["step"] for record in job.ranks.records("restored")] == [2, 2]
 
 
 def test_trainers_that_come_all_at_once_are_all_served(job: Job) -> None:

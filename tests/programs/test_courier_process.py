@@ -30,8 +30,6 @@ LARGEST = 60_000_000  # bytes
 
 
 class Jobs:
-    """Launches of one job, one after the other."""
-
     def __init__(self, shm: Path):
         self._shm, self._launches = shm, 0
 
@@ -50,14 +48,9 @@ class Jobs:
         return Launch(command, environment, out)
 
     def run(self, ranks: int, program: str = "train", **spec: Any) -> Result:
-        """The same, to its end."""
         result = self.start(ranks, program, **spec).wait()
         assert not result.returncode, result.log
         return result
-
-    def slot_bytes(self, node: int) -> int:
-        """How much the slots of a node take."""
-        return sum(path.stat().st_size for path in self._shm.glob(f"mlflash-*/j/node{node}/slot-*"))
 
 
 @pytest.fixture
@@ -76,38 +69,6 @@ def test_trainers_without_mpi_save_and_go_on_from_there_bit_for_bit(jobs: Jobs, 
     assert end["steps"] == [5, 6] and end["survives"].startswith("any process; any 1 of 3 nodes")
     assert end["report"]["counts"]["committed"] == 3 and end["report"]["counts"]["saves"] == 3
     assert [record["text"] for record in result.of("log")] == [], result.log
-
-
-def test_what_several_ranks_hold_alike_is_agreed_on_and_stored_once(jobs: Jobs) -> None:
-    for start in (None, 3):
-        result = jobs.run(4, settings={"ranks_per_node": 2, "redundancy": "none"}, shared=True)
-        assert all(record["same"] and record["step"] == start for record in result.of("restored"))
-        if start is None:
-            assert result.of("end")[0]["report"]["shared with"] == [0, 1, 2, 3]
-
-
-def test_what_until_leaves_is_copied_while_the_trainer_computes(jobs: Jobs) -> None:
-    for start in (None, 3):
-        result = jobs.run(2, lazy=True)
-        assert all(record["same"] and record["step"] == start for record in result.of("restored"))
-
-
-def test_fewer_ranks_get_what_lies_on_other_nodes(jobs: Jobs) -> None:
-    jobs.run(3)
-    result = jobs.run(2)
-    assert all(record["same"] and record["step"] == 3 for record in result.of("restored")), result.log
-    assert any("is left behind" in record["text"] for record in result.of("log"))
-
-
-@pytest.mark.parametrize("dies", [1, 2], ids=["first save", "second save"])
-def test_a_save_that_has_returned_is_committed_though_its_trainer_is_killed(jobs: Jobs, dies: int) -> None:
-    job = jobs.start(3, "train", dies=dies, restores=dies > 1)
-    committed = lambda: [r for r in job.records() if r["event"] == "committed" and r["step"] == dies]
-    until(lambda: len(committed()) >= 2 or not job.running, "the others to commit")
-    job.kill()
-    result = jobs.run(3)
-    assert [record["step"] for record in result.of("restored")] == [dies] * 3, result.log
-    assert all(record["same"] for record in result.of("restored"))
 
 
 @pytest.mark.parametrize("kills", ["idle", "busy", "twice"])
@@ -177,13 +138,6 @@ def test_couriers_that_cannot_start_mpi_are_not_started_again_and_say_so_on_all_
     assert len(failed) == 2 and all("could not start MPI" in record["why"] for record in failed), result.log
     assert all("MLFLASH_INTERFACE names the one to use" in record["why"] for record in failed)
     assert result.log.count("Fatal error in internal_Init") == 2, "once on each rank"
-
-
-def test_a_commit_does_not_wait_for_the_trainer(jobs: Jobs) -> None:
-    kept = jobs.run(2, "keep").of("kept")
-    assert len(kept) == 2
-    for record in kept:  # the trainer has heard of it only afterwards
-        assert record["commit_s"] < record["kept_s"], record
 
 
 def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path) -> None:

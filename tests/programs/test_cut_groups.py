@@ -81,30 +81,6 @@ def test_what_is_not_interrupted_is_as_gloo_has_it() -> None:
     assert [one.tolist() for one in work.get_future().then(lambda ended: ended.value()).wait()] == [[1.0, 1.0]]
 
 
-def test_nothing_goes_on_while_gloo_may_still_write_to_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends; or it sleeps, for good; or what was cut is waited for in vain."""
-    monkeypatch.setattr(exchangeable_group, "_QUIET_S", 0.5)
-
-    class Work:
-        has_memory = True
-
-    monkeypatch.setattr(exchangeable_group, "_interrupted", [Work()])
-    looks: list[bool] = []
-    monkeypatch.setattr(gloo_sockets, "threads_sleep", lambda: bool(looks.append(False)))
-    with pytest.raises(TimeoutError, match="may still write to tensors"):
-        exchangeable_group._wait_until_quiet()
-    assert len(looks) > 2 and exchangeable_group._interrupted
-    monkeypatch.setattr(gloo_sockets, "threads_sleep", lambda: True)
-    exchangeable_group._wait_until_quiet()
-    assert not exchangeable_group._interrupted
-
-
-def test_it_is_seen_whether_threads_of_gloo_compute(pair: dist.ProcessGroupGloo) -> None:
-    assert pair is not None and gloo_sockets.threads_sleep()
-    names = {Path(f"/proc/self/task/{one}/comm").read_text().strip() for one in os.listdir("/proc/self/task")}
-    assert gloo_sockets._COMPUTES in names
-
-
 def test_a_rank_that_comes_late_to_a_new_group_is_waited_for_until_the_timeout_or_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import needs
 import pytest
-from harness import SUPPORT
-from processes import OPEN_MPI, by_open_mpi, free_port, runs
+from harness import SUPPORT, read_records
+from processes import OPEN_MPI, by_open_mpi, free_port, runs, with_variable
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec
@@ -52,12 +52,7 @@ class Job:
         self._terminals: list[int] = []
 
     def start(self, timeout_s: float = PATIENCE_S, **spec: Any) -> None:
-        """Launch it.
-
-        Args:
-            timeout_s: of its Checkpointer.
-            spec: of `dying_trainer.main`.
-        """
+        """Launch it with the spec of `dying_trainer.main`."""
         self._launches += 1
         self.out = self._root / f"out-{self._launches}"
         self.out.mkdir()
@@ -85,14 +80,11 @@ class Job:
         return its
 
     def close_terminals(self) -> None:
-        """Close the terminals of all launches."""
         while self._terminals:
             os.close(self._terminals.pop())
 
     def records(self, event: str) -> list[dict[str, Any]]:
-        """What the ranks of this launch have written of an event."""
-        lines = [line for path in self.out.glob("rank*.jsonl") for line in path.read_text().splitlines()]
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+        return read_records(self.out, event)
 
     def wait_for(self, event: str, count: int) -> list[dict[str, Any]]:
         until(lambda: len(self.records(event)) >= count, f"{count} times {event} in {self.log}")
@@ -110,16 +102,7 @@ class Job:
         return (self.out / "log").read_text()
 
     def left(self) -> set[int]:
-        """Processes that were started by any launch, and have not ended."""
-        mark = f"OUT={self._root}/".encode()
-        found = set()
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in environ.read_bytes() and runs(int(environ.parent.name)):
-                    found.add(int(environ.parent.name))
-            except OSError:  # it ended meanwhile, or is not ours
-                continue
-        return found
+        return {pid for pid in with_variable(f"OUT={self._root}/") if runs(pid)}
 
     def close(self) -> None:
         for pid in self.left():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -10,15 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import plain_environment
 from waiting import until
 
 pytestmark = pytest.mark.timeout(200)
 
 
 def demo(shm: Path, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
-    foreign = ("PMI", "OMPI", "SLURM", "MLFLASH")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environment |= {"MLFLASH_MEMORY": str(shm), "TMPDIR": str(tmp_path)}
+    environment = plain_environment(MLFLASH_MEMORY=shm, TMPDIR=tmp_path)
     return subprocess.Popen([Path(sys.executable).with_name("mlflash"), "demo", "--keep-alive", *options],
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import needs
 import pytest
-from harness import SUPPORT
-from processes import free_port, left_here
+from harness import SUPPORT, PlainRanks
+from processes import left_here
 from waiting import PATIENCE_S, until
 
 pytestmark = [
@@ -23,41 +22,14 @@ pytestmark = [
 ]
 
 
-class Trainers:
-    """Plain processes that are the ranks of a job, and what they write."""
-
-    def __init__(self, out: Path, size: int, how: str):
-        self._out = out
-        settings = {"memory": str(out), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
-        spec = json.dumps({"program": "one_leaves", "settings": settings, "how": how})
-        names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OUT": str(out)}
-        command = [sys.executable, str(SUPPORT / "courier_worker.py"), spec]
-        self.processes = []
-        with (out / "log").open("wb") as log:
-            for rank in range(size):
-                environment = {**os.environ, **names, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
-                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-
-    def records(self, event: str) -> list[dict[str, Any]]:
-        lines = [line for path in self._out.glob("rank*.jsonl") for line in path.read_text().splitlines()]
-        return [record for record in map(json.loads, lines) if record["event"] == event]
-
-    @property
-    def log(self) -> str:
-        return (self._out / "log").read_text()
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait(PATIENCE_S)
-
-
 @pytest.fixture
 def start(shm: Path) -> Iterator[Any]:
-    started: list[Trainers] = []
+    started: list[PlainRanks] = []
 
-    def begin(size: int, how: str) -> Trainers:
-        started.append(Trainers(shm, size, how))
+    def begin(size: int, how: str) -> PlainRanks:
+        settings = {"memory": str(shm), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
+        spec = json.dumps({"program": "one_leaves", "settings": settings, "how": how})
+        started.append(PlainRanks(shm, size, [sys.executable, str(SUPPORT / "courier_worker.py"), spec]))
         return started[-1]
 
     yield begin
@@ -70,7 +42,7 @@ def start(shm: Path) -> Iterator[Any]:
 def test_an_exception_on_one_rank_ends_the_others_which_wait_for_it_for_ever(start: Any, how: str) -> None:
     job = start(3, how)
     alone = -signal.SIGINT if how == "interrupted" else 1  # Python ends by the signal
-    assert [process.wait(PATIENCE_S) for process in job.processes] == [1, alone, 1], job.log
+    assert job.wait() == [1, alone, 1], job.log
     said = [record["text"] for record in job.records("log") if record["level"] == "ERROR"]
     name = "KeyboardInterrupt" if how == "interrupted" else "ValueError: a fault of the training"
     assert [text for text in said if f"rank 1 has left the job: {name}" in text and "ends, too" in text] == said

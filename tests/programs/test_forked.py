@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import plain_environment
 
 PROGRAM = """
 import json, logging, multiprocessing, os, signal, sys, threading
@@ -89,12 +89,11 @@ print(json.loads(open(pulse).read(4096))["state"], ckpt.report()["counts"]["comm
 
 @pytest.mark.parametrize("courier", ["thread", "process"])
 def test_a_forked_child_neither_ends_nor_writes_nor_serves_anything_of_its_parent(shm: Path, courier: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM", "MLFLASH"))}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     done = subprocess.run([sys.executable, "-c", PROGRAM, port, courier],
-                          env={**environment, "MLFLASH_MEMORY": str(shm), "MLFLASH_COURIER": courier},
+                          env=plain_environment(MLFLASH_MEMORY=shm, MLFLASH_COURIER=courier),
                           cwd=shm, timeout=100, capture_output=True, text=True, check=False)  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "ended 2\n"), done.stderr
     events = [json.loads(line) for line in (shm / "log").read_text().splitlines()]

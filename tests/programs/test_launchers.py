@@ -6,17 +6,15 @@ Nodes that are apart are in tests/cluster/test_launchers.py, frameworks in tests
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import needs
 import pytest
-from harness import LAUNCHERS, SUPPORT, TESTS
-from processes import free_port, left_here
+from harness import LAUNCHERS, SUPPORT, TESTS, PlainRanks
+from processes import left_here, plain_environment
 from waiting import PATIENCE_S, until
 
 REPO = TESTS.parent
@@ -24,16 +22,7 @@ pytestmark = [needs.MPI, needs.PMI_1]
 
 
 def environment(shm: Path, **more: object) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM", "MLFLASH"))
-    }
-    own = {"MLFLASH_MEMORY": shm, "OUT": shm, "OMP_NUM_THREADS": 1, **more}
-    return kept | {name: str(value) for name, value in own.items()}
-
-
-def records(shm: Path, event: str) -> list[dict[str, Any]]:
-    lines = [line for path in sorted(shm.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
-    return [record for record in map(json.loads, lines) if record["event"] == event]
+    return plain_environment(MLFLASH_MEMORY=shm, OUT=shm, OMP_NUM_THREADS=1, **more)
 
 
 @pytest.mark.parametrize("page", [pytest.param("README.md", marks=pytest.mark.gate), "docs/fsdp.md"])
@@ -60,21 +49,13 @@ def test_the_example_of_the_readme_is_killed_under_torchrun_and_goes_on(page: st
     until(lambda: not left_here(), "the end of all that was started")
 
 
-def committed(shm: Path) -> int:
-    """The newest step that all ranks have committed, as the node's memory says."""
-    command = [sys.executable, "-m", "mlflash", "list", "--json"]
-    env = environment(shm)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    return max((int(step) for step in re.findall(r'"step": (\d+)', done.stdout)), default=0)
-
-
-RANKS: dict[str, dict[str, object]] = {
+RANKS: dict[str, dict[str, str]] = {
     "ssh": {},
     "IPv6": {"MASTER_ADDR": "::1"},
-    "Ray Train": {"LOCAL_RANK": "{rank}", "NODE_RANK": 0, "LOCAL_WORLD_SIZE": 2},
-    "PyTorchJob": {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_NODE_RANK": "{rank}", "PYTHONUNBUFFERED": 1},
-    "NVRx": {"LOCAL_RANK": "{rank}", "GROUP_RANK": 0, "ROLE_RANK": "{rank}", "LOCAL_WORLD_SIZE": 2,
-             "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 3},
+    "Ray Train": {"LOCAL_RANK": "{rank}", "NODE_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+    "PyTorchJob": {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "{rank}", "PYTHONUNBUFFERED": "1"},
+    "NVRx": {"LOCAL_RANK": "{rank}", "GROUP_RANK": "0", "ROLE_RANK": "{rank}", "LOCAL_WORLD_SIZE": "2",
+             "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"},
 }  # fmt: skip
 
 
@@ -92,17 +73,12 @@ RANKS: dict[str, dict[str, object]] = {
 def test_ranks_find_each_other_by_what_launchers_set(shm: Path, launcher: str, initializes: bool) -> None:
     """Two processes with these variables, and no launcher: what they have committed is restored by the next two."""
     for start in (None, 2):
-        port, processes = free_port(), []
         spec = {"last": (start or 0) + 2, "initializes": initializes, "settings": {"job": "j"}}
-        for rank in range(2):
-            names = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            given = {name: str(value).format(rank=rank) for name, value in RANKS[launcher].items()}
-            env = environment(shm, **{**names, "RANK": rank, **given})
-            program = [sys.executable, str(SUPPORT / "elastic_worker.py"), json.dumps(spec)]
-            processes.append(subprocess.Popen(program, env=env))
-        assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]
-        restored = records(shm, "restored")[-2:] if start is None else [
-            record for record in records(shm, "restored") if record["step"] is not None]  # fmt: skip
+        program = [sys.executable, str(SUPPORT / "elastic_worker.py"), json.dumps(spec)]
+        ranks = PlainRanks(shm, 2, program, {**environment(shm), **RANKS[launcher]})
+        assert ranks.wait() == [0, 0], ranks.log
+        restored = ranks.records("restored")[-2:] if start is None else [
+            record for record in ranks.records("restored") if record["step"] is not None]  # fmt: skip
         assert [(record["step"], record["same"], record["mpi"]) for record in restored] == [(start, True, False)] * 2
         how = "the store of torch.distributed" if initializes else "MASTER_ADDR and MASTER_PORT"
         assert all(record["courier"].endswith(f"met by {how})") for record in restored)

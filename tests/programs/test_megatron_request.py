@@ -25,8 +25,6 @@ WAITS = "import pickle, sys; one = pickle.load(sys.stdin.buffer); print('waits',
 
 
 class Save:
-    """One that ends when it is told."""
-
     def __init__(self) -> None:
         self.snapshot = Snapshot(1, lambda: None)
         self.finalized = 0
@@ -62,7 +60,6 @@ def worker(made: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def has_open(pid: int, path: str) -> bool:
-    """Whether a process has a file open."""
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it is closed just now
             if os.readlink(fd) == path:

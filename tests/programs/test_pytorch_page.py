@@ -135,7 +135,6 @@ def read(found: Trained, case: str, first: int, last: int) -> dict[int, list[Any
 
 
 def weights(found: Trained, case: str, step: int) -> set[str]:
-    """Those that the ranks had before a step."""
     return {json.dumps(r["weights"]) for r in found.records
             if r["event"] == "step" and r["case"] == case and r["step"] == step}  # fmt: skip
 

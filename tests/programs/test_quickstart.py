@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import plain_environment
 
 REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "quickstart.md").read_text()
@@ -19,7 +20,6 @@ def section(title: str) -> str:
 
 
 def commands(title: str) -> list[str]:
-    """The commands in the shell blocks of a section."""
     return [
         line for block in re.findall(r"^```sh\n(.*?)^```", section(title), re.M | re.S) for line in block.splitlines()
     ]
@@ -35,10 +35,7 @@ def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: 
     script = "\n".join(["set -ex", *lines]).replace("/dev/shm", str(shm))
     if os.environ.get("MLFLASH_TEST_MPI") == "openmpi":
         script = script.replace("torchrun --nproc-per-node 4", "mpiexec -n 4 python -m mpi4py")  # as the page says
-    foreign = ("PMI", "OMPI", "SLURM", "MLFLASH")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environment |= {
-        "MLFLASH_MEMORY": str(shm),
+    environment = plain_environment(MLFLASH_MEMORY=shm) | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # which the page says to Open MPI

@@ -23,7 +23,6 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 
 
 def call(*words: object, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command, and expect an exit code."""
     done = subprocess.run([MLFLASH, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
                           **more)  # fmt: skip
     assert done.returncode == code, (done.stdout, done.stderr)
@@ -38,7 +37,6 @@ def save(memory: Path, job: str, *steps: int, **options: Any) -> None:
 
 
 def read_until(terminal: int, mark: bytes) -> bytes:
-    """Read what is printed in a terminal until it has asked something."""
     said = b""
     while mark not in said:
         assert select.select([terminal], [], [], PATIENCE_S)[0], said
@@ -95,29 +93,6 @@ def test_clean_of_all_jobs_asks_before_it_deletes_them(shm: Path) -> None:
         assert len(json.loads(call("jobs", "--memory", shm, "--json").stdout)["jobs"]) == left
     save(shm, "mine", 1)
     assert "freed" in call("clean", "--all", "--yes", "--memory", shm).stdout
-
-
-def test_a_job_that_is_not_there_is_named_with_those_that_are(shm: Path) -> None:
-    save(shm, "mine", 1)
-    for command in ("status", "list", "verify", "inspect 1"):
-        said = call(*command.split(), "--job", "nosuch", "--memory", shm, code=1).stderr
-        assert f"Error: job nosuch holds no memory in {shm} on " in said and said.endswith("; jobs here: mine\n")
-
-
-@pytest.mark.parametrize("command", ["scavenge DIR --job j", "heal --job j"])
-def test_of_a_live_job_it_is_said_that_it_is_alive_and_not_another_one(shm: Path, tmp_path: Path, command: str) -> None:
-    with mlflash.Checkpointer(job="j", memory=str(shm), redundancy="none") as ckpt:
-        ckpt.save(1, {"w": np.zeros(9)}).wait()
-        said = call(*command.replace("DIR", str(tmp_path / "d")).split(), "--memory", shm, code=1).stderr
-    assert "job j is alive on this node: end it first" in said and f"held by pid {os.getpid()}" in said
-    assert "Traceback" not in said
-
-
-@pytest.mark.parametrize("text", ["3.6", "0.5", "12.25B"])
-def test_a_part_of_a_byte_is_a_forgotten_unit(text: str) -> None:
-    said = call("plan", "--nodes", 2, "--bytes", text, code=2).stderr
-    assert "not a whole number of bytes: give a unit" in said and "12GiB" in said
-    assert "3.6 GiB" in call("plan", "--nodes", 2, "--bytes", "3.6GiB").stdout
 
 
 @pytest.mark.parametrize("form", ["hdf5", "dcp"])

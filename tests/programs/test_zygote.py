@@ -14,7 +14,6 @@ import needs
 import pytest
 from waiting import PATIENCE_S, until
 
-from mlflash.wireup.departures import Departure
 from mlflash.wireup.key_value_store import KeyValueStore
 from mlflash.wireup.pmi_server import new_epoch_name
 from mlflash.wireup.store_client import StoreClient
@@ -52,8 +51,6 @@ def test_it_refuses_to_fork_while_it_has_a_second_thread(tmp_path: Path, store: 
                              "threading.Thread(target=go.wait, daemon=True).start()\n")  # fmt: skip
     with pytest.raises(ZygoteRefused, match="it has 2 threads"):
         fork(zygote, store)
-    with pytest.raises(ZygoteRefused, match=r"no command of a zygote: \{'do': 'dance'\}"):
-        zygote._ask({"do": "dance"}, PATIENCE_S)
     assert zygote.ask(1, PATIENCE_S) == {"running": False, "mpi": False}, "no courier of ours"
     zygote.kill(1, PATIENCE_S)
     zygote.stop(PATIENCE_S)
@@ -125,22 +122,6 @@ def test_signals_that_a_scheduler_sends_to_a_whole_step_end_no_courier(tmp_path:
     assert zygote.process.returncode == 0
 
 
-def test_a_process_that_the_trainer_forked_has_no_zygote(tmp_path: Path, store: KeyValueStore) -> None:
-    zygote = start(tmp_path, "run = print\n")
-    fork(zygote, store)
-    child = os.fork()
-    if child == 0:
-        try:
-            zygote.stop(PATIENCE_S)
-            zygote.step()
-        except RuntimeError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    zygote.ask(1, PATIENCE_S)
-    zygote.stop(PATIENCE_S)
-
-
 def test_a_zygote_ends_with_a_trainer_that_never_stops_it() -> None:
     program = "from mlflash.wireup.zygote_client import ZygoteClient; print(ZygoteClient([]).process.pid)"
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, timeout=PATIENCE_S)
@@ -171,43 +152,3 @@ def test_it_serves_a_store_until_it_ends_for_as_many_ranks_as_it_may_have_files(
     until(lambda: clients[0].step() or clients[0].lost is not None, "the store has gone")
     for client in clients:
         client.close()
-
-
-def test_its_store_stays_for_those_who_have_not_asked_yet_why_its_rank_has_left(tmp_path: Path) -> None:
-    zygote = start(tmp_path, "run = print\n")
-    address, token = zygote.serve("127.0.0.1", 2, PATIENCE_S)
-    own, late = StoreClient(address, token), StoreClient(address, token)
-    late.ping(PATIENCE_S)
-    mine, its = socket.socketpair()
-    with mine, its:
-        pid = zygote.fork("entry:run", new_epoch_name(1), 0, [0, 1], address, token, its.fileno(), PATIENCE_S)
-    zygote.wait(pid, PATIENCE_S)
-    for key, value in Departure(0, "it cannot start MPI", ends_job=False).puts(1):
-        own.put(key, value, PATIENCE_S)
-    zygote._ask({"do": "end", "tells": False}, PATIENCE_S)
-    assert "it cannot start MPI" in late.get("launch/2/all", PATIENCE_S)
-    late.close()
-    assert zygote.process.wait(PATIENCE_S) == 0
-    zygote.stop(PATIENCE_S)
-    own.close()
-
-
-def test_a_courier_that_is_alone_needs_neither_store_nor_mpi(tmp_path: Path) -> None:
-    (tmp_path / "mpi4py.py").write_text("raise ImportError('which is not installed')")
-    source = (
-        "import os, sys\nrun = lambda courier: print(courier.has_mpi, 'PMI_FD' in os.environ, 'mpi4py' in sys.modules)"
-    )
-    (tmp_path / "entry.py").write_text(source)
-    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    with open(tmp_path / "output", "w") as output:
-        zygote = ZygoteClient(["entry:run"], {**os.environ, "PYTHONPATH": paths}, output, mpi=False)
-    mine, its = socket.socketpair()
-    with mine, its:
-        pid = zygote.fork("entry:run", new_epoch_name(1), 0, [0], None, "", its.fileno(), PATIENCE_S)
-        assert zygote.wait(pid, PATIENCE_S).status == 0
-        with pytest.raises(ZygoteRefused, match="2 ranks need a store"):
-            zygote.fork("entry:run", new_epoch_name(2), 0, [0, 0], None, "", its.fileno(), PATIENCE_S)
-        with pytest.raises(ZygoteRefused, match="it was started without MPI"):
-            zygote.fork("entry:run", new_epoch_name(2), 0, [0], ("127.0.0.1", 9), "", its.fileno(), PATIENCE_S)
-    zygote.stop(PATIENCE_S)
-    assert (tmp_path / "output").read_text() == "False False False\n"

@@ -104,7 +104,6 @@ class Socket:
         self._later(self.peer.end)
 
     def end(self) -> None:
-        """Let this end read no more than what is there."""
         self.is_over = True
         self._tell()
 
@@ -116,8 +115,6 @@ class Socket:
 
 
 class Sockets:
-    """Stands for the module socket."""
-
     SHUT_WR = socket.SHUT_WR
 
     @staticmethod
@@ -435,7 +432,6 @@ def install() -> None:
 
 
 def begin(kernel: Scheduler, history: History) -> None:
-    """Begin a launch."""
     WORLD.__init__()  # type: ignore[misc]
     WORLD.kernel, WORLD.history = kernel, history
 
@@ -463,6 +459,5 @@ def exit_trainer() -> None:
 
 
 def processes() -> list[Process]:
-    """The couriers that run."""
     return [courier for store in WORLD.stores.values() for epoch in store.epochs.values()
             for courier in epoch.couriers if courier.is_alive]  # fmt: skip

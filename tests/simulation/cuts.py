@@ -74,7 +74,6 @@ class Cut(History):
 
 
 def run(fixed: Mapping[str, object], cut: tuple[int, ...] | None, lost: int | None) -> runner.Result:
-    """Run one cut."""
     history = Cut(fixed, cut, lost)
     history.run()
     passed = [history.passed[rank] for rank in range(history.setting.ranks)]

@@ -82,7 +82,6 @@ class Plan:
 
 
 def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
-    """Draw a setting; ``fixed`` has fields that are given."""
     while True:
         ranks, per_node = random.choice(LAYOUTS)
         scheme = str(fixed.get("scheme") or random.choice(_SCHEMES))

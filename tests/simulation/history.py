@@ -131,7 +131,6 @@ class History:
         self.supervisor: rounds.Supervisor
 
     def run(self) -> None:
-        """Run all launches, the last one without faults."""
         shutil.rmtree(self.memory, ignore_errors=True)  # of a process that was killed and had this number
         self.memory.mkdir(mode=0o700)
         machine.begin(self.seed)
@@ -204,7 +203,6 @@ class History:
         return why
 
     def _is_over(self) -> bool:
-        """Whether all trainers of the launch have ended."""
         if "kept" in self.setting.special:
             return self.supervisor.is_over
         return len(self.launch.ended) == self.setting.ranks
@@ -225,7 +223,6 @@ class History:
             self.kernel.point(point)
 
     def note(self, process: Process, event: str, **more: Any) -> None:
-        """Note an event of a training."""
         record = Record(process.rank, event, idle_s=self.kernel.now - self._worked_at, **more)
         self.launch.records.append(record)
         self.kernel.note(f"{process.name} {process.rank} notes {event} {record.step}")

@@ -108,7 +108,6 @@ def _replace_modules() -> None:
 
 
 def begin(seed: int) -> None:
-    """Let the operating system do as this history's seed says."""
     noise = random.Random(seed)
     FAULTS.random, FAULTS.count, FAULTS.no_space, FAULTS.bad_sync = random.Random(seed + 1), 0, 0.0, 0.0
     os.urandom = noise.randbytes

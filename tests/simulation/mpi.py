@@ -38,8 +38,6 @@ def raw_bytes(message: Any) -> np.ndarray:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request of one process."""
-
     process: Process
     is_done: bool = False
     is_lost: bool = False
@@ -110,7 +108,6 @@ class Network:
         return random.random() * 2e-3 if self.pace == "mixed" else 10 ** random.uniform(-6, -1.5)
 
     def world(self, process: Process) -> Comm:
-        """The communicator of all ranks, for one of them."""
         return Comm(self, "world", list(range(len(self.processes))), self.processes.index(process))
 
     def died(self, process: Process) -> None:

@@ -24,7 +24,6 @@ _IDLE_S = 5.0  # a job that comes to no crash point for so many virtual seconds 
 
 @functools.cache
 def _survival(ranks: int, per_node: int, scheme: str) -> Survival:
-    """Which losses of nodes a scheme covers."""
     nodes = [rank // per_node for rank in range(ranks)]
     topology = from_node_ids([(node * per_node, f"node{node}") for node in nodes])
     return of(topology, place(topology, parse(scheme)))
@@ -57,7 +56,6 @@ class Oracle:
         self._may_be_known = False  # whether memory may know of a step that no rank saw committed
 
     def covers(self, *nodes: int) -> bool:
-        """Whether the newest step survives the loss of some more nodes."""
         lost, scheme = self.lost | {*nodes}, self._history.setting.scheme
         return all(
             _survival(ranks, per_node, scheme).survives({node for node in lost if node < ranks // per_node})

@@ -218,7 +218,6 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of the launch runs any more."""
         return self._is_closed and all(not process.is_alive for process in self.processes.values())
 
     # Faults
@@ -333,8 +332,6 @@ class Supervisor:
 
 
 class Kept(Training):
-    """One trainer, with a rank or without one."""
-
     def run(self) -> None:
         supervisor, code = self._history.supervisor, 1
         before = self._oracle.newest[1] if self._oracle.newest else 0

@@ -84,7 +84,6 @@ class _Child:
         os.close(into)
 
     def read(self) -> bool:
-        """Read what it has written; return whether that was all."""
         part = os.read(self.out, 1 << 20)
         self.output += part
         return not part
@@ -153,8 +152,6 @@ def shortest(result: Result, fixed: Mapping[str, object]) -> int:
 
 
 class Summary:
-    """Adds up results."""
-
     def __init__(self) -> None:
         self.seeds = self.points = 0
         self.cpu_s = 0.0

@@ -128,13 +128,11 @@ class Scheduler:
     # Events
 
     def note(self, text: str) -> None:
-        """Add an event to the trace."""
         self.digest.update(text.encode())
         if self.trace is not None:
             self.trace.append(f"{self.now:12.6f} {text}")
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call a function at a time."""
         self._push(when, None, call)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
@@ -147,7 +145,6 @@ class Scheduler:
     # Tasks
 
     def spawn(self, process: Process, name: str, run: Callable[[], object]) -> Task:
-        """Start a task."""
         self._numbers += 1
         task = Task(process, name, self._numbers, self.random.random())
 
@@ -173,7 +170,6 @@ class Scheduler:
         return task
 
     def wake(self, task: Task) -> None:
-        """Make a waiting task ready."""
         if task.process.is_alive and not task.done:
             task.wakes += 1
             task.due, task.timed_out = None, False
@@ -217,7 +213,6 @@ class Scheduler:
         return not task.timed_out
 
     def sleep(self, seconds: float) -> None:
-        """Do what time.sleep does."""
         if self.current is None:
             return
         task = self.current
@@ -282,12 +277,10 @@ class Scheduler:
                 call()
 
     def exit(self, process: Process) -> None:
-        """End the running process at once, as os._exit does."""
         self.kill(process)
         self._leave()
 
     def stop(self, process: Process, seconds: float) -> None:
-        """Stop a process for a time, as SIGSTOP does."""
         self.note(f"{process.name} {process.rank} is stopped for {seconds:.3g} s")
         process.stopped_until = self.now + seconds
 

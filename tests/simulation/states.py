@@ -31,11 +31,9 @@ class States:
         self._nbytes, self._special, self._frozen = nbytes, special, frozen and "values" not in special
 
     def is_suspect(self, step: int) -> bool:
-        """Whether values of a step are NaN on some rank."""
         return "values" in self._special and step % 4 == 3
 
     def at(self, rank: int, step: int, launch: int) -> dict[str, Any]:
-        """The state of a rank after a step."""
         nbytes = self._nbytes * (3 if "grow" in self._special and step >= 4 else 1)
         nbytes += 0 if "kept" in self._special else 100 * rank  # a spare does not know its rank
         state: dict[str, Any] = {"weights": noise(rank, step, launch, nbytes), "step": step, "launch": launch}
@@ -70,7 +68,6 @@ class States:
 
 
 def raw_of(value: Any) -> bytes:
-    """The bytes of a leaf, with its type and shape."""
     array = value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     return f"{array.dtype}{array.shape}".encode() + array.tobytes()
 

@@ -151,8 +151,6 @@ class Condition:
 
 
 class Queue:
-    """Stands for Queue and SimpleQueue."""
-
     def __init__(self, maxsize: int = 0) -> None:
         self._items: deque[Any] = deque()
         self._waiters, self._maxsize = _Waiters(), maxsize
@@ -228,8 +226,6 @@ class Thread:
 
 
 class Threading:
-    """Stands for the module threading."""
-
     Event, Lock, RLock, Condition, Thread = Event, Lock, RLock, Condition, Thread
 
     @staticmethod
@@ -252,8 +248,6 @@ class Threading:
 
 
 class Queues:
-    """Stands for the module queue."""
-
     Queue = SimpleQueue = Queue
     Empty, Full = queue.Empty, queue.Full
 

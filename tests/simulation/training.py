@@ -127,7 +127,6 @@ class Training:
             kernel.block(kernel.now + kernel.random.expovariate(1 / step_s))
 
     def _advance(self, state: dict[str, Any], step: int) -> dict[str, Any]:
-        """Train one step."""
         new = self._states.at(self._rank, step, self._number)
         if self._optimizer is not None:
             self._optimizer.step(new["parameter"].detach())

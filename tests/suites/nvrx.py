@@ -17,7 +17,6 @@ SUITE = Suite(
 
 
 def around() -> contextlib.AbstractContextManager[None]:
-    """What it takes to run them here."""
     return pretend(devices())
 
 

@@ -12,13 +12,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of a test on all ranks.
-
-    Attributes:
-        test: as pytest names it.
-        what: one of those above.
-        why: all that was said where it failed or was skipped.
-    """
+    """What became of a test on all ranks, and all that was said where it failed or was skipped."""
 
     test: str
     what: str

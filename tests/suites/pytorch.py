@@ -74,7 +74,6 @@ def put_in_place() -> None:
 
 
 def after_test() -> None:
-    """Close what a test without ranks has opened."""
     from . import dcp_parts
 
     dcp_parts.close_all()

@@ -57,7 +57,6 @@ def run(suite: Suite, checkout: Path, results: Path, parts: str) -> list[outcome
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run suites, say what came of them, and return the exit code."""
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--src", type=Path, required=True)
     parser.add_argument("names", nargs="*", default=NAMES)

@@ -40,7 +40,6 @@ class Suite:
         return max((*source.glob(self.checkout), *source.glob(f"{self.checkout}-*")), default=None)
 
     def arguments(self, checkout: Path) -> list[str]:
-        """What pytest is given."""
         return [one for one in self.tests if not one.endswith(".py") or (checkout / one).exists()]
 
     def version(self, checkout: Path) -> str:

@@ -28,7 +28,6 @@ class Difference:
     why: str
 
     def covers(self, test: str) -> bool:
-        """Whether it is about a test."""
         return re.fullmatch(".*".join(map(re.escape, self.test.split("*"))), test) is not None
 
 
@@ -93,11 +92,7 @@ class Row:
 
 
 def read(path: Path) -> list[Difference]:
-    """Read a list of expected differences.
-
-    Raises:
-        ValueError: a line is not test, text and reason.
-    """
+    """Read a list of expected differences."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -110,7 +105,6 @@ def read(path: Path) -> list[Difference]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The table of all suites, in Markdown."""
     lines = [HEAD, ["---"] * len(HEAD), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 

@@ -14,7 +14,6 @@ CHROMIUM = os.environ.get("MLFLASH_CHROMIUM") or shutil.which("chromium") or shu
 
 @contextlib.contextmanager
 def browser() -> Iterator[Any]:
-    """Start Chromium; it ends with the block."""
     from playwright.sync_api import sync_playwright
 
     # As root Chromium has no sandbox; what is opened here is ours.

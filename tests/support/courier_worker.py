@@ -25,47 +25,26 @@ import mlflash
 RANK = int(os.environ.get("RANK") or os.environ.get("PMI_RANK", "0"))
 
 
-def state_at(step: int, shared: bool) -> dict[str, Any]:
-    """The state after a step; another one for each rank and step, but for what is shared."""
-    own, alike = np.random.default_rng((RANK, step)), np.random.default_rng(step)
-    common = {"all": alike.standard_normal(40_000)} if shared else {}
-    return {"own": own.integers(0, 256, 100_000 + 1000 * RANK, dtype=np.uint8), "step": step} | common
+def state_at(step: int) -> dict[str, Any]:
+    """The state after a step; another one for each rank and step."""
+    random = np.random.default_rng((RANK, step))
+    return {"own": random.integers(0, 256, 100_000 + 1000 * RANK, dtype=np.uint8), "step": step}
 
 
 def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states are equal, bit for bit."""
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def train(
-    settings: dict[str, Any], steps: int = 3, dies: int | None = None, shared: bool = False, lazy: bool = False,
-    kills: str = "", restores: bool = True,
-) -> None:  # fmt: skip
+def train(settings: dict[str, Any], kills: str = "") -> None:
+    """Restore, save three steps, and lose a courier or a zygote: see `_lose_the_courier`."""
     logging.getLogger("mlflash").addHandler(_Note())
-    layer: Any = None
-    optimizer: Any = None
-    if lazy:
-        import torch
-
-        layer = torch.nn.Linear(50, 50)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    with mlflash.Checkpointer(courier="process", replicated={"all": True} if shared else None, **settings) as ckpt:
-        state = state_at(0, shared)
-        more = {"layer": layer, "optimizer": optimizer} if lazy else {}
-        given = state | more
-        start = ckpt.restore(given) if restores else None  # which makes room for the first save
-        same = is_same({name: given[name] for name in state}, state_at(start or 0, shared))
-        note("restored", rank=RANK, step=start, same=same,
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        state = state_at(0)
+        start = ckpt.restore(state)
+        note("restored", rank=RANK, step=start, same=is_same(state, state_at(start or 0)),
              has_mpi="libmpi" in Path("/proc/self/maps").read_text())  # fmt: skip
-        for step in range((start or 0) + 1, (start or 0) + 1 + steps):
-            state = state_at(step, shared)
-            if lazy:
-                layer(layer.weight[0].detach()).sum().backward()
-                optimizer.step()
-            snapshot = ckpt.save(step, state | more, until=optimizer if lazy else None)
-            if step == dies and RANK == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            snapshot.wait()
+        for step in range((start or 0) + 1, (start or 0) + 4):
+            ckpt.save(step, state_at(step)).wait()
             note("committed", rank=RANK, step=step)
         if kills:
             _lose_the_courier(ckpt, kills)
@@ -80,7 +59,7 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
     """
     start = time.perf_counter()
     if kills == "busy":  # in the middle of a save, as a rule
-        ckpt.save(99, state_at(99, False))
+        ckpt.save(99, state_at(99))
     if kills == f"zygote {RANK}":
         zygote = lambda: ckpt._courier._link.couriers.zygote.process.pid
         for _ in range(3):
@@ -101,11 +80,11 @@ def one_fails(settings: dict[str, Any]) -> None:
     trap = {"path": ["commit.seen", sent], "action": "fail", "rank": 1}
     set_traps([trap], RANK)
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
-        ckpt.save(1, state_at(1, False)).wait()
-        ckpt.save(2, state_at(2, False))
+        ckpt.save(1, state_at(1)).wait()
+        ckpt.save(2, state_at(2))
         until(lambda: ckpt._courier.broken is not None, "this rank to save no more")
         why = str(ckpt._courier.broken)
-        ckpt.save(3, state_at(3, False))  # is refused, and its slots are not the courier's
+        ckpt.save(3, state_at(3))  # is refused, and its slots are not the courier's
         (OUT / f"broken{RANK}").touch()
         if RANK == 0:
             until(lambda: len([*OUT.glob("broken*")]) == ckpt._trainer.ranks.size, "all ranks to save no more")
@@ -121,7 +100,7 @@ def mpi_fails(settings: dict[str, Any], point: str) -> None:
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
         for step in range(1, 5):
             try:
-                ckpt.save(step, state_at(step, False)).wait()
+                ckpt.save(step, state_at(step)).wait()
                 note("committed", rank=RANK, step=step)
             except mlflash.errors.SaveFailed:
                 pass
@@ -142,7 +121,7 @@ def weigh(settings: dict[str, Any]) -> None:
 def stay(settings: dict[str, Any]) -> None:
     """Save once, say which processes there are, and do nothing more until somebody ends it."""
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
-        ckpt.save(1, state_at(1, False)).wait()
+        ckpt.save(1, state_at(1)).wait()
         link = ckpt._courier._link
         note("up", rank=RANK, trainer=os.getpid(), zygote=link.couriers.zygote.process.pid, courier=link.pid,
              is_a=ckpt.report()["courier"])  # fmt: skip
@@ -168,7 +147,7 @@ def one_leaves(settings: dict[str, Any], how: str) -> None:
     """Rank 1 leaves the job; the others wait for it in something that is not ours, or save."""
     logging.getLogger("mlflash").addHandler(_Note())
     ckpt = mlflash.Checkpointer(courier="process", **settings)
-    ckpt.save(1, state_at(1, False)).wait()
+    ckpt.save(1, state_at(1)).wait()
     note("committed", rank=RANK, step=1)
     if RANK == 1:
         leave(how)
@@ -177,7 +156,7 @@ def one_leaves(settings: dict[str, Any], how: str) -> None:
     until(lambda: ckpt._courier.broken is not None, "the others to hear of it")
     for step in (2, 3, 4):
         try:
-            ckpt.save(step, state_at(step, False)).wait()
+            ckpt.save(step, state_at(step)).wait()
         except mlflash.errors.MlflashError as error:
             note("failed", rank=RANK, step=step, why=str(error))
     held = len(ckpt._courier._jobs)
@@ -220,13 +199,13 @@ def groups(settings: dict[str, Any], members: dict[str, list[int]], kills: bool)
         order = sorted(mine, reverse=bool(RANK % 2))
         _save_all([mine[name] for name in order], step)
         note("in opposite orders", rank=RANK, order=order)
-        stuck = mine["most"].save(step + 1, state_at(step + 1, False)) if RANK == 1 else None
+        stuck = mine["most"].save(step + 1, state_at(step + 1)) if RANK == 1 else None
         for later in (step + 1, step + 2):
             _save_all([mine[name] for name in order if name != "most"], later)
         note("beside a stuck one", rank=RANK, done=stuck is not None and stuck.done)
         dist.barrier()
         if RANK == 0:
-            stuck = mine["most"].save(step + 1, state_at(step + 1, False))
+            stuck = mine["most"].save(step + 1, state_at(step + 1))
         if stuck is not None:
             stuck.wait(PATIENCE_S)
         if kills:
@@ -241,14 +220,14 @@ def groups(settings: dict[str, Any], members: dict[str, list[int]], kills: bool)
 
 
 def _restored(name: str, ckpt: mlflash.Checkpointer) -> int:
-    state = state_at(0, False)
+    state = state_at(0)
     step = ckpt.restore(state) or 0
-    assert is_same(state, state_at(step, False)), name
+    assert is_same(state, state_at(step)), name
     return step
 
 
 def _save_all(ckpts: list[mlflash.Checkpointer], step: int) -> None:
-    for snapshot in [ckpt.save(step, state_at(step, False)) for ckpt in ckpts]:
+    for snapshot in [ckpt.save(step, state_at(step)) for ckpt in ckpts]:
         snapshot.wait(PATIENCE_S)
 
 
@@ -256,7 +235,7 @@ def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
     reasons = []
     for step in range(first, first + 20):
         try:
-            ckpt.save(step, state_at(step, False)).wait(PATIENCE_S)
+            ckpt.save(step, state_at(step)).wait(PATIENCE_S)
         except mlflash.errors.MlflashError as error:
             note("failed", rank=RANK, step=step, why=str(error))
             reasons.append(f"{time.perf_counter():.3f} {step}: {error}")
@@ -268,7 +247,7 @@ def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
 def out_of_step(settings: dict[str, Any], late: bool) -> None:
     """Couriers are started anew while rank 0 is between two jobs of a unit; the others wait for it in the second."""
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
-        ckpt.save(1, state_at(1, False)).wait()
+        ckpt.save(1, state_at(1)).wait()
         link, ranks = ckpt._courier._link, ckpt.adapting.ranks
         before = link.pid
         try:
@@ -282,8 +261,8 @@ def out_of_step(settings: dict[str, Any], late: bool) -> None:
                 note("agreed", rank=RANK, values=ranks.agree([RANK, 2]))
         except mlflash.errors.Closed as error:
             note("closed", rank=RANK, why=str(error))
-        state = state_at(0, False)
-        note("restored", rank=RANK, step=ckpt.restore(state), same=is_same(state, state_at(1, False)))
+        state = state_at(0)
+        note("restored", rank=RANK, step=ckpt.restore(state), same=is_same(state, state_at(1)))
         note("end", rank=RANK, step=_save_until_committed(ckpt, 2))
 
 
@@ -294,14 +273,14 @@ def abandoned(settings: dict[str, Any], point: str, dies: str) -> None:
     """
     set_traps([], RANK)
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:  # with long deadlines, as couriers start
-        ckpt.save(1, state_at(1, False)).wait()
+        ckpt.save(1, state_at(1)).wait()
         courier, size = ckpt._courier._link.pid, ckpt._trainer.ranks.size
     set_traps([{"path": [point], "action": "stop", "rank": 1},
                {"path": ["restore.loaded", "protect.announced", dies], "action": "rank"}], RANK)  # fmt: skip
     start = time.monotonic()
     try:
         with mlflash.Checkpointer(courier="process", **settings | {"timeout_s": 5.0}) as ckpt:
-            ckpt.save(2, state_at(2, False)).wait()
+            ckpt.save(2, state_at(2)).wait()
     except mlflash.errors.DeadlineExceeded as error:
         note("gave up", rank=RANK, ranks=error.ranks, why=str(error), seconds=time.monotonic() - start)
     (OUT / f"left{RANK}").touch()
@@ -310,20 +289,19 @@ def abandoned(settings: dict[str, Any], point: str, dies: str) -> None:
         os.kill(courier, signal.SIGCONT)
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
         step = look(ckpt)
-        ckpt.save(step + 1, state_at(100 + step + 1, False)).wait()
+        ckpt.save(step + 1, state_at(100 + step + 1)).wait()
 
 
 def look(ckpt: mlflash.Checkpointer) -> int:
     """Restore, and note the step and whose content it has: that of 1 to 3, or of what was saved afterwards."""
-    state = state_at(0, False)
+    state = state_at(0)
     step = ckpt.restore(state) or 0
-    content = [number for number in (step, 100 + step) if is_same(state | {"step": number}, state_at(number, False))]
+    content = [number for number in (step, 100 + step) if is_same(state | {"step": number}, state_at(number))]
     note("restored", rank=RANK, step=step, content=content)
     return step
 
 
 def only_look(settings: dict[str, Any]) -> None:
-    """Restore."""
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
         look(ckpt)
 
@@ -366,17 +344,6 @@ def fail_to_start(settings: dict[str, Any]) -> None:
         note("failed", rank=RANK, why=str(error), seconds=time.monotonic() - start)
 
 
-def keep(settings: dict[str, Any]) -> None:
-    """Keep the interpreter from all other threads from when a save has returned."""
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
-        ckpt.save(1, state_at(1, False)).wait()
-        snapshot = ckpt.save(2, state_at(2, False))
-        start = time.monotonic()
-        sum(range(60_000_000))  # in C, which never asks whether another thread waits
-        kept_s = time.monotonic() - start
-        note("kept", rank=RANK, kept_s=kept_s, commit_s=snapshot.wait().commit_s)
-
-
 class _Note(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         note("log", rank=RANK, level=record.levelname, text=record.getMessage())
@@ -385,7 +352,7 @@ class _Note(logging.Handler):
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
     programs = [
-        train, one_fails, mpi_fails, cycle, groups, one_leaves, later, keep, fail_to_start, weigh, stay, out_of_step,
+        train, one_fails, mpi_fails, cycle, groups, one_leaves, later, fail_to_start, weigh, stay, out_of_step,
         abandoned, only_look,
     ]  # fmt: skip
     {program.__name__: program for program in programs}[spec.pop("program")](**spec)

@@ -48,8 +48,6 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The bits of a state as they were."""
-
     tensors: dict[str, tuple[Any, ...]]
     others: dict[str, Any]
 
@@ -59,7 +57,6 @@ class Kept:
         return Kept(tensors, copy.deepcopy(others(state)))
 
     def check(self, state: Any) -> None:
-        """Compare a state with it."""
         now = Kept.of(state)
         assert now.tensors.keys() == self.tensors.keys()
         assert [path for path in self.tensors if self.tensors[path] != now.tensors[path]] == []
@@ -74,8 +71,6 @@ def spoil(state: Any, by: int = 77) -> None:
 
 
 class HalfPlanner(DefaultSavePlanner):
-    """Saves float32 tensors as float16."""
-
     def create_local_plan(self) -> Any:
         plan = super().create_local_plan()
         items = []
@@ -149,8 +144,6 @@ class _Faulty:
 
 
 class FaultySave(_Faulty, DefaultSavePlanner):
-    """A save that fails in one phase on one rank."""
-
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._reach("set_up_planner")
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -163,8 +156,6 @@ class FaultySave(_Faulty, DefaultSavePlanner):
 
 
 class FaultyLoad(_Faulty, DefaultLoadPlanner):
-    """A load that fails in one phase on one rank."""
-
     def set_up_planner(self, *args: Any, **more: Any) -> None:
         self._reach("set_up_planner")
         super().set_up_planner(*args, **more)
@@ -186,13 +177,10 @@ sprung: list[str] = []
 
 
 def spring() -> None:
-    """Note that a pickle ran it."""
     sprung.append("sprung")
 
 
 class Trap:
-    """Runs something when it is unpickled."""
-
     def __reduce__(self) -> Any:
         return spring, ()
 

@@ -48,11 +48,11 @@ def main(
     if how == STEP_KILLED:
         set_traps([{"path": ["commit.released", "protect.announced"], "action": "hold", "rank": rank}], RANK)
     ckpt = mlflash.Checkpointer(courier="process", **settings)
-    state = state_at(0, False)
+    state = state_at(0)
     step = ckpt.restore(state)
-    note("restored", step=step, same=is_same(state, state_at(step or 0, False)))
+    note("restored", step=step, same=is_same(state, state_at(step or 0)))
     if closes:
-        ckpt.save(1, state_at(1, False)).wait()
+        ckpt.save(1, state_at(1)).wait()
         close_and_lose_a_courier(ckpt, closes, rank)
         return
     if not who:
@@ -61,9 +61,9 @@ def main(
     if how == SAVES_RETURNED:
         save_and_die(ckpt, step or 0, saves, rank)
     couriers = ckpt._courier._link.couriers
-    ckpt.save(1, state_at(1, False)).wait()
+    ckpt.save(1, state_at(1)).wait()
     note("mapped", names=sorted(mapped_by(couriers.courier.pid)))
-    ckpt.save(2, state_at(2, False))
+    ckpt.save(2, state_at(2))
     (OUT / f"both{RANK}").touch()  # who ends by an exception ends the other rank, too, whose save has to have returned
     until(lambda: len([*OUT.glob("both*")]) == 2, "the other rank's save to return")
     if how in ("terminal closed", STEP_KILLED):
@@ -77,7 +77,7 @@ def main(
         hang()
     if patient:
         for step in (3, 4):
-            wait_until_committed(ckpt.save(step, state_at(step, False)))
+            wait_until_committed(ckpt.save(step, state_at(step)))
         note("end", steps=ckpt.steps())
         ckpt.close()
         return
@@ -92,7 +92,7 @@ def save_until_one_is_committed(ckpt: mlflash.Checkpointer) -> int:
     for step in itertools.count(3):
         note("saving")
         try:
-            ckpt.save(step, state_at(step, False)).wait()
+            ckpt.save(step, state_at(step)).wait()
             break
         except mlflash.errors.SaveFailed as error:  # a courier has ended: the next one goes on, if there may be one
             if "has left the job" in str(error):
@@ -150,7 +150,7 @@ def close_and_lose_a_courier(ckpt: mlflash.Checkpointer, closes: str, rank: int)
 def save_and_die(ckpt: mlflash.Checkpointer, step: int, saves: int, rank: int) -> None:
     """Be killed right after the last of some saves has returned on both ranks, or be left."""
     for number in range(step + 1, step + saves + 1):
-        snapshot = ckpt.save(number, state_at(number, False))
+        snapshot = ckpt.save(number, state_at(number))
         if number < step + saves:
             snapshot.wait()
     note("saved", step=step + saves)

@@ -31,18 +31,11 @@ def whole_at(step: int) -> torch.Tensor:
 
 
 def state_at(step: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """This rank's part of it."""
     return {"weights": distribute_tensor(whole_at(step), mesh, [Shard(0)], src_data_rank=None), "step": step}
 
 
 def train(last: int, holds_at: int = 0, initializes: bool = True, settings: dict[str, Any] | None = None) -> None:
-    """Restore, and save each step to the last.
-
-    Args:
-        holds_at: a step before which the first launch waits, for the test to end somebody.
-        initializes: whether torch.distributed is there before the Checkpointer.
-        settings: of the Checkpointer.
-    """
+    """Restore, and save each step; before `holds_at` the first launch waits for the test to end somebody."""
     if initializes:
         dist.init_process_group("gloo")
     with mlflash.Checkpointer(**(settings or {})) as ckpt:

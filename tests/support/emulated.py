@@ -30,7 +30,6 @@ class Nodes:
         COMM.Barrier()
 
     def lose(self, *nodes: int) -> None:
-        """Lose the memory of nodes."""
         self.on_rank_0(lambda: self._remove(nodes))
 
     def damage(self, step: int) -> None:
@@ -42,7 +41,6 @@ class Nodes:
         self.on_rank_0(work)
 
     def keep(self) -> None:
-        """Copy all memory for ``bring_back``."""
         self.on_rank_0(lambda: shutil.copytree(self.path, self._kept))
 
     def bring_back(self, but: Iterable[int] = ()) -> None:

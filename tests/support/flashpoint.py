@@ -8,13 +8,7 @@ from harness import Cluster
 
 
 def assert_it_recovers(root: Path, form: str, first: int) -> None:
-    """Run the recipe, lose a node besides, and run it again.
-
-    Args:
-        root: directory of a memory file system.
-        form: "dcp" or "megatron".
-        first: step of the long-term checkpoint, from which the first run goes on.
-    """
+    """Run the recipe in a form ("dcp", "megatron") from step `first`, lose a node besides, and run it again."""
     cluster, env = Cluster(root), {"PYTHONWARNINGS": "ignore"}  # of PyTorch's and Megatron's own
     arguments = ["support/flashpoint_job.py", form, str(root / "long-term"), "5"]
     killed = cluster.run(2, *arguments, "4", env=env, launcher="torchrun", timeout=150)

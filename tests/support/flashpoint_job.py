@@ -9,7 +9,6 @@ happened to. DIE: all ranks are killed when this step was saved.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from digests import digest
 from records import note
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -32,21 +32,17 @@ BASE = "/tmp/mlf-jobs/job-145"  # a name
 
 
 class Training:
-    """A small model, sharded by FSDP2, in training.
-
-    Args:
-        seed: of its first weights.
-    """
+    """A small model, sharded by FSDP2, in training."""
 
     def __init__(self, seed: int):
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.objects = [self.model, self.optimizer]
         self.step = 0
 
     def train(self, last: int) -> None:
-        """Train to a step."""
         while self.step < last:
             self.step += 1
             numbers = torch.Generator().manual_seed(100 * self.step + dist.get_rank())
@@ -55,28 +51,12 @@ class Training:
             self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and loaded into."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded."""
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.step = state["step"]
-
-    def digest(self) -> str:
-        """Of this rank's bits."""
-        found = hashlib.sha256()
-        state = self.optimizer.state_dict()["state"]
-        for values in [vars_of(self.model.state_dict()), *map(vars_of, state.values())]:
-            for tensor in values:
-                found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
-
-
-def vars_of(values: dict[str, Any]) -> list[torch.Tensor]:
-    """This rank's parts of tensors."""
-    return [getattr(value, "_local_tensor", value).reshape(-1) for _, value in sorted(values.items())]
 
 
 def with_dcp(long_term: Path, is_new: bool, last: int, die: int) -> None:
@@ -97,7 +77,12 @@ def with_dcp(long_term: Path, is_new: bool, last: int, die: int) -> None:
     else:
         dcp.load(state_dict, checkpoint_id=str(long_term))
     training.load(state_dict)
-    note("recovered", step=training.step, memory=bool(latest_saved_checkpoint_id), digest=training.digest())
+    note(
+        "recovered",
+        step=training.step,
+        memory=bool(latest_saved_checkpoint_id),
+        digest=digest(training.objects),
+    )
     # Saving
     while training.step < last:
         training.train(training.step + 1)
@@ -117,26 +102,23 @@ def with_dcp(long_term: Path, is_new: bool, last: int, die: int) -> None:
             )
             future.result()
         if training.step == die:
-            note("saved", step=training.step, digest=training.digest())
+            note("saved", step=training.step, digest=digest(training.objects))
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.close()
     whole = Training(seed=1)
     whole.load(whole.state_dict())  # PyTorch gives an optimizer without state one that counts a step
     whole.train(last)
-    note("ended", digest=training.digest(), whole=whole.digest())
+    note("ended", digest=digest(training.objects), whole=digest(whole.objects))
 
 
 def with_megatron(long_term: Path, is_new: bool, last: int, die: int) -> None:
     """The section "Megatron-LM"."""
-    from megatron_on_cpu import Training, digest, on_cpu  # isort: split
+    from megatron_on_cpu import Training, on_cpu  # isort: split
     from megatron.core import dist_checkpointing as mcore_dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import common
 
     from mlflash.adapters.megatron import LoadShards, SaveShards
-
-    def digest_of(training: Training) -> str:
-        return hashlib.sha256(digest(training)).hexdigest()
 
     has_it = hasattr(common, "TorchCommonLoadStrategy")  # up to Core 0.16: later ones refuse the line
     of_the_page = {"common_strategy": common.TorchCommonLoadStrategy()} if has_it else {}
@@ -166,7 +148,9 @@ def with_megatron(long_term: Path, is_new: bool, last: int, die: int) -> None:
                 sharded_state_dict=training.sharded_state(True), checkpoint_dir=str(long_term), **of_the_page
             )
         training.load(state_dict)
-        note("recovered", step=training.step, memory=bool(latest_saved_checkpoint), digest=digest_of(training))
+        note(
+            "recovered", step=training.step, memory=bool(latest_saved_checkpoint), digest=digest(training.model.module)
+        )
         while training.step < last:
             training.train(training.step + 1)
             request = mcore_dist_checkpointing.save(
@@ -177,13 +161,13 @@ def with_megatron(long_term: Path, is_new: bool, last: int, die: int) -> None:
             )
             request.execute_sync()
             if training.step == die:
-                note("saved", step=training.step, digest=digest_of(training))
+                note("saved", step=training.step, digest=digest(training.model.module))
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
         checkpointer.close()
         whole = Training()
         whole.train(last)
-        note("ended", digest=digest_of(training), whole=digest_of(whole))
+        note("ended", digest=digest(training.model.module), whole=digest(whole.model.module))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Trainers:
-    """Forks trainers. Close it: what it has forked is killed.
-
-    Args:
-        modules: what is imported before the forks.
-        log: file that gets what the forking process itself prints.
-    """
+    """Forks trainers from a process that has imported modules. Close it: what it has forked is killed."""
 
     def __init__(self, modules: Sequence[str], log: Path):
         self._log = log
@@ -44,14 +39,7 @@ class Trainers:
             )  # fmt: skip
 
     def start(self, script: Path, argument: str, environment: Mapping[str, str], log: Path) -> int:
-        """Start a script in a process of its own; gives the process number.
-
-        Args:
-            script: what runs as `__main__`.
-            argument: its only one.
-            environment: all of it.
-            log: file that gets what it and its couriers print.
-        """
+        """Start a script with its only argument in a process of its own; gives the process number."""
         order = {"words": [str(script), argument], "environment": {**environment}, "log": str(log)}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -69,14 +57,12 @@ class Trainers:
             return False
 
     def end(self, pids: Sequence[int]) -> None:
-        """Kill trainers, and wait for their ends."""
         for pid in filter(self.run, pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not any(map(self.run, pids)), "the end of the trainers that were killed")
 
     def close(self) -> None:
-        """Kill all trainers, and end the process that forks."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self.end(self._pids)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import described, left_here, runs, started_by, state, uses
+from processes import described, free_port, left_here, runs, started_by, state, uses, with_variable
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
@@ -56,14 +56,7 @@ def own_memory() -> Iterator[Path]:
 
 def _kill_orphans(path: Path) -> None:
     """Kill couriers that outlive their trainers, whose records are below a path."""
-    mine = f"OUT={path}/".encode()
-    pids = set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if any(one.startswith(mine) for one in environ.read_bytes().split(b"\0")):
-                pids.add(int(environ.parent.name))
-        except OSError:  # it ended meanwhile
-            continue
+    pids = with_variable(f"\0OUT={path}/")
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -72,8 +65,6 @@ def _kill_orphans(path: Path) -> None:
 
 @dataclasses.dataclass
 class Result:
-    """How a launch ended."""
-
     returncode: int
     log: str
     records: list[dict[str, Any]]  # what the ranks wrote, in no order
@@ -84,18 +75,11 @@ class Result:
         return [record["mpi"] for record in self.of("libraries")]
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """The records of one event, by rank."""
         return sorted((r for r in self.records if r["event"] == event), key=lambda r: r["rank"])
 
 
 class Cluster:
-    """Emulated nodes on this machine and the jobs that run on them, one after the other.
-
-    Args:
-        root: directory of a memory file system, of this cluster's own.
-        out: directory for the records of the ranks; ``root`` as a rule.
-        ranks_per_node: ranks per emulated node.
-    """
+    """Emulated nodes on this machine, in a directory of a memory file system, and their jobs, one after the other."""
 
     def __init__(self, root: Path, ranks_per_node: int = 1, job: str = "j", transport: str = "p2p",
                  out: Path | None = None):  # fmt: skip
@@ -106,11 +90,9 @@ class Cluster:
         self.launches = 0
 
     def node(self, k: int) -> Path:
-        """Directory of an emulated node."""
         return self.root / f"mlflash-{UID}" / self.job / f"node{k}"
 
     def wipe(self, *nodes: int) -> None:
-        """Lose the memory of nodes."""
         for k in nodes:
             shutil.rmtree(self.node(k))
 
@@ -122,7 +104,6 @@ class Cluster:
             self.node(k).with_name(f"moving{k}").rename(self.node(to))
 
     def slot_files(self) -> list[Path]:
-        """All slot files of all nodes."""
         return sorted(self.root.glob(f"mlflash-{UID}/{self.job}/node*/slot-*"))
 
     def start(
@@ -163,12 +144,59 @@ class Cluster:
         self, ranks: int, script: str, *args: str, timeout: float = PATIENCE_S, env: dict[str, str] | None = None,
         launcher: str = "mpiexec",
     ) -> Result:  # fmt: skip
-        """Start a script and wait for its end."""
         return self.start(ranks, script, *args, env=env, launcher=launcher).wait(timeout)
 
     def train(self, ranks: int, **spec: object) -> Result:
         """Run support/worker.py to its end; ``spec`` is what its ``train`` takes."""
         return self.run(ranks, "support/worker.py", json.dumps(spec))
+
+
+def read_records(folder: Path, event: str = "") -> list[dict[str, Any]]:
+    """What ranks have written so far, of one event or of all."""
+    found = []
+    for path in sorted(folder.glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a rank died while it wrote
+                found.append(json.loads(line))
+    return [record for record in found if event in ("", record["event"])]
+
+
+class PlainRanks:
+    """Processes that no launcher has started: each only has what torchrun would tell it. Close them.
+
+    Args:
+        out: folder that gets their records and a log.
+        size: how many.
+        words: what each of them runs.
+        env: their environment, in which {rank} is the rank; None: that of this process.
+    """
+
+    def __init__(self, out: Path, size: int, words: Sequence[str], env: dict[str, str] | None = None):
+        self.out = out
+        names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "{rank}",
+                 "OUT": str(out), "OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}  # fmt: skip
+        with (out / "log").open("ab") as log:
+            self.processes = [
+                subprocess.Popen(words, stdout=log, stderr=log,
+                                 env={name: value.replace("{rank}", str(rank)) for name, value in names.items()})
+                for rank in range(size)
+            ]  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return (self.out / "log").read_text()
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        return read_records(self.out, event)
+
+    def wait(self) -> list[int]:
+        """The exit code of each."""
+        return [process.wait(PATIENCE_S) for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(PATIENCE_S)
 
 
 live: set[Launch] = set()
@@ -186,15 +214,7 @@ class Launch:
         live.add(self)
 
     def records(self) -> list[dict[str, Any]]:
-        """What the ranks have written so far."""
-        found = []
-        for path in self.out.glob("rank*.jsonl"):
-            for line in path.read_text().splitlines():
-                try:
-                    found.append(json.loads(line))
-                except ValueError:  # a rank died while it wrote
-                    continue
-        return found
+        return read_records(self.out)
 
     def wait_for(self, event: str, count: int, timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
         """Wait until so many records of an event are there."""
@@ -216,7 +236,6 @@ class Launch:
         raise AssertionError(f"no {count} x {event!r}:\n{state}")
 
     def pids(self) -> dict[int, int]:
-        """Process of each rank."""
         return {r["rank"]: r["pid"] for r in self.records() if r["event"] == "start"}
 
     def signal(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
@@ -229,7 +248,6 @@ class Launch:
                 pass
 
     def running(self) -> bool:
-        """Whether mpiexec still runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:
@@ -286,7 +304,6 @@ class Launch:
                 self._process.wait(_LOOK_S)
 
     def _lives(self) -> bool:
-        """Whether any rank does."""
         return any(map(_alive, self.pids().values()))
 
     def _kill_what_is_left(self) -> None:
@@ -300,12 +317,7 @@ class Launch:
 
     def _started(self) -> set[int]:
         """All processes of this launch, whoever is their parent now."""
-        mine, found = f"OUT={self.out}".encode(), set()
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                if mine in environ.read_bytes().split(b"\0"):
-                    found.add(int(environ.parent.name))
-        return found
+        return with_variable(f"\0OUT={self.out}\0")
 
     def _sweep(self) -> None:
         """Delete what MPI left in /dev/shm because its processes were killed; nothing that is still mapped."""
@@ -359,11 +371,7 @@ def _alive(pid: int) -> bool:
 
 
 class Memories:
-    """What jobs left in memory that were killed: made once for each kind of job, and copied for each test.
-
-    Args:
-        root: directory of a memory file system, of its own.
-    """
+    """What jobs left in memory that were killed: made once for each kind of job, and copied for each test."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -404,11 +412,7 @@ def _train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] 
 
 
 def assert_unrestorable(result: Result, ranks: int, **reasons: str) -> None:
-    """All ranks were told that checkpoints are there, and why none can be used; no state was changed.
-
-    Args:
-        reasons: of each step (``step_3=``), a pattern of why.
-    """
+    """All ranks heard why no checkpoint can be used (``step_3=`` is a pattern), and no state was changed."""
     told = result.of("unrestorable")
     assert [r["rank"] for r in told] == list(range(ranks)) and not result.of("restored"), result.log
     assert all((r["reasons"], r["wrong"]) == (told[0]["reasons"], []) for r in told), result.log

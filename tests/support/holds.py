@@ -28,11 +28,9 @@ class Hold:
 
     @property
     def is_reached(self) -> bool:
-        """Whether something has come to it."""
         return _reached(self._path).exists()
 
     def set(self) -> None:
-        """Let it go on."""
         self._path.unlink(missing_ok=True)
 
 

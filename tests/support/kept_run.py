@@ -31,13 +31,7 @@ _ENV = {"FI_PROVIDER": "tcp", "MPIR_CVAR_CH4_NETMOD": "ofi", "OMP_NUM_THREADS": 
 
 
 class Kept(Results):
-    """What such a training writes.
-
-    Args:
-        nodes: that it runs on.
-        out: the folder.
-        ranks: how many there are, one on each node.
-    """
+    """What a training writes that has one rank on each node."""
 
     def __init__(self, nodes: Nodes, out: Path, ranks: int):
         super().__init__(out)
@@ -48,7 +42,6 @@ class Kept(Results):
         raise NotImplementedError
 
     def close(self) -> None:
-        """End it."""
         raise NotImplementedError
 
     def steps(self, rank: int) -> list[list[str]]:
@@ -57,7 +50,6 @@ class Kept(Results):
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def last_step(self, rank: int) -> list[str]:
-        """What it has noted of the last one."""
         with (self.out / f"steps-{rank}").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
             return file.read().decode().splitlines()[-1].split()
@@ -67,7 +59,6 @@ class Kept(Results):
               lambda: f"step {step}:\n{self.log()}")  # fmt: skip
 
     def host_of(self, rank: int) -> str:
-        """Where the last step of a rank was done."""
         return self.last_step(rank)[4]
 
     def process_of(self, rank: int) -> int | None:
@@ -82,14 +73,7 @@ class Kept(Results):
 
 
 class KeptRun(Kept):
-    """A run that was started on the head, by a remote shell. Close it.
-
-    Args:
-        nodes: that it runs on: some that train, and the rest, with processes that wait.
-        ranks: how many train, one on each node.
-        last: the last step.
-        training: see `kept_trainer`.
-    """
+    """A run that was started on the head, by a remote shell; nodes beyond the ranks wait. Close it."""
 
     def __init__(self, nodes: Nodes, ranks: int, last: int, **training: Any):
         super().__init__(nodes, nodes.path / "out", ranks)
@@ -124,12 +108,7 @@ class KeptRun(Kept):
 
 
 class KeptJob(Kept):
-    """A job of Slurm.
-
-    Args:
-        slurm: whose nodes are one more than the ranks.
-        ranks, last, training: see `KeptRun`.
-    """
+    """A job of Slurm, whose nodes are one more than the ranks."""
 
     def __init__(self, slurm: Slurm, ranks: int, last: int, **training: Any):
         super().__init__(slurm.nodes, slurm.path / "out", ranks)
@@ -166,7 +145,6 @@ def uninterrupted(out: Path, ranks: int, last: int, **training: Any) -> list[str
 
 
 def number_inside(pid: int) -> str:
-    """The number of a process in its own node."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -17,7 +17,6 @@ its final state to OUT/end-RANK. JSON:
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import json
 import os
 import signal
@@ -29,10 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from digests import digest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 from waiting import take, until
@@ -173,20 +173,15 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
     return rank
 
 
-def digest() -> str:
+def digest_now() -> str:
     """Of all that the state has."""
-    found = hashlib.sha256()
-    tensors = [*model.state_dict().values(), *(v for one in optimizer.state.values() for v in one.values())]
     generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if DEVICE == "cuda" else [])]
-    for tensor in [*tensors, *generators]:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        found.update(local.detach().cpu().contiguous().numpy().tobytes())
-    return f"{found.hexdigest()} {schedule.get_last_lr()} {scaler.state_dict()}"
+    return digest([model, optimizer, schedule, scaler, generators])
 
 
 def note_digest(rank: int, step: int) -> None:
     with (OUT / f"digests-{rank}").open("a") as file:
-        file.write(f"{step} {os.getpid()} {digest()}\n")
+        file.write(f"{step} {os.getpid()} {digest_now()}\n")
 
 
 def die_in(point: str) -> None:
@@ -210,7 +205,7 @@ def main() -> None:
         optimizer.zero_grad()
     rank = mlflash.keep_alive(train, state, OPTIONS.get("directory"), **OPTIONS.get("settings", {}))
     left = {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
-    said = {"digest": digest(), "pid": os.getpid(), "entries": entries, "node": os.uname().nodename, **left}
+    said = {"digest": digest_now(), "pid": os.getpid(), "entries": entries, "node": os.uname().nodename, **left}
     (OUT / f"end-{rank}").write_text(json.dumps(said))
 
 

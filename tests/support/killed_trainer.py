@@ -104,7 +104,6 @@ class Training:
         note("restored", step=step, launch=launch, wrong=wrong)
 
     def save(self) -> None:
-        """Save the next step, and wait until it is committed."""
         self._wait(self._save())
 
     def save_two(self) -> None:
@@ -129,17 +128,12 @@ class Training:
         self._state = self._at(self._step, self._launch)
 
     def drain(self) -> None:
-        """Drain what was committed last, to the end."""
         drain = self._ckpt.drain()
         drain.wait(PATIENCE_S)
         note("drained", step=drain.step)
 
     def damage(self, kind: str, node: int, rank: int) -> None:
-        """Flip a byte of what a node holds of a rank, and wait until its courier has found that.
-
-        Args:
-            kind: own | copy | parity.
-        """
+        """Flip a byte of a node's own slot, copy or parity of a rank, and wait until its courier has found that."""
         if node != RANK:
             return
         folder = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"], f"node{node}")

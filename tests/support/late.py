@@ -16,11 +16,7 @@ _WAITS = (DeferredCopies.hold_back, Snapshot.wait, concurrent.futures.Future.res
 
 
 def copy_late(came: Callable[[], object]) -> None:
-    """Let what copies behind training wait after its first piece, until training waits for it or for the commit.
-
-    Args:
-        came: called where it is because of what changes tensors, such as an optimizer's step.
-    """
+    """Copy only a first piece until training waits; ``came`` is called where an optimizer's step does."""
     training = threading.main_thread()
 
     def reached(point: str) -> None:

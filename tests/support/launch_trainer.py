@@ -47,10 +47,9 @@ def may_leave(courier: RunningCourier) -> set[str]:
 
 
 def start(**more: Any) -> Couriers:
-    directory = Path(options["directory"]) if "directory" in options else None
     entry = options.get("entry", "wireup_courier:serve")
     node = options["nodes"][int(os.environ["RANK"])] if "nodes" in options else None
-    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), directory=directory, node=node, **more)
+    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), node=node, **more)
 
 
 def check_keys(couriers: Couriers) -> None:
@@ -75,10 +74,9 @@ def epochs() -> None:
     expected = [couriers.rank, couriers.size, sum(range(1, couriers.size + 1))]
     for number in range(1, options["epochs"] + 1):
         courier = couriers.courier
-        if couriers.size > 1:
-            couriers.wait_up(PATIENCE_S)
+        couriers.wait_up(PATIENCE_S)
         assert ask(courier, "sum", couriers.rank + 1) == expected
-        if couriers.rank == 0 and couriers.size > 1:
+        if couriers.rank == 0:
             check_keys(couriers)
         ask(courier, "sum", 0)  # a courier that is killed earlier may leave the keys to the next epoch
         if number > 1:
@@ -97,11 +95,6 @@ def epochs() -> None:
     assert couriers.zygote.process.returncode == 0
     say(couriers.rank, size=couriers.size, launcher=couriers._me.launcher, pids=pids, segments=sorted(segments),
         took=took, status=ended.status, modules=sorted(sys.modules), nodes=courier.nodes)  # fmt: skip
-    if options.get("the_first_goes"):
-        first = until((FOLDER / "0").exists, "rank 0 has said all") and json.loads((FOLDER / "0").read_text())
-        if couriers.rank:
-            until(lambda: not Path(f"/proc/{first['pids'][0]}/exe").exists(), "rank 0 has ended")
-            (FOLDER / f"outlived-{couriers.rank}").touch()
 
 
 def late() -> None:
@@ -138,7 +131,6 @@ def alone_in_init() -> None:
 
 
 def begin_soon(couriers: Couriers) -> bool:
-    """Whether the next epoch has begun within a short time."""
     try:
         couriers.next_epoch(options["up_s"])
     except DeadlineExceeded:
@@ -146,25 +138,7 @@ def begin_soon(couriers: Couriers) -> bool:
     return True
 
 
-def zygotes_killed() -> None:
-    """The zygotes of the ranks named are killed, one after the other."""
-    couriers = start()
-    pids, segments = [os.getpid()], set()
-    for number in range(len(options["killed"]) + 1):
-        couriers.wait_up(PATIENCE_S)
-        assert ask(couriers.courier, "sum", 1)[2] == couriers.size
-        pids += [couriers.zygote.process.pid, couriers.courier.pid]
-        segments |= mapped_by(couriers.courier.pid) | may_leave(couriers.courier)
-        if number < len(options["killed"]):
-            if couriers.rank == options["killed"][number]:
-                couriers.zygote.process.kill()
-            couriers.next_epoch(PATIENCE_S)
-    couriers.close()
-    say(couriers.rank, pids=pids, segments=sorted(segments))
-
-
 def fails() -> None:
-    """Says why it cannot start."""
     try:
         start()
     except MlflashError as error:
@@ -178,15 +152,5 @@ def list_children() -> list[int]:
     return sorted(started_by({os.getpid()}))
 
 
-def main() -> None:
-    if options.get("torch"):
-        import torch.distributed
-
-        torch.distributed.init_process_group("gloo")
-    globals()[options["do"]]()
-    if options.get("torch"):
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    globals()[options["do"]]()

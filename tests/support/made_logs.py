@@ -43,7 +43,6 @@ class Job:
         self._generation = 0
 
     def say(self, event: str, time: float, run: str, rank: int, node: str, **fields: Any) -> None:
-        """Let a rank write a line."""
         if node not in self.lines:
             self.lines[node] = []
         line = {"event": event, "time": round(time, 6), "run": run, "rank": rank, "node": node, **fields}
@@ -116,7 +115,6 @@ class Job:
         return now + max(stalls.values())
 
     def write(self, path: Path) -> list[Path]:
-        """Write the files of all nodes, in the order in which they came."""
         files = []
         for index, lines in enumerate(self.lines.values()):
             name = path if index == 0 else path.with_name(f"{path.stem}.node{index}{path.suffix}")

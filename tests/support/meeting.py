@@ -35,11 +35,9 @@ class Ranks:
         return [json.loads(file.read_text()) for file in files]
 
     def bcast(self, value: Any) -> Any:
-        """Give every rank what rank 0 gives. Collective."""
         return self.allgather(value)[0]
 
     def Barrier(self) -> None:
-        """Wait for all ranks. Collective."""
         self.allgather(None)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import multiprocessing
 import sys
-import types
 import typing
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,15 +20,7 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from cuda_on_cpu import pretend
-
-
-class _Absent(types.ModuleType):
-    """A module of kernels that need Triton."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
+from left_out import leave_out
 
 
 def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
@@ -72,7 +63,6 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def on_cpu(others: Iterable[tuple[Any, str, Any]] = ()) -> Iterator[None]:
-    """Let Megatron run here without CUDA; others are replaced, too."""
     random = sys.modules["megatron.core.tensor_parallel.random"]
     more = [
         (random, "_get_cuda_rng_state", lambda **kwargs: torch.get_rng_state()),
@@ -94,7 +84,7 @@ if not hasattr(typing, "override"):  # Megatron's training loop is for Python 3.
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.13 takes it
     np.product = np.prod  # type: ignore[attr-defined]
-sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", _Absent("paged_stash"))
+leave_out("megatron.core.transformer.moe.ops.paged_stash")  # kernels that need Triton
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core
@@ -114,7 +104,6 @@ VOCABULARY, LENGTH = 128, 16
 
 
 def _parallel(**sizes: Any) -> None:
-    """Begin a training on all ranks of torch.distributed."""
     parallel_state.destroy_model_parallel()  # of the training before
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.get_cuda_rng_tracker().reset()
@@ -190,7 +179,6 @@ class Training:
         return {"model": model, "optimizer": optimizer, "rng_state": numbers, "iteration": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded."""
         self.model.module.load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])

@@ -27,14 +27,11 @@ FLAGS = f"""
 
 
 class Tokens(Texts):
-    """Random text."""
-
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         return {"tokens": text_of(number, LENGTH + 1, 128)}
 
 
 def pretrain(flags: Sequence[str]) -> None:
-    """Train to ``--exit-interval``."""
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -60,7 +60,6 @@ class _Serializer:
     """In the place of NeMo-Run's, which writes a context once more for people to read."""
 
     def serialize(self, config: Any) -> str:
-        """Make a text."""
         return f"# {type(config).__name__}"
 
 
@@ -76,7 +75,6 @@ MASK = torch.ones(LENGTH, LENGTH).tril().logical_not()[None, None]
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let NeMo and Megatron run here without CUDA."""
     from torch.distributed import DeviceMesh
 
     from_group = DeviceMesh.from_group
@@ -89,8 +87,6 @@ def on_cpu() -> Iterator[None]:
 
 
 class Text(Texts):
-    """Random words."""
-
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         words = text_of(1000 + number, LENGTH + 1, VOCABULARY)
         return {"tokens": words[:-1], "labels": words[1:], "loss_mask": torch.ones(LENGTH),
@@ -112,17 +108,14 @@ class Data(pl.LightningDataModule, io.IOMixin):
         self.init_global_step = 0
 
     def train_dataloader(self) -> Any:
-        """Goes on where it was."""
         self.init_global_step = self.data_sampler.init_global_step = self.trainer.global_step
         return WrappedDataLoader(mode="train", dataset=Text(self.samples), num_workers=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples training has had."""
         steps = self.trainer.global_step - self.init_global_step
         return {"consumed_samples": self.data_sampler.compute_consumed_samples(steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind those."""
         self.data_sampler.init_consumed_samples = self.data_sampler.prev_consumed_samples = state["consumed_samples"]
         self.data_sampler.if_first_step = 1
 
@@ -134,11 +127,7 @@ class Schedule(CosineAnnealingScheduler):
 
 
 class Model(pl.LightningModule, io.IOMixin):
-    """A GPT of two layers.
-
-    Args:
-        config: of Megatron's.
-    """
+    """A GPT of two layers."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -149,7 +138,6 @@ class Model(pl.LightningModule, io.IOMixin):
         self.optim.connect(self)
 
     def configure_model(self) -> None:
-        """Make it, with random numbers of its own."""
         tensor_parallel.get_cuda_rng_tracker().reset()
         tensor_parallel.model_parallel_cuda_manual_seed(7)
         with torch.random.fork_rng():
@@ -158,31 +146,25 @@ class Model(pl.LightningModule, io.IOMixin):
                                    max_sequence_length=LENGTH, parallel_output=True)  # fmt: skip
 
     def data_step(self, batches: Any) -> Any:
-        """Take a batch."""
         return next(batches)[0]
 
     def forward(self, batch: Any) -> Any:
-        """The loss of each word."""
         return self.module(batch["tokens"], batch["position_ids"], MASK, labels=batch["labels"])
 
     def training_step(self, batch: Any, number: Any = None) -> Any:
-        """Megatron does all but this."""
         return self(batch)
 
     def validation_step(self, batch: Any, number: Any = None) -> Any:
-        """The same."""
         return self(batch)
 
     @property
     def training_loss_reduction(self) -> Any:
-        """The mean over all ranks."""
         return MaskedTokenLossReduction()
 
     validation_loss_reduction = training_loss_reduction
 
 
 def config(tensor: int = 1) -> TransformerConfig:
-    """A GPT of two layers, with dropout."""
     return TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
                              tensor_model_parallel_size=tensor, attention_dropout=0.1, hidden_dropout=0.1,
                              bias_dropout_fusion=False, masked_softmax_fusion=False,

@@ -24,6 +24,13 @@ def by_open_mpi(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, 
     return command, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
+def plain_environment(**more: object) -> dict[str, str]:
+    """That of this process without what launchers and mlflash are told by it, and with more."""
+    told = ("PMI", "OMPI", "SLURM", "MLFLASH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    return kept | {name: str(value) for name, value in more.items()}
+
+
 def started_by(pids: set[int]) -> set[int]:
     """Processes that these have started, and those have."""
     parents = {}
@@ -35,6 +42,16 @@ def started_by(pids: set[int]) -> set[int]:
     found: set[int] = set()
     while more := {pid for pid, parent in parents.items() if parent in pids | found} - found:
         found |= more
+    return found
+
+
+def with_variable(text: str) -> set[int]:
+    """Processes whose environment has some text, in which zero bytes stand around each variable."""
+    found = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
+            if text.encode() in b"\0" + environ.read_bytes():
+                found.add(int(environ.parent.name))
     return found
 
 

@@ -12,13 +12,7 @@ OUT = Path(os.environ["OUT"])
 
 
 def note(event: str, rank: int | None = None, **fields: object) -> None:
-    """Write one record, so that it is there even if this process is killed in the next instant.
-
-    Args:
-        event: what happened.
-        rank: of this process; None: what torch.distributed says, and 0 without it.
-        fields: more of the record.
-    """
+    """Write one record, so that it is there even if this process is killed in the next instant."""
     if rank is None:
         dist = sys.modules["torch.distributed"]
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from processes import free_port
+from harness import PlainRanks
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec
@@ -18,18 +18,13 @@ WORKER = Path(__file__).with_name("run_worker.py")
 
 
 class Results:
-    """Reads a folder of results.
-
-    Attributes:
-        out: the folder.
-    """
+    """Reads a folder of results."""
 
     def __init__(self, out: Path):
         self.out = out
         out.mkdir(exist_ok=True)
 
     def ends(self) -> list[dict[str, Any]]:
-        """What each rank wrote at its end."""
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -38,11 +33,9 @@ class Results:
         return [line for line in lines if line["event"] == name]
 
     def log(self) -> str:
-        """What the run has printed."""
         raise NotImplementedError
 
     def wait_for_step(self, step: int, timeout: float = PATIENCE_S) -> None:
-        """Wait until rank 0 has saved a step."""
         until(lambda: self._step() >= step, lambda: f"step {step}:\n{self.log()}", timeout)
 
     def _step(self) -> int:
@@ -62,14 +55,11 @@ def uninterrupted(out: Path, ranks: int, last: int) -> list[str]:
 
 def uninterrupted_without_mpi(out: Path, ranks: int, last: int) -> list[str]:
     """The same for ranks that add up without MPI."""
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-              "MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none", "OMP_NUM_THREADS": "1"}  # fmt: skip
     words = [sys.executable, str(WORKER), str(out / "pfs"), str(out), str(last)]
-    started = [subprocess.Popen(words, env={**os.environ, **common, "RANK": str(rank)}) for rank in range(ranks)]
+    env = {**os.environ, "MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"}
+    started = PlainRanks(out, ranks, words, env)
     try:
-        assert [process.wait(PATIENCE_S) for process in started] == [0] * ranks
+        assert started.wait() == [0] * ranks, started.log
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        started.close()
     return [end["digest"] for end in Results(out).ends()]

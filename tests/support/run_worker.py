@@ -24,8 +24,6 @@ import mlflash
 
 
 class Sums:
-    """What the training needs of a communicator, without MPI."""
-
     def __init__(self) -> None:
         self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._others: list[Connection] = []
@@ -57,7 +55,6 @@ class Sums:
 
 
 def find_comm() -> Any:
-    """What all ranks add up by."""
     if "RANK" in os.environ:
         return Sums()
     from mpi4py import MPI

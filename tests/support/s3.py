@@ -35,7 +35,6 @@ class Server:
         self.address = f"http://127.0.0.1:{self._tell('start')}"
 
     def stop(self) -> None:
-        """Close its port: connections are refused."""
         self._tell("stop")
 
     def _tell(self, what: str) -> str:
@@ -47,7 +46,6 @@ class Server:
 
 @contextlib.contextmanager
 def served() -> Iterator[Server]:
-    """Run a server."""
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, text=True)  # fmt: skip
     try:

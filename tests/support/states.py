@@ -82,8 +82,6 @@ class OwnArray(np.ndarray):
 
 
 class Thing:
-    """An object with a state."""
-
     def __init__(self, inside: Any, private: bool = False):
         self.inside, self.rank_private = inside, private
 

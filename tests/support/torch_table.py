@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from digests import digests
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import Dataset, IterableDataset
 
 import mlflash
@@ -34,11 +32,7 @@ State = dict[str, Any]
 
 
 class Training:
-    """What is saved of a training, and its steps.
-
-    Attributes:
-        state: of it, with live objects.
-    """
+    """The live objects that are saved of a training, and its steps."""
 
     state: State
 
@@ -69,28 +63,7 @@ class Entry:
     unlike: str = ""
 
 
-def digests(value: Any, name: str = "") -> dict[str, str]:
-    """Of each leaf of a state or of results its class and bits, by path."""
-    found = {}
-    for path, leaf in tree_flatten_with_path(value)[0]:
-        at = name + keystr(path)
-        if callable(getattr(leaf, "state_dict", None)):
-            given = leaf.state_dict()
-            found.update(digests(given, at))
-            if isinstance(leaf, nn.Module):
-                found[f"{at} versions"] = repr(dict(given._metadata))
-        elif isinstance(leaf, (torch.Tensor, np.ndarray)):
-            local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-            raw = np.ascontiguousarray(local.detach().cpu().numpy() if isinstance(local, torch.Tensor) else local)
-            bits = hashlib.sha256(raw.tobytes()).hexdigest()[:16]
-            found[at] = f"{type(leaf).__name__} {leaf.dtype} {list(raw.shape)} {bits}"
-        else:
-            found[at] = f"{type(leaf).__name__} {leaf!r}"
-    return found
-
-
 def devices() -> list[torch.device]:
-    """The CPU, and each GPU that is here."""
     return [torch.device("cpu"), *(torch.device("cuda", n) for n in range(torch.cuda.device_count()))]
 
 
@@ -154,7 +127,6 @@ class Learning(Training):
 
 
 def spread(kind: str, model: nn.Module) -> Any:
-    """Spread a model over all ranks; the model itself is what is saved."""
     if kind == DDP:
         return nn.parallel.DistributedDataParallel(model)
     if kind == FSDP2:
@@ -219,8 +191,6 @@ _OF_SOME: dict[str, Callable[[], nn.Module]] = {  # a model that they take
 
 
 class Parts(nn.Module):
-    """Parameters of many optimizers."""
-
     def __init__(self, names: Iterable[str]):
         super().__init__()
         for name in names:
@@ -244,8 +214,6 @@ def sequences(kind: str, first: str) -> Training:
 
 
 class Counting(nn.Module):
-    """Has an extra state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.seen, self.mean = nn.Linear(3, 2), 0, torch.zeros(3)
@@ -308,8 +276,6 @@ def versioned(kind: str, name: str) -> Training:
 
 
 class Averaged(Learning):
-    """A model, and the average of what it has been."""
-
     def __init__(self, kind: str, options: State):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         average = swa_utils.AveragedModel(model, **options)
@@ -345,8 +311,6 @@ class Scaled(Learning):
 
 
 class Drawing(Training):
-    """Draws from all global generators of this process."""
-
     def __init__(self, kind: str) -> None:
         self.state = {"rng": mlflash.rng()}
 
@@ -369,8 +333,6 @@ class Generator:
 
 
 class DrawingOwn(Training):
-    """Draws from a generator of its own on each device."""
-
     def __init__(self, kind: str) -> None:
         self.state = {str(device): Generator(device) for device in devices()}
 
@@ -583,8 +545,6 @@ def stepped(name: str, training: Training, number: int) -> dict[str, str]:
 
 
 class Odd(Counting):
-    """Has an extra state that is a set."""
-
     def get_extra_state(self) -> Any:
         return {1, 2}
 

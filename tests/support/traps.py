@@ -25,7 +25,6 @@ _RANK = "MLFLASH_TEST_RANK"  # in the environment of couriers
 
 
 def _starts() -> list[dict[str, Any]]:
-    """What the trainers said first."""
     return [json.loads(file.read_text().splitlines()[0]) for file in OUT.glob("rank*.jsonl")]
 
 
@@ -59,13 +58,11 @@ def _kill(pids: set[int]) -> None:
 
 
 def kill_rank() -> None:
-    """Die with all of this rank."""
     trainers = _trainers([_my_rank()])
     _kill(trainers | _couriers_of(trainers))
 
 
 def kill_courier() -> None:
-    """Kill the courier of this rank, which is a process."""
     couriers = _couriers_of(_trainers([_my_rank()]))
     _kill({pid for pid in couriers if not started_by({pid})})
 
@@ -87,7 +84,6 @@ def kill_my_node(wipe: bool) -> None:
 
 
 def fill_memory() -> None:
-    """Use up the file system of this cluster's memory."""
     with Path(os.environ["MLFLASH_MEMORY"], "filler").open("wb") as file:
         at, size = 0, 1 << 30
         while size >= 4096:
@@ -104,7 +100,6 @@ def fail() -> None:
 
 
 def fail_as_mpi() -> None:
-    """Raise an exception of MPI itself."""
     from mpi4py import MPI
 
     raise MPI.Exception(MPI.ERR_OTHER)

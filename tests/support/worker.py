@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import functools
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -70,7 +69,7 @@ def update(state: dict[str, object], new: dict[str, object]) -> None:
 
 
 def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "",
-          busy: bool = False, pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0, grow_at: int = 0,
+          pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0, grow_at: int = 0,
           load: bool = False, one_by_one: bool = False, traps: Sequence[dict[str, object]] = (), strict: bool = True,
           alike: bool = False, goes_on: bool = False, options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Restore, check the bits, train to the last step with a save after each, and perhaps die.
@@ -118,8 +117,8 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
             snapshot = ckpt.save(step, state)
             update(state, wanted(step + 1000))  # at once, as the promise says
             if step == die_at and (die == "all" or die_rank == RANK):
-                die_of(die, snapshot, busy)
-            compute(pause)
+                die_of(die, snapshot)
+            take(pause)
             if one_by_one:
                 wait_for(snapshot, goes_on)
             pending = note_committed([*pending, snapshot])
@@ -131,7 +130,6 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
 
 
 def note_committed(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
-    """Note the saves that are committed, and give the others."""
     committed = [snapshot for snapshot in pending if snapshot.committed]
     for snapshot in committed:
         note("committed", step=snapshot.step)
@@ -148,21 +146,12 @@ def wait_for(snapshot: mlflash.Snapshot, goes_on: bool) -> None:
         note("failed", step=snapshot.step, error=str(error))
 
 
-def compute(seconds: float) -> None:
-    """Keep a core busy, as training does."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        np.dot(np.ones((100, 100)), np.ones((100, 100)))
-
-
-def die_of(how: str, snapshot: mlflash.Snapshot, busy: bool) -> None:
-    """Die in the moment that `train` was told."""
+def die_of(how: str, snapshot: mlflash.Snapshot) -> None:
     if how == "saved":
         kill_my_node(wipe=True)
     elif how == "committed":
         while not snapshot.committed:
-            if busy:
-                np.dot(np.ones((200, 200)), np.ones((200, 200)))
+            pass
         kill_my_node(wipe=True)
     elif how == "all":
         snapshot.wait()
@@ -268,15 +257,8 @@ def courier_fails(traps: Sequence[dict[str, object]]) -> None:
 
 def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequence[dict[str, object]] = (),
            options: dict[str, object] | None = None) -> None:  # fmt: skip
-    """Restore, do what verbs say, one after the other on all ranks, and close; note what becomes of each.
-
-    Args:
-        verbs: with arguments, see `_Follower`.
-    """
+    """Restore, do what verbs (see `_Follower`) say on all ranks, and close; note what becomes of each."""
     set_traps(traps, RANK)
-    if os.environ.get("LOG_ALL"):
-        logging.basicConfig(level=logging.DEBUG, filename=OUT / f"log{RANK}", format="%(message)s")
-        logging.getLogger("mlflash").addHandler(logging.lastResort)
     ckpt = mlflash.Checkpointer(**(options or {}))
     follower = _Follower(ckpt, nbytes, str((options or {}).get("directory", "")))
     for verb, *given in [["restore"], *verbs]:
@@ -309,7 +291,6 @@ class _Follower:
         self._state["common"][:] = new["common"]
 
     def restore(self) -> None:
-        """Restore the newest."""
         try:
             step = self._ckpt.restore(self._state)
         except mlflash.errors.Unrestorable as error:
@@ -353,11 +334,9 @@ class _Follower:
         self._state = self._wanted(self._step + 1)
 
     def begin_drain(self) -> None:
-        """Begin a drain and go on."""
         self._drain = self._ckpt.drain()
 
     def end_drain(self) -> None:
-        """Wait for that drain."""
         error = ""
         try:
             self._drain.wait(40)
@@ -366,23 +345,15 @@ class _Follower:
         note("drain", step=self._drain.step, path=self._drain.path, error=error)
 
     def drain(self) -> None:
-        """Drain what was committed last, to the end."""
         self.begin_drain()
         self.end_drain()
 
     def save_while_it_drains(self) -> None:
-        """Save until that drain has ended on all ranks."""
         while not all(COMM.allgather(self._drain.done)):
             self.save()
         self.end_drain()
 
-    def save_until(self, file: str) -> None:
-        """Save until there is such a file among the records."""
-        while not COMM.bcast((OUT / file).exists()):
-            self.save(pause=0.01)
-
     def wait_drained(self, timeout_s: float | None = None) -> None:
-        """Wait for whatever drains."""
         started, error = time.monotonic(), ""
         try:
             self._ckpt.wait_drained(timeout_s)
@@ -406,7 +377,6 @@ class _Follower:
         COMM.Barrier()
 
     def look(self, name: str) -> None:
-        """Note what is in the directory."""
         COMM.Barrier()
         if RANK == 0:
             top = Path(self._directory)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch_table
+from digests import digests
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves
-from torch_table import OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, digests, made, of_kind
+from torch_table import NODES, OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, made, of_kind, stepped
 from unit.stored import Store
 
 from mlflash.errors import StateError
@@ -50,10 +50,10 @@ def test_each_class_of_torch_and_torchdata_is_in_the_table() -> None:
     modules = [module for name, module in sys.modules.items() if name.split(".")[:2] == ["torch", "nn"]]
     found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and has_version(one)}
     assert {one.__name__ for one in found if not one.__name__.startswith("_")} == set(VERSIONED)
-    named = {name.split()[0] for name in torch_table.NODES} | {"PinMemory"}  # it needs a GPU
+    named = {name.split()[0] for name in NODES} | {"PinMemory"}  # it needs a GPU
     assert named == set(nodes.__all__) - {"BaseNode", "Loader", "Stateful", "StopCriteria", "T"}
     criteria = {name for name in vars(nodes.StopCriteria) if name.isupper()}
-    assert {name.split()[1] for name in torch_table.NODES if " CYCLE" in name or "EXHAUSTED" in name} == criteria
+    assert {name.split()[1] for name in NODES if " CYCLE" in name or "EXHAUSTED" in name} == criteria
     assert len([name for name in TABLE if name.startswith("sequences ")]) == len(SCHEDULES) - 3
 
 
@@ -67,18 +67,18 @@ def test_a_training_goes_on(node_memory: Any, name: str) -> None:
     """Restored into one that is new, and into one that has gone on, as a rollback finds it."""
     training, stores, whole = made(PLAIN, name), {}, {}
     for number in range(1, LAST + 1):
-        whole[number] = torch_table.stepped(name, training, number)
+        whole[number] = stepped(name, training, number)
         stores[number] = Store(node_memory)
         stores[number].write(training.state)
     for at in range(1, LAST):
         other = made(PLAIN, name)
         if at % 2:
             for number in range(50, 51 + at % 4):
-                torch_table.stepped(name, other, number)
+                stepped(name, other, number)
         stores[at].fill(other.state)
         other.begin()
         for number in range(at + 1, LAST + 1):
-            assert torch_table.stepped(name, other, number) == whole[number], (at, number)
+            assert stepped(name, other, number) == whole[number], (at, number)
 
 
 @pytest.mark.parametrize("name", REFUSED)
