@@ -115,6 +115,11 @@ def whole(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in found.items()}
 
 
+def placed(found: dict[str, torch.Tensor]) -> dict[str, Any]:
+    meshes = {f"{name} mesh": one.device_mesh.mesh.tolist() for name, one in found.items() if isinstance(one, DTensor)}
+    return digests(found) | meshes
+
+
 def run(what: str, layout: str, optimizer_name: str, comm: Any) -> None:
     name = f"{layout}-{optimizer_name}"
     settings = {"comm": comm, "job": name, "redundancy": "none", "strict": True}
@@ -139,7 +144,7 @@ def run(what: str, layout: str, optimizer_name: str, comm: Any) -> None:
         else:
             assert ckpt.restore(state) == SAVED
         losses = trained(model, optimizer, SAVED + 1, LAST, alike)
-        note("ended", case=name, losses=losses, tensors=digests(tensors(model, optimizer)))
+        note("ended", case=name, losses=losses, tensors=placed(tensors(model, optimizer)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def digests(value: Any, name: str = "") -> dict[str, str]:
                 found[f"{at} versions"] = repr(dict(state._metadata))
         elif isinstance(leaf, (torch.Tensor, np.ndarray)):
             local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-            where = f" {leaf.placements} of {leaf.device_mesh.mesh.tolist()}" if isinstance(leaf, DTensor) else ""
+            where = f" {leaf.placements}" if isinstance(leaf, DTensor) else ""
             found[at] = f"{type(leaf).__name__} {leaf.dtype} {list(local.shape)}{where} {_bits(local)}"
         else:
             found[at] = f"{type(leaf).__name__} {leaf!r}"
