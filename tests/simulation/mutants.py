@@ -1,0 +1,413 @@
+"""Mistakes in the protocol, each of which the simulator must find: `python tests/simulation/mutants.py [NAME ...]`.
+
+A mutant replaces a few lines in a copy of mlflash, in a process that runs seeds until one fails. How many seeds that
+takes is what the simulator is worth. If a line was moved or rewritten, its mutant fails loudly: choose other lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same each time
+    os.environ.update(PYTHONHASHSEED="0", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+SEEDS = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A mistake.
+
+    Attributes:
+        name: of the mutant.
+        wrong: what is wrong.
+        file: of the package.
+        old: lines of it, which occur once there.
+        new: what they become.
+        fixed: fields of the setting that are given.
+        seed: one that finds it, which the gate runs; None: the gate leaves this mutant out.
+    """
+
+    name: str
+    wrong: str
+    file: str
+    old: str
+    new: str
+    fixed: dict[str, object] = dataclasses.field(default_factory=dict)
+    seed: int | None = None
+
+
+MUTANTS = [
+    # Commit
+    Mutant(
+        "freed-before-agreed", "older slots are free as soon as a save is announced", "saving/commit.py",
+        '    reach("protect.announced")\n',
+        '    reach("protect.announced")\n    context.pool.hold_only([])\n    context.tell_trainer()\n',
+    ),
+    Mutant(
+        "receipt-before-copies", "the receipt is written before the copies are made", "saving/commit.py",
+        "    context.pace.begin()\n",
+        "    _record(save, context, [save.slot])\n    context.pace.begin()\n",
+    ),
+    Mutant(
+        "told-before-agreed", "the snapshot says committed when this rank is done", "saving/commit.py",
+        '    reach("protect.sealed")\n',
+        '    reach("protect.sealed")\n    save.trainer.ended(save.problem, False)\n',
+    ),
+    Mutant(
+        "failure-counts-as-commit", "after a save that failed on all ranks, its slots are held and older ones freed",
+        "saving/commit.py",
+        "    committed = error is None and not save.skipped\n",
+        "    committed = not save.skipped\n", {"special": frozenset({"grow"}), "no_space": 0.3},
+    ),
+    Mutant(
+        "failure-not-told", "a save that failed looks committed to the trainer", "saving/commit.py",
+        'were busy") if save.skipped else error\n',
+        'were busy") if save.skipped else None\n',
+    ),
+    Mutant(
+        "skip-not-agreed", "a rank skips a save that others do not skip", "saving/commit.py",
+        "    save.skipped = not no_skip\n",
+        "    save.skipped = save.request.skip\n",
+    ),
+    Mutant(
+        "room-not-agreed", "only ranks with too small slots make room", "saving/commit.py",
+        "    if not can_wait and no_skip:\n",
+        "    if grow and no_skip:\n",
+    ),
+    Mutant(
+        "generation-reused", "a run numbers its attempts from 1 again", "startup/start.py",
+        "    context.generation, context.floor, context.unusable = left.newest, ",
+        "    context.generation, context.floor, context.unusable = 0, ",
+    ),
+    # Slots
+    Mutant(
+        "holds-the-old", "after a commit, the older attempt is held and the new one freed", "memory/slot_pool.py",
+        "(slot.header is None or slot.header.attempt not in held):\n",
+        "(slot.header is None or slot.header.attempt in held):\n",
+    ),
+    Mutant(
+        "held-given-away", "the trainer gets slots that hold what must be kept", "memory/slot_pool.py",
+        "            is_free = slot.use is Use.FREE and not slot.drains and (",
+        "            is_free = slot.taker is None and not slot.drains and (",
+    ),
+    Mutant(
+        "failed-save-keeps-slots", "slots that a failed save was copied to stay busy", "memory/slot_pool.py",
+        "if slot.use is Use.BUSY:\n                slot.taker, ",
+        "if slot.use is Use.BUSY and committed:\n                slot.taker, ", {"no_space": 0.3},
+    ),
+    # Transfer
+    Mutant(
+        "window-of-the-other-slot", "a Put goes to the other slot of the pair", "redundancy/partner_copies.py",
+        "        return self._windows[index][nth], ",
+        "        return self._windows[1 - index][nth], ",
+    ),
+    Mutant(
+        "window-of-the-first-owner", "a Put goes to the inbox of another rank", "redundancy/partner_copies.py",
+        "        nth = self._owners_of[partner].index(self._world.rank)\n", "        nth = 0\n",
+    ),
+    Mutant(
+        "late-is-damaged", "a Put that is not visible yet counts as damaged", "redundancy/slot_transfer.py",
+        "ARRIVAL_S = 30.0", "ARRIVAL_S = 0.0",
+    ),
+    Mutant(
+        "windows-left-open", "windows expose files that slots no longer have", "startup/context.py",
+        "        self.protection.close_windows()\n        borrowed:", "        borrowed:",
+    ),
+    # Parity
+    Mutant(
+        "short-block-unpadded", "what follows a short block is not zeros", "redundancy/parity_exchange.py",
+        "            self._lanes[lane][nbytes:] = 0\n", "",
+    ),
+    Mutant(
+        "lane-reused-early", "a buffer is used again while its block is still sent", "redundancy/parity_exchange.py",
+        "        for nth, unit, coded in zip(",
+        "        self._free, lanes = self._free + lanes, []\n        for nth, unit, coded in zip(",
+    ),
+    Mutant(
+        "parity-block-shared", "all parity blocks of a row have one place", "memory/parity_layout.py",
+        "True, row * self.losses + nth))", "True, row * self.losses))",
+    ),
+    Mutant(
+        "heads-not-in-table", "the table of a parity file does not have its heads", "redundancy/parity.py",
+        "        table[:first] = target.check_blocks(extents, 0, first)\n", "",
+    ),
+    Mutant(
+        "one-loss-too-many", "as many losses as the scheme covers are refused", "memory/parity_layout.py",
+        "            if len(gone) > self.losses:\n", "            if len(gone) >= self.losses:\n",
+    ),
+    # Restore
+    Mutant(
+        "mapping-of-the-slot", "an open slot is unmapped with the slot whose mapping it shares", "memory/slot_pool.py",
+        "file_name(file), again=known))\n", "file_name(file), known))\n", {"special": frozenset({"elastic"})},
+    ),
+    Mutant(
+        "inventory-of-this-node", "a rank chooses by the files of its own node", "startup/earlier_runs.py",
+        "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",
+        "    packed = [encode(scan(memory, world.node_index))]\n",
+    ),
+    Mutant(
+        "slot-missing", "an attempt is chosen that has no slot for some rank", "startup/choose_checkpoint.py",
+        "    if missing - rebuilt.keys() or not", "    if not slots or not",
+    ),
+    Mutant(
+        "unverified", "slots are not verified before they are loaded", "restoring/from_memory.py",
+        "choice.group_of(rank) is not None) if checked else []\n", "True) if False else []\n",
+    ),
+    Mutant(
+        "damage-ignored", "bad blocks that parity could repair are loaded", "restoring/from_memory.py",
+        "    if not bad and (damaged or choice.rebuilt):\n", "    if not bad and choice.rebuilt:\n",
+    ),
+    Mutant(
+        "damage-not-told", "only the rank that finds a damaged slot passes it over", "restoring/from_memory.py",
+        "    found = [pair for pairs in world.gather(mine) for pair in pairs]\n    bad = {",
+        "    found = mine\n    bad = {",
+    ),
+    Mutant(
+        "lost-is-never-was", "a committed step that cannot be restored counts as nothing", "restoring/choose_source.py",
+        "        if reasons or there.problem:\n", "        if there.problem:\n",
+    ),
+    Mutant(
+        "slots-not-taken-back", "a restore writes slots that belong to the trainer", "restoring/from_memory.py",
+        "    context.pool.take_back()\n", "",
+    ),
+    Mutant(
+        "adopted-without-barrier", "a file is reused before its rank has mapped it", "startup/context.py",
+        " before every rank of the node has attached its own.\n        world.agree([0])\n", "\n",
+    ),
+    # Heal
+    Mutant(
+        "heal-makes-nothing", "missing copies and parity are not made again", "restoring/heal.py",
+        "        protect_again(context, home, lacking)\n        reach(", "        reach(",
+    ),
+    Mutant(
+        "heal-not-agreed", "only ranks whose copies are missing heal", "restoring/heal.py",
+        "    whole = world.agree([int(not lacking)])[0]\n", "    whole = not lacking\n",
+    ),
+    Mutant(
+        "copies-not-verified", "a damaged copy counts as whole", "redundancy/partner_copies.py",
+        "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
+        "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy", "launches": 4},
+    ),
+    Mutant(
+        "older-not-held", "after a step was rolled forward, saves may write the one before", "courier/restores.py",
+        "        self._context.pool.hold_older()\n", "",
+    ),
+    Mutant(
+        "rolled-forward-is-committed", "a step that nobody saw committed counts as committed",
+        "restoring/from_memory.py",
+        "    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])\n",
+        "    context.rolled_forward = False\n",
+    ),
+    Mutant(
+        "one-receipt-is-enough", "whether a step was rolled forward is not agreed", "restoring/from_memory.py",
+        "    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])\n",
+        "    context.rolled_forward = not own.committed\n",
+    ),
+    # Special
+    Mutant(
+        "step-before-copy", "an optimizer steps before its tensors are copied", "saving/deferred_copies.py",
+        "        self.help()\n        self._await_pieces()\n        for transfer in self._transfers:\n"
+        "            transfer.hold_back()\n",
+        "", {"special": frozenset({"lazy"})},
+    ),
+    Mutant(
+        "suspicion-not-agreed", "only the rank that finds suspect values knows of them", "saving/commit.py",
+        "    save.is_suspect = not not_suspect\n", "    save.is_suspect = bool(findings)\n",
+    ),
+    Mutant(
+        "mend-not-agreed", "only the rank that has damage repairs first", "saving/commit.py",
+        "    if save.mends and not undamaged:\n", "    if save.mends and context.damaged:\n",
+    ),
+    Mutant(
+        "damage-for-ever", "damage that was repaired is reported again", "restoring/mend.py",
+        "    context.damaged = False\n    start, world", "    start, world",
+    ),
+    Mutant(
+        "share-unverified", "shares are not verified before they are loaded", "restoring/gather_deduplicated.py",
+        "if checked:\n                        slot.verify(", "if not checked:\n                        slot.verify(",
+        {"flips": True, "special": frozenset({"common"})},
+    ),
+    Mutant(
+        "shares-not-fetched", "shares are not fetched from other nodes", "restoring/gather_deduplicated.py",
+        "    pending = [] if bad else [e for e in errands if e.comes]\n", "    pending: list[_Errand] = []\n",
+    ),
+    Mutant(
+        "drained-slot-written", "a slot is written while it is drained", "memory/slot_pool.py",
+        "slot.use is Use.FREE and not slot.drains and (only", "slot.use is Use.FREE and (only",
+    ),
+    Mutant(
+        "mark-not-drained", "a mark that comes while the step is drained is in memory only",
+        "draining/write_checkpoint.py",
+        "        if verdict is not written:\n",
+        "        if verdict is written:\n",
+        {"special": frozenset({"values", "drain"})},
+    ),
+    Mutant(
+        "drain-error-not-agreed", "a rank that cannot write its file gives the drain up alone",
+        "draining/write_checkpoint.py",
+        "        yield from collectives.raise_together(error)\n        reach(",
+        "        if error is not None:\n            raise error\n        reach(",
+    ),
+    Mutant(
+        "drain-told-early", "a drain counts as ended before its checkpoint is there", "draining/drain_queue.py",
+        "        def moves() -> Operation:\n", "        def moves() -> Operation:\n            current.end(None)\n",
+    ),
+    Mutant(
+        "all-complete-at-restart", "saves that a courier had when it died count as committed", "courier/in_process.py",
+        "job.answers.request.step == step\n            if is_there and generation > self._generation:\n",
+        "True\n            if is_there:\n",
+    ),
+    Mutant(
+        "unprotected-counts", "a step counts as committed although its copies could not be made", "restoring/heal.py",
+        "    counts = context.unhealed is None or not context.rolled_forward\n", "    counts = True\n",
+    ),
+    Mutant(
+        "sealed-counts", "after the death of a courier, a step counts as committed when all slots are sealed",
+        "restoring/heal.py",
+        "    else:\n        heal_or_remember(context, home)\n    assert", "    assert",
+    ),
+    Mutant(
+        "answers-held-back", "answers to a courier that is coming up are dropped", "courier/in_process.py",
+        "        self._link.send_first(Sent(wire.pack(Kind.REPLY, self",
+        "        self._link.queue.put(Sent(wire.pack(Kind.REPLY, self",
+    ),
+    Mutant(
+        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/in_process.py",
+        "job.is_sent = False\n            self._link.send_first(job)\n", "job.is_sent = False\n",
+    ),
+    # Waits
+    Mutant(
+        "error-not-told", "an error of one rank is raised there only", "mpi/world.py",
+        "        self.raise_together(error)\n        return results[0]\n",
+        "        if error is not None:\n            raise error\n        return results[0]\n",
+    ),
+]  # fmt: skip
+
+
+# Running them
+
+
+@dataclasses.dataclass
+class Finding:
+    """The first of some seeds that finds a mutant, and what it says; None: none does."""
+
+    seed: int | None
+    said: str
+    cpu_s: float
+
+
+def find(mutant: Mutant | None, seeds: Iterable[int], fixed: Mapping[str, object]) -> Finding:
+    """Run seeds with a mutant until one fails; without (None), with mlflash as it is.
+
+    The caller has not imported mlflash: it is imported in a child, which runs the seeds.
+    """
+    package = Path(next(iter(_spec().submodule_search_locations or ())))
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "mlflash"
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("adapters", "slurm"))  # which nothing here imports
+        if mutant is not None:
+            path = copy / mutant.file
+            text = path.read_text()
+            assert text.count(mutant.old) == 1, f"{mutant.name}: its lines occur {text.count(mutant.old)} times"
+            path.write_text(text.replace(mutant.old, mutant.new))
+        out, into = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(out)
+                finding = _search(folder, seeds, {**fixed, **(mutant.fixed if mutant is not None else {})})
+            except BaseException:
+                finding = Finding(-1, traceback.format_exc(), 0.0)
+            os.write(into, json.dumps(dataclasses.astuple(finding)).encode())
+            _exit(0)
+        os.close(into)
+        with os.fdopen(out) as pipe:
+            written = pipe.read()
+        os.waitpid(child, 0)
+    return Finding(*json.loads(written))
+
+
+def _spec() -> Any:
+    assert "mlflash" not in sys.modules
+    return importlib.util.find_spec("mlflash")
+
+
+_exit = os._exit  # which a simulation replaces
+
+
+def _search(folder: str, seeds: Iterable[int], fixed: Mapping[str, object]) -> Finding:
+    sys.path.insert(0, folder)
+    import machine
+
+    machine.install()
+    import runner
+
+    assert str(sys.modules["mlflash"].__file__).startswith(folder)
+    cpu_s, seeds = 0.0, list(seeds)
+    for seed, result in zip(seeds, runner.run_all(runner.seeds(seeds, fixed)), strict=False):
+        cpu_s += result.get("cpu_s", 0.0)
+        if result["problems"]:
+            return Finding(seed, result["problems"][0][-2000:], cpu_s)
+    return Finding(None, "", cpu_s)
+
+
+def _one_line(text: str) -> str:
+    """What says most: one line, or the first and the last one of a traceback."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "".join(lines) if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
+
+
+def _gate() -> int:
+    """Whether known seeds find some mutants, and find nothing without these."""
+    sample = [mutant for mutant in MUTANTS if mutant.seed is not None]
+    findings = {mutant.name: find(mutant, [mutant.seed], {}) for mutant in sample}
+    missed = [name for name, finding in findings.items() if finding.seed is None]
+    without = find(None, [mutant.seed for mutant in sample], {})
+    print(f"not found: {missed}; without a mutant: {without.said or 'nothing'}")
+    return int(bool(missed) or without.seed is not None)
+
+
+def main() -> int:
+    """Print which seed finds each mutant; 1 if some mutant is not found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="so many at the most")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of faults.Setting")
+    parser.add_argument("--gate", action="store_true", help="only some mutants, each with a seed that finds it")
+    args = parser.parse_args()
+    import torch.distributed.checkpoint  # once, and not again for each mutant
+    from settings import parse
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+
+    if args.gate:
+        return _gate()
+    unknown = set(args.names) - {mutant.name for mutant in MUTANTS}
+    assert not unknown, f"there are no mutants {unknown}"
+    findings = []
+    for mutant in MUTANTS:
+        if not args.names or mutant.name in args.names:
+            findings.append(finding := find(mutant, range(args.seeds), parse(args.set)))
+            seed = "none" if finding.seed is None else finding.seed
+            print(f"{mutant.name:28} {seed:>4} {finding.cpu_s:6.1f} s  {_one_line(finding.said)[:120]}", flush=True)
+    firsts = sorted(finding.seed for finding in findings if finding.seed is not None)
+    print(f"{len(firsts)} of {len(findings)} found; median seed {firsts[len(firsts) // 2] if firsts else '-'}, "
+          f"{sum(finding.cpu_s for finding in findings):.0f} s of CPU")  # fmt: skip
+    return int(len(firsts) < len(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
