@@ -1,4 +1,4 @@
-"""What lies in a directory of drained checkpoints: cards, indexes, who writes what, HDF5 for others, retention."""
+"""What lies in a directory of drained checkpoints: who writes what, HDF5 for others, retention. Bytes: test_codecs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,12 +67,6 @@ def cards(draw: st.DrawFn) -> Card:
                 draw(u64), ns, owner)  # fmt: skip
 
 
-@given(card=cards())
-def test_a_card_comes_back_as_it_was(card: Card) -> None:
-    raw = card.pack()
-    assert len(raw) == CARD_NBYTES and file_index.read_card(raw) == card
-
-
 def test_the_bytes_of_a_card_are_the_golden_ones() -> None:
     expected = (
         b"MLFDRAIN" + b"\1\0" b"\0\0" b"\0\0\0\0"  # version, master
@@ -86,29 +79,6 @@ def test_the_bytes_of_a_card_are_the_golden_ones() -> None:
     assert len(expected) < CHECKED_NBYTES
     assert CARD.pack() == expected.ljust(CARD_NBYTES, b"\0"), "the card changed: raise file_index.VERSION"
     assert dataclasses.replace(CARD, rank=-1).pack()[10:12] == b"\1\0"
-
-
-def test_every_damaged_byte_of_a_card_is_found() -> None:
-    raw = CARD.pack()
-    nbytes = len(raw.rstrip(b"\0"))
-    assert nbytes > 190
-    for place in range(nbytes):
-        for bits in (1, 128, 255):
-            damaged = raw[:place] + bytes([raw[place] ^ bits]) + raw[place + 1 :]
-            with pytest.raises(errors.CorruptSlot):
-                file_index.read_card(damaged)
-
-
-@pytest.mark.parametrize("nbytes", [0, 7, 8, 100, 199])
-def test_a_short_card_is_refused(nbytes: int) -> None:
-    with pytest.raises(errors.CorruptSlot):
-        file_index.read_card(CARD.pack()[:nbytes])
-
-
-@given(raw=st.binary(max_size=600), magic=st.booleans())
-def test_no_bytes_make_the_card_reader_do_anything_but_refuse(raw: bytes, magic: bool) -> None:
-    with pytest.raises(errors.CorruptSlot):
-        file_index.read_card(file_index.MAGIC * magic + raw)
 
 
 @pytest.mark.parametrize(
@@ -150,81 +120,6 @@ def index() -> tuple[bytes, int]:
     return file_index.encode(text, payload_nbytes, Places("rank-00000.h5", 1024, checks, PLACES))
 
 
-def test_an_index_comes_back_as_it_was_and_its_first_part_alone() -> None:
-    text, payload_nbytes, pieces, checks = example()
-    raw, first_nbytes = index()
-    read = file_index.decode(raw, "rank-00000.h5", 5000)
-    assert read.manifest == manifest.decode(text, payload_nbytes)
-    assert [entry for entry, _ in read.pieces] == pieces
-    places, end = file_index.decode_places(raw[:first_nbytes], "rank-00000.h5", 5000)
-    assert end == first_nbytes and places.of == read.places.of == PLACES
-    assert (places.data, places.block_nbytes, places.checks.tolist()) == ("rank-00000.h5", 1024, checks.tolist())
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_an_index_with_any_byte_changed_is_refused_or_still_valid(data: st.DataObject) -> None:
-    raw, first_nbytes = index()
-    changed = bytearray(raw)
-    for at in data.draw(st.lists(st.integers(0, first_nbytes + 40), min_size=1, max_size=3)):
-        changed[at] = data.draw(st.integers(0, 255))
-    try:
-        read = file_index.decode(bytes(changed[: data.draw(st.sampled_from([None, first_nbytes - 1]))]), "x", 5000)
-    except errors.CorruptSlot:
-        return
-    for entry, place in read.pieces:
-        assert place.packed or 0 <= place.start <= place.start + place.nbytes <= 5000
-        assert place.first_check + file_index.blocks(place.nbytes, read.places.block_nbytes) <= read.places.checks.size
-        assert entry.nbytes == place.nbytes and all(
-            at + n <= of for at, n, of in zip(entry.offset, entry.shape, entry.global_shape, strict=True)
-        )
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ({"start": 3401}, "not in the file"), ({"start": 1 << 61}, "no size"), ({"nbytes": 1601}, "rows of no tensor"),
-        ({"nbytes": 4001}, "not in the file"), ({"begin": 7}, "rows of no tensor"), ({"rows": 3}, "rows of no tensor"),
-        ({"first_check": 2}, "without checksums"), ({"first_check": 1 << 60}, "without checksums"),
-    ],
-)  # fmt: skip
-def test_hostile_places_are_refused_with_their_reason(wrong: dict[str, Any], reason: str) -> None:
-    text, payload_nbytes, _, checks = example()
-    spoiled = PLACES | {0: PLACES[0]._replace(**wrong)}
-    raw, _ = file_index.encode(text, payload_nbytes, Places("x", 1024, checks, spoiled))
-    with pytest.raises(errors.CorruptSlot, match=reason):
-        file_index.decode(raw, "x", 5000)
-
-
-@pytest.mark.parametrize(
-    ("spoiled", "reason"),
-    [({3: PLACES[0]}, "rows of no tensor"), ({2: PLACES[2]._replace(packed=True)}, "cannot be compressed")],
-)
-def test_places_of_no_tensor_are_refused(spoiled: dict[int, Place], reason: str) -> None:
-    text, payload_nbytes, _, checks = example()
-    with pytest.raises(errors.CorruptSlot, match=reason):
-        file_index.decode(file_index.encode(text, payload_nbytes, Places("x", 1024, checks, spoiled))[0], "x", 5000)
-
-
-@given(data=st.data())
-def test_any_pieces_come_back_as_they_were(data: st.DataObject) -> None:
-    names = data.draw(st.lists(st.text(max_size=6), unique=True, max_size=5))
-    entries: list[Entry] = []
-    places, at, checks = {}, 0, 0
-    for name in names:
-        dtype = data.draw(st.sampled_from(["float32", "bfloat16", "uint8", "complex128"]))
-        shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
-        nbytes = math.prod(shape) * TORCH_ITEM_NBYTES[dtype]
-        entries.append(Entry(name, "tensor", dtype, shape, (0,) * len(shape), shape, at, nbytes))
-        places[len(places)] = Place(at, nbytes, 0, shape[0] if shape else 1, checks, False)
-        at, checks = at + nbytes, checks + file_index.blocks(nbytes, 7)
-    text = manifest.join(manifest.encode_entries(tuple(entries)), manifest.encode_tree(["l", []]), [])
-    sums = np.arange(checks, dtype=np.uint64)
-    read = file_index.decode(file_index.encode(text, at, Places("x", 7, sums, places))[0], "x", at)
-    assert [entry for entry, _ in read.pieces] == entries and read.manifest.entries == tuple(entries)
-    assert read.places.checks.tolist() == list(range(checks)) and read.places.of == places
-
-
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**30)),
     lambda sub: st.one_of(st.lists(sub, max_size=3), st.dictionaries(st.text(max_size=3), sub, max_size=3)),
@@ -252,14 +147,6 @@ def put(document: dict[str, Any], *path: Any, value: Any) -> bytes:
         document = document[key]
     document[path[-1]] = value
     return b""
-
-
-@pytest.mark.parametrize(
-    "raw", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"manifest":' + b"9" * 5000 + b"}"]
-)
-def test_what_is_no_index_is_refused(raw: bytes) -> None:
-    with pytest.raises(errors.CorruptSlot):
-        file_index.decode(raw, "x", 5000)
 
 
 # The file that commits
@@ -359,27 +246,6 @@ def test_a_committing_file_with_anything_wrong_in_it_is_refused_or_still_valid(d
     refused_or_valid(bytes(changed[: data.draw(st.sampled_from([None, len(raw) - 8, 7, 0]))]))
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("groups",), []), (("groups", 0, 2), 1), (("groups", 0, 2), 3), (("groups", 0, 2), True),
-        (("groups", 0, 1), []),
-        (("groups", 0, 0, 7), [2]), (("groups", 0, 0, 7), [1, 2, 2]), (("differ",), [7]), (("differ",), "w"),
-        (("plain_differ",), None), (("format",), "pickle"), (("format",), []), (("groups", 0, 0, 5), [1, 1, 1]),
-    ],
-)  # fmt: skip
-def test_a_hostile_committing_file_is_refused(path: tuple[Any, ...], value: Any) -> None:
-    raw = table()
-    length = int.from_bytes(raw[:8], "little")
-    document = json.loads(raw[8 : 8 + length])
-    put(document, *path, value=value)
-    text = json.dumps(document).encode()
-    if path[-1] == 7 and value == [2]:  # fewer than there were: that is no contradiction
-        return refused_or_valid(len(text).to_bytes(8, "little") + text + raw[8 + length :])
-    with pytest.raises(errors.CorruptSlot):
-        rank_table.decode(len(text).to_bytes(8, "little") + text + raw[8 + length :], 2)
-
-
 # Who writes what
 
 shapes = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 5000)), max_size=3).map(tuple)
@@ -403,11 +269,6 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
     assert sum(loads) == total
     units = [e.nbytes // e.shape[0] if e.nbytes >= MIB and e.shape[0] > 1 else e.nbytes for e in entries if e.nbytes]
     assert all(abs(load - total / ranks) <= max(units, default=0) + 1 for load in loads)
-
-
-def test_empty_tensors_are_dealt_once() -> None:
-    entries = [Entry("e", "tensor", "float32", (0, 5), (0, 0), (0, 5), 0, 0)] * 2
-    assert [list(work_division.deal(entries, 3, nth)) for nth in range(3)] == [[(0, 0, 0), (1, 0, 0)], [], []]
 
 
 def test_a_part_is_one_run_of_the_bytes_of_its_tensor() -> None:
@@ -505,12 +366,6 @@ def test_every_dtype_of_pytorch_is_stored_and_read_as_what_it_is_or_marked_as_ra
             assert read.tobytes() == bits and read.dtype == value.numpy().dtype
 
 
-def test_every_dtype_of_a_slot_has_a_form() -> None:
-    for name, nbytes in TORCH_ITEM_NBYTES.items():
-        form = hdf5_files.form_of("tensor", name)
-        assert math.prod(form.shape) * form.dtype.get_size() == nbytes
-
-
 def test_every_dtype_of_numpy_is_stored_and_read_as_what_it_is_or_marked_as_raw(tmp_path: Path) -> None:
     values = {}
     for name in NUMPY_DTYPES:
@@ -601,18 +456,6 @@ def test_different_names_are_different_in_the_file(one: str, other: str) -> None
     assert (hdf5_files.dataset_name(one) == hdf5_files.dataset_name(other)) == (one == other)
 
 
-@needs_h5dump
-def test_h5dump_finds_odd_names(tmp_path: Path) -> None:
-    written(tmp_path / "rank.h5", {name: np.full(2, n) for n, name in enumerate(ODD)})
-    for n, name in enumerate(ODD):
-        if len(name) < 1000 and hdf5_files.dataset_name(name) not in (
-            " ",
-            "'\"",
-            "\\",
-        ):  # h5dump trims and unquotes these
-            assert h5dump(tmp_path / "rank.h5", f"/tensors/{hdf5_files.dataset_name(name)}") == [str(n)] * 2, name
-
-
 def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path: Path) -> None:
     values = {
         "scalar": torch.tensor(2.5), "none": torch.zeros(0), "rows": torch.zeros(0, 7), "columns": torch.zeros(3, 0),
@@ -639,20 +482,6 @@ def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> Non
         tmp_path / "rank.h5",
     )
     assert (tmp_path / "rank.h5").stat().st_size < 2 * 8000
-
-
-def test_the_card_and_the_index_are_where_they_are_said_to_be(tmp_path: Path) -> None:
-    skeleton, _ = hdf5_files.tensors(*pieces_of({"a": np.arange(5)}), {}, {})
-    start = hdf5_files.add_index(skeleton, b"my index")
-    skeleton.patch(0, CARD.pack())
-    write(tmp_path / "rank.h5", skeleton)
-    raw = (tmp_path / "rank.h5").read_bytes()
-    assert file_index.read_card(raw[:CARD_NBYTES]) == CARD and raw[start : start + 8] == b"my index"
-    elsewhere(
-        "file = h5py.File(sys.argv[1])\nassert file['mlflash/index'][...].tobytes() == b'my index'\n"
-        "assert file.userblock_size == 512\nfile.close()",
-        tmp_path / "rank.h5",
-    )
 
 
 def shard(name: str, whole: np.ndarray, offset: Sequence[int], shape: Sequence[int]) -> tuple[Entry, np.ndarray]:
@@ -733,37 +562,6 @@ def test_a_master_that_would_list_too_many_pieces_shows_none_and_all_comes_back(
     )
 
 
-@needs_h5dump
-def test_h5dump_reads_a_slice_across_the_files_of_two_ranks(three_ranks: tuple[Path, np.ndarray]) -> None:
-    path, whole = three_ranks
-    read = h5dump(path, "/tensors/tiles", "-m", "%.17g", "-s", "10,5", "-c", "8,4")
-    np.testing.assert_array_equal(np.array(read, dtype=float), whole[10:18, 5:9].flatten())
-
-
-@pytest.mark.slow
-def test_three_thousand_tensors_are_laid_out_fast_and_in_little_memory() -> None:
-    entry = Entry("", "tensor", "bfloat16", (1024, 2048), (0, 0), (1024, 2048), 0, 4 * MIB)
-    entries = [dataclasses.replace(entry, name=f"model.layers.{n}.weight") for n in range(3000)]
-    begin = time.process_time()
-    skeleton, starts = hdf5_files.tensors(entries, [_never] * 3000, {}, {})
-    start = hdf5_files.add_index(skeleton, bytes(MIB))
-    assert time.process_time() - begin < 4  # 1.6 s on an idle core
-    assert skeleton.nbytes > 12e9 and len(set(starts)) == 3000 and start > 0
-    assert os.fstat(skeleton.file.fileno()).st_blocks * 512 < 50e6
-    begin = time.process_time()
-    master = hdf5_files.whole(
-        {rank: [(entry.name, entry, True) for entry in entries[rank::3]] for rank in range(3)}, {}, {}, {}
-    )
-    assert time.process_time() - begin < 4
-    assert master.nbytes < 50e6
-    skeleton.close()
-    master.close()
-
-
-def _never() -> np.ndarray:
-    raise AssertionError("nothing is read while a file is laid out")
-
-
 # Files with holes
 
 
@@ -785,15 +583,6 @@ def test_the_stream_is_the_file(parts: list[tuple[bytes, bytes]], chunk: int) ->
     assert all(0 < len(piece) <= chunk for piece in pieces)
     assert b"".join(skeleton.stream(chunk)) == wanted, "as often as one likes"
     skeleton.close()
-    skeleton.close()
-
-
-def test_places_may_come_in_any_order_and_patches_afterwards() -> None:
-    skeleton = FileWithHoles()
-    skeleton.place(8, 4, lambda: np.frombuffer(b"last", dtype=np.uint8))
-    skeleton.place(2, 5, lambda: np.frombuffer(b"first", dtype=np.uint8))
-    skeleton.patch(0, b"ab")
-    assert b"".join(skeleton.stream(3)) == b"abfirst\0last"
     skeleton.close()
 
 
@@ -877,16 +666,6 @@ def test_links_are_not_followed_when_reading_or_deleting(tmp_path: Path) -> None
             store.at("step-00000003").read(name)
         with pytest.raises(errors.UnsafePath):
             store.at("step-00000001").read(name)
-
-
-def test_a_link_to_the_directory_itself_is_the_users_affair(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "scratch").symlink_to(tmp_path / "real")
-    store = Directory(str(tmp_path / "scratch"))
-    listed = commit(store, "step-00000001", 1, 1)
-    assert checkpoint_directory.list_checkpoints(store) == [listed]
-    checkpoint_directory.delete(store, listed)
-    assert list((tmp_path / "real").iterdir()) == []
 
 
 @contextlib.contextmanager
@@ -1017,27 +796,6 @@ class Watched(Directory):
         self.removed.append(name)
 
 
-def test_deleting_takes_the_committing_file_first(tmp_path: Path) -> None:
-    removed: list[str] = []
-    store = Watched(str(tmp_path), removed)
-    listed = commit(store, "step-00000001", 1, 1)
-    put_rank(store, "step-00000001", "rank-00001.h5")
-    checkpoint_directory.delete(store, listed)
-    assert removed == ["checkpoint.h5", "rank-00000.h5", "rank-00001.h5"]
-
-
-def test_files_of_dcp_are_deleted_with_their_cards(tmp_path: Path) -> None:
-    store = Directory(str(tmp_path))
-    listed = write_master(store, "step-00000001", b"{}", name="checkpoint.mlflash")
-    put_rank(store, "step-00000001", "rank-00000.mlflash")
-    inside = store.at("step-00000001")
-    inside.write("__0_0.distcp", [b"data"])
-    inside.write("__1_0.distcp", [b"data without a card"])
-    inside.write(".metadata", [b"pickle ", checkpoint_directory.tag(listed.card.attempt, "me").encode(), b" more"])
-    checkpoint_directory.delete(store, listed)
-    assert tree(tmp_path) == ["step-00000001/__1_0.distcp"]
-
-
 def put_provenance(inside: Directory, attempt: Attempt, owner: str) -> None:
     inside.write("provenance.json", [b"{ ", checkpoint_directory.tag(attempt, owner).encode(), b" }"])
     inside.write("provenance.json.sig", [bytes(64)])
@@ -1126,21 +884,3 @@ def test_only_what_interrupted_drains_of_earlier_runs_of_this_job_left_is_delete
     assert tree(tmp_path) == stay
     assert not (tmp_path / "step-00000002").exists() and not (tmp_path / "step-00000003").exists()
     assert (tmp_path / "step-00000009").exists() and (tmp_path / "step-00000001").exists()
-
-
-def test_leftovers_of_many_ranks_are_found_in_one_pass(tmp_path: Path) -> None:
-    reads: list[str] = []
-
-    class Watched(Directory):
-        def at(self, name: str) -> Directory:
-            return Watched(os.path.join(self.path, name))
-
-        def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-            reads.append(name)
-            return super().read(name, start, nbytes)
-
-    store = Watched(str(tmp_path))
-    for rank in range(60):
-        put_rank(store, "step-00000001", f"rank-{rank:05d}.h5", run_id=bytes(16))
-    checkpoint_directory.delete_leftovers(store, "me", RUN)
-    assert tree(tmp_path) == [] and len(reads) <= 3 * 60
