@@ -131,18 +131,6 @@ def test_the_store_of_all_gives_everything_to_the_first_nodes_only(world: World)
     assert len(world.ranks[0].server._known or ()) == 2 * NODES
 
 
-def test_each_barrier_has_its_own_and_what_is_old_is_forgotten(world: World) -> None:
-    for number, key in enumerate("abc", 1):
-        world.put(key)
-        for old in "abc"[:number]:
-            world.get(old, NODES - 1)
-        own = world.ranks[1].own
-        assert own is not None
-        assert {held.split("/")[0] for held in own._keys} == {str(number)}
-    world.put("d")
-    assert not own._keys, "nobody has asked since"
-
-
 def test_a_node_that_hears_late_that_all_have_passed_answers_those_who_have_asked_before(world: World) -> None:
     last, above = world.ranks[-1], world.ranks[(NODES - 2) // FAN_OUT]
     world.all_say(lambda rank: f"put kvsname={EPOCH} key=a-{rank} value=a{rank}")
@@ -159,12 +147,6 @@ def test_a_node_that_hears_late_that_all_have_passed_answers_those_who_have_aske
     world.until(lambda: own.step() or own.awaits("1/all"), [NODES - 1])
     world.until(lambda: last.received)
     assert last.received == b"cmd=get_result rc=0 msg=success value=a3\n"
-
-
-def test_a_node_that_was_not_asked_itself_gets_what_another_one_waits_for(world: World) -> None:
-    world.put("a")
-    world.get("a", 3, [NODES - 1])
-    assert world.gave == 1, "the one below the first node has asked for the last one"
 
 
 @pytest.mark.parametrize("how", ["gone", "full", "deaf"])
@@ -204,25 +186,3 @@ def test_a_few_nodes_ask_the_store_of_all(world: World) -> None:
     world.get("a", 1)
     assert world.gave == len(world.ranks)
     assert all(rank.own is None for rank in world.ranks)
-
-
-@pytest.mark.parametrize("world", [[node for node in range(NODES) for _ in range(2)]], indirect=True)
-def test_the_first_rank_of_each_node_passes_on(world: World) -> None:
-    firsts = range(0, 2 * NODES, 2)
-    world.put("a")
-    world.get("a", 5, firsts)
-    assert world.gave == 1 + FAN_OUT
-    world.get("a", 5, [7])
-    assert world.gave == 2 + FAN_OUT, "any other rank asks the store of all"
-
-
-def test_nothing_is_left_open(world: World) -> None:
-    world.put("a")
-    world.get("a", 1)
-    opened = [rank.own for rank in world.ranks if rank.own is not None]
-    for rank in world.ranks:
-        rank.close()
-        assert list(rank.server._relay.watches()) == []
-    for own in opened:
-        with pytest.raises(ConnectionRefusedError), socket.create_connection(own.address, PATIENCE_S):
-            pass

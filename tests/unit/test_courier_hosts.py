@@ -61,17 +61,3 @@ def test_where_couriers_cannot_be_started_a_warning_says_so(
     srun(tmp_path, text)
     with CourierHosts(slurm, OPTIONS):
         assert "of 2, ranks start their couriers themselves" in caplog.text
-
-
-def test_no_couriers_are_started_where_they_are_threads_or_nothing_is_saved(slurm: OnSlurm) -> None:
-    for environment in ({"MLFLASH_COURIER": "thread"}, {"MLFLASH_DISABLE": "1"}):
-        with CourierHosts(slurm, OPTIONS, environment) as hosts:
-            assert hosts._step is None
-
-
-def test_a_srun_that_is_not_there_is_a_warning(
-    slurm: OnSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with CourierHosts(slurm, OPTIONS):
-        assert "srun cannot be started" in caplog.text

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import PATIENCE_S, until
+from waiting import until
 
 from mlflash.wireup.key_value_store import KeyValueStore
-from mlflash.wireup.pmi_server import PmiError, PmiServer, is_epoch_name, new_epoch_name, parse
+from mlflash.wireup.pmi_server import PmiServer
 from mlflash.wireup.process_mapping import Block, blocks, mapping, nodes_of
 from mlflash.wireup.store_client import StoreClient
 from mlflash.wireup.store_limits import Limits
@@ -35,28 +32,6 @@ def read_as_mpich(text: str, size: int) -> list[int]:
                 return nodes[:size]
         triples = triples[again:]
         assert triples, "the mapping ends before the ranks do"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "text"),
-    [
-        ([0], "(vector,(0,1,1))"),
-        ([0, 0, 0, 0], "(vector,(0,1,4))"),
-        ([0, 1, 2, 3], "(vector,(0,4,1))"),
-        ([0, 0, 1, 1, 2, 2], "(vector,(0,3,2))"),
-        ([0, 0, 1, 1, 2], "(vector,(0,2,2),(2,1,1))"),
-        ([0, 1, 1, 1, 2], "(vector,(0,1,1),(1,1,3),(2,1,1))"),
-        ([7, 7, 9, 9, 9], "(vector,(0,1,2),(1,1,3))"),
-        ([7, 9, 7, 9], "(vector,(0,2,1))"),
-        ([0, 1, 2, 0, 1, 2, 0], "(vector,(0,3,1))"),
-        ([0, 0, 1, 0, 0, 1], "(vector,(0,1,2),(1,1,1))"),
-        ([0, 1, 0], "(vector,(0,2,1))"),
-        ([0, 1, 1, 0, 2], "(vector,(0,1,1),(1,1,2),(0,1,1),(2,1,1))"),
-        ([5, 4, 3, 2], "(vector,(0,4,1))"),
-    ],
-)
-def test_nodes_are_written_down_as_mpich_reads_them(nodes: list[int], text: str) -> None:
-    assert mapping(nodes) == text
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30) | st.lists(st.integers(0, 1), min_size=1, max_size=40))
@@ -180,18 +155,6 @@ def test_what_was_put_before_a_barrier_is_there_after_it(make: Make) -> None:
     assert other.ask("cmd=get kvsname=e2 key=short").endswith("value=unknown")
 
 
-def test_a_barrier_waits_for_all_ranks_and_holds_up_nobody_else(make: Make) -> None:
-    one, other = make(0, [0, 1]), make(1, [0, 1])
-    for _ in range(3):
-        one.say("cmd=barrier_in")
-        assert other.ask("cmd=get_appnum") == "cmd=appnum rc=0 appnum=0"
-        one.turn()
-        assert not one.received
-        other.say("cmd=barrier_in")
-        until(lambda: one.turn() or other.turn() or (one.received and other.received), "both are let through")
-        assert one.answer() == other.answer() == "cmd=barrier_out rc=0"
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -251,19 +214,6 @@ def test_the_last_one_that_is_up_deletes_what_all_needed_until_then(make: Make) 
     assert "was used before" in make(0, nodes).error()
 
 
-def test_a_process_that_takes_no_answers_is_ended(make: Make) -> None:
-    client = make()
-    client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-
-    def is_ended() -> str | None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            client.sock.send(b"cmd=get_appnum\n" * 50)
-        client.server.receive()
-        return client.server.error
-
-    assert "does not take its answers" in str(until(is_ended, "an error"))
-
-
 def test_a_process_that_is_killed_has_made_no_error(make: Make) -> None:
     client, other = make(0, [0, 0]), make(1, [0, 0])
     client.say("cmd=get_appnum")
@@ -289,20 +239,6 @@ line = st.binary(max_size=60) | st.builds(
 )
 
 
-@settings(max_examples=200)
-@given(line)
-@example(b"cmd=get key=\\\\\\")
-@example(b"cmd")
-@example(b"cmd= x=\xff")
-def test_any_line_is_words_or_an_error(line: bytes) -> None:
-    try:
-        words = parse(line)
-    except PmiError:
-        return
-    assert line.startswith(b"cmd=")
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]+", word) and "\n" not in value for word, value in words.items())
-
-
 @settings(max_examples=60)
 @given(st.lists(line, max_size=6))
 def test_no_process_can_break_the_server(lines: list[bytes]) -> None:
@@ -317,21 +253,3 @@ def test_no_process_can_break_the_server(lines: list[bytes]) -> None:
         client.close()
         other.close()
         store.close()
-
-
-def test_epochs_have_names_that_go_into_a_line_and_are_new() -> None:
-    names = {new_epoch_name(3) for _ in range(100)}
-    assert len(names) == 100 and all(is_epoch_name(name) and name.startswith("epoch-3-") for name in names)
-    for bad in ("", "a b", "a/b", "a\n", "x" * 201, "ü", "a="):
-        assert not is_epoch_name(bad)
-
-
-def test_many_ranks_start_at_once_and_leave_no_key() -> None:
-    """As benchmarks/scale starts them, which says how long thousands take."""
-    start = "from wireup import wire_up; start = wire_up(40, 4, segments=9); print(start.keys, start.keys_left)"
-    scale = Path(__file__).parents[2] / "benchmarks" / "scale"
-    done = subprocess.run(
-        [sys.executable, "-c", start], cwd=scale, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    # 40 addresses of 10 keys, 160 ranks that were started, 2 barriers of 2 keys, how many are up; those five stay.
-    assert done.stdout == "565 5\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import sys
 import threading
@@ -14,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as distributed
-from waiting import PATIENCE_S, until
+from waiting import PATIENCE_S
 
 from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
 from mlflash.wireup import own_address as own
 from mlflash.wireup import text_server
-from mlflash.wireup.frames import Frames, pack
+from mlflash.wireup.frames import pack
 from mlflash.wireup.launcher_variables import Launched
 from mlflash.wireup.own_address import own_address
-from mlflash.wireup.rendezvous import _digest, ports_of, rendezvous, way, who_am_i
+from mlflash.wireup.rendezvous import ports_of, rendezvous, way, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
@@ -144,21 +143,6 @@ def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks
         sock.close()
 
 
-def test_a_rank_that_loses_its_answer_asks_again(ranks: Ranks) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    ranks.start(0, lambda: text_server.serve(listener, "mine", 2, TEXT, PATIENCE_S))
-    for _ in range(2):
-        with socket.create_connection(address, PATIENCE_S) as sock:
-            sock.sendall(pack(["mlflash rendezvous", "mine", 1]))
-            frames = Frames(4096)
-            frames.add(sock.recv(4096))
-            assert list(frames.messages()) == [["mlflash rendezvous", "mine", TEXT]]
-    connect = functools.partial(socket.create_connection, address)
-    ranks.start(1, lambda: text_server.ask([connect], "here", "mine", 1, PATIENCE_S))
-    assert ranks.join() == {0: None, 1: TEXT}
-
-
 def test_who_does_not_come_is_named(ranks: Ranks, port: int) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(DeadlineExceeded, match="2 of 3 have not come") as caught:
@@ -171,26 +155,6 @@ def test_who_does_not_come_is_named(ranks: Ranks, port: int) -> None:
     assert caught.value.ranks == (0,)
 
 
-@pytest.mark.parametrize("port", [1, 80, 1024, 8000, 8023, 8024, 29500, 65519, 65535])
-def test_ports_can_be_had_by_a_user_and_are_none_that_jobs_of_this_host_count_through(port: int) -> None:
-    ports = ports_of(port)
-    assert len(ports) == 16 and ports[-1] <= 65535 and (ports[0] > 1023 or port < 1023)
-    assert port not in ports
-    assert not {*ports} & {*range(port, port + 1000)} or port < 8024
-
-
-def test_no_port_is_left() -> None:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    attempts = [functools.partial(socket.create_server, sock.getsockname()) for sock in taken]
-    with pytest.raises(WorldMismatch, match="rank 0 cannot listen nowhere, where the other ranks look for it"):
-        text_server.listen(attempts, "nowhere")
-    for sock in taken:
-        sock.close()
-    for wrong in ("65536", "0", "http"):
-        with pytest.raises(WorldMismatch, match="MASTER_PORT is no port"):
-            rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": wrong}, Launched(0, 2, 0, "srun"), TEXT, None, PATIENCE_S)
-
-
 # A directory
 
 
@@ -199,28 +163,6 @@ def test_ranks_of_one_host_meet_in_a_private_directory(ranks: Ranks, tmp_path: P
     directory = tmp_path / ("d" * 100) / ("e" * 100)  # longer than the path of a socket may be
     assert meet(ranks, PRTERUN, "prterun", directory=directory) == {0: TEXT, 1: TEXT, 2: TEXT}
     assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.iterdir()) == []
-
-
-def test_what_a_killed_rank_0_left_in_the_directory_is_replaced(ranks: Ranks, tmp_path: Path) -> None:
-    directory = tmp_path / "private"
-    me = Launched(1, 3, None, "prterun")
-    ranks.start(1, lambda: rendezvous(PRTERUN, me, None, directory, PATIENCE_S))
-    until(directory.exists, "rank 1 has come")
-    for text, rank in ((TEXT, 0), (None, 2)):
-        if rank == 0:
-            leave_sockets_of(directory)
-        other = Launched(rank, 3, None, "prterun")
-        ranks.start(rank, functools.partial(rendezvous, PRTERUN, other, text, directory, PATIENCE_S))
-    assert ranks.join() == {0: TEXT, 1: TEXT, 2: TEXT}
-
-
-def leave_sockets_of(directory: Path) -> None:
-    """Leave what the rank 0 of an earlier launch with this name would have."""
-    name = _digest("prterun prterun-host-7@1", "3")
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(f"/proc/self/fd/{opened}/{name}")  # its whole path may be too long for a socket
-    os.close(opened)
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
@@ -268,14 +210,6 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.distributed_c10d._get_default_store = lambda: store
     monkeypatch.setitem(sys.modules, "torch.distributed", torch)
     return torch
-
-
-def test_ranks_meet_by_the_store_of_torch_distributed_each_time_anew(ranks: Ranks, torch: Any) -> None:
-    me = Launched(1, 3, None, "torchrun")
-    assert way({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, me) == "the store of torch.distributed"
-    assert meet(ranks, {"MASTER_ADDR": "a"}) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert meet(ranks, {"MASTER_ADDR": "a"}) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert torch.distributed_c10d._get_default_store().num_keys() == 0, "and nothing is left"
 
 
 def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any) -> None:

@@ -99,14 +99,6 @@ def test_the_oldest_that_says_nothing_gives_way_and_who_has_spoken_stays(client:
     ended(service)
 
 
-def test_who_says_nothing_for_too_long_is_closed(client: contextlib.ExitStack) -> None:
-    service = Service(longest_s=0.05)
-    silent = connected(client, service)
-    until(lambda: service.step() or is_closed(silent), "it is closed")
-    assert not service.connections
-    ended(service)
-
-
 def test_without_a_descriptor_the_oldest_gives_its_own(client: contextlib.ExitStack) -> None:
     service = Service()
     silent, new = connected(client, service), client.enter_context(socket.create_connection(service.address))

@@ -72,7 +72,3 @@ def test_who_does_not_come_is_named(connect: Store) -> None:
     assert isinstance(first, DeadlineExceeded) and 2 in first.ranks and " of 3 have not come" in str(first)
     late = meet(connect, "text", 2, lost=0, timeout_s=0.5)[1]
     assert isinstance(late, DeadlineExceeded) and late.ranks == (0,) and "stack" not in str(late)
-
-
-def test_rank_0_looks_at_many_ranks_one_after_the_other(connect: Store) -> None:
-    assert set(meet(connect, "text", 20)) == {"text"}
