@@ -120,30 +120,6 @@ def test_bytes_are_read_at_the_rate_and_pauses_are_not_made_up_for(
     assert sum(nbytes for _, nbytes in read) <= 0.6 * rate + (1 << 20)
 
 
-def test_nothing_more_is_read_once_a_job_waits(rank: Rank, read: list[tuple[str, int]]) -> None:
-    rank.hold(rank.pool.own[0], 160)
-    scrubber = rank.scrubber(1e9)
-    read.clear()
-    rank.now += 1
-    scrubber.go_on(lambda: True)
-    assert read == []
-    rank.now += 1
-    scrubber.go_on(lambda: len(read) > 0)
-    assert len(read) == 1 and read[0][1] <= 1 << 20
-
-
-def test_a_small_state_is_verified_once_a_second_and_where_nothing_is_held_nothing_is_done(
-    rank: Rank, read: list[tuple[str, int]]
-) -> None:
-    scrubber = rank.scrubber()
-    rank.pass_time(scrubber, 5)
-    assert read == []
-    rank.hold(rank.pool.own[0], 4)
-    read.clear()
-    rank.pass_time(scrubber, 10)
-    assert 8 <= len(read) <= 11
-
-
 @pytest.mark.parametrize("place", ["header", "table", "first block", "last block"])
 @pytest.mark.parametrize("kind", ["own", "share", "copy", "parity"])
 def test_damage_of_each_kind_of_file_is_found_and_said_once(rank: Rank, kind: str, place: str) -> None:
@@ -267,21 +243,6 @@ class World(types.SimpleNamespace):
         super().__init__(rank=0, abandoned=threading.Event(), timeout_s=60.0)
         for name in ("answer_pings", "start_job", "end_job", "tell_if_held", "end_if_mpi_failed", "tell_failed"):
             setattr(self, name, nothing)
-
-
-def test_a_mistake_in_what_is_done_while_idle_costs_no_job(caplog: pytest.LogCaptureFixture) -> None:
-    jobs = JobThread(World(), threaded=True)  # type: ignore[arg-type]
-    done: list[int] = []
-
-    def fail(is_wanted: Callable[[], bool]) -> None:
-        done.append(1)
-        raise ZeroDivisionError
-
-    jobs.when_idle = fail
-    until(lambda: done and jobs.when_idle is None, "the mistake")
-    assert jobs.call(lambda: 7) == 7 and len(done) == 1
-    jobs.stop(abandon=False)
-    assert "verifies nothing at rest any more" in caplog.text
 
 
 def test_nothing_is_verified_beside_a_drain_or_after_an_error() -> None:
