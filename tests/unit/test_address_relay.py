@@ -131,24 +131,6 @@ def test_the_store_of_all_gives_everything_to_the_first_nodes_only(world: World)
     assert len(world.ranks[0].server._known or ()) == 2 * NODES
 
 
-def test_a_node_that_hears_late_that_all_have_passed_answers_those_who_have_asked_before(world: World) -> None:
-    last, above = world.ranks[-1], world.ranks[(NODES - 2) // FAN_OUT]
-    world.all_say(lambda rank: f"put kvsname={EPOCH} key=a-{rank} value=a{rank}")
-    for rank in world.ranks[:-1]:
-        rank.say("barrier_in")
-    world.until(lambda: world.store._values.get(f"{EPOCH}/barrier/1") == str(NODES - 1))
-    last.say("barrier_in")
-    world.until(lambda: last.received, [NODES - 1])
-    assert not above.received
-    last.received = b""
-    last.say(f"get kvsname={EPOCH} key=a-3")
-    assert above.own is not None
-    own = above.own
-    world.until(lambda: own.step() or own.awaits("1/all"), [NODES - 1])
-    world.until(lambda: last.received)
-    assert last.received == b"cmd=get_result rc=0 msg=success value=a3\n"
-
-
 @pytest.mark.parametrize("how", ["gone", "full", "deaf"])
 def test_where_a_node_fails_those_below_it_ask_the_store_of_all(world: World, how: str) -> None:
     own = world.ranks[1].own
@@ -165,24 +147,3 @@ def test_where_a_node_fails_those_below_it_ask_the_store_of_all(world: World, ho
     assert world.gave == 1 + FAN_OUT + FAN_OUT
     world.put("b")
     world.get("b", 2)
-
-
-def test_all_is_deleted_when_mpi_is_up_everywhere(world: World) -> None:
-    world.put("a")
-    world.get("a", 1)
-    for rank in world.ranks:
-        rank.server.initialized()
-
-    def is_over() -> bool:
-        left = {key.split("/")[1] for key in world.store._keys}
-        return world.store._values.get(f"{EPOCH}/up") == str(NODES) and left == {"up", "barrier"}
-
-    world.until(is_over)
-
-
-@pytest.mark.parametrize("world", [[0] * 3 + [1] * 2, list(range(LEAST_NODES - 1)), [0] * LEAST_NODES], indirect=True)
-def test_a_few_nodes_ask_the_store_of_all(world: World) -> None:
-    world.put("a")
-    world.get("a", 1)
-    assert world.gave == len(world.ranks)
-    assert all(rank.own is None for rank in world.ranks)

@@ -7,7 +7,6 @@ import resource
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,9 @@ from hypothesis import strategies as st
 from waiting import PATIENCE_S, is_in, until
 
 from mlflash.errors import DeadlineExceeded
-from mlflash.in_place.decider_link import RoundOver
 from mlflash.wireup.frames import pack
 from mlflash.wireup.key_value_store import KeyValueStore
-from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused, connect
+from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused
 from mlflash.wireup.store_limits import Limits
 
 
@@ -296,28 +294,6 @@ def test_strangers_that_stay_silent_keep_nobody_out_and_are_closed() -> None:
         served.close()
 
 
-def test_a_client_that_takes_no_answers_is_closed_and_holds_up_nobody() -> None:
-    served = Served(unsent_nbytes=1 << 20)
-    try:
-        client = served.client()
-        client.put("long", "x" * 60_000, PATIENCE_S)
-        slow = served.known()
-        slow.settimeout(PATIENCE_S)
-        until(lambda: served.store.connections == 2, "both are there")
-        sent = 0
-        while served.store.connections == 2:
-            try:
-                slow.sendall(pack([sent, "look", "long"]))
-            except ConnectionError:
-                break
-            sent += 1
-            client.ping(PATIENCE_S)
-        slow.close()
-        assert sent < 1000 and client.get("long", PATIENCE_S) == "x" * 60_000
-    finally:
-        served.close()
-
-
 def test_it_sleeps_where_no_descriptor_is_left_and_accepts_again() -> None:
     store = KeyValueStore()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -340,17 +316,3 @@ def test_it_sleeps_where_no_descriptor_is_left_and_accepts_again() -> None:
     second.close()
     store.close()
     store.close()
-
-
-def test_nobody_waits_for_a_host_that_has_vanished_when_the_ranks_have_changed() -> None:
-    checks = 0
-
-    def check() -> None:
-        nonlocal checks
-        checks += 1
-        if checks == 2:
-            raise RoundOver("a rank was lost")
-
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RoundOver):
-        connect(silent.getsockname(), "0" * 32, time.monotonic() + PATIENCE_S, check)
-    assert checks == 2

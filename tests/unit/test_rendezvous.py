@@ -16,7 +16,6 @@ import torch.distributed as distributed
 from waiting import PATIENCE_S
 
 from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
-from mlflash.wireup import own_address as own
 from mlflash.wireup import text_server
 from mlflash.wireup.frames import pack
 from mlflash.wireup.launcher_variables import Launched
@@ -87,34 +86,6 @@ def test_all_ranks_get_the_text_at_a_port_that_follows_from_the_main_one(
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
     assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
     assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}, "once more"
-
-
-def serve_strangely(listener: socket.socket, answer: bytes, over: threading.Event) -> None:
-    listener.settimeout(0.02)
-    while not over.is_set():
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            continue
-        with sock:
-            sock.sendall(answer)
-            sock.settimeout(PATIENCE_S)
-            while answer and sock.recv(4096):  # until the other side has had enough
-                pass
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", pack(["mlflash rendezvous", "x", "y"]), b""])
-def test_what_else_listens_at_these_ports_is_passed_by(ranks: Ranks, port: int, answer: bytes) -> None:
-    over = threading.Event()
-    with socket.create_server(("127.0.0.1", ports_of(port)[0])) as listener:
-        other = threading.Thread(target=serve_strangely, args=(listener, answer, over))
-        other.start()
-        try:
-            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
-        finally:
-            over.set()
-            other.join()
 
 
 def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks) -> None:
@@ -222,39 +193,6 @@ def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any
 
 
 # The own address
-
-
-def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_address(True, {"MASTER_ADDR": "elsewhere"}) == "127.0.0.1"
-    meant = {
-        "main": ["127.0.1.1", "192.0.2.200", "192.0.2.7"],
-        "me": ["127.0.1.1"],
-        "main6": ["fe80::1", "2001:db8::7"],
-    }
-    ours = {"192.0.2.7", "2001:db8::7", "192.0.2.8"}
-    monkeypatch.setattr(own, "_meanings", lambda host: meant.get(host, []))
-    monkeypatch.setattr(own, "speaking_to", lambda host: ["192.0.2.8"] if host == "remote" else ["127.0.0.1"])
-    monkeypatch.setattr(socket, "gethostname", lambda: "me")
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "eth0")])
-    monkeypatch.setattr(own, "addresses", lambda name: {"docker0": ["192.0.2.7"], "eth0": its}.get(name, []))
-    its: list[str] = []
-
-    def create_server(address: tuple[str, int], **_: Any) -> socket.socket:
-        if address[0] not in ours:
-            raise OSError(99, "Cannot assign requested address")
-        return socket.socket()
-
-    monkeypatch.setattr(socket, "create_server", create_server)
-    assert own_address(False, {"MASTER_ADDR": "main"}) == "192.0.2.7"
-    assert own_address(False, {"MASTER_ADDR": "main6"}) == "2001:db8::7"
-    assert own_address(False, {"MASTER_ADDR": "remote"}) == "192.0.2.8"
-    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "127.0.0.1", (
-        "which has no other"
-    )
-    its.append("192.0.2.8")
-    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.8", "of an interface"
-    meant["me"] = ["192.0.2.7"]
-    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.7"
 
 
 def test_the_own_address_can_be_listened_at() -> None:
