@@ -15,7 +15,6 @@ from waiting import until
 
 from mlflash import Checkpointer
 from mlflash.background_files.staged import BackgroundFiles, leftovers
-from mlflash.errors import SaveFailed
 
 
 class Ranks:
@@ -195,28 +194,3 @@ def test_files_of_torch_are_what_torch_would_have_written(shm: Path, makes_check
         assert (shm / "disk" / name).read_bytes() == (shm / "disk2" / name).read_bytes(), name
     with zipfile.ZipFile(shm / "disk" / "state.pt") as archive:
         assert (archive.testzip() is None) == makes_checksums
-
-
-@pytest.fixture(params=[False, True], ids=["warns", "strict"])
-def ckpt(request: pytest.FixtureRequest, shm: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(memory=str(shm), job="own", redundancy="none", strict=request.param) as made:
-        yield made
-
-
-def test_what_waits_for_a_checkpoint_that_could_not_be_moved_is_left(
-    ckpt: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
-) -> None:
-    own = ckpt.adapting.own_files()
-    assert own.begin("step 1")
-    (tmp_path / "no folder").write_text("")
-    with own.directory(tmp_path / "no folder" / "step-1") as path:
-        (path / "file").write_text("all")
-    own.when_moved(lambda: pytest.fail("older ones are needed still"))
-    if "strict" in request.node.name:
-        with pytest.raises(SaveFailed, match="was not moved"):
-            own.begin("step 2")
-    else:
-        assert own.begin("step 2")
-    assert "step-1 was not moved to disk" in caplog.text
-    own.finish()
-    own.close()

@@ -144,22 +144,6 @@ def test_the_parities_are_those_of_pyeclib(n: int, k: int, kernel: str) -> None:
     assert [f[header_nbytes:] for f in fragments] == [unit.tobytes() for unit in with_parity(units, k)]
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (5, 3), (29, 3)])
-def test_the_sums_are_those_of_zfec(n: int, k: int, kernel: str) -> None:
-    """It works in the same field with another matrix, which its parities of unit vectors show."""
-    zfec = pytest.importorskip("zfec")
-    encoder, parities = zfec.Encoder(n, n + k), list(range(n, n + k))
-    shown = [encoder.encode([bytes([i == j]) for j in range(n)], parities) for i in range(n)]
-    coefficients = np.array([[parity[0] for parity in column] for column in shown], dtype=np.uint8).T
-    ours = with_parity(random_units(n, 1021), k)
-    theirs = encoder.encode([unit.tobytes() for unit in ours[:n]])
-    assert [unit.tobytes() for unit in made(coefficients, ours[:n], 1021)] == theirs[n:]
-    have = [*range(k, n), *parities][:n]
-    found = made(erasure_codes.matrix(n, have, range(n)), [ours[unit] for unit in have], 1021)
-    again = zfec.Decoder(n, n + k).decode([theirs[unit] for unit in have], have)
-    assert [unit.tobytes() for unit in found] == again == theirs[:n]
-
-
 PROGRAM = """
 import pathlib, sys
 import numpy as np

@@ -28,7 +28,7 @@ from mlflash.memory.node_directory import NodeDirectory
 from mlflash.telemetry import heartbeat, prometheus_metrics
 from mlflash.telemetry.event_log import EventLog
 from mlflash.telemetry.heartbeat import CourierHeartbeat, RankFacts, TrainerHeartbeat, all_heartbeats
-from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, trainer_part, why_unread
+from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, why_unread
 from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
 
 GOLDEN = Path(__file__).with_name("golden-pulse-v1.bin")
@@ -317,21 +317,6 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
     with file.open("r+b") as part:
         part.truncate(PART_NBYTES)
     assert heard(shm)["courier_pid"] is None
-
-
-def test_neither_writes_into_the_part_of_the_other_however_much_it_has_to_say(
-    shm: Path, node_memory: NodeDirectory
-) -> None:
-    wide = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 600
-    trainer = TrainerHeartbeat(node_memory, RankFacts(1, 4, 0, "n" * 2000, "", start="s"))
-    courier = CourierHeartbeat(node_memory, RankFacts(1, 4, 0, "", "", start="s"))
-    courier.beat("committed", committed=3)
-    trainer.beat("restored", restored=1, source=wide, redundancy=wide)
-    said = heard(shm)
-    assert (said["committed"], said["restored"]) == (3, 1) and wide.endswith(said["source"])
-    assert os.path.getsize(Path(node_memory.path) / "pulse-0000") == 2 * PART_NBYTES
-    assert len(encode({"many": ["x"] * 4000})) == PART_NBYTES and trainer_part(encode({"many": ["x"] * 4000})) == (
-        "cannot be read: it is torn, or no heartbeat")  # fmt: skip
 
 
 def test_the_format_is_the_golden_one(shm: Path, node_memory: NodeDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -129,21 +128,6 @@ def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
         rows["kind"] = np.tile([Kind.SLOT, Kind.PARITY], 24)
         total += len(encode(Inventory(rows, tuple(placed.parity_group_of[rank] for rank in ranks))))
     assert total < 1_000_000
-
-
-def test_16384_ranks_choose_within_a_second_from_less_than_4_mb() -> None:
-    ranks = np.arange(16_384)
-    found = np.zeros(4 * ranks.size, dtype=FOUND)
-    found["shared_by"] = -1
-    for quarter, (generation, shift) in enumerate([(8, 0), (7, 0), (8, 8), (7, 8)]):
-        part = found[quarter * ranks.size : (quarter + 1) * ranks.size]
-        part["generation"], part["rank"], part["world_size"] = generation, ranks, ranks.size
-        part["node"], part["file"] = (ranks + shift) % ranks.size // 8, quarter
-    assert found.nbytes <= 4 << 20
-    start = time.process_time()
-    choice = choose(Inventory(found), tuple(int(n) for n in ranks // 8))
-    assert choice is not None and choice.attempt.generation == 8
-    assert time.process_time() - start < 1.0
 
 
 def test_a_step_needs_every_share_of_what_its_slots_share() -> None:

@@ -158,75 +158,11 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     end_well(ranks, tmp_path)
 
 
-@pytest.mark.slow
-def test_on_a_host_that_is_back_processes_wait_again(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It takes a while until it answers, and what the shell says until then is not printed."""
-    monkeypatch.setattr("mlflash.launcher.kept_ranks._PAUSE_S", 0.05)
-    shell = tmp_path / "ssh"
-    (tmp_path / "works").write_text(shell.read_text())
-    ranks = start("a,b", "c")
-    said = Said(tmp_path)
-    until(lambda: len(said.begun()) == 3, "the spare")
-    first, second = said.seats(1)
-    shell.write_text(f"#!/bin/sh\necho is dead >&2\necho x >> {tmp_path}/tries\nexit 255\n")
-    kill(parent(second))
-    _, third = said.seats(2)
-    assert third == said.begun()["c#0"]
-    tries = tmp_path / "tries"
-    until(lambda: tries.exists() and tries.read_text().count("x") == 3, "three looks in vain")
-    shell.unlink()  # then no shell can be started at all
-    until(lambda: ranks._lost["b"].pause_s >= 0.05 * 2**4, "a look more")
-    (tmp_path / "works").chmod(0o700)
-    (tmp_path / "works").replace(shell)
-    until(lambda: "b#0.1" in said.begun(), "a process on the host that is back")
-    kill(third)
-    assert said.seats(3) == [first, said.begun()["b#0.1"]]
-    end_well(ranks, tmp_path)
-    printed = capfd.readouterr().err
-    assert "mlflash run: b is back: spares wait there" in printed and "is dead" not in printed
-    assert {words[3] for _, words in said.of("begins")} == {"1"}
-
-
-def test_a_host_that_does_not_answer_keeps_nobody_from_the_end(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One whose cable was cut: the shell says nothing, and does not end."""
-    monkeypatch.setattr("mlflash.launcher.kept_ranks._PAUSE_S", 0.05)
-    monkeypatch.setattr("mlflash.launcher.ranks_by_ssh._OTHERS_S", 1000.0)
-    ranks = start("a,b", "c")
-    said = Said(tmp_path)
-    until(lambda: len(said.begun()) == 3, "the spare")
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/hangs\nexec sleep 1000\n")
-    kill(parent(said.seats(1)[1]))
-    said.seats(2)
-    until((tmp_path / "hangs").exists, "a look")
-    end_well(ranks, tmp_path)
-    all_gone(int((tmp_path / "hangs").read_text()))
-
-
 def test_it_fails_when_nobody_decides_any_more(start: Start, tmp_path: Path) -> None:
     ranks = start("a,b", per_node=2, lost_s=2.0)
     ranks._service.close()
     all_gone(*Said(tmp_path).seats(1))
     assert code_of(ranks) == 255
-
-
-def test_the_code_is_that_of_the_process_that_cannot_be_replaced(
-    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ends = 'os.path.exists(f"{folder}/end-{seat.rank}"):\n                    raise SystemExit(7 * seat.rank)'
-    old = 'os.path.exists(folder + "/end"):\n                    raise SystemExit(0)'
-    assert RANK.count(old) == 1
-    ranks = start("a", per_node=2, program=RANK.replace(old, ends))
-    first, _ = Said(tmp_path).seats(1)
-    (tmp_path / "end-0").touch()
-    all_gone(first)
-    (tmp_path / "end-1").touch()
-    assert code_of(ranks) == 7
-    said = "mlflash run: rank 1 (its process ended with code 7) was lost after other ranks had finished"
-    assert said in capfd.readouterr().err
 
 
 def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

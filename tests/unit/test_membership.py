@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.membership_job import KILLED, Job
+from unit.membership_job import Job
 
 
 def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
@@ -135,14 +135,6 @@ def test_a_loss_before_all_have_begun_is_the_end(code: int) -> None:
     assert job.it.over == "rank 1 (it fell) was lost before all ranks had begun" and job.it.code == (code or 1)
 
 
-def test_a_loss_after_one_has_come_to_its_end_is_the_end() -> None:
-    job = Job("a b c", "d")
-    job.end("a0", code=0)
-    assert not job.it.over and not job.told
-    job.end("b0", code=4, why="it fell")
-    assert job.it.over == "rank 1 (it fell) was lost after other ranks had finished" and job.it.code == 4
-
-
 @pytest.mark.parametrize("how", ["one by one", "their host"])
 def test_it_is_over_when_all_ranks_are_lost(how: str) -> None:
     job = Job("a a", "c")
@@ -153,29 +145,6 @@ def test_it_is_over_when_all_ranks_are_lost(how: str) -> None:
         job.end("a1", code=8)
     assert job.it.over == "all ranks were lost, the last one ranks 0, 1 (a burns)"
     assert job.it.code == (9 if how == "one by one" else 255)
-
-
-def test_who_has_come_to_the_end_of_training_cannot_go_back_with_the_others() -> None:
-    job = Job("a b", "c")
-    job.it.done("a0", 0)
-    assert not job.it._members["a0"].is_done, "it was of another round"
-    job.it.done("a0", 1)
-    job.end("b0")
-    assert job.it.over == "rank 1 (it was killed) was lost after other ranks had finished"
-
-
-def test_two_rounds_that_began_at_the_same_step_are_enough() -> None:
-    job = Job("a b", "c d e f g h")  # begins at step 10
-    recover(job, "b0", "a0", spare="c0", step=20)
-    recover(job, "c0", "a0", spare="d0", step=30)
-    recover(job, "d0", "a0", spare="e0", step=30)
-    assert not job.it.over and job.it.round == 4
-    recover(job, "e0", "a0", spare="f0", step=40)
-    assert not job.it.over, "the one before had come further"
-    recover(job, "f0", "a0", spare="g0", step=40)
-    recover(job, "g0", "a0", spare="h0", step=40)
-    assert job.it.over == "rank 1 (it was killed) was lost, and 2 rounds had already begun at step 40"
-    assert job.it.code == KILLED
 
 
 def test_rounds_that_fail_before_all_have_begun_are_not_tried_for_ever() -> None:

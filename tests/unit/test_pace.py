@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -98,62 +97,3 @@ def test_a_save_is_through_before_the_next_one_whatever_it_costs() -> None:
     training = trained(1e9, 1.0, 5e9)  # it must be through in 0.8 of the 10 to 14 s between saves
     assert training.slowdowns[-1] > 0.3
     assert training.pace.rate > 0.4e9
-
-
-STEP_S = 0.045
-
-
-class SlowLink:
-    """Steps on a link that is slow: while a transfer occupies it, for several steps, training has half its speed.
-
-    Args:
-        pace: what is tested.
-        clock: its clock.
-        chunk: bytes of a transfer.
-        link: bytes per second.
-    """
-
-    def __init__(self, pace: SendRate, clock: Clock, chunk: int, link: float = 25e6):
-        self.pace, self.clock, self.chunk, self.link = pace, clock, chunk, link
-        self.stall_s = 0.0  # of a save
-
-    def save(self, chunks: int, every: int) -> tuple[float, float]:
-        """Make so many steps, and a save with the first; gives its slowdown and the seconds that it took."""
-        self.clock.now += self.stall_s
-        self.pace.stalled(self.stall_s)
-        start, free_at, ended = self.clock.now, 0.0, 0.0
-        self.pace.begin()
-        sending, work = self.courier(chunks), 0.0
-        beside = steps = 0
-        while steps < every:
-            self.clock.now += 1e-3
-            if not ended and self.clock.now >= free_at:
-                moved = next(sending, None)
-                if moved is None:
-                    ended = self.clock.now
-                    self.pace.end()
-                elif moved:
-                    free_at = self.clock.now + self.chunk / self.link
-            work += 1e-3 * (0.5 if self.clock.now < free_at else 1.0)
-            if work >= STEP_S:
-                work -= STEP_S
-                steps += 1
-                beside += not ended
-                self.pace.step()
-        return (ended - start) / max(1, beside) / STEP_S - 1, ended - start
-
-    def courier(self, chunks: int) -> Iterator[bool]:
-        for _ in range(chunks):
-            yield from self.pace.send(self.chunk)
-            yield True
-
-
-@pytest.mark.parametrize(("aim", "chunk"), [(0.03, CHUNK), (0.1, 1 << 18)])
-def test_transfers_that_take_longer_than_a_step_slow_training_no_more_than_asked(chunk: int, aim: float) -> None:
-    clock = Clock()
-    link = SlowLink(SendRate(0, aim, 300, clock), clock, chunk)
-    assert link.save(8 * CHUNK // chunk, 1000)[0] > aim
-    late = [link.save(8 * CHUNK // chunk, 1000) for _ in range(30)][20:]
-    slowdown = sum(one for one, _ in late) / len(late)
-    assert 0.2 * aim < slowdown < 1.3 * aim
-    assert max(seconds for _, seconds in late) < 0.9 * 1000 * STEP_S

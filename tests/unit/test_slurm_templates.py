@@ -22,11 +22,10 @@ from mlflash.commands.template import template
 from mlflash.launcher.processes import mpiexec
 from mlflash.templates.choices import TEMPLATES, Asked, Choice, choose
 from mlflash.templates.cluster import Cluster, read_nodes
-from mlflash.templates.files import fill, texts
+from mlflash.templates.files import texts
 
 REPO = Path(__file__).parents[2]
 NAMES = ("array", "megatron", "nemo", "train")
-RAW = {name: (REPO / "slurm" / f"{name}.sbatch").read_text() for name in NAMES}
 PAGE = (REPO / "docs" / "slurm.md").read_text()
 
 SINFO = "".join(f"gpu*|2-00:00:00|1-128|96|gpu:h100:8(S:0-1)|n{number}\n" for number in range(200))
@@ -151,18 +150,6 @@ def options(argv: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_word_between_two_signs_is_filled_in_and_without_a_value_its_line_is_left_out(name: str) -> None:
-    assert not re.search(r"@[\w-]+@", TEXTS[name])
-    words = set(re.findall(r"@([a-z-]+)@", RAW[name]))
-    assert {"account", "partition", "nodes", "spares", "time", "mpi", "directory", "bin", "srun-args"} <= words
-    nothing = fill(RAW[name], {word: Choice(None, "nobody said") for word in words})
-    lines = re.findall(r"^\s*# (--[\w-]+) is left out: nobody said\.$", nothing, re.M)
-    assert {"--account", "--partition", "--nodes", "--time", "--mpi", "--gpus"} <= set(lines)
-    subprocess.run(["bash", "-n"], input=nothing, text=True, check=True)
-    assert not re.search(r"@[\w-]+@", nothing)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told(name: str, tmp_path: Path) -> None:
     started = Started(name, tmp_path, 0)
     assert started.wait() == 0
@@ -203,17 +190,6 @@ def test_the_array_hands_signals_on_and_requeues_itself_when_its_time_is_up(
     assert started.wait() == code
     assert started.noted("signals") == [signal.Signals(told).name.removeprefix("SIG")]
     assert started.noted("asked") == asked
-
-
-@pytest.mark.parametrize(
-    ("code", "restarts", "asked"), [(0, 0, 0), (1, 0, 0), (TERM, 0, 0), (USR1, 19, 1), (USR1, 20, 0)]
-)
-def test_the_array_requeues_itself_for_nothing_else_and_not_for_ever(
-    code: int, restarts: int, asked: int, tmp_path: Path
-) -> None:
-    started = Started("array", tmp_path, code, SLURM_RESTART_COUNT=str(restarts))
-    assert started.wait() == code
-    assert started.noted("asked") == ["requeue 70_3"] * asked
 
 
 @needs.MPI

@@ -58,19 +58,6 @@ def test_the_rank_that_comes_to_save_last_is_the_one_that_waits_least(size: int)
         assert one is not None and one.slowest == Late(last, "copy", pytest.approx(3.9, abs=0.05))
 
 
-@pytest.mark.parametrize("phase", ["copy", "deferred", "checksums"])
-def test_ranks_that_wait_for_a_late_partner_are_not_the_late_ones(phase: str) -> None:
-    ranks = job(100, **{phase: (2, 3.0)})
-    for partner in (1, 3):
-        ranks[partner]["transfer"] += 3.2
-    for rank, one in enumerate(heard_by_all(ranks)):
-        assert one is not None and one.slowest[:2] == (2, phase)
-        assert one.own.seconds < 0.5 or rank == 2
-    ranks[4]["transfer"] += 9.0  # and a slow link of its own
-    for one in heard_by_all(ranks):
-        assert one is not None and one.slowest == Late(4, "transfer", pytest.approx(6.0, abs=0.1))
-
-
 def told(commits: Sequence[Late], commit_s: float = 3.0) -> list[Straggler | None]:
     stragglers = Stragglers()
     return [stragglers.add(late, commit_s) for late in commits]

@@ -17,7 +17,6 @@ from waiting import until
 from mlflash.launcher import first_node_guard, node_watch, processes, supervisor
 from mlflash.launcher.launch_system import Step
 from mlflash.launcher.node_watch import Beside, Looks
-from mlflash.launcher.on_slurm import OnSlurm
 from mlflash.launcher.processes import ask_within, end_session, spawn
 from mlflash.launcher.run_log import RunLog
 from mlflash.launcher.run_options import RunOptions
@@ -191,14 +190,3 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, s
         monkeypatch.setenv(name, value)
     make("scontrol", "printf 'a\\nb\\n'")
     return make
-
-
-def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can_be(
-    program: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    options = RunOptions(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
-    with first_node_guard.Guard(OnSlurm("1"), options, None):
-        until(lambda: "guard of the first node" in caplog.text, "a warning", END_S)
-        program("srun", f"exec /bin/cat > {tmp_path}/heard")
-        until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_bytes(), "a beat", END_S)
-    assert (tmp_path / "heard").read_bytes().endswith(b"bye\n") and caplog.text.count("guard of the first node") == 1

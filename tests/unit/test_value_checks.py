@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -179,49 +177,9 @@ def test_of_a_large_state_an_eighth_is_looked_at_and_all_of_it_after_eight_saves
     assert first < every and all(told[first:]), "what is suspect is looked at in every save from then on"
 
 
-def test_where_all_of_a_large_state_is_nan_it_is_looked_at_until_that_is_clear() -> None:
-    model, examiner = Model({f"w{n}": 4_000 for n in range(2000)}, block_nbytes=65_536), Examiner(1.0, [])
-    assert not model.save(examiner)
-    for name in (f"w{n}" for n in range(2000)):
-        model.set(name, torch.full((4_000,), NAN))
-    for _ in range(3):
-        assert 64 <= len(model.save(examiner)) < 64 + 66, "at most those of one stretch more"
-    assert 64 <= len(examiner.look_at_all(model.slot, model.extents, model.stored)) < 64 + 66
-
-
 def test_after_a_restore_all_of_it_is_new() -> None:
     model, examiner = Model({"w": 1000}), Examiner(1.0, [])
     model.save(examiner)
     model.set("w", torch.full((1000,), 1e6))
     examiner.forget()
     assert not model.save(examiner)
-
-
-def test_a_hundred_steps_of_a_model_that_learns_are_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    """Weights, moments and counters of AdamW, from nothing on, with warm-up; in each step all of it is looked at."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 256), torch.nn.LayerNorm(256), torch.nn.Linear(256, 8)]
-    net = torch.nn.Sequential(*layers)
-    torch.nn.init.zeros_(net[2].weight)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    examiner, model, known = Examiner(1.0, []), None, {}
-    for step in range(100):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 50)
-        loss = net(torch.randn(32, 64)).square().sub(1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        known = state_of(net, optimizer)
-        model = model or Model({name: value.numel() for name, value in known.items()})
-        for name, value in known.items():
-            model.set(name, value.detach().reshape(-1))
-        assert not model.save(examiner), step
-    with caplog.at_level(logging.WARNING):
-        assert not caplog.messages
-
-
-def state_of(net: Any, optimizer: Any) -> dict[str, Any]:
-    states = {f"state.{number}.{name}": value for number, its in optimizer.state_dict()["state"].items()
-              for name, value in its.items()}  # fmt: skip
-    return dict(net.state_dict()) | states
