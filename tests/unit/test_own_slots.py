@@ -162,15 +162,26 @@ class Walk(RuleBasedStateMachine):
         self.both = Both(self.memory, count, is_thread)
         self.newest: Slot | None = None
         self.lent: list[tuple[Slot, bytes]] = []
+        self.both.news()
 
     def saves(self, is_sent: bool) -> list[Save]:
         return [save for save in self.both.saves if save.is_sent == is_sent]
 
-    @rule(leave=st.booleans(), byte=st.integers(1, 255))
-    def take(self, leave: bool, byte: int) -> None:
+    @rule(leave=st.booleans(), byte=st.integers(1, 255), hears=st.booleans(),
+          how_far=st.sampled_from(["filled", "sent", "ended", "ended"]))  # fmt: skip
+    def save(self, leave: bool, byte: int, hears: bool, how_far: str) -> None:
+        """Begin a save, and bring it to an end, or leave the rest to other rules."""
+        if hears:
+            self.both.news()
         save = self.both.take(leave)
-        for slot in save.pair if save is not None else ():
+        if save is None:
+            return
+        for slot in save.pair:
             slot.view[:] = byte
+        if how_far != "filled" and self.saves(is_sent=False) == [save]:
+            self.both.send(save)
+        if how_far == "ended" and self.saves(is_sent=True) == [save]:
+            self.end_save(committed=True)
 
     @precondition(lambda self: self.saves(is_sent=False))
     @rule(nth=st.integers(0, 3), is_given_up=st.sampled_from([False, False, False, True]), has_device=st.booleans())
@@ -197,6 +208,7 @@ class Walk(RuleBasedStateMachine):
         save = self.saves(is_sent=True)[0]
         self.both.finish(save, committed)
         self.newest = save.got[0] if committed else self.newest
+        self.both.news()
 
     @precondition(lambda self: not self.saves(is_sent=False))
     @rule()
@@ -233,6 +245,7 @@ class Walk(RuleBasedStateMachine):
         for slot in self.both.pool.own if not ends else ():
             slot.drains = slot.drains or slot.use is Use.HOLDS
 
+    @precondition(lambda self: not self.lent)
     @rule()
     def lend(self) -> None:
         for name, mine, theirs in self.both.pairs():
@@ -265,7 +278,7 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=60, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+TestWalk.settings = settings(max_examples=100, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
 def test_a_slot_that_a_drain_reads_is_not_given(both: Both) -> None:
