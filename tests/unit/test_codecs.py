@@ -133,11 +133,13 @@ def manifests(draw: st.DrawFn) -> manifest.Manifest:
     if draw(st.booleans()):
         tree = ["o", ["k", tree, ["OrderedDict"], ["d", [["_metadata", ["v", 1]]]]]]
     shared = draw(st.none() | st.builds(manifest.Shared, st.integers(0, 9), st.integers(1, 255), st.integers(0, 9)))
-    return manifest.Manifest(held, tree, plain, shared)
+    said = draw(st.sampled_from([{}, manifest.provenance_of({"python": "3.11"}, '{"seed":1}')]))
+    return manifest.Manifest(held, tree, plain, shared, said)
 
 
 def encode_manifest(its: manifest.Manifest) -> bytes:
-    return manifest.join(manifest.encode_entries(its.entries), manifest.encode_tree(its.tree), its.plain, its.shared)
+    parts = manifest.encode_entries(its.entries), manifest.encode_tree(its.tree), its.plain
+    return manifest.join(*parts, its.shared, its.provenance)
 
 
 def is_inside(entry: Entry) -> bool:

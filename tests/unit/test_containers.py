@@ -13,6 +13,7 @@ from unit.stored import Store
 
 from mlflash import errors
 from mlflash.state.flatten import flatten
+from mlflash.state.manifest import BAD_DOCUMENT, check_tree
 from mlflash.state.paths import plain_leaves, unique
 from mlflash.state.rebuild import compare
 
@@ -69,6 +70,22 @@ def test_a_named_tuple_whose_class_is_gone_or_changed_is_not_made(node_memory: A
         else:
             with pytest.raises(errors.StructureMismatch, match=r"import it first[^Z]*elsewhere.Pair"):
                 store.load()
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["k", ["d", []], ["os"], None], ["k", ["d", []], ["defaultdict", "eval"], None], ["k", ["d", []], [], None],
+        ["k", ["d", []], ["Size"], None], ["k", ["t", []], ["Counter"], None], ["k", ["l", []], ["OrderedDict"], None],
+        ["k", ["d", []], ["OrderedDict"], ["v", 1]], ["k", ["d", []], ["Counter"], ["d", []]], ["k", ["d", []]],
+        ["k", ["d", []], ["OrderedDict"], ["d", [[1, ["v", 1]]]]], ["k", ["d", []], "OrderedDict", None],
+        ["k", ["d", []], ["OrderedDict"], ["d", [["a", ["x", 1]]]]], ["k", ["t", []], ["namedtuple", "os"], None],
+        ["k", ["k", ["d", []], ["Counter"], None], ["OrderedDict"], None],
+    ],
+)  # fmt: skip
+def test_hostile_containers_are_refused(node: Any) -> None:
+    with pytest.raises(BAD_DOCUMENT):
+        check_tree(["d", [["a", node]]], 0, 0)
 
 
 def test_paths_that_read_alike_are_told_apart_in_any_order() -> None:

@@ -390,23 +390,6 @@ def test_what_is_surplus_is_what_a_simple_model_says(
     assert len(good) >= min(keep_last, len(mine)), "so many steps are there to go back to"
 
 
-def test_deleting_leaves_foreign_files_and_then_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Directory(str(tmp_path))
-    one, two = commit(store, "step-00000001", 1, 1), commit(store, "step-00000002", 2, 2)
-    put_rank(store, "step-00000001", "rank-00001.h5", owner="other")
-    put_rank(store, "step-00000001", "rank-00002.h5", run_id=bytes(16))
-    (tmp_path / "step-00000001" / "rank-00003.h5").write_bytes(b"somebody else's")
-    (tmp_path / "step-00000001" / "rank-00004.h5").mkdir()
-    (tmp_path / "step-00000001" / ".metadata").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
-    for listed in (one, two):
-        checkpoint_directory.delete(store, listed)
-    assert tree(tmp_path) == [f"step-00000001/{name}" for name in (
-        ".metadata", "notes.txt", "rank-00001.h5", "rank-00002.h5", "rank-00003.h5")]  # fmt: skip
-    assert not (tmp_path / "step-00000002").exists()
-    assert "step-00000001 stays" in caplog.text and "step-00000002 stays" not in caplog.text
-
-
 class Watched(Directory):
     """Notes what is deleted; one file takes as long as all that is deleted beside it."""
 
@@ -424,31 +407,6 @@ class Watched(Directory):
             until(lambda: not any(one.is_alive() for one in others), "all others to be deleted")
         super().remove(name)
         self.removed.append(name)
-
-
-def put_provenance(inside: Directory, attempt: Attempt, owner: str) -> None:
-    inside.write("provenance.json", [b"{ ", checkpoint_directory.tag(attempt, owner).encode(), b" }"])
-    inside.write("provenance.json.sig", [bytes(64)])
-
-
-@pytest.mark.parametrize("committed", [True, False])
-def test_provenance_is_deleted_with_its_checkpoint_and_that_of_another_stays(tmp_path: Path, committed: bool) -> None:
-    removed: list[str] = []
-    store = Watched(str(tmp_path), removed)
-    listed = {step: commit(store, f"step-0000000{step}", step, step) for step in (1, 2)}
-    put_provenance(store.at("step-00000001"), listed[1].card.attempt, "me")
-    put_provenance(store.at("step-00000002"), listed[1].card.attempt, "me")  # it was copied there
-    for folder in ("step-00000001", "step-00000002"):
-        if committed:
-            checkpoint_directory.delete(store, listed[int(folder[-1])])
-        else:
-            (tmp_path / folder / "checkpoint.h5").unlink()
-    if not committed:
-        checkpoint_directory.delete_leftovers(store, "me", b"y" * 16)
-    assert tree(tmp_path) == ["step-00000002/provenance.json", "step-00000002/provenance.json.sig"]
-    assert removed[committed:][:3] == ["provenance.json.sig", "provenance.json", "rank-00000.h5"], (
-        "whose it is goes last"
-    )
 
 
 @pytest.mark.parametrize("committed", [True, False])

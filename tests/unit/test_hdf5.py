@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,23 +146,6 @@ def test_every_bit_pattern_of_bfloat16_and_e5m2_is_the_number_that_pytorch_takes
     assert read[good].astype("<f4").tobytes() == wanted[good].tobytes(), "signs of zero, subnormals, infinities"
 
 
-def test_what_is_compressed_is_read_by_plain_hdf5_and_has_no_place(tmp_path: Path) -> None:
-    values = {
-        "big": np.arange(100_000).reshape(100, 1000),
-        "half": torch.zeros(300, 300).bfloat16(),
-        "small": np.ones(9),
-    }
-    skeleton, starts = hdf5_files.tensors(*pieces_of(values), {}, {}, "gzip")
-    write(tmp_path / "rank.h5", skeleton)
-    assert [start is None for start in starts] == [True, True, False]
-    assert (tmp_path / "rank.h5").stat().st_size < values["big"].nbytes / 2
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
-    assert found["big"][0].tobytes() == values["big"].tobytes() and not found["half"][0].any()
-    with hdf5_files.open_file(str(tmp_path / "rank.h5")) as file:
-        raw = hdf5_files.read_rows(file["tensors"]["big"], 7, 9, 16_000)
-    assert raw.tobytes() == values["big"][7:9].tobytes()
-
-
 def test_odd_names_are_kept_apart_and_can_be_told_from_the_names_in_the_file(tmp_path: Path) -> None:
     values = {name: np.full(3, n) for n, name in enumerate(ODD)}
     written(tmp_path / "rank.h5", values)
@@ -204,61 +186,6 @@ def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> Non
         tmp_path / "rank.h5",
     )
     assert (tmp_path / "rank.h5").stat().st_size < 2 * 8000
-
-
-def shard(name: str, whole: np.ndarray, offset: Sequence[int], shape: Sequence[int]) -> tuple[Entry, np.ndarray]:
-    box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
-    part = np.ascontiguousarray(whole[box])
-    return Entry(name, "array", whole.dtype.str, whole.shape, tuple(offset), tuple(shape), 0, part.nbytes), part
-
-
-@pytest.fixture
-def three_ranks(tmp_path: Path) -> tuple[Path, np.ndarray]:
-    """Files of three ranks with shards of tensors, and the file that shows them whole."""
-    whole = np.random.default_rng(3).standard_normal((30, 20))
-    boxes = {0: [("w/%b", (0, 0), (12, 20)), ("tiles", (0, 0), (30, 7))],
-             1: [("w/%b", (8, 0), (12, 20)), ("tiles", (0, 7), (15, 13)), ("alike", (0, 0), (30, 20))],
-             2: [("w/%b", (20, 0), (10, 20)), ("tiles", (15, 7), (15, 13)), ("alike", (0, 0), (30, 20)),
-                 ("w/%b", (0, 0), (0, 20))]}  # fmt: skip
-    ranks: dict[int, list[tuple[str, Entry, bool]]] = {}
-    for rank, parts in boxes.items():
-        made = [shard(name, whole, offset, shape) for name, offset, shape in parts if math.prod(shape)]
-        skeleton, _ = hdf5_files.tensors(
-            [entry for entry, _ in made], [lambda part=part: live_bytes(part) for _, part in made], {}, None
-        )
-        write(tmp_path / hdf5_files.rank_file_name(rank), skeleton)
-        ranks[rank] = [(name, shard(name, whole, offset, shape)[0], True) for name, offset, shape in parts]
-    ranks[0].append(("differs", dataclasses.replace(ranks[0][0][1], name="differs"), False))
-    ranks[1].append(("half of it", dataclasses.replace(ranks[0][1][1], name="half of it"), True))
-    write(tmp_path / hdf5_files.MASTER, hdf5_files.whole(ranks, {"tied": "w/%b"}, {"step": 3}, {"step": 3}))
-    return tmp_path / hdf5_files.MASTER, whole
-
-
-def test_the_master_shows_tensors_whole_over_several_files_and_overlapping_replicas(
-    three_ranks: tuple[Path, np.ndarray], tmp_path: Path
-) -> None:
-    path, whole = three_ranks
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for file in tmp_path.glob("*.h5"):
-        file.rename(moved / file.name)  # names in it are relative
-    path = moved / path.name
-    np.save(tmp_path / "whole.npy", whole)
-    elsewhere(
-        "whole = np.load(sys.argv[2])\n"
-        "with h5py.File(sys.argv[1]) as file:\n"
-        "    tensors = file['tensors']\n"
-        "    assert sorted(tensors) == ['alike', 'tied', 'tiles', 'w%2F%25b'], list(tensors)\n"
-        "    for name in tensors:\n"
-        "        assert tensors[name].is_virtual and tensors[name][...].tobytes() == whole.tobytes(), name\n"
-        "    assert tensors['w%2F%25b'][6:24, 3:17:5].tobytes() == whole[6:24, 3:17:5].tobytes(), 'all three files'\n"
-        "    assert tensors['tiles'][14:16, 6:8].tobytes() == whole[14:16, 6:8].tobytes(), 'a corner of three tiles'\n"
-        "    assert tensors['tied'] == tensors['w%2F%25b']\n"
-        "    assert file['ranks/00001/tiles'][...].tobytes() == whole[:15, 7:].tobytes()\n"
-        "    assert file.attrs['step'] == 3",
-        path,
-        tmp_path / "whole.npy",
-    )
 
 
 @pytest.mark.parametrize("most", [1, 2])

@@ -132,30 +132,6 @@ def test_copies_of_a_device_come_before_what_it_is_given_later() -> None:
     assert all(map(torch.equal, targets, kept))
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
-def test_any_optimizer_waits_before_it_steps(options: dict[str, Any]) -> None:
-    model, optimizer = model_and_optimizer(**options)
-    _, other = model_and_optimizer()
-    steps = Steps()
-    for one in (optimizer, other):
-        before = model[0].weight.detach().clone()
-        seen: list[Any] = []
-        copy = functools.partial(_append_clone, seen, model[0].weight)
-        later = DeferredCopies([copy], [], [("w", model[0].weight)], DEADLINE)
-        steps.before_next(later)
-        one.step()
-        assert torch.equal(seen[0], before) and later.error is None
-    steps.close()
-    seen = []
-    steps._laters.append(DeferredCopies([lambda: seen.append(1)], [], [], DEADLINE))
-    optimizer.step()
-    assert not seen
-
-
-def _append_clone(seen: list[Any], tensor: torch.Tensor) -> None:
-    seen.append(tensor.detach().clone())
-
-
 class Plain(torch.optim.Optimizer):
     """An optimizer whose step is one graph; none of torch's own is, they leave it by themselves."""
 

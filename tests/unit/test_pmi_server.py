@@ -16,7 +16,6 @@ from mlflash.wireup.key_value_store import KeyValueStore
 from mlflash.wireup.pmi_server import PmiServer
 from mlflash.wireup.process_mapping import Block, blocks, mapping, nodes_of
 from mlflash.wireup.store_client import StoreClient
-from mlflash.wireup.store_limits import Limits
 
 
 def read_as_mpich(text: str, size: int) -> list[int]:
@@ -133,28 +132,6 @@ def test_what_mpich_asks_is_answered(make: Make) -> None:
     assert client.server.error is None
 
 
-def test_what_was_put_before_a_barrier_is_there_after_it(make: Make) -> None:
-    ranks = [make(rank, [0, 1, 2]) for rank in range(3)]
-    for phase in "ab":
-        for number, client in enumerate(ranks):
-            client.ask(f"cmd=put kvsname=e1 key=k{number} value={phase}{number}")
-            client.say("cmd=barrier_in")
-        until(lambda: [client.turn() for client in ranks] and all(client.received for client in ranks), "a barrier")
-        for client in ranks:
-            assert client.answer() == "cmd=barrier_out rc=0"
-            for number in (2, 0, 1):
-                found = client.ask(f"cmd=get kvsname=e1 key=k{number}")
-                assert found == f"cmd=get_result rc=0 msg=success value={phase}{number}"
-    # Without a barrier, too; and where it is too much to be told at once, one by one.
-    ranks[0].ask("cmd=put kvsname=e1 key=late value=1")
-    assert ranks[1].ask("cmd=get kvsname=e1 key=late").endswith("value=1")
-    ranks[0].store.limits = Limits(unsent_nbytes=64)
-    other = make(0, [0], "e2")
-    other.ask("cmd=put kvsname=e2 key=long value=123456789")
-    assert other.ask("cmd=get kvsname=e2 key=long").endswith("value=123456789")
-    assert other.ask("cmd=get kvsname=e2 key=short").endswith("value=unknown")
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -180,27 +157,6 @@ def test_what_is_no_pmi_ends_the_process_that_sent_it(make: Make, line: str, why
     client.say(line)
     assert re.search(why, client.error())
     assert client.server.fileno() == -1
-
-
-def test_the_last_one_that_is_up_deletes_what_all_needed_until_then(make: Make) -> None:
-    nodes = (0, 1)
-    first, second = make(0, nodes), make(1, nodes)
-    for client in (first, second):
-        client.ask(f"cmd=put kvsname=e1 key=k{client.server.fileno()} value=v")
-        client.say("cmd=barrier_in")
-    for client in (first, second):
-        until(lambda: first.turn() or second.turn() or b"barrier_out" in client.received, "the barrier")  # noqa: B023
-        client.received = b""
-    values = first.store._values
-    first.store._put("launch/1/node/0", "host")
-    first.server.initialized("launch/1/node/")
-    first.say("cmd=barrier_in")  # MPI_Finalize of a rank that ends at once
-    until(lambda: first.turn() or second.turn() or "e1/barrier/2" in values, "a barrier of MPI_Finalize")
-    assert {"e1/started/0", "e1/started/1", "e1/up", "launch/1/node/0"} < set(values)
-    second.server.initialized("launch/1/node/")
-    left = {"e1/up", "e1/barrier/1", "e1/barrier/1/all", "e1/barrier/2"}
-    until(lambda: first.turn() or second.turn() or set(values) == left, "what is left when both are up")
-    assert "was used before" in make(0, nodes).error()
 
 
 line = st.binary(max_size=60) | st.builds(

@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as distributed
 from waiting import PATIENCE_S
 
-from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
+from mlflash.errors import UnsafePath, WorldMismatch
 from mlflash.wireup import text_server
 from mlflash.wireup.frames import pack
 from mlflash.wireup.launcher_variables import Launched
 from mlflash.wireup.own_address import own_address
-from mlflash.wireup.rendezvous import ports_of, rendezvous, way, who_am_i
+from mlflash.wireup.rendezvous import rendezvous, way, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
@@ -56,38 +56,6 @@ def ranks() -> Iterator[Ranks]:
     ranks.join()
 
 
-def meet(
-    ranks: Ranks, environment: dict[str, str], launcher: str = "torchrun", size: int = 3, directory: Path | None = None
-) -> dict[int, Any]:
-    for rank in range(size):
-        me = Launched(rank, size, None, launcher)
-        text = TEXT if rank == 0 else None
-        ranks.start(rank, functools.partial(rendezvous, environment, me, text, directory, PATIENCE_S))
-    return ranks.join()
-
-
-@pytest.fixture
-def port() -> int:
-    """A port of which the first that follows from it is free."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            found = int(sock.getsockname()[1])
-        try:
-            socket.create_server(("127.0.0.1", ports_of(found)[0])).close()
-        except OSError:
-            continue
-        return found
-
-
-@pytest.mark.parametrize("more", [{}, {"LOCAL_WORLD_SIZE": "3"}])
-def test_all_ranks_get_the_text_at_a_port_that_follows_from_the_main_one(
-    ranks: Ranks, port: int, more: dict[str, str]
-) -> None:
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
-    assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}, "once more"
-
-
 def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
@@ -114,26 +82,7 @@ def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks
         sock.close()
 
 
-def test_who_does_not_come_is_named(ranks: Ranks, port: int) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    with pytest.raises(DeadlineExceeded, match="2 of 3 have not come") as caught:
-        text_server.serve(listener, "mine", 3, TEXT, 0)
-    assert caught.value.ranks == (1, 2) and listener.fileno() == -1
-    me, environment = Launched(1, 3, None, "torchrun"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ports = f"at ports {ports_of(port)[0]} to {ports_of(port)[-1]} of 127.0.0.1"
-    with pytest.raises(DeadlineExceeded, match=f"where its key-value store is, {ports}; last: ") as caught:
-        rendezvous(environment, me, None, None, timeout_s=0.1)
-    assert caught.value.ranks == (0,)
-
-
 # A directory
-
-
-def test_ranks_of_one_host_meet_in_a_private_directory(ranks: Ranks, tmp_path: Path) -> None:
-    assert way(PRTERUN, Launched(0, 3, None, "prterun")) == "a socket in this user's directory"
-    directory = tmp_path / ("d" * 100) / ("e" * 100)  # longer than the path of a socket may be
-    assert meet(ranks, PRTERUN, "prterun", directory=directory) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.iterdir()) == []
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
