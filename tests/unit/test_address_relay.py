@@ -131,42 +131,6 @@ def test_the_store_of_all_gives_everything_to_the_first_nodes_only(world: World)
     assert len(world.ranks[0].server._known or ()) == 2 * NODES
 
 
-def test_each_barrier_has_its_own_and_what_is_old_is_forgotten(world: World) -> None:
-    for number, key in enumerate("abc", 1):
-        world.put(key)
-        for old in "abc"[:number]:
-            world.get(old, NODES - 1)
-        own = world.ranks[1].own
-        assert own is not None
-        assert {held.split("/")[0] for held in own._keys} == {str(number)}
-    world.put("d")
-    assert not own._keys, "nobody has asked since"
-
-
-def test_a_node_that_hears_late_that_all_have_passed_answers_those_who_have_asked_before(world: World) -> None:
-    last, above = world.ranks[-1], world.ranks[(NODES - 2) // FAN_OUT]
-    world.all_say(lambda rank: f"put kvsname={EPOCH} key=a-{rank} value=a{rank}")
-    for rank in world.ranks[:-1]:
-        rank.say("barrier_in")
-    world.until(lambda: world.store._values.get(f"{EPOCH}/barrier/1") == str(NODES - 1))
-    last.say("barrier_in")
-    world.until(lambda: last.received, [NODES - 1])
-    assert not above.received
-    last.received = b""
-    last.say(f"get kvsname={EPOCH} key=a-3")
-    assert above.own is not None
-    own = above.own
-    world.until(lambda: own.step() or own.awaits("1/all"), [NODES - 1])
-    world.until(lambda: last.received)
-    assert last.received == b"cmd=get_result rc=0 msg=success value=a3\n"
-
-
-def test_a_node_that_was_not_asked_itself_gets_what_another_one_waits_for(world: World) -> None:
-    world.put("a")
-    world.get("a", 3, [NODES - 1])
-    assert world.gave == 1, "the one below the first node has asked for the last one"
-
-
 @pytest.mark.parametrize("how", ["gone", "full", "deaf"])
 def test_where_a_node_fails_those_below_it_ask_the_store_of_all(world: World, how: str) -> None:
     own = world.ranks[1].own
@@ -183,46 +147,3 @@ def test_where_a_node_fails_those_below_it_ask_the_store_of_all(world: World, ho
     assert world.gave == 1 + FAN_OUT + FAN_OUT
     world.put("b")
     world.get("b", 2)
-
-
-def test_all_is_deleted_when_mpi_is_up_everywhere(world: World) -> None:
-    world.put("a")
-    world.get("a", 1)
-    for rank in world.ranks:
-        rank.server.initialized()
-
-    def is_over() -> bool:
-        left = {key.split("/")[1] for key in world.store._keys}
-        return world.store._values.get(f"{EPOCH}/up") == str(NODES) and left == {"up", "barrier"}
-
-    world.until(is_over)
-
-
-@pytest.mark.parametrize("world", [[0] * 3 + [1] * 2, list(range(LEAST_NODES - 1)), [0] * LEAST_NODES], indirect=True)
-def test_a_few_nodes_ask_the_store_of_all(world: World) -> None:
-    world.put("a")
-    world.get("a", 1)
-    assert world.gave == len(world.ranks)
-    assert all(rank.own is None for rank in world.ranks)
-
-
-@pytest.mark.parametrize("world", [[node for node in range(NODES) for _ in range(2)]], indirect=True)
-def test_the_first_rank_of_each_node_passes_on(world: World) -> None:
-    firsts = range(0, 2 * NODES, 2)
-    world.put("a")
-    world.get("a", 5, firsts)
-    assert world.gave == 1 + FAN_OUT
-    world.get("a", 5, [7])
-    assert world.gave == 2 + FAN_OUT, "any other rank asks the store of all"
-
-
-def test_nothing_is_left_open(world: World) -> None:
-    world.put("a")
-    world.get("a", 1)
-    opened = [rank.own for rank in world.ranks if rank.own is not None]
-    for rank in world.ranks:
-        rank.close()
-        assert list(rank.server._relay.watches()) == []
-    for own in opened:
-        with pytest.raises(ConnectionRefusedError), socket.create_connection(own.address, PATIENCE_S):
-            pass

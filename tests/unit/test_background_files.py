@@ -14,9 +14,7 @@ import torch
 from waiting import until
 
 from mlflash import Checkpointer
-from mlflash.background_files import mover
 from mlflash.background_files.staged import BackgroundFiles, leftovers
-from mlflash.errors import SaveFailed, UnsafePath
 
 
 class Ranks:
@@ -123,15 +121,6 @@ def test_where_writing_raises_nothing_is_moved(two: Ranks) -> None:
     assert two.ranks[0].wait(0) and two.left_in_memory() == [] and two.found() == {}
 
 
-def test_one_rank_alone_moves_a_file_and_replaces_the_one_before(two: Ranks) -> None:
-    for text in ("first", "second"):
-        with two.ranks[1].directory(two.disk / "last.ckpt", alone=True) as path:
-            (path / "last.ckpt").write_text(text)
-        assert two.ranks[1].wait(60) and two.ranks[1].failures() == {}
-        assert (two.disk / "last.ckpt").read_text() == text
-    assert two.found() == {"last.ckpt": 6}
-
-
 def test_a_link_comes_after_what_it_leads_to_and_replaces_what_had_its_name(two: Ranks) -> None:
     (two.disk / "last").mkdir()
     for step in (1, 2):
@@ -163,15 +152,6 @@ def test_a_mover_that_is_killed_is_a_failure_and_files_go_to_disk_directly(two: 
     assert leftovers(str(two.memory), "job") == 0 and not list(two.memory.iterdir())
 
 
-def test_leftovers_whose_mover_is_at_work_stay(tmp_path: Path) -> None:
-    slow = Ranks(tmp_path, 1, rate=200_000.0)
-    slow.write(0, 1)
-    other = Ranks(tmp_path, 1, run="other")
-    assert slow.ranks[0].wait(60) and slow.ranks[0].failures() == {}
-    slow.close()
-    other.close()
-
-
 def test_a_step_that_is_there_already_stays(two: Ranks) -> None:
     (two.disk / "step-1").mkdir()
     (two.disk / "step-1" / "whole").write_text("yes")
@@ -179,21 +159,6 @@ def test_a_step_that_is_there_already_stays(two: Ranks) -> None:
     two.write(1, 1)
     assert two.ranks[0].wait(60) and two.ranks[0].failures() == {}
     assert two.found() == {"step-1/whole": 3, "latest": 6}
-
-
-def test_a_file_that_is_torn_on_disk_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = mover.Job(0, 1, "r", 0.0, 1.0, str(tmp_path))
-    (tmp_path / "from").mkdir()
-    (tmp_path / "from" / "x").write_text("four")
-    copied = mover.Mover._copied
-
-    def torn(*args: object) -> Iterator[tuple[str, int]]:
-        yield from ((name, nbytes + 1) for name, nbytes in copied(*args))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(mover.Mover, "_copied", torn)
-    with pytest.raises(mover.MoveFailed, match="x is incomplete or damaged"):
-        mover.Mover(job).move(tmp_path / "from", tmp_path / "to", {})
-    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("makes_checksums", [True, False])
@@ -229,56 +194,3 @@ def test_files_of_torch_are_what_torch_would_have_written(shm: Path, makes_check
         assert (shm / "disk" / name).read_bytes() == (shm / "disk2" / name).read_bytes(), name
     with zipfile.ZipFile(shm / "disk" / "state.pt") as archive:
         assert (archive.testzip() is None) == makes_checksums
-
-
-def test_somebody_elses_directory_is_not_used(tmp_path: Path) -> None:
-    place = tmp_path / f"mlflash-{os.getuid()}-files"
-    place.mkdir(mode=0o755)
-    place.chmod(0o755)
-    with pytest.raises(UnsafePath):
-        BackgroundFiles(str(tmp_path), "job", "r", 0, 1)
-
-
-@pytest.fixture(params=[False, True], ids=["warns", "strict"])
-def ckpt(request: pytest.FixtureRequest, shm: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(memory=str(shm), job="own", redundancy="none", strict=request.param) as made:
-        yield made
-
-
-def test_what_waits_for_a_checkpoint_is_done_when_it_is_there(ckpt: Checkpointer, tmp_path: Path) -> None:
-    own, done = ckpt.adapting.own_files(), list[bool]()
-    for step in (1, 2):
-        assert own.begin(f"step {step}")
-        with own.directory(tmp_path / f"step-{step}") as path:
-            (path / "file").write_text("all")
-        own.when_moved(lambda step=step: done.append((tmp_path / f"step-{step}" / "file").exists()))
-        assert len(done) == step - 1
-    own.finish()
-    assert done == [True, True]
-    own.close()
-
-
-def test_what_waits_for_a_checkpoint_that_could_not_be_moved_is_left(
-    ckpt: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
-) -> None:
-    own = ckpt.adapting.own_files()
-    assert own.begin("step 1")
-    (tmp_path / "no folder").write_text("")
-    with own.directory(tmp_path / "no folder" / "step-1") as path:
-        (path / "file").write_text("all")
-    own.when_moved(lambda: pytest.fail("older ones are needed still"))
-    if "strict" in request.node.name:
-        with pytest.raises(SaveFailed, match="was not moved"):
-            own.begin("step 2")
-    else:
-        assert own.begin("step 2")
-    assert "step-1 was not moved to disk" in caplog.text
-    own.finish()
-    own.close()
-
-
-def test_into_a_directory_that_is_there_the_framework_writes_itself(ckpt: Checkpointer, tmp_path: Path) -> None:
-    own = ckpt.adapting.own_files()
-    (tmp_path / "step-1").mkdir()
-    assert not own.begin(str(tmp_path / "step-1")) and own.begin(str(tmp_path / "step-2"))
-    own.close()

@@ -24,31 +24,6 @@ def commit(certification: Certification, step: int, is_suspect: bool = False, is
         certification.tried(is_good)
 
 
-def test_without_it_only_the_newest_is_held() -> None:
-    certification = Certification(0, keeps=False)
-    for step in range(1, 5):
-        commit(certification, step, is_suspect=step == 3)
-        assert steps_of(certification.held) == {step} and certification.certified is None
-
-
-def test_the_next_good_save_certifies() -> None:
-    certification = Certification(1, keeps=False)
-    commit(certification, 1)
-    assert certification.certified is None
-    for step in (2, 3):
-        commit(certification, step)
-        assert certification.certified == saved(step - 1) and steps_of(certification.held) == {step - 1, step}
-
-
-def test_what_was_followed_by_something_suspect_is_not_certified() -> None:
-    certification = Certification(1, keeps=False)
-    for step, suspect in ((1, False), (2, False), (3, True), (4, False), (5, False)):
-        commit(certification, step, suspect)
-    assert certification.certified == saved(4)
-    commit(certification, 6, is_suspect=True)
-    assert certification.certified == saved(4) and steps_of(certification.held) == {4, 6}
-
-
 def test_one_is_tried_at_a_time_for_as_many_steps_as_are_asked_for() -> None:
     certification, known = Certification(10, keeps=False), []
     for step in range(0, 60, 4):
@@ -56,25 +31,6 @@ def test_one_is_tried_at_a_time_for_as_many_steps_as_are_asked_for() -> None:
         known.append(None if certification.certified is None else certification.certified.step)
     # 0 is tried from 4 on, and certified at 12; then 12 from 16 on, at 24.
     assert known == [*[None] * 3, *[0] * 3, *[12] * 3, *[24] * 3, *[36] * 3]
-
-
-def test_what_is_tried_and_found_bad_is_dropped() -> None:
-    certification = Certification(1, keeps=False)
-    commit(certification, 1)
-    commit(certification, 2, is_good=False)
-    assert certification.certified is None and steps_of(certification.held) == {2}
-
-
-def test_keep_holds_the_good_one_and_not_those_that_are_suspect() -> None:
-    certification = Certification(0, keeps=True)
-    commit(certification, 1, is_suspect=True)
-    assert steps_of(certification.held) == {1}, "there is nothing better"
-    commit(certification, 2)
-    for step in (3, 4):
-        commit(certification, step, is_suspect=True)
-        assert steps_of(certification.held) == {2}
-    commit(certification, 5)
-    assert steps_of(certification.held) == {5}
 
 
 def test_marks_count() -> None:

@@ -12,7 +12,6 @@ import torch
 from unit.stored import Store
 
 from mlflash import errors
-from mlflash.state import containers
 from mlflash.state.flatten import flatten
 from mlflash.state.manifest import BAD_DOCUMENT, check_tree
 from mlflash.state.paths import plain_leaves, unique
@@ -87,14 +86,6 @@ def test_a_named_tuple_whose_class_is_gone_or_changed_is_not_made(node_memory: A
 def test_hostile_containers_are_refused(node: Any) -> None:
     with pytest.raises(BAD_DOCUMENT):
         check_tree(["d", [["a", node]]], 0, 0)
-
-
-def test_attributes_are_compared_type_for_type() -> None:
-    pattern = containers.Pattern({"_metadata": {"": {"version": 1}}})
-    assert pattern.fits({"_metadata": {"": {"version": 1}}})
-    for other in (None, {}, {"_metadata": {"": {"version": True}}}, {"_metadata": {"": {"version": 1.0}}}):
-        assert not pattern.fits(other)
-    assert not containers.Pattern({"a": {1, 2}}).fits({"a": {1, 2}})  # it cannot be known: they are described again
 
 
 def test_paths_that_read_alike_are_told_apart_in_any_order() -> None:

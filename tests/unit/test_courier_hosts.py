@@ -40,19 +40,6 @@ def srun(path: Path, text: str) -> None:
     program(path, "srun", f"{start}\n{text}")
 
 
-def test_ranks_start_when_all_nodes_have_couriers_and_these_end_by_themselves_at_the_end(
-    slurm: OnSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    srun(tmp_path, ENDS % f"echo '{READY}'")
-    with CourierHosts(slurm, OPTIONS) as hosts:
-        assert hosts._left == 0 and not (tmp_path / "log").exists()
-    words = (tmp_path / "words").read_text()
-    assert words.startswith(" --export=ALL --overlap") and "--nodelist=a,b" in words and "--cpu-bind=none" in words
-    assert "run_module('mlflash'" in words and words.endswith(" courier --job j --memory /dev/shm\n")
-    assert (tmp_path / "log").read_text().split("\n")[:2] == ["scancel --signal=TERM 7.1", "ended"]
-    assert capfd.readouterr().err == "a word\n" and not caplog.text
-
-
 @pytest.mark.parametrize("text", [ENDS % "", "exit 1"], ids=["one node does not come", "srun fails"])
 def test_where_couriers_cannot_be_started_a_warning_says_so(
     slurm: OnSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
@@ -61,17 +48,3 @@ def test_where_couriers_cannot_be_started_a_warning_says_so(
     srun(tmp_path, text)
     with CourierHosts(slurm, OPTIONS):
         assert "of 2, ranks start their couriers themselves" in caplog.text
-
-
-def test_no_couriers_are_started_where_they_are_threads_or_nothing_is_saved(slurm: OnSlurm) -> None:
-    for environment in ({"MLFLASH_COURIER": "thread"}, {"MLFLASH_DISABLE": "1"}):
-        with CourierHosts(slurm, OPTIONS, environment) as hosts:
-            assert hosts._step is None
-
-
-def test_a_srun_that_is_not_there_is_a_warning(
-    slurm: OnSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with CourierHosts(slurm, OPTIONS):
-        assert "srun cannot be started" in caplog.text

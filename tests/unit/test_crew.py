@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from waiting import take
 
-from mlflash.memory import copy_threads
 from mlflash.memory.copy_threads import CopyThreads, as_many_as_help
 
 
@@ -62,31 +60,6 @@ def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int)
         assert not running
     one.run([good] * threads)
     one.close()
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "seconds", "found"),
-    [
-        (1, 1, {}, 1),
-        (16, 8, {1: 1.0, 2: 0.6}, 2),
-        (16, 16, {}, 1),
-        (64, 1, {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.38}, 4),
-        (64, 1, {1: 1.0, 2: 0.95}, 1),
-    ],
-)
-def test_a_crew_grows_as_long_as_that_is_worth_it(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, seconds: dict[int, float], found: int
-) -> None:
-    monkeypatch.setattr(copy_threads.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(copy_threads, "_copy_s", lambda number, *tensors: seconds[number])
-    asked: list[Any] = []
-
-    def agree(numbers: list[int]) -> list[int]:
-        asked.append(numbers)
-        return numbers
-
-    assert as_many_as_help(ranks, agree).threads == found
-    assert len(asked) <= 4
 
 
 def test_measuring_takes_a_moment_and_gives_a_number() -> None:

@@ -73,25 +73,6 @@ def test_one_that_is_alike_has_the_very_structure_and_the_values_of_now() -> Non
     assert second.flat.values[2] is state["m"]["a"]
 
 
-@pytest.mark.parametrize("change", ["key", "dtype", "shape", "tie", "room", "more"])
-def test_one_that_differs_is_laid_out_anew(change: str) -> None:
-    layouts, room = Layouts(), ROOM
-    shared = torch.zeros(3)
-    first = layouts.lay_out({"a": shared, "b": torch.zeros(3)}, ROOM)
-    state = {"a": shared, "b": torch.zeros(3)}
-    if change == "key":
-        state = {"a": shared, "c": torch.zeros(3)}
-    elif change == "room":
-        room = (0, 1 << 20)
-    elif change == "more":
-        state["c"] = torch.zeros(1)
-    else:
-        state["b"] = {"dtype": torch.zeros(3).double(), "shape": torch.zeros(4), "tie": shared}[change]
-    second = layouts.lay_out(state, room)
-    assert second.flat.structure != first.flat.structure
-    alike(second, Layouts().lay_out(state, room))
-
-
 def test_a_tensor_without_memory_is_refused_though_the_rest_is_known() -> None:
     layouts = Layouts()
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}

@@ -7,7 +7,9 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
+import draw_cost
 import pytest
 import settings_table
 
@@ -85,3 +87,16 @@ def test_each_exception_has_its_place_in_errors_md() -> None:
 def test_the_table_of_settings_is_that_of_the_code() -> None:
     table = f"{settings_table.HEAD}{settings_table.table()}\n"
     assert table in (DOCS / "using.md").read_text(), "run tools/settings_table.py"
+
+
+def test_the_picture_of_the_figures_has_those_of_the_results() -> None:
+    drawn = draw_cost.draw(draw_cost.RESULTS.read_text())
+    assert draw_cost.PICTURE.read_text() == drawn, "`python tools/draw_cost.py` draws it again"
+
+
+def test_the_pictures_are_small_well_formed_and_have_colours_for_the_dark() -> None:
+    for picture in [*DOCS.glob("pictures/*.svg"), DOCS / "assets" / "logo.svg"]:
+        text = picture.read_text()
+        ElementTree.fromstring(text)
+        assert "prefers-color-scheme: dark" in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+        assert len(text) < 100_000

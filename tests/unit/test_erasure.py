@@ -8,7 +8,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -120,15 +119,6 @@ def test_any_coefficients_give_the_sum_by_the_book(seed: int, nbytes: int, rows:
             assert np.array_equal(made(coefficients, sources, nbytes), by_the_book(coefficients, sources))
 
 
-def test_long_arrays_at_odd_addresses_are_made_good(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(erasure_codes, "_SPAN_NBYTES", 100_001)
-    n, nbytes = 5, 3 * erasure_codes._TILE_NBYTES + 4321
-    memory = np.random.default_rng(1).integers(0, 256, (n + 3, nbytes + 3), dtype=np.uint8)
-    units = [row[i % 3 : i % 3 + nbytes] for i, row in enumerate(memory)]
-    erasure_codes.combine(erasure_codes.matrix(n, range(n), (5, 6, 7)), units[:n], units[n:])
-    assert made_good(units, n, (7, 1, 6, 3, 5), (4, 0, 2))
-
-
 def test_the_matrix_is_that_of_raid_6_and_raidz3() -> None:
     assert np.array_equal(erasure_codes._times(_a, _b), TIMES)
     assert erasure_codes.matrix(3, (0, 1, 2), (3, 4, 5)).tolist() == [[1, 1, 1], [1, 2, 4], [1, 4, 16]]
@@ -162,90 +152,6 @@ def test_the_parities_are_those_of_pyeclib(n: int, k: int, kernel: str) -> None:
     fragments = driver.encode(b"".join(unit.tobytes() for unit in units))
     assert {len(fragment) for fragment in fragments} == {header_nbytes + nbytes}
     assert [f[header_nbytes:] for f in fragments] == [unit.tobytes() for unit in with_parity(units, k)]
-
-
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (5, 3), (29, 3)])
-def test_the_sums_are_those_of_zfec(n: int, k: int, kernel: str) -> None:
-    """It works in the same field with another matrix, which its parities of unit vectors show."""
-    zfec = pytest.importorskip("zfec")
-    encoder, parities = zfec.Encoder(n, n + k), list(range(n, n + k))
-    shown = [encoder.encode([bytes([i == j]) for j in range(n)], parities) for i in range(n)]
-    coefficients = np.array([[parity[0] for parity in column] for column in shown], dtype=np.uint8).T
-    ours = with_parity(random_units(n, 1021), k)
-    theirs = encoder.encode([unit.tobytes() for unit in ours[:n]])
-    assert [unit.tobytes() for unit in made(coefficients, ours[:n], 1021)] == theirs[n:]
-    have = [*range(k, n), *parities][:n]
-    found = made(erasure_codes.matrix(n, have, range(n)), [ours[unit] for unit in have], 1021)
-    again = zfec.Decoder(n, n + k).decode([theirs[unit] for unit in have], have)
-    assert [unit.tobytes() for unit in found] == again == theirs[:n]
-
-
-def test_a_source_that_is_none_is_all_zeros(kernel: str) -> None:
-    units = random_units(5, 1003)
-    units[0][:] = units[3][:] = 0
-    sources = [None, units[1], units[2], None, units[4]]
-    coefficients = erasure_codes.matrix(5, range(5), (5, 6, 7))
-    assert np.array_equal(made(coefficients, sources, 1003), made(coefficients, units, 1003))
-    assert not np.any(made(coefficients, [None] * 5, 1003))
-    assert not np.any(made(np.array([[0, 0], [0, 7]], dtype=np.uint8), [units[1], None], 1003))
-
-
-@pytest.mark.parametrize(
-    ("data", "have", "want", "text"),
-    [
-        (0, (), (1,), "0 data units; 1 to 31 are possible"),
-        (32, range(32), (32,), "32 data units"),
-        (-1, (), (), "-1 data units"),
-        (2, (0, 1, 2), (1,), "3 units are there, 2 are needed"),
-        (2, (0, 0), (1,), r"units \(0, 0\) are not different numbers from 0 to 4"),
-        (2, (0, 5), (1,), r"units \(0, 5\) are not"),
-        (2, (0, -1), (1,), r"units \(0, -1\) are not"),
-        (2, (0, 1), (5,), r"units \(5,\) are not"),
-        (2, (0, 1), (3, 3), r"units \(3, 3\) are not"),
-        (30, range(30), (32,), r"units \(32,\) are not different numbers from 0 to 31"),
-    ],
-)
-def test_a_matrix_that_cannot_be_is_refused(data: int, have: Sequence[int], want: Sequence[int], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        erasure_codes.matrix(data, have, want)
-
-
-def test_arrays_that_do_not_fit_are_refused() -> None:
-    pq = erasure_codes.matrix(2, (0, 1), (2, 3))
-    with pytest.raises(ValueError, match="read-only"):
-        pq[0, 0] = 7
-    memory = np.zeros(100, dtype=np.uint8)
-    a, b, c, d = (memory[i : i + 16] for i in (0, 16, 32, 48))
-    fixed = d.copy()
-    fixed.flags.writeable = False
-    for coefficients, sources, out, text in (
-        (pq, [a], [c, d], r"coefficients are uint8 \(2, 2\), expected uint8 \(2, 1\)"),
-        (pq, [a, b], [c], r"expected uint8 \(1, 2\)"),
-        (pq.astype(np.int64), [a, b], [c, d], "coefficients are int64"),
-        (pq, [a, b.view(np.int8)], [c, d], r"an array int8 \(16,\)"),
-        (pq, [a, b.reshape(4, 4)], [c, d], r"an array uint8 \(4, 4\)"),
-        (pq, [a, memory[16:48:2]], [c, d], "contiguous"),
-        (pq, [a, b[:15]], [c, d], r"unequal length: \[15, 16\] bytes"),
-        (pq, [None, None], [c, d[:15]], "unequal length"),
-        (pq, [a, b], [c, fixed], r"out\[1\] is read-only"),
-        (pq, [a, b], [a, d], r"out\[0\] shares memory"),
-        (pq, [a, b], [c, memory[40:56]], r"out\[0\] shares memory"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            erasure_codes.combine(coefficients, sources, out)
-    assert not np.any(memory), "nothing is written before all was checked"
-    erasure_codes.combine(pq, [a, a], [c, d])  # sources may be one array
-    erasure_codes.combine(pq[:0], [a, b], [])
-
-
-def test_four_threads_make_what_one_makes(kernel: str) -> None:
-    n, nbytes = 6, 2 * erasure_codes._TILE_NBYTES + 77
-    work = [random_units(n, nbytes, seed) for seed in range(8)]
-    expected = [with_parity(units, 3)[n:] for units in work]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            found = list(pool.map(lambda units: with_parity(units, 3)[n:], work))
-            assert np.array_equal(np.array(found), np.array(expected))
 
 
 PROGRAM = """

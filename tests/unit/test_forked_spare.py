@@ -68,32 +68,9 @@ def test_who_needs_another_rank_imports_nothing_again() -> None:
     assert (code, printed) == (0, ["imports", *said])
 
 
-def test_what_it_has_imported_is_there_in_the_next_one() -> None:
-    """Of packages that were there before; and what cannot be imported harms nobody."""
-    imports = """
-found = [name for name in ("json.tool", "json.missing", "fractions", "logging.handlers") if name in sys.modules]
-say("has", *found)
-import fractions, json.tool, logging.handlers
-sys.modules["json.missing"] = json
-is_ready()
-"""
-    before = "import json, logging\nfrom mlflash.in_place.forked_spare import is_ready"
-    code, printed = run(before=before, anew="True", after_fork=imports)
-    assert code == 0 and [line for line in printed if line.startswith("has")] == [
-        "has",
-        "has json.tool logging.handlers",
-        "has json.tool logging.handlers",
-    ]
-
-
 @pytest.mark.parametrize(("after", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
 def test_its_seed_ends_as_it_does(after: str, code: int) -> None:
     assert run(after=after)[0] == code
-
-
-def test_what_it_has_started_keeps_no_seed_waiting() -> None:
-    code, _ = run(after="if not os.fork(): os.close(1), os.close(2), time.sleep(60)\nsys.exit(3)")
-    assert code == 3
 
 
 @pytest.mark.parametrize("why", [{"before": "threading.Thread(target=signal.pause, daemon=True).start()"},

@@ -16,9 +16,7 @@ from mlflash.draining import checkpoint_directory
 from mlflash.draining.checkpoint_directory import Listed
 from mlflash.errors import CorruptSlot
 from mlflash.mpi.world import World
-from mlflash.protocol.wanted_parts import WantedPart
 from mlflash.restoring.open_in_directory import OpenInDirectory
-from mlflash.state.leaves import Entry
 from mlflash.state.rebuild import materialize
 from mlflash.storage.store import Directory
 
@@ -59,24 +57,6 @@ def test_each_rank_gets_its_state_back(opened: OpenInDirectory) -> None:
         assert state["own"].tolist() == [rank] * 4 and np.array_equal(state["array"], np.arange(6).reshape(2, 3))
         assert state["empty"].shape == (0, 2)
         assert (state["epoch"], state["of rank"], state["name"]) == (3, rank, "golden")
-
-
-def test_any_shard_is_made_of_what_the_files_have(opened: OpenInDirectory) -> None:
-    olds = opened.olds
-    assert {name for name, spots in olds.spots.items() if olds.is_private(spots)} == {"own"}
-    assert olds.plain_differ == {"of rank"} and olds[3].plain["of rank"] == 3
-    assert {name for name, spots in olds.spots.items() if olds.is_sharded(spots)} == {"model.w", "model.v"}
-    assert [olds[rank].entries[-1].name for rank in olds] == [olds[0].entries[-1].name] * 4
-    for name, whole in (("model.w", W), ("model.v", W + 100)):
-        for offset, shape in (((0, 0), (7, 5)), ((1, 1), (5, 3)), ((6, 4), (1, 1))):
-            want = Entry(name, "tensor", "float32", (7, 5), offset, shape, 0, 4 * math.prod(shape))
-            made = np.empty((*shape, 4), dtype=np.uint8)
-            wanted = [WantedPart(part.rank, part.number, part.source, part.shape,
-                                 made[tuple(slice(a, a + n) for a, n in zip(part.target, part.shape, strict=True))])
-                      for part in olds.parts(want, 1) or ()]  # fmt: skip
-            assert opened.read(wanted), opened.damage
-            there = whole[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
-            assert np.array_equal(made.view("<f4")[..., 0], there.numpy())
 
 
 def test_one_damaged_byte_of_any_file_is_found_or_does_not_matter(folder: Path) -> None:

@@ -27,9 +27,8 @@ from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.telemetry import heartbeat, prometheus_metrics
 from mlflash.telemetry.event_log import EventLog
-from mlflash.telemetry.heartbeat import CourierHeartbeat, Heard, RankFacts, TrainerHeartbeat, all_heartbeats
-from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, trainer_part, why_unread
-from mlflash.telemetry.lateness import Riding
+from mlflash.telemetry.heartbeat import CourierHeartbeat, RankFacts, TrainerHeartbeat, all_heartbeats
+from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, why_unread
 from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
 
 GOLDEN = Path(__file__).with_name("golden-pulse-v1.bin")
@@ -178,18 +177,6 @@ def test_two_processes_write_their_parts_at_the_same_time_and_readers_find_both_
     assert 'mlflash_courier_up{job_name="j",node="n0",rank="1"} 1.0' in metrics(shm)
 
 
-def test_where_the_courier_is_a_thread_nothing_is_shown_of_it(
-    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
-) -> None:
-    courier = CourierHeartbeat(node_memory, FACTS)
-    courier.beat("committed", committed=3)
-    said = heard(shm)
-    assert said["pid"] == said["courier_pid"] == os.getpid() and said["committed"] == 3
-    assert "courier" not in shown(shm) and "mlflash_courier_up" not in metrics(shm)
-    courier.end()
-    assert state_of(heard(shm)) == "starting" and "courier" not in shown(shm)
-
-
 def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
     shm: Path, trainer: TrainerHeartbeat, start: Callable[..., Process], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,20 +221,6 @@ def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its
         assert watch.dead() == ""
     looks.show_stacks(["a"], "r")
     assert nodes.kills == [], "its pid is that of another process here"
-
-
-def test_a_courier_that_ended_with_a_word_is_not_missed_and_a_dead_rank_misses_none(
-    shm: Path, start: Callable[..., Process]
-) -> None:
-    trainer, courier = start("trainer"), start("courier")
-    courier.does("end")
-    courier.kill()
-    assert state_of(heard(shm)) == "starting", "as between two couriers"
-    other = start("courier")
-    other.kill()
-    assert state_of(heard(shm)) == "no courier"
-    trainer.kill()
-    assert state_of(heard(shm)) == "gone" and "no courier on" not in shown(shm)
 
 
 def test_what_a_courier_commits_after_its_trainer_died_is_heard(shm: Path, start: Callable[..., Process]) -> None:
@@ -305,25 +278,6 @@ def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whateve
     trainer.end("ended")
 
 
-def test_the_next_courier_goes_on_from_what_the_one_before_it_said_and_one_of_another_start_is_passed_over(
-    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat, start: Callable[..., Process]
-) -> None:
-    first = start("courier")
-    for step in (1, 2):
-        first.does("committed", step, 0.5, step)
-    first.kill()
-    second = start("courier")
-    said = heard(shm)
-    assert (said["courier_pid"], said["courier_alive"], said["committed"], said["saves"]) == (second.pid, True, 2, 2)
-    second.does("committed", 3, 0.5, 3)
-    assert (heard(shm)["committed"], heard(shm)["saves"]) == (3, 3)
-    TrainerHeartbeat(node_memory, dataclasses.replace(FACTS, start="another")).beat("saved", saved=1)
-    second.does("committed", 4, 0.5, 4)
-    said = heard(shm)
-    assert said["committed"] is said["courier_pid"] is said["courier_alive"] is said["courier_beat"] is None
-    assert state_of(said) == "training"
-
-
 def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_and_no_more(
     shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
 ) -> None:
@@ -363,56 +317,6 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
     with file.open("r+b") as part:
         part.truncate(PART_NBYTES)
     assert heard(shm)["courier_pid"] is None
-
-
-def test_a_courier_says_who_its_last_commit_waited_for_and_one_without_a_comparison_says_nothing(
-    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
-) -> None:
-    courier = CourierRecorder(1, CourierHeartbeat(node_memory, FACTS), EventLog(None))
-    took = dict.fromkeys(("training", "copy", "deferred", "checksums", "transfer"), 0.5)
-    brought = [Riding(rank, 4, 1, took | {"copy": 0.5 + 2.0 * (rank == 3)}).numbers for rank in (0, 2, 3)]
-    mine = courier.compare(4, 1, took | {"copy": 0.75})
-    courier.compared([min(numbers) for numbers in zip(mine, *brought, strict=True)], lambda rank: f"n{rank}")
-    courier.committed(1, 3.0, 1)
-    said = heard(shm)
-    assert (said["slowest"], said["slowest_on"], said["slowest_in"], said["late_in"]) == (3, "n3", "copy", "copy")
-    assert said["slowest_s"] == pytest.approx(2.0, abs=0.3) and said["late_s"] == pytest.approx(0.25, abs=0.3)
-    assert 'mlflash_late_seconds{job_name="j",node="n0",phase="copy",rank="1"} 0.' in metrics(shm)
-    assert "rank 3" in shown(shm) and "late in copy, on n3" in shown(shm)
-    other = FACTS.__class__(0, 1, 1, "n0", "r")
-    TrainerHeartbeat(node_memory, other)
-    alone = CourierRecorder(0, CourierHeartbeat(node_memory, other), EventLog(None))
-    alone.compared(alone.compare(1, 1, took), str)
-    alone.committed(1, 3.0, 1)
-    assert 'mlflash_late_seconds{job_name="j",node="n0",phase="copy",rank="0"}' not in metrics(shm)
-    assert 'rank="0"' in metrics(shm)
-
-
-def test_a_courier_alone_is_no_rank_and_one_after_a_torn_part_begins_anew(
-    shm: Path, node_memory: NodeDirectory
-) -> None:
-    CourierHeartbeat(node_memory, FACTS).beat("committed", committed=3)
-    assert all_heartbeats(str(shm), "j") == Heard([], [])
-    with (Path(node_memory.path) / "pulse-0000").open("r+b") as part:
-        part.seek(PART_NBYTES)
-        part.write(b'{"format": 1, "committed": 3')
-    TrainerHeartbeat(node_memory, FACTS)
-    assert CourierHeartbeat(node_memory, FACTS).before == {} and heard(shm)["committed"] is None
-
-
-def test_neither_writes_into_the_part_of_the_other_however_much_it_has_to_say(
-    shm: Path, node_memory: NodeDirectory
-) -> None:
-    wide = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 600
-    trainer = TrainerHeartbeat(node_memory, RankFacts(1, 4, 0, "n" * 2000, "", start="s"))
-    courier = CourierHeartbeat(node_memory, RankFacts(1, 4, 0, "", "", start="s"))
-    courier.beat("committed", committed=3)
-    trainer.beat("restored", restored=1, source=wide, redundancy=wide)
-    said = heard(shm)
-    assert (said["committed"], said["restored"]) == (3, 1) and wide.endswith(said["source"])
-    assert os.path.getsize(Path(node_memory.path) / "pulse-0000") == 2 * PART_NBYTES
-    assert len(encode({"many": ["x"] * 4000})) == PART_NBYTES and trainer_part(encode({"many": ["x"] * 4000})) == (
-        "cannot be read: it is torn, or no heartbeat")  # fmt: skip
 
 
 def test_the_format_is_the_golden_one(shm: Path, node_memory: NodeDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,65 +369,3 @@ def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refuse
     assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "format 2 and not 1" in why
     said = json.loads(other[:PART_NBYTES]) | {"alive": True, "committed": None}
     assert "format 2 and not 1" in why_unread(said), "as another node sends"
-
-
-def test_why_nothing_could_be_restored_is_said_until_something_was(
-    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
-) -> None:
-    courier = CourierRecorder(1, CourierHeartbeat(node_memory, FACTS), EventLog(None))
-    rank = TrainerRecorder(1, trainer, EventLog(None))
-    courier.unrestorable(errors.Unrestorable("none of them"))
-    assert "none of them" in heard(shm)["unrestorable"]
-    rank.restored(4, 0.5, "memory", "", 1)
-    assert "unrestorable" not in heard(shm)
-    courier.unrestorable(errors.Unrestorable("nor of these"))
-    assert "nor of these" in heard(shm)["unrestorable"]
-    courier.committed(5, 0.5, 1)
-    assert heard(shm)["unrestorable"] == ""
-
-
-def test_both_append_whole_lines_to_one_event_log_and_the_end_is_said_once(
-    shm: Path, tmp_path: Path, start: Callable[..., Process]
-) -> None:
-    log = tmp_path / "run.jsonl"
-    trainer, courier = start("trainer", log=str(log)), start("courier", log=str(log))
-    trainer.tell("many", 10)
-    courier.tell("many", 500)
-    for step in range(500):
-        trainer.tell("saved", step, 0.25, 1000, False, True)
-    for _ in range(501):
-        trainer.hear()
-    courier.hear()
-    for process, words in ((trainer, ("ended",)), (courier, ())):
-        process.does("end", *words)
-        process.does("end", *words)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "save"] == [*range(500)]
-    assert [line["step"] for line in lines if line["event"] == "commit"] == [*range(500)]
-    assert [line["state"] for line in lines if line["event"] == "end"] == ["ended"] and len(lines) == 1001
-    assert {line["event"] for line in lines if line.get("by") == "courier"} == {"commit"}
-    said = heard(shm)
-    assert (said["state"], said["courier_state"]) == ("ended", "ended") and state_of(said) == "ended"
-
-
-def test_what_both_have_counted_is_one_report(node_memory: NodeDirectory, caplog: pytest.LogCaptureFixture) -> None:
-    log = EventLog(None)
-    trainer = TrainerRecorder(1, TrainerHeartbeat(node_memory, FACTS), log)
-    courier = CourierRecorder(1, CourierHeartbeat(node_memory, FACTS), log, trainer.flush)
-    trainer.saved(1, 0.5, 10, False, True)
-    trainer.counts["resharded"] += 1
-    courier.counts["slots rebuilt"] += 0
-    courier.committed(1, 0.5, 1)
-    courier.seconds["heal"] += 2.0
-    counts, seconds = trainer.together(courier.counts, courier.seconds)
-    assert counts == {"saves": 1, "bytes staged": 10, "resharded": 1, "slots rebuilt": 0, "committed": 1}
-    assert seconds == {"stall": 0.5, "heal": 2.0} and "committed" not in trainer.counts
-    late = errors.DeadlineExceeded("rank 3")
-    for step in (2, 3):
-        trainer.late(step, late)
-    assert caplog.text.count("is late") == 1 and trainer.counts["late"] == 2
-    trainer.caught_up()
-    trainer.late(4, late)
-    trainer.courier_died(77, "signal 9")
-    assert caplog.text.count("is late") == 2 and "the courier of rank 1 (pid 77) died" in caplog.text
-    assert trainer.counts["couriers lost"] == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import enum
-import importlib
 import pathlib
 import pickle
 import threading
@@ -167,19 +165,3 @@ def test_metrics_of_ours_are_not_made_by_a_checkpoint(tmp_path: pathlib.Path) ->
     with pytest.raises(StateError, match="is not allowed"):
         dump([errors.Unrestorable])
     assert victim.read_text() == "precious"
-
-
-def test_every_class_in_the_tables_that_is_here_is_made_of_attributes_only() -> None:
-    for table in (known.DATA, known.ENUMS):
-        for module, names in table.items():
-            try:
-                found = importlib.import_module(module)
-            except ImportError:  # of a framework that is in an environment of its own
-                continue
-            for name in names:
-                kind = getattr(found, name, None)  # of another version of it
-                assert kind is None or isinstance(kind, type)
-                if kind is not None and table is known.DATA:
-                    assert not hasattr(kind, "__del__") and "__setstate__" not in vars(kind), name
-                if kind is not None and table is known.ENUMS:
-                    assert issubclass(kind, enum.Enum) and "_missing_" not in vars(kind), name

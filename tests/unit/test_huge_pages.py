@@ -69,21 +69,6 @@ def test_it_is_unmapped_when_the_last_view_goes(file: IO[bytes]) -> None:
     assert mappings(inode) == 0
 
 
-def test_nothing_but_the_file_stays_mapped(file: IO[bytes]) -> None:
-    before = reserved()
-    views = [huge_pages.map_file(file.fileno(), NBYTES) for _ in range(20)]
-    assert mappings(os.fstat(file.fileno()).st_ino) == len(views)
-    assert reserved() == before
-    del views
-    gc.collect()
-    assert mappings(os.fstat(file.fileno()).st_ino) == 0
-
-
-def test_what_is_written_to_a_private_mapping_stays_here(file: IO[bytes]) -> None:
-    huge_pages.map_file(file.fileno(), NBYTES, private=True)[:] = 1
-    assert not huge_pages.map_file(file.fileno(), NBYTES).any()
-
-
 def test_an_empty_file_gets_huge_pages_where_the_kernel_gives_them(file: IO[bytes]) -> None:
     view = huge_pages.map_file(file.fileno(), NBYTES)
     if not huge_pages.fill(file.fileno(), view):
@@ -93,16 +78,6 @@ def test_an_empty_file_gets_huge_pages_where_the_kernel_gives_them(file: IO[byte
     assert huge_kib(view.ctypes.data) << 10 >= huge_pages.huge_nbytes()  # all of it, but for fragmented memory
     os.posix_fallocate(file.fileno(), 0, NBYTES)
     assert os.fstat(file.fileno()).st_blocks * 512 >= NBYTES
-
-
-def test_a_kernel_that_is_slow_at_it_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_SLOW_S", -1.0)
-    monkeypatch.setattr(huge_pages, "_AT_ONCE_NBYTES", 2 << 20)
-    with tempfile.TemporaryFile(dir=SHM) as file:
-        file.truncate(NBYTES)
-        view = huge_pages.map_file(file.fileno(), NBYTES)
-        if huge_pages.huge_nbytes() == 2 << 20 and huge_pages.fill(file.fileno(), view):
-            assert os.fstat(file.fileno()).st_blocks * 512 == 2 << 20  # the first, and no more
 
 
 def test_a_kernel_without_them_leaves_the_rest_of_the_file_a_hole(

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import queue
-import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from interruption import interrupted
 from waiting import PATIENCE_S, until
 
-import mlflash
 from mlflash.events import Event, News, Queue
 
 T = TypeVar("T")
 
 _SOON_S = 0.001  # of a wait that is meant to pass
-_HOME = Path(mlflash.__file__).parent
-# The courier's process runs no code of a user, hence no signal handler either.
-_WITHOUT_HANDLERS = {"courier/hosted_session.py", "events.py"}
 
 
 def test_who_waits_is_woken_and_a_late_one_is_not_kept_waiting() -> None:
@@ -40,19 +33,6 @@ def test_who_waits_is_woken_and_a_late_one_is_not_kept_waiting() -> None:
     assert woken == [True] * 5 and event.wait() and time.monotonic() - start < PATIENCE_S
     event.clear()
     assert not event.wait(0)
-
-
-def test_whoever_waits_for_a_condition_sees_it_hold() -> None:
-    news, seen, number = News(), [], [0]
-    thread = threading.Thread(
-        target=lambda: seen.append(news.wait_for(lambda: number[0] >= 3, PATIENCE_S)), daemon=True
-    )
-    thread.start()
-    for _ in range(3):
-        number[0] += 1
-        news.tell()
-    thread.join(PATIENCE_S)
-    assert seen == [True] and not news.wait_for(lambda: False, _SOON_S)
 
 
 def waits(call: Callable[[], T], woken: list[T]) -> threading.Thread:
@@ -88,19 +68,6 @@ def test_an_exception_at_any_moment_of_a_wait_leaves_nothing_locked(what: str) -
     assert moments(lambda nth: is_wait_interrupted(what, nth)) > 10
 
 
-def test_a_queue_gives_items_in_order_and_its_wait_ends() -> None:
-    numbers: Queue[int] = Queue()
-    assert numbers.empty()
-    for timeout in (-1.0, 0.0, _SOON_S):
-        with pytest.raises(queue.Empty):
-            numbers.get(timeout)
-    giving = threading.Thread(target=lambda: [numbers.put(one) for one in range(1000)], daemon=True)
-    giving.start()
-    assert [numbers.get(PATIENCE_S) for _ in range(1000)] == [*range(1000)]
-    giving.join(PATIENCE_S)
-    assert numbers.empty()
-
-
 def is_put_interrupted(nth: int) -> bool:
     """Interrupt a put at its nth moment; who posts again is heard. Return whether there was such a moment."""
     items: Queue[str] = Queue()
@@ -131,16 +98,3 @@ def is_set_interrupted(nth: int) -> bool:
 
 def test_an_exception_at_any_moment_of_a_set_forgets_nobody_for_long() -> None:
     assert moments(is_set_interrupted) > 3
-
-
-def test_nothing_of_the_trainer_waits_with_a_lock_that_python_code_takes() -> None:
-    found = {}
-    for path in sorted(_HOME.rglob("*.py")):
-        name = path.relative_to(_HOME).as_posix()
-        text = re.sub(r'""".*?"""|#[^\n]*', "", path.read_text(), flags=re.DOTALL)
-        uses = re.findall(r"threading\.(?:Event|Condition|Semaphore|BoundedSemaphore|Barrier)\b", text)
-        uses += re.findall(r"queue\.(?:Lifo|Priority)?Queue\b", text)
-        uses += re.findall(r"\.get\(timeout=.*", text) if "SimpleQueue" in text else []  # it can wait for ever
-        if uses and name not in _WITHOUT_HANDLERS:
-            found[name] = uses
-    assert found == {}, "use mlflash.events, queue.SimpleQueue without timeout, or a plain lock in a with"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.layouts import layout
 
 from mlflash.memory.file_assignment import assign
-from mlflash.memory.inventory import FOUND, Inventory, decode, encode, file_name, join
+from mlflash.memory.inventory import FOUND, Inventory, encode, file_name, join
 from mlflash.memory.slot_header import Attempt, Kind
 from mlflash.memory.wanted_step import WantedStep
 from mlflash.placement.protection_groups import place
@@ -57,27 +55,12 @@ def test_the_newest_attempt_with_a_slot_for_every_rank_is_chosen() -> None:
     assert (choice.step, choice.attempt, choice.source) == (10, Attempt(RUN_A, 1), ((0, 0), (1, 0)))
 
 
-def test_slots_of_two_attempts_are_never_mixed() -> None:
-    found = table((RUN_A, 3, 30, 0, 0, 0), (RUN_B, 3, 30, 1, 1, 0))  # the same step, saved twice
-    assert choose(found, (0, 1)) is None
-
-
-def test_the_slot_on_the_own_node_is_preferred() -> None:
-    found = table((RUN_A, 1, 10, 1, 0, 5), (RUN_A, 1, 10, 0, 0, 4), (RUN_A, 1, 10, 1, 1, 7), (RUN_A, 1, 10, 0, 1, 6))
-    assert choose(found, (0, 1)).source == ((0, 4), (1, 7))  # type: ignore[union-attr]
-    assert choose(found, (1, 0)).source == ((1, 6), (0, 5))  # type: ignore[union-attr]
-
-
 def test_a_step_can_be_asked_for() -> None:
     found = table(*((RUN_A, g, 10 * g, r, r, g) for g in (1, 2) for r in (0, 1)))
     assert choose(found, (0, 1)).step == 20  # type: ignore[union-attr]
     assert choose(found, (0, 1), WantedStep(10)).step == 10  # type: ignore[union-attr]
     assert choose(found, (0, 1), WantedStep(15)) is None
     assert [(a.generation, s, n) for a, s, n in found.attempts()] == [(2, 20, 2), (1, 10, 2)]
-
-
-def test_nothing_found_is_nothing_chosen() -> None:
-    assert choose(table(), (0, 1)) is None
 
 
 def names(*numbers: int) -> list[str]:
@@ -132,32 +115,6 @@ def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data
     assert not any(pair[0] in kept and pair[1] in kept for pair in pairs)
 
 
-@given(
-    cells=st.lists(
-        st.tuples(
-            *[st.integers(0, 3)] * 3,
-            *[st.integers(0, 255)] * 6,
-            st.sampled_from([0, 1, 2]),
-            *[st.integers(0, 255)] * 4,
-            st.integers(0, 5),
-        ),
-        max_size=30,
-    ),
-    groups=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple), max_size=5).map(tuple),
-)
-def test_an_inventory_comes_back_whole_from_its_way(cells: list[tuple[int, ...]], groups: Any) -> None:
-    found = Inventory(np.array(cells, dtype=FOUND), groups)
-    again = decode(encode(found))
-    assert again.groups == groups and again.rows.dtype == FOUND
-    assert again.rows.tobytes() == found.rows.tobytes()
-    attempts = {(g, a, b, step, size) for g, a, b, step, _, size, *_ in cells}
-    listed = [
-        (a.generation, *(int.from_bytes(half, "little") for half in (a.run_id[:8], a.run_id[8:])), step, size)
-        for a, step, size in found.attempts()
-    ]
-    assert listed == sorted(attempts, reverse=True)
-
-
 def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
     placed = place(layout(*[8] * 2048), parse("rs:6+2"))
     total = 0
@@ -171,39 +128,6 @@ def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
         rows["kind"] = np.tile([Kind.SLOT, Kind.PARITY], 24)
         total += len(encode(Inventory(rows, tuple(placed.parity_group_of[rank] for rank in ranks))))
     assert total < 1_000_000
-
-
-def test_16384_ranks_choose_within_a_second_from_less_than_4_mb() -> None:
-    ranks = np.arange(16_384)
-    found = np.zeros(4 * ranks.size, dtype=FOUND)
-    found["shared_by"] = -1
-    for quarter, (generation, shift) in enumerate([(8, 0), (7, 0), (8, 8), (7, 8)]):
-        part = found[quarter * ranks.size : (quarter + 1) * ranks.size]
-        part["generation"], part["rank"], part["world_size"] = generation, ranks, ranks.size
-        part["node"], part["file"] = (ranks + shift) % ranks.size // 8, quarter
-    assert found.nbytes <= 4 << 20
-    start = time.process_time()
-    choice = choose(Inventory(found), tuple(int(n) for n in ranks // 8))
-    assert choice is not None and choice.attempt.generation == 8
-    assert time.process_time() - start < 1.0
-
-
-def test_16384_ranks_with_parity_and_a_lost_node_choose_within_two_seconds() -> None:
-    ranks = 16_384
-    groups = [tuple(range(64 * n + local, 64 * n + 64, 8)) for n in range(ranks // 64) for local in range(8)]
-    number = {rank: n for n, group in enumerate(groups) for rank in group}
-    rows = np.zeros(2 * ranks, dtype=FOUND)
-    rows["rank"], rows["world_size"] = np.tile(np.arange(ranks), 2), ranks
-    rows["node"], rows["file"], rows["generation"] = rows["rank"] // 8, np.arange(2 * ranks) % 32, 3
-    rows["shared_by"], rows["kind"][ranks:], rows["number"][ranks:] = -1, Kind.PARITY, 2
-    rows["group"][ranks:] = [number[rank] for rank in range(ranks)]
-    found = Inventory(rows, tuple(groups))
-    start = time.process_time()
-    lost = Inventory(rows[(rows["node"] != 5) & (rows["node"] != 6)], found.groups)
-    choice = choose(lost, tuple(rank // 8 for rank in range(ranks)))
-    assert choice is not None and sorted(choice.rebuilt) == list(range(40, 56))
-    assert choose(Inventory(rows[(rows["node"] < 5) | (rows["node"] > 7)], found.groups), (0,) * ranks) is None
-    assert time.process_time() - start < 2.0
 
 
 def test_a_step_needs_every_share_of_what_its_slots_share() -> None:
@@ -264,10 +188,3 @@ def test_parity_files_and_slots_are_not_taken_for_each_other() -> None:
     assert (files[0].own, files[0].inbox, unused) == ([0, 2], {0: [1, 3]}, [])
     files, unused = assign(found, names(0, 1), 0, Attempt(RUN_A, 1), True, {0: [1]}, {})
     assert (files[0].own, files[0].inbox, unused) == ([0, None], {1: [None, None]}, [1])
-
-
-@pytest.mark.parametrize("number", [0, 7, 9999, 12_345])
-def test_file_names_and_numbers(number: int) -> None:
-    from mlflash.memory.inventory import file_number
-
-    assert file_number(file_name(number)) == number

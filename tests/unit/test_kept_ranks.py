@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from processes import described, killed_in_the_end, left_here, started_by
-from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, sizes, speak
+from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, speak
 from waiting import until
 
 from mlflash.adapters import distributed
@@ -94,30 +94,6 @@ def end_well(ranks: KeptRanks, folder: Path) -> None:
     assert code_of(ranks) == 0
 
 
-def test_each_process_gets_its_rank_and_those_that_wait_get_none(
-    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ranks = start("a,b", "c", per_node=2)
-    said = Said(tmp_path)
-    until(lambda: len(said.begun()) == 6, "the spares")
-    names = said.begun()
-    assert said.seats(1) == [names["a#0"], names["a#1"], names["b#0"], names["b#1"]]
-    given = {words[0]: words[1:3] for _, words in said.of("begins")}
-    assert given["b#1"] == ["3", "1"] and given["c#1"] == ["none", "1"]
-    ports = {words[0][0]: words[4] for _, words in said.of("begins")}
-    assert ports["a"] == ports["b"] != "none" == ports["c"]  # a spare must not meet those that have ranks
-    end_well(ranks, tmp_path)
-    assert len(said.of("seat")) == 4 and not said.of("heard") and "mlflash run" not in capfd.readouterr().err
-
-
-def test_all_know_how_many_ranks_a_host_has(start: Start, tmp_path: Path) -> None:
-    ranks = start("a", "b", per_node=2)
-    said = Said(tmp_path)
-    until(lambda: len(said.begun()) == 4, "the spares")
-    assert {words[3] for _, words in said.of("begins")} == {"2"}
-    end_well(ranks, tmp_path)
-
-
 @pytest.mark.parametrize("where", ["there", "elsewhere"])
 def test_when_a_rank_is_killed_all_others_leave_and_a_spare_gets_its_rank(
     start: Start, tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
@@ -182,81 +158,11 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     end_well(ranks, tmp_path)
 
 
-@pytest.mark.slow
-def test_on_a_host_that_is_back_processes_wait_again(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It takes a while until it answers, and what the shell says until then is not printed."""
-    monkeypatch.setattr("mlflash.launcher.kept_ranks._PAUSE_S", 0.05)
-    shell = tmp_path / "ssh"
-    (tmp_path / "works").write_text(shell.read_text())
-    ranks = start("a,b", "c")
-    said = Said(tmp_path)
-    until(lambda: len(said.begun()) == 3, "the spare")
-    first, second = said.seats(1)
-    shell.write_text(f"#!/bin/sh\necho is dead >&2\necho x >> {tmp_path}/tries\nexit 255\n")
-    kill(parent(second))
-    _, third = said.seats(2)
-    assert third == said.begun()["c#0"]
-    tries = tmp_path / "tries"
-    until(lambda: tries.exists() and tries.read_text().count("x") == 3, "three looks in vain")
-    shell.unlink()  # then no shell can be started at all
-    until(lambda: ranks._lost["b"].pause_s >= 0.05 * 2**4, "a look more")
-    (tmp_path / "works").chmod(0o700)
-    (tmp_path / "works").replace(shell)
-    until(lambda: "b#0.1" in said.begun(), "a process on the host that is back")
-    kill(third)
-    assert said.seats(3) == [first, said.begun()["b#0.1"]]
-    end_well(ranks, tmp_path)
-    printed = capfd.readouterr().err
-    assert "mlflash run: b is back: spares wait there" in printed and "is dead" not in printed
-    assert {words[3] for _, words in said.of("begins")} == {"1"}
-
-
-def test_a_host_that_does_not_answer_keeps_nobody_from_the_end(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One whose cable was cut: the shell says nothing, and does not end."""
-    monkeypatch.setattr("mlflash.launcher.kept_ranks._PAUSE_S", 0.05)
-    monkeypatch.setattr("mlflash.launcher.ranks_by_ssh._OTHERS_S", 1000.0)
-    ranks = start("a,b", "c")
-    said = Said(tmp_path)
-    until(lambda: len(said.begun()) == 3, "the spare")
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/hangs\nexec sleep 1000\n")
-    kill(parent(said.seats(1)[1]))
-    said.seats(2)
-    until((tmp_path / "hangs").exists, "a look")
-    end_well(ranks, tmp_path)
-    all_gone(int((tmp_path / "hangs").read_text()))
-
-
-def test_it_fails_when_its_only_host_is_lost(start: Start, tmp_path: Path) -> None:
-    ranks = start("a", spares=1, per_node=2)
-    kill(parent(Said(tmp_path).seats(1)[0]))
-    assert code_of(ranks) == 255
-
-
 def test_it_fails_when_nobody_decides_any_more(start: Start, tmp_path: Path) -> None:
     ranks = start("a,b", per_node=2, lost_s=2.0)
     ranks._service.close()
     all_gone(*Said(tmp_path).seats(1))
     assert code_of(ranks) == 255
-
-
-def test_the_code_is_that_of_the_process_that_cannot_be_replaced(
-    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ends = 'os.path.exists(f"{folder}/end-{seat.rank}"):\n                    raise SystemExit(7 * seat.rank)'
-    old = 'os.path.exists(folder + "/end"):\n                    raise SystemExit(0)'
-    assert RANK.count(old) == 1
-    ranks = start("a", per_node=2, program=RANK.replace(old, ends))
-    first, _ = Said(tmp_path).seats(1)
-    (tmp_path / "end-0").touch()
-    all_gone(first)
-    (tmp_path / "end-1").touch()
-    assert code_of(ranks) == 7
-    said = "mlflash run: rank 1 (its process ended with code 7) was lost after other ranks had finished"
-    assert said in capfd.readouterr().err
 
 
 def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -312,19 +218,6 @@ def test_a_thousand_silent_connections_keep_no_rank_from_being_replaced(start: S
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_words_of_a_wrong_kind_harm_nobody(start: Start, tmp_path: Path) -> None:
-    ranks = start("a,b", "c")
-    until(lambda: len(Said(tmp_path).begun()) == 3, "the spare")
-    right = {"token": ranks._service.token, "name": "a#0"}
-    speak(ranks, pack(right) + pack({"trains": float("inf"), "step": 0, "times": {}}))
-    speak(ranks, pack(right) + pack({"trains": 1, "step": 0, "times": 5}))
-    speak(ranks, pack({**right, "name": ["a#0"]}) + pack({"ready": True}))
-    first, second = Said(tmp_path).seats(1)
-    kill(second)
-    assert Said(tmp_path).seats(2)[0] == first
-    end_well(ranks, tmp_path)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_agents_kill_their_ranks_when_nothing_is_heard_of_who_decides(tmp_path: Path, shell: str, how: int) -> None:
     words = SUPERVISOR.format(shell=shell, program=RANK, folder=str(tmp_path))
@@ -338,17 +231,6 @@ def test_agents_kill_their_ranks_when_nothing_is_heard_of_who_decides(tmp_path: 
     all_gone(*seen)
 
 
-def test_processes_that_wait_are_ended_with_all_others_though_they_would_not_end(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    soon = "import os, mlflash.launcher.host_agent as it; it._END_S = 0.2; os._exit(it.HostAgent(it._Sweeper()).run())"
-    monkeypatch.setattr(OnKeptHosts, "_command", lambda self, host: [sys.executable, "-c", soon])
-    ranks = start("a", spares=1, program=f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RANK}")
-    until(lambda: len(Said(tmp_path).begun()) == 2, "the spare")
-    end_well(ranks, tmp_path)
-    assert "have not ended" not in capfd.readouterr().err
-
-
 def test_what_cannot_be_started_is_said_and_fails(
     start: Start, tmp_path: Path, shell: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,31 +240,6 @@ def test_what_cannot_be_started_is_said_and_fails(
     ranks.end(0)
     with pytest.raises(LaunchFailed, match="shell cannot be started: No such file"):
         OnKeptHosts(["a"], "/no/shell", 0, Deadlines(), RunLog(None)).train(NodeAssignment(("a",), 1), ["true"], {})
-
-
-def test_it_is_reached_by_an_address_of_any_kind(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mlflash.launcher.kept_ranks.own_address", lambda one_host, environment: "::1")
-    end_well(start("a"), tmp_path)
-
-
-@pytest.mark.slow
-def test_twenty_kills_in_a_row_leave_nothing(start: Start, tmp_path: Path) -> None:
-    ranks = start("a", spares=1, per_node=2)
-    said = Said(tmp_path)
-    seats = said.seats(1)
-    agent = parent(seats[0])
-    until(lambda: len(said.begun()) == 3, "the spare")
-    until(lambda: sizes(agent)["processes"] == 4, "the agent's sweeper, ranks and spare")
-    counts, here = sizes(agent), mine()
-    for number in range(1, 21):
-        kill(seats[number % 2])
-        seats = said.seats(number + 1)
-    until(lambda: len(said.begun()) == 23, "the last one that was started")
-    until(lambda: sizes(agent) == counts, lambda: f"{sizes(agent)} of the agent to be {counts}")
-    assert len(mine()) < len(here) + 5  # some come and go: threads wait by descriptors of their own
-    assert not [pid for pid, _ in said.lines() if Path(f"/proc/{pid}").exists() and pid not in started_by({agent})]
-    end_well(ranks, tmp_path)
-    assert len(recovered(tmp_path)) == 20
 
 
 def test_a_pytorch_that_cannot_forget_a_step_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import resource
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,9 @@ from hypothesis import strategies as st
 from waiting import PATIENCE_S, is_in, until
 
 from mlflash.errors import DeadlineExceeded
-from mlflash.in_place.decider_link import RoundOver
-from mlflash.wireup.frames import BadFrame, Frames, pack
+from mlflash.wireup.frames import pack
 from mlflash.wireup.key_value_store import KeyValueStore
-from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused, connect
+from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused
 from mlflash.wireup.store_limits import Limits
 
 
@@ -114,25 +112,6 @@ def test_a_get_waits_for_the_key_and_no_longer_than_it_was_told(served: Served) 
     waiter.join(PATIENCE_S)
     assert got == ["now"]
     until(lambda: not served.store._waiting, "nothing waits any more")
-
-
-def test_clients_of_a_barrier_wait_for_all_of_them(served: Served) -> None:
-    passed: list[int] = []
-
-    def come(number: int) -> None:
-        served.client().barrier("b", 3, PATIENCE_S)
-        passed.append(number)
-
-    threads = [threading.Thread(target=come, args=(number,)) for number in range(3)]
-    for thread in threads[:2]:
-        thread.start()
-    client = served.client()
-    until(lambda: client.look("b/arrived", PATIENCE_S) == "2", "two have come")
-    assert not passed
-    threads[2].start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert sorted(passed) == [0, 1, 2]
 
 
 def test_who_waits_when_the_store_ends_is_told(served: Served) -> None:
@@ -291,32 +270,6 @@ def test_it_holds_no_more_than_it_may() -> None:
         served.close()
 
 
-def test_what_is_below_a_prefix_comes_in_pages_that_follow_what_changes() -> None:
-    served = Served(page_nbytes=150)
-    try:
-        client = served.client()
-        expected = {f"{number:02}": "x" * 99 for number in range(9)} | {"": "1"}
-        for key, value in reversed(expected.items()):
-            client.put(f"a/{key}", value, PATIENCE_S)
-        client.put("b", "", PATIENCE_S)
-        for _ in range(2):  # made, and found
-            page, last = client._ask(PATIENCE_S, "below", "a/", None)
-            assert (list(page), last) == (["", "00", "01"], "01")
-            page, last = client._ask(PATIENCE_S, "below", "a/", "07")
-            assert (list(page), last) == (["08"], None)
-            assert client.below("a/", PATIENCE_S) == expected
-        client.put("a/08", "y", PATIENCE_S)
-        client.put("a/005", "z", PATIENCE_S)
-        assert client.below("a/", PATIENCE_S) == expected | {"08": "y", "005": "z"}
-        client.delete("a/0", PATIENCE_S)
-        assert client.below("a/", PATIENCE_S) == {"": "1"}
-        for number in range(20):  # more prefixes than are kept
-            assert client.below(f"c{number}", PATIENCE_S) == {}
-        assert len(served.store._pages) <= 8
-    finally:
-        served.close()
-
-
 def test_strangers_that_stay_silent_keep_nobody_out_and_are_closed() -> None:
     served = Served(strangers=3)
     try:
@@ -337,28 +290,6 @@ def test_strangers_that_stay_silent_keep_nobody_out_and_are_closed() -> None:
         client.ping(PATIENCE_S)
         assert is_closed(served.stranger(b"\x00\x00"))
         client.ping(PATIENCE_S)
-    finally:
-        served.close()
-
-
-def test_a_client_that_takes_no_answers_is_closed_and_holds_up_nobody() -> None:
-    served = Served(unsent_nbytes=1 << 20)
-    try:
-        client = served.client()
-        client.put("long", "x" * 60_000, PATIENCE_S)
-        slow = served.known()
-        slow.settimeout(PATIENCE_S)
-        until(lambda: served.store.connections == 2, "both are there")
-        sent = 0
-        while served.store.connections == 2:
-            try:
-                slow.sendall(pack([sent, "look", "long"]))
-            except ConnectionError:
-                break
-            sent += 1
-            client.ping(PATIENCE_S)
-        slow.close()
-        assert sent < 1000 and client.get("long", PATIENCE_S) == "x" * 60_000
     finally:
         served.close()
 
@@ -385,66 +316,3 @@ def test_it_sleeps_where_no_descriptor_is_left_and_accepts_again() -> None:
     second.close()
     store.close()
     store.close()
-
-
-def test_nobody_waits_for_a_host_that_has_vanished_when_the_ranks_have_changed() -> None:
-    checks = 0
-
-    def check() -> None:
-        nonlocal checks
-        checks += 1
-        if checks == 2:
-            raise RoundOver("a rank was lost")
-
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RoundOver):
-        connect(silent.getsockname(), "0" * 32, time.monotonic() + PATIENCE_S, check)
-    assert checks == 2
-
-
-def test_it_fits_into_another_event_loop() -> None:
-    store = KeyValueStore()
-    client = StoreClient(store.address, store.token)
-    answered: list[Any] = []
-    client.send(lambda result, error: answered.append((result, error)), "add", "n", 4)
-    poll = select.poll()
-
-    def turn() -> bool:
-        poll.register(store, select.POLLIN)
-        poll.register(client, client.events)
-        for fd, _ in poll.poll(1000 * PATIENCE_S):
-            if fd == store.fileno():
-                store.step()
-            else:
-                client.step()
-        return bool(answered)
-
-    until(turn, "an answer")
-    assert answered == [(4, None)]
-    store.close()
-    client.step()
-    assert client.lost is not None and client.events == 0
-    client.send(lambda result, error: answered.append((result, error)), "ping")
-    assert isinstance(answered[1][1], StoreLost)
-    client.close()
-
-
-@given(st.lists(st.text(max_size=20), max_size=5), st.integers(1, 7))
-def test_messages_come_out_as_they_went_in_however_the_bytes_arrive(messages: list[str], step: int) -> None:
-    frames, found = Frames(1000), []
-    sent = b"".join(map(pack, messages))
-    for start in range(0, len(sent), step):
-        frames.add(sent[start : start + step])
-        found += list(frames.messages())
-    assert found == messages
-
-
-def test_a_message_that_is_too_long_or_too_deep_is_refused() -> None:
-    for bad in ((1001).to_bytes(4, "big"), b"\x00\x00\x03\xe8" + b"[" * 1000, b"\x00\x00\x00\x00"):
-        frames = Frames(1000)
-        frames.add(bad)
-        with pytest.raises(BadFrame):
-            list(frames.messages())
-    deep = Frames(1 << 20)
-    deep.add((1 << 20).to_bytes(4, "big") + b"[" * (1 << 20))
-    with pytest.raises(BadFrame, match="no JSON"):
-        list(deep.messages())

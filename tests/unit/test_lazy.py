@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import is_in, take, until
+from waiting import is_in, until
 
 from mlflash import Checkpointer
 from mlflash.errors import DeadlineExceeded, StateError
@@ -51,48 +51,12 @@ def test_what_the_optimizer_holds_may_wait_and_nothing_else() -> None:
     assert found == {"model.0.weight", "model.2.weight", "tied", "part"} | moments
 
 
-def test_several_optimizers_and_new_tensors_are_seen() -> None:
-    model, optimizer = model_and_optimizer()
-    other, second = model_and_optimizer()
-    state = {"model": model, "other": other}
-    flattener, leaves = Flattener(), LazyLeaves()
-    assert len(names(flattener, leaves, state, optimizer)) == 2
-    assert len(names(flattener, leaves, state, [optimizer, second])) == 4
-    with torch.no_grad():
-        model[0].weight.data = torch.zeros(256, 128)  # still the optimizer's parameter
-    assert len(names(flattener, leaves, state, [optimizer, second])) == 4
-    model[0].weight = torch.nn.Parameter(torch.zeros(256, 128))  # not any more
-    found = names(flattener, leaves, state, [optimizer, second])
-    assert len(found) == 3 and "model.0.weight" not in found
-
-
 def test_steps_of_cuda_graphs_and_of_others_are_not_waited_for() -> None:
     model, optimizer = model_and_optimizer()
     optimizer.param_groups[0]["capturable"] = True
     assert names(Flattener(), LazyLeaves(), {"model": model}, optimizer) == set()
     with pytest.raises(StateError, match="torch optimizers"):
         names(Flattener(), LazyLeaves(), {"model": model}, model)
-
-
-def test_each_piece_is_copied_once_however_many_help() -> None:
-    counts = [0] * 500
-
-    def work(number: int) -> Any:
-        def copy() -> None:
-            counts[number] += 1
-            take(1e-5)
-
-        return copy
-
-    later = DeferredCopies([work(number) for number in range(500)], [], [], DEADLINE)
-    threads = [threading.Thread(target=later.help) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    later.finish()
-    assert counts == [1] * 500 and later.error is None
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert counts == [1] * 500 and later.error is None
 
 
 def test_when_it_is_cancelled_nothing_is_written_any_more() -> None:
@@ -128,24 +92,6 @@ def test_a_tensor_that_was_written_to_before_all_was_copied_is_named() -> None:
         model[0].weight.add_(1)
     later.finish()
     assert later.error is not None and later.error.tensor == "weight"
-
-
-def test_a_tensor_whose_change_is_told_late_is_found_when_it_is_looked_at_again() -> None:
-    model, _ = model_and_optimizer()
-    later = DeferredCopies([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
-    later.finish()
-    assert later.error is None
-    with torch.no_grad():
-        model[0].weight.add_(1)  # may have begun while it was copied
-    later.look()
-    assert later.error is not None
-    later = DeferredCopies([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
-    later.finish()
-    later.hold_back()
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    later.look()
-    assert later.error is None  # it was told that it may be
 
 
 def test_a_copy_that_takes_too_long_fails_the_save_and_a_step_goes_on() -> None:
@@ -184,39 +130,6 @@ def test_copies_of_a_device_come_before_what_it_is_given_later() -> None:
     later.finish()
     assert later.error is None
     assert all(map(torch.equal, targets, kept))
-
-
-def test_what_fails_is_told_and_ends_the_wait() -> None:
-    def fail() -> None:
-        raise RuntimeError("no")
-
-    later = DeferredCopies([fail, lambda: None], [], [], DEADLINE)
-    later.finish()
-    assert "no" in str(later.error)
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
-def test_any_optimizer_waits_before_it_steps(options: dict[str, Any]) -> None:
-    model, optimizer = model_and_optimizer(**options)
-    _, other = model_and_optimizer()
-    steps = Steps()
-    for one in (optimizer, other):
-        before = model[0].weight.detach().clone()
-        seen: list[Any] = []
-        copy = functools.partial(_append_clone, seen, model[0].weight)
-        later = DeferredCopies([copy], [], [("w", model[0].weight)], DEADLINE)
-        steps.before_next(later)
-        one.step()
-        assert torch.equal(seen[0], before) and later.error is None
-    steps.close()
-    seen = []
-    steps._laters.append(DeferredCopies([lambda: seen.append(1)], [], [], DEADLINE))
-    optimizer.step()
-    assert not seen
-
-
-def _append_clone(seen: list[Any], tensor: torch.Tensor) -> None:
-    seen.append(tensor.detach().clone())
 
 
 class Plain(torch.optim.Optimizer):

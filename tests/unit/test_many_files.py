@@ -10,19 +10,10 @@ from waiting import PATIENCE_S
 from mlflash.storage.many_files import THREADS, each
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 16, 1000])
-def test_results_come_in_the_order_of_the_items(count: int) -> None:
-    assert each(lambda item: item * 2, range(count)) == [2 * item for item in range(count)]
-
-
 def test_as_many_go_on_at_a_time_as_there_are_threads() -> None:
     together = threading.Barrier(THREADS)
     names = set(each(lambda _: (together.wait(PATIENCE_S), threading.current_thread().name)[1], range(THREADS * 8)))
     assert names == {"mlflash-files", threading.current_thread().name}
-
-
-def test_a_few_are_done_where_they_are_asked_for() -> None:
-    assert set(each(lambda _: threading.get_ident(), range(15))) == {threading.get_ident()}
 
 
 def test_the_first_error_is_raised_and_nothing_is_begun_after_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.membership_job import KILLED, Job
+from unit.membership_job import Job
 
 
 def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
@@ -11,19 +11,6 @@ def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
     job.end(lost)
     job.leave(*others)
     job.train(*others, spare, step=step)
-
-
-def test_each_process_gets_its_rank_when_it_is_ready_and_those_that_wait_get_none() -> None:
-    job = Job("a a b", "b", begins=False)
-    job.ready("b0")
-    seat = {"round": 1, "rank": 2, "size": 3, "lost_s": 5.0, "ready_s": 120.0}
-    assert job.told == [("b0", {"seat": seat})] and job.it.size == 3 and job.it.round == 1
-    job.hears()
-    job.ready("a1", "b1", "a0")
-    assert job.seats() == {"a1": "1: 1", "a0": "1: 0"}
-    job.train("a0", "a1", "b0")
-    job.later(1e9)  # a training has no deadline
-    assert not job.told and not job.killed and not job.notes and not job.it.over and job.it.code is None
 
 
 def test_when_a_rank_is_lost_all_others_leave_and_the_next_round_begins_with_a_spare_in_its_place() -> None:
@@ -46,46 +33,6 @@ def test_when_a_rank_is_lost_all_others_leave_and_the_next_round_begins_with_a_s
     assert job.notes == [("recovered", fields)]
     job.later(1e9)
     assert not job.told and not job.killed and not job.it.over
-
-
-def test_what_only_some_ranks_took_time_for_is_written_down_too() -> None:
-    job = Job("a b", "c")
-    job.end("b0")
-    job.leave("a0")
-    job.it.trains("a0", 2, 20, {"leave": 1.5, "restore": 0.5}, job.now)
-    job.it.trains("c0", 2, 20, {"restore": 1.0}, job.now)
-    assert job.notes[0][1]["times"] == {"leave": 1.5, "restore": 1.0}
-    job.end("c0")
-    job.ready("b0.1")
-    job.leave("a0")
-    job.it.trains("a0", 3, 30, {"restore": 0.5}, job.now)
-    job.it.trains("b0.1", 3, 30, {}, job.now)
-    assert job.notes[1][1]["times"] == {"restore": 0.5}  # of this round alone
-
-
-def test_a_rank_that_is_lost_twice_is_named_once_and_in_order() -> None:
-    job = Job("a b c", "d e f")
-    job.end("c0")
-    job.leave("a0", "b0")
-    job.end("d0")
-    job.end("b0")
-    job.leave("a0")
-    job.train("a0", "e0", "f0")
-    assert job.notes[0][1]["lost"] == [1, 2]
-
-
-def test_what_is_said_of_an_older_round_counts_for_nothing() -> None:
-    job = Job("a b", "c")
-    job.end("b0")
-    job.it.trains("a0", 1, 11, {}, job.now)  # said before it heard of the loss
-    job.it.left("a0", 0, job.now)
-    assert job.it.round == 1 and job.hears() == {"a0": ["lost 1"]}
-    job.leave("a0")
-    job.it.trains("a0", 1, 11, {}, job.now)
-    job.train("c0")
-    assert not job.notes
-    job.train("a0")
-    assert len(job.notes) == 1
 
 
 def test_a_spare_on_the_host_of_the_lost_rank_comes_first() -> None:
@@ -121,54 +68,6 @@ def test_all_hear_what_rank_0_says_of_this_round_and_nobody_hears_others() -> No
     assert job.seats() == dict.fromkeys(("b0", "c0", "d0"), "now")
 
 
-def test_a_second_rank_lost_while_others_leave_is_replaced_in_the_same_round() -> None:
-    job = Job("a b c", "d e")
-    job.end("b0")
-    job.leave("a0")
-    assert job.hears() == {"a0": ["lost 1"], "c0": ["lost 1"]}
-    job.end("c0")  # the last one that all waited for
-    assert job.it.round == 2 and job.seats() == {"a0": "2: 0", "d0": "2: 1", "e0": "2: 2"}
-    job.train("a0", "d0", "e0")
-    assert job.notes[0][1]["lost"] == [1, 2]
-
-
-def test_ranks_lost_while_all_wait_for_a_spare_are_replaced_together() -> None:
-    job = Job("a b c")
-    job.end("b0")
-    job.leave("a0", "c0")
-    job.hears()
-    assert job.started == ["b0.1"] and job.it.round == 1
-    job.end("c0")
-    job.ready("b0.1")
-    assert job.it.round == 1 and not job.told
-    job.ready("c0.2")
-    assert job.it.round == 2 and job.seats() == {"a0": "2: 0", "b0.1": "2: 1", "c0.2": "2: 2"}
-
-
-@pytest.mark.parametrize("who", ["the spare", "rank 0"])
-def test_a_loss_while_ranks_are_given_begins_one_more_round(who: str) -> None:
-    job = Job("a b c", "d e")
-    job.end("b0")
-    job.leave("a0", "c0")
-    assert job.hears()["d0"] == ["2: 1"]
-    if who == "the spare":
-        job.train("a0")
-        job.end("d0")
-        assert job.hears() == {"a0": ["lost 2"], "c0": ["lost 2"]}
-        job.leave("c0", "a0")
-        assert job.seats() == {"a0": "3: 0", "e0": "3: 1", "c0": "3: 2"}
-        job.train("e0", "c0")
-        assert not job.notes  # what a0 has begun was round 2
-        job.train("a0")
-    else:
-        job.end("a0")
-        assert job.hears() == {"d0": ["lost 2"], "c0": ["lost 2"]}
-        job.leave("d0", "c0")
-        assert job.seats() == {"e0": "3: 0", "d0": "3: 1", "c0": "3: 2"}
-        job.train("e0", "d0", "c0")
-    assert job.notes[0][1]["round"] == 3 and not job.it.over
-
-
 def test_one_that_does_not_leave_in_time_is_killed_and_replaced() -> None:
     job = Job("a b c", "d e")
     job.end("b0")
@@ -184,21 +83,6 @@ def test_one_that_does_not_leave_in_time_is_killed_and_replaced() -> None:
     assert job.killed == ["c0", "c0"]  # its agent may not have heard it
     job.end("c0")
     assert job.it.round == 2 and job.seats()["e0"] == "2: 2"
-
-
-def test_one_that_does_not_begin_the_next_round_in_time_is_killed_and_replaced() -> None:
-    job = Job("a b", "c d")
-    job.end("b0")
-    job.leave("a0")
-    job.train("c0")
-    assert job.it.until == job.now + 120
-    job.later(120)
-    assert job.killed == ["a0"] and job.notes == [("late", {"round": 2, "rank": 0, "phase": "seating"})]
-    job.end("a0")
-    job.leave("c0")
-    assert job.it.round == 3
-    job.train("c0", "d0")
-    assert job.notes[-1][0] == "recovered" and job.it.until == float("inf")
 
 
 def test_who_waits_in_a_round_for_one_that_does_not_come_is_not_killed_with_it() -> None:
@@ -251,21 +135,6 @@ def test_a_loss_before_all_have_begun_is_the_end(code: int) -> None:
     assert job.it.over == "rank 1 (it fell) was lost before all ranks had begun" and job.it.code == (code or 1)
 
 
-def test_a_loss_after_one_has_come_to_its_end_is_the_end() -> None:
-    job = Job("a b c", "d")
-    job.end("a0", code=0)
-    assert not job.it.over and not job.told
-    job.end("b0", code=4, why="it fell")
-    assert job.it.over == "rank 1 (it fell) was lost after other ranks had finished" and job.it.code == 4
-
-
-def test_a_rank_that_comes_to_its_end_when_another_is_lost_already_is_the_end() -> None:
-    job = Job("a b c", "d")
-    job.end("b0", code=4)
-    job.end("a0", code=0)
-    assert job.it.over and job.it.code == 4
-
-
 @pytest.mark.parametrize("how", ["one by one", "their host"])
 def test_it_is_over_when_all_ranks_are_lost(how: str) -> None:
     job = Job("a a", "c")
@@ -276,42 +145,6 @@ def test_it_is_over_when_all_ranks_are_lost(how: str) -> None:
         job.end("a1", code=8)
     assert job.it.over == "all ranks were lost, the last one ranks 0, 1 (a burns)"
     assert job.it.code == (9 if how == "one by one" else 255)
-
-
-def test_who_has_come_to_the_end_of_training_cannot_go_back_with_the_others() -> None:
-    job = Job("a b", "c")
-    job.it.done("a0", 0)
-    assert not job.it._members["a0"].is_done, "it was of another round"
-    job.it.done("a0", 1)
-    job.end("b0")
-    assert job.it.over == "rank 1 (it was killed) was lost after other ranks had finished"
-
-
-def test_no_process_is_started_when_it_is_over() -> None:
-    job = Job("a b", "c", begins=False)
-    job.end("a0")
-    assert job.it.over and not job.started
-
-
-def test_two_rounds_that_began_at_the_same_step_are_enough() -> None:
-    job = Job("a b", "c d e f g h")  # begins at step 10
-    recover(job, "b0", "a0", spare="c0", step=20)
-    recover(job, "c0", "a0", spare="d0", step=30)
-    recover(job, "d0", "a0", spare="e0", step=30)
-    assert not job.it.over and job.it.round == 4
-    recover(job, "e0", "a0", spare="f0", step=40)
-    assert not job.it.over, "the one before had come further"
-    recover(job, "f0", "a0", spare="g0", step=40)
-    recover(job, "g0", "a0", spare="h0", step=40)
-    assert job.it.over == "rank 1 (it was killed) was lost, and 2 rounds had already begun at step 40"
-    assert job.it.code == KILLED
-
-
-def test_the_first_round_counts_where_rounds_begin_at_the_same_step() -> None:
-    job = Job("a b", "c d")
-    recover(job, "b0", "a0", spare="c0", step=10)
-    recover(job, "c0", "a0", spare="d0", step=10)
-    assert job.it.over == "rank 1 (it was killed) was lost, and 2 rounds had already begun at step 10"
 
 
 def test_rounds_that_fail_before_all_have_begun_are_not_tried_for_ever() -> None:
@@ -327,17 +160,6 @@ def test_rounds_that_fail_before_all_have_begun_are_not_tried_for_ever() -> None
     assert job.it.code == 137 and job.it.round == 5
 
 
-def test_a_round_that_all_begin_forgives_those_that_failed() -> None:
-    job = Job("a b", "c d e f g h i j")
-    for number, (first, second, third) in enumerate(("bcd", "def", "fgh", "hij")):
-        job.end(f"{first}0")
-        job.leave("a0")
-        job.end(f"{second}0")
-        job.leave("a0")
-        job.train("a0", f"{third}0", step=20 + number)
-        assert not job.it.over and len(job.notes) == number + 1
-
-
 def test_processes_that_end_before_they_are_ready_are_not_started_for_ever() -> None:
     job = Job("a b")
     job.end("b0")
@@ -348,52 +170,6 @@ def test_processes_that_end_before_they_are_ready_are_not_started_for_ever() -> 
     assert len(job.started) == 3 and not job.it.over
     job.later(120)
     assert job.it.over.startswith("no process was ready in time")
-
-
-def test_one_that_is_ready_forgives_those_that_were_not() -> None:
-    job = Job("a b")
-    job.end("b0")
-    job.end("b0.1", "b0.2")
-    job.ready("b0.3")
-    job.end("b0.3", "b0.4", "b0.5")
-    assert len(job.started) == 6
-
-
-def test_a_fresh_process_is_started_in_the_place_of_one_that_failed_and_of_no_other() -> None:
-    job = Job("a b c", "c d")
-    job.end("c1", code=0)  # a spare may go
-    assert not job.started
-    job.lose("d")
-    assert not job.started and not job.told  # nobody needs to know
-    job.end("b0")
-    assert job.started == ["b0.1"]
-    job.lose("c")
-    job.leave("a0")
-    assert job.started == ["b0.1"]
-    job.lose("b")  # with the one that was started there
-    assert not job.it.over
-    job.ready("b0.1")
-    assert job.it.round == 1
-
-
-def test_processes_of_a_lost_host_do_not_count_as_such_that_failed() -> None:
-    job = Job("a b", "c c c c", begins=False)
-    job.ready("a0", "b0")
-    job.train("a0", "b0")
-    job.lose("c")
-    job.end("b0")
-    assert job.started == ["b0.1"]
-
-
-def test_a_host_is_lost_as_a_whole_none_of_its_processes_gets_a_rank_meanwhile() -> None:
-    job = Job("a b c", "b d")
-    job.end("a0")
-    job.leave("c0")
-    job.hears()
-    job.lose("b")  # the rank that all waited for, and a spare
-    assert job.it.round == 1 and not job.told
-    job.ready("a0.1")
-    assert job.seats() == {"a0.1": "2: 0", "d0": "2: 1", "c0": "2: 2"}
 
 
 def test_all_that_end_well_end_it_well() -> None:
@@ -429,51 +205,6 @@ def test_on_a_host_that_is_back_processes_wait_again() -> None:
     job.hears()
     job.leave("a0", "c0")
     assert job.seats() == {"a0": "3: 0", "c0": "3: 1", "b1.2": "3: 2"}
-
-
-def test_a_host_that_is_back_ends_the_wait_for_one() -> None:
-    job = Job("a b")
-    job.lose("b")
-    job.leave("a0")
-    job.hears()
-    job.it.host_back("b")
-    assert job.started == ["b0.1"] and not job.told
-    job.ready("b0.1")
-    assert job.seats() == {"a0": "2: 0", "b0.1": "2: 1"}
-
-
-def test_each_lost_rank_that_can_stay_on_its_host_does() -> None:
-    """Also where an earlier one has nobody there who waits."""
-    job = Job("a b c", "c d")
-    job.end("a0")
-    job.end("c0")
-    job.hears()
-    job.leave("b0")
-    assert job.seats() == {"d0": "2: 0", "b0": "2: 1", "c1": "2: 2"}
-
-
-def test_another_process_is_started_when_all_train_again_or_when_it_is_needed() -> None:
-    job = Job("a b c", "d")
-    job.end("b0")
-    job.leave("a0", "c0")
-    assert not job.started  # its imports would take the cores of those that recover
-    job.end("c0")  # a second loss, and nobody is left who waits
-    assert job.started == ["b0.1", "c0.2"]
-    job.leave("a0", "d0")
-    job.ready("c0.2", "b0.1")
-    job.train("a0", "d0", "c0.2", step=20)
-    job.end("b0.1")
-    assert job.started[2:] == ["b0.3"]
-
-
-def test_nothing_is_started_on_a_host_that_was_lost_meanwhile() -> None:
-    job = Job("a b b", "c c")
-    job.end("b0")
-    job.leave("a0", "b1")
-    job.lose("b")
-    job.leave("a0", "c0")
-    job.train("a0", "c0", "c1", step=20)
-    assert not job.started
 
 
 def test_who_begins_its_program_anew_is_told_once_more_what_it_was_told() -> None:

@@ -69,14 +69,6 @@ def test_the_endpoint_says_what_the_report_says_and_is_on_loopback_only(shm: Pat
         urllib.request.urlopen(url, timeout=60)
 
 
-def test_the_file_is_whole_at_any_time_and_there_at_the_end(shm: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mlflash.prom"
-    with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=str(file)) as ckpt:
-        saved(ckpt, range(5, 8))
-    assert samples(file.read_text())["mlflash_committed_step"] == 7
-    assert list(tmp_path.iterdir()) == [file]
-
-
 def test_what_another_version_left_there_is_a_warning_and_so_is_memory_that_cannot_be_read(
     shm: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -19,7 +17,7 @@ from mlflash.cli import main
 from mlflash.memory.file_assignment import AssignedFiles
 from mlflash.memory.memory_limits import available
 from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of, too_small
-from mlflash.memory.shared_memory_segment import attach, create, grow, lend, prefault_in_background
+from mlflash.memory.shared_memory_segment import attach, create, grow, lend
 from mlflash.memory.slot_pool import SlotPool
 from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
 
@@ -238,19 +236,6 @@ def test_a_second_checkpointer_of_one_process_is_refused(shm: Path) -> None:
     second.close()
 
 
-def test_a_segment_outlives_its_mapping(node_memory: NodeDirectory) -> None:
-    segment = create(node_memory, 10_000)
-    assert segment.nbytes == 12_288
-    prefault_in_background([segment])
-    assert segment.ready.wait(60)
-    segment.view[:] = np.arange(12_288, dtype=np.uint64).view(np.uint8)[:12_288]
-    expected = segment.view.copy()
-    segment.close()
-    segment.close()
-    again = attach(node_memory, segment.name)
-    assert np.array_equal(again.view, expected)
-
-
 def test_a_file_that_grows_keeps_its_pages_and_its_name(node_memory: NodeDirectory) -> None:
     segment = create(node_memory, 10_000)
     segment.view[:] = 7
@@ -286,21 +271,6 @@ def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(nod
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_two_segments_never_share_a_name(node_memory: NodeDirectory) -> None:
-    assert [create(node_memory, 4096).name for _ in range(3)] == ["slot-0000", "slot-0001", "slot-0002"]
-    node_memory.remove("slot-0001")
-    assert create(node_memory, 4096).name == "slot-0001"
-
-
-def test_prefaulting_does_not_change_what_a_segment_holds(node_memory: NodeDirectory) -> None:
-    segment = create(node_memory, 1 << 20)
-    segment.view[:] = 7
-    segment.close()
-    again = attach(node_memory, segment.name)
-    again.prefault()
-    assert int(again.view.min()) == int(again.view.max()) == 7
 
 
 @pytest.mark.skipif(UID != 0, reason="needs root: mounts a tmpfs of few MiB")
@@ -356,26 +326,6 @@ def test_cgroup_limits_are_read_in_both_versions(tmp_path: Path) -> None:
     })  # fmt: skip
     found = available(str(tmp_path), v1)
     assert [v for k, v in found.items() if k.startswith("memory limit")] == [7000]
-
-
-def test_the_real_limits_can_be_read() -> None:
-    found: dict[str, Any] = available("/dev/shm")
-    assert found["free space of /dev/shm"] > 0
-    assert found["MemAvailable of the node"] > 0
-
-
-def test_a_rank_with_a_long_story_is_still_heard(shm: Path) -> None:
-    memory = NodeDirectory(str(shm), "j", None)
-    heartbeat = TrainerHeartbeat(memory, RankFacts(3, 8, 1, "n1", ""))
-    source = "s3://" + "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 2000 + "/step-00000007"
-    heartbeat.beat("restored", restored=7, source=source, stall_s=0.123456789)
-    (said,) = all_heartbeats(str(shm), "j").heartbeats
-    assert (said["rank"], said["node"], said["restored"], said["alive"]) == (3, "n1", 7, True)
-    assert said["source"].endswith("/step-00000007") and source.endswith(said["source"])
-    assert said["stall_s"] == 0.123457
-    heartbeat.end("ended")
-    memory.close()
-    assert live_jobs(str(shm)) == ["j"], "the process is alive still"
 
 
 def test_what_leaves_no_room_is_named_and_other_errors_are_none_of_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -19,14 +18,6 @@ from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
 
-ADAPTERS = Path(__file__).parents[2] / "adapters"
-ENTRIES = """dcp/writer.py:MemoryWriter dcp/reader.py:MemoryReader deepspeed/flash.py:attach
-fsdp/checkpoints.py:Checkpoints lightning/flash.py:Flash lightning/checkpoint_io.py:MemoryIO megatron/easy.py:initialize
-megatron/install.py:install megatron/install.py:checkpointing_context megatron/local.py:LocalCheckpoints
-megatron/shards.py:SaveShards megatron/shards.py:LoadShards megatron_bridge.py:use
-nemo/callback.py:MLFlashCheckpointCallback replay/replay.py:Replay
-nemo/wrap.py:wrap_trainer_and_auto_resume_with_mlflash transformers/flash.py:MLFlashCallback
-transformers/flash.py:TrainerWrapper"""
 # A launcher has started it, in a world that is not there: any call of MPI would fail.
 PROGRAM = """
 import logging, os, sys, threading, numpy as np, mlflash
@@ -128,14 +119,6 @@ def test_the_doctor_says_it_and_a_run_is_not_taken_for_one_that_hangs(shm: Path)
     found = run(shm, *RUN, *options, "--", sys.executable, "-c", program)
     assert found.returncode == 0 and "on: False" in found.stdout, found.stdout + found.stderr
     assert "MLFLASH_DISABLE is set" in found.stderr
-
-
-@pytest.mark.parametrize("entry", ENTRIES.split())
-def test_every_entry_of_an_adapter_takes_enabled(entry: str) -> None:
-    file, name = entry.split(":")
-    (node,) = (node for node in ast.parse((ADAPTERS / file).read_text()).body if getattr(node, "name", "") == name)
-    functions = [part.args for part in ast.walk(node) if isinstance(part, ast.FunctionDef)]
-    assert any("enabled: bool" in ast.unparse(arguments) for arguments in functions)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's, of one process

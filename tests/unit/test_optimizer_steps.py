@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mlflash.saving.deferred_copies import DeferredCopies
-from mlflash.saving.lazy_saves import LazySaves
 from mlflash.saving.optimizer_steps import HOOK, Steps
 
 DEADLINE = 60.0
@@ -147,34 +145,3 @@ def test_a_step_that_is_captured_ends_lazy_saves_and_asks_no_device(
     assert not copy.seen and HOOK.is_passed_by and "captured in a CUDA graph" in caplog.text
     copy.later.finish()
     assert "it was changed before it was copied" in str(copy.later.error)
-
-
-def test_an_adapter_goes_by_torch_optimizers_only_and_why_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    caplog.set_level(logging.INFO, "mlflash")
-    lazy = LazySaves(is_on=True, speaks=True)
-    assert lazy.until([]) is None and lazy.until([optimizer]) is None and not caplog.messages
-    assert lazy.until([optimizer]) is None and caplog.messages[-1].endswith("mlflash has not heard SGD step")
-    caplog.clear()
-    optimizer.step()
-    for given in ([optimizer], [optimizer, torch.optim.SGD([parameter])]):
-        until = lazy.until(given)
-        assert until is not None and until.optimizers == (optimizer,) and not caplog.messages
-    for _ in range(2):
-        assert lazy.until([optimizer, object()]) is None
-        assert lazy.until("weights are gathered in forward") is None
-    other, gathered = caplog.messages
-    assert other.endswith("object is not a torch optimizer, so mlflash does not hear its steps")
-    assert gathered.endswith("and not while training continues: weights are gathered in forward")
-    caplog.clear()
-    copy = Copy(parameter)
-    lazy.begin(copy.later)
-    with torch.no_grad():
-        parameter.mul_(2)
-    copy.later.finish()
-    assert lazy.until([optimizer]) is None and lazy.until([optimizer]) is None
-    assert len(caplog.messages) == 1 and "something other than an optimizer's step changed" in caplog.text
-    lazy.steps.close()
-    caplog.clear()
-    assert LazySaves(is_on=True, speaks=False).until("no matter") is None and not caplog.messages

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
+import tempfile
 import threading
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from interruption import interrupted
 from waiting import PATIENCE_S
 
@@ -48,7 +50,6 @@ class Both:
         self.own = OwnSlots(memory, count, self.pool.mapped if is_thread else dict)
         self.pool.trainer = self.own
         self.saves: list[Save] = []
-        self.lent: list[Slot] = []
         self.devices: list[Device] = []
         self.generation = 0
 
@@ -124,7 +125,6 @@ class Both:
     def close(self) -> None:
         for device in self.devices:
             device.is_done = True
-        self.lent.clear()
         assert not self.own.is_device_stuck
         self.own.close()
         self.pool.close()
@@ -152,104 +152,133 @@ def saved(both: Both) -> Save:
     return save
 
 
-def test_a_trainer_hears_of_a_file_that_is_larger_now_and_is_the_same(both: Both) -> None:
-    with_files(both)
-    both.pool.take_back()  # as a start does, for which a file may be too short
-    for _, _, theirs in both.pairs():
-        assert theirs.segment is not None
-        old, theirs.segment = theirs.segment, None
-        unmap(theirs)
-        theirs.segment = shared_memory_segment.grow(both.memory, old, 3 * PAGE_NBYTES)
-        assert theirs.segment.inode == old.inode
-    both.news()
-    both.check()
-    assert {mine.view.nbytes for _, mine, _ in both.pairs()} == {3 * PAGE_NBYTES}
+class Walk(RuleBasedStateMachine):
+    """Anything that trainer and courier may do, in any order."""
+
+    @initialize(is_thread=st.booleans(), count=st.sampled_from([2, 3]))
+    def begin(self, is_thread: bool, count: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self.memory = NodeDirectory(self.folder.name, "j", None)
+        self.both = Both(self.memory, count, is_thread)
+        self.newest: Slot | None = None
+        self.lent: list[tuple[Slot, bytes]] = []
+        self.both.news()
+
+    def saves(self, is_sent: bool) -> list[Save]:
+        return [save for save in self.both.saves if save.is_sent == is_sent]
+
+    @rule(leave=st.booleans(), byte=st.integers(1, 255), hears=st.booleans(),
+          how_far=st.sampled_from(["filled", "sent", "ended", "ended"]))  # fmt: skip
+    def save(self, leave: bool, byte: int, hears: bool, how_far: str) -> None:
+        """Begin a save, and bring it to an end, or leave the rest to other rules."""
+        if hears:
+            self.both.news()
+        save = self.both.take(leave)
+        if save is None:
+            return
+        for slot in save.pair:
+            slot.view[:] = byte
+        if how_far != "filled" and self.saves(is_sent=False) == [save]:
+            self.both.send(save)
+        if how_far == "ended" and self.saves(is_sent=True) == [save]:
+            self.end_save(committed=True)
+
+    @precondition(lambda self: self.saves(is_sent=False))
+    @rule(nth=st.integers(0, 3), is_given_up=st.sampled_from([False, False, False, True]), has_device=st.booleans())
+    def hand_over(self, nth: int, is_given_up: bool, has_device: bool) -> None:
+        """The courier gets what was filled, or the save is given up; a device may still write into it."""
+        filling = self.saves(is_sent=False)
+        if not is_given_up:
+            self.both.send(filling[0])
+            return
+        save = filling[nth % len(filling)]
+        for slot in save.pair if has_device else ():
+            if slot.segment is not None:
+                self.both.devices.append(Device())
+                slot.segment.writers.append(self.both.devices[-1])
+        stuck = [slot.segment for slot in save.pair if slot.segment is not None and has_device]
+        self.both.give_back(save)
+        for slot in save.pair:
+            assert slot.segment not in stuck, "somebody gets what a device still writes"
+        assert not {segment.name for segment in stuck} & {*self.memory.slot_names()}
+
+    @precondition(lambda self: self.saves(is_sent=True))
+    @rule(committed=st.sampled_from([True, True, False]))
+    def end_save(self, committed: bool) -> None:
+        save = self.saves(is_sent=True)[0]
+        self.both.finish(save, committed)
+        self.newest = save.got[0] if committed else self.newest
+        self.both.news()
+
+    @precondition(lambda self: not self.saves(is_sent=False))
+    @rule()
+    def crash(self) -> None:
+        """The courier ends. The next one gets all slots, and takes those for free that hold nothing."""
+        assert self.both.own.wait_until_given(1.0, lambda taker: True)
+        assert {slot.use for slot in (*self.both.own.own, *self.both.own.shares)} == {Use.HOLDS}
+        for save in self.saves(is_sent=True):
+            self.both.finish(save, committed=False)
+        for _, _, theirs in self.both.pairs():
+            if theirs.use is Use.BUSY:
+                theirs.use, theirs.taker = Use.FREE, None
+
+    @rule(some=st.none() | st.sets(st.integers(0, 5), max_size=2))
+    def news(self, some: set[int] | None) -> None:
+        slots = self.both.pool.all()
+        self.both.news(None if some is None else [slots[number % len(slots)] for number in some])
+
+    @rule(some=st.sets(st.integers(0, 3), min_size=1, max_size=2), pages=st.integers(1, 5))
+    def grow(self, some: set[int], pages: int) -> None:
+        slots = self.both.pool.all()
+        self.both.grow([slots[number] for number in sorted(some)], PAGE_NBYTES * pages)
+
+    @precondition(lambda self: self.saves(is_sent=True))
+    @rule(pages=st.integers(1, 5))
+    def grow_what_a_save_waits_for(self, pages: int) -> None:
+        save = self.saves(is_sent=True)[-1]
+        self.both.grow(save.got, PAGE_NBYTES * pages, save.got)
+
+    @rule(ends=st.sampled_from([False, False, True]))
+    def drain(self, ends: bool) -> None:
+        if ends:
+            self.both.pool.drained([slot for slot in self.both.pool.own if slot.drains])
+        for slot in self.both.pool.own if not ends else ():
+            slot.drains = slot.drains or slot.use is Use.HOLDS
+
+    @precondition(lambda self: not self.lent)
+    @rule()
+    def lend(self) -> None:
+        for name, mine, theirs in self.both.pairs():
+            if theirs.use is Use.HOLDS and mine.segment is not None and not name.is_share:
+                slot = self.both.own.lend(self.both.own.holding(name.number))
+                self.lent.append((slot, slot.view.tobytes()))
+
+    @precondition(lambda self: self.lent)
+    @rule(nth=st.integers(0, 9))
+    def give_back_what_was_lent(self, nth: int) -> None:
+        self.lent.pop(nth % len(self.lent))
+
+    @rule()
+    def devices_end(self) -> None:
+        for device in self.both.devices:
+            device.is_done = True
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        self.both.check()
+        assert self.newest is None or self.newest.use is Use.HOLDS, "the newest checkpoint may be written over"
+        for slot, content in self.lent:
+            assert slot.view.tobytes() == content
+
+    def teardown(self) -> None:
+        self.lent.clear()
+        self.both.close()
+        self.memory.close()
+        self.folder.cleanup()
 
 
-def test_slots_that_exchange_their_files_keep_the_mappings_of_these(both: Both) -> None:
-    """They do so after each restore; pages of another mapping would have to be faulted in, and pinned, once more."""
-    with_files(both)
-    before = [slot.view.ctypes.data for slot in both.own.own]
-    both.pool.take_back()
-    first, second = both.pool.own
-    first.segment, second.segment = second.segment, first.segment
-    both.news()
-    both.check()
-    assert [slot.view.ctypes.data for slot in both.own.own] == before[::-1]
-
-
-def step(both: Both, rng: random.Random) -> str:
-    """Do one thing that may happen now."""
-    filling = [save for save in both.saves if not save.is_sent]
-    sent = [save for save in both.saves if save.is_sent]
-    what = rng.choice(["take", "give back", "send", "send", "commit", "commit", "fail", "news", "news some", "grow",
-                       "grow waiting", "drain", "drained", "lend", "return", "device", "devices end"])  # fmt: skip
-    drained = [slot for slot in both.pool.own if slot.drains]
-    match what:
-        case "take":
-            both.take(leave=rng.random() < 0.3)
-        case "give back" if filling:
-            both.give_back(rng.choice(filling))
-        case "send" if filling:
-            both.send(filling[0])
-        case "commit" | "fail" if sent:
-            both.finish(sent[0], what == "commit")
-        case "news":
-            both.news()
-        case "news some":
-            both.news(rng.sample(both.pool.all(), 2))
-        case "grow":
-            both.grow(rng.sample(both.pool.all(), 2), PAGE_NBYTES * rng.randrange(1, 6))
-        case "grow waiting" if sent:
-            both.grow(sent[-1].got, PAGE_NBYTES * rng.randrange(1, 6), sent[-1].got)
-        case "drain":
-            for slot in both.pool.own:
-                slot.drains = slot.drains or slot.use is Use.HOLDS
-        case "drained" if drained:
-            both.pool.drained(drained)
-        case "lend":
-            for name, mine, theirs in both.pairs():
-                if theirs.use is Use.HOLDS and mine.segment is not None and not name.is_share:
-                    both.lent.append(both.own.lend(both.own.holding(name.number)))
-        case "return" if both.lent:
-            both.lent.pop(rng.randrange(len(both.lent)))
-        case "device" if filling:
-            for slot in filling[0].pair:
-                if slot.segment is not None:
-                    both.devices.append(Device())
-                    slot.segment.writers.append(both.devices[-1])
-        case "devices end":
-            for device in both.devices:
-                device.is_done = True
-        case _:
-            return ""
-    return what
-
-
-@pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "process"])
-@pytest.mark.parametrize("seed", range(6))
-def test_every_slot_has_one_owner_after_each_step_of_a_walk(
-    node_memory: NodeDirectory, seed: int, is_thread: bool
-) -> None:
-    rng = random.Random(seed)
-    both = Both(node_memory, 2 + seed % 2, is_thread)
-    done = set()
-    try:
-        for _ in range(400):
-            done.add(step(both, rng))
-            both.check()
-    finally:
-        both.close()
-    assert {"take", "give back", "send", "commit", "fail", "grow", "grow waiting", "lend", "drained"} <= done
-
-
-def test_a_save_gets_the_slot_that_does_not_hold_the_newest(both: Both) -> None:
-    with_files(both)
-    first, second = saved(both), saved(both)
-    assert both.take() is None
-    both.news()
-    third = both.take()
-    assert third is not None and third.pair == first.pair != second.pair
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(max_examples=100, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
 def test_a_slot_that_a_drain_reads_is_not_given(both: Both) -> None:
@@ -266,29 +295,6 @@ def test_a_slot_that_a_drain_reads_is_not_given(both: Both) -> None:
     assert again is not None and again.pair[0] is first.pair[0]
 
 
-def test_a_file_that_a_device_still_writes_is_given_up_and_the_slot_gets_another(both: Both) -> None:
-    with_files(both)
-    save = both.take()
-    assert save is not None and save.pair[0].segment is not None
-    stuck, device = save.pair[0].segment, Device()
-    stuck.writers.append(device)
-    both.give_back(save)
-    assert save.pair[0].segment is None and both.own.is_device_stuck
-    assert stuck.name not in both.memory.slot_names() and stuck.view.nbytes == PAGE_NBYTES
-    slot = save.pair[0]
-    while (save := both.take()) is not None and save.pair[0] is not slot:
-        both.send(save)
-    assert save is not None
-    both.send(save)
-    both.grow(save.got, PAGE_NBYTES, save.got)
-    both.news(())
-    assert slot.segment is not None and slot.segment.inode != stuck.inode and slot.use is Use.BUSY
-    slot.view[:] = 1
-    assert not stuck.view.any()
-    device.is_done = True
-    assert not both.own.is_device_stuck and stuck.view.nbytes == 0
-
-
 def test_a_file_that_vanished_is_passed_over(node_memory: NodeDirectory, caplog: pytest.LogCaptureFixture) -> None:
     both = Both(node_memory, 2, is_thread=False)
     both.grow(both.pool.all(), PAGE_NBYTES)
@@ -303,25 +309,6 @@ def test_a_file_that_vanished_is_passed_over(node_memory: NodeDirectory, caplog:
     both.send(save)
     assert both.pool.own[0].segment is None
     both.close()
-
-
-def test_news_of_some_slots_gives_no_more_than_these(both: Both) -> None:
-    with_files(both)
-    first = saved(both)
-    saved(both)
-    some = first.got[0]
-    assert [(told.slot, told.is_free) for told in both.news([some])] == [(SlotId(False, 0), True)]
-    assert first.pair[0].use is Use.FREE and first.pair[1].use is Use.HOLDS
-    assert [(told.slot, told.is_free) for told in both.news()] == [(SlotId(True, 0), True)]
-    assert both.news() == []
-
-
-def test_news_of_a_file_come_also_where_the_slot_is_not_given(both: Both) -> None:
-    borrowed = both.grow(both.pool.all(), PAGE_NBYTES)
-    assert len(borrowed) == 4
-    assert [told.is_free for told in both.news(())] == [False] * 4
-    assert all(mine.use is Use.HOLDS and mine.view.nbytes == PAGE_NBYTES for _, mine, _ in both.pairs())
-    assert [told.is_free for told in both.news()] == [True] * 4
 
 
 @pytest.mark.parametrize("both", [False], indirect=True, ids=["process"])
@@ -344,34 +331,6 @@ def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
             assert both.own.own[0].view.nbytes == pages * PAGE_NBYTES
 
 
-def test_what_is_lent_is_neither_filled_nor_changed(both: Both) -> None:
-    with_files(both)
-    first = saved(both)
-    assert first.pair[0].segment is not None
-    lent = both.own.lend(both.own.holding(0))
-    lent.view[:] = 7
-    assert not first.pair[0].view.any()
-    saved(both)
-    both.news()
-    assert both.take() is None
-    left = both.take(leave=True)
-    assert left is not None and left.pair[0] is first.pair[0] and left.pair[0].segment is None
-    assert np.all(lent.view == 7)
-    both.check()
-
-
-def test_what_is_returned_may_be_filled_again(both: Both) -> None:
-    with_files(both)
-    first = saved(both)
-    lent = [both.own.lend(both.own.holding(0))]
-    saved(both)
-    both.news()
-    assert both.take() is None
-    lent.clear()
-    again = both.take()
-    assert again is not None and again.pair[0] is first.pair[0] and again.pair[0].segment is not None
-
-
 def test_all_slots_are_left_to_the_next_courier_once_none_is_filled(both: Both) -> None:
     with_files(both)
     save = both.take()
@@ -379,37 +338,6 @@ def test_all_slots_are_left_to_the_next_courier_once_none_is_filled(both: Both) 
     assert not both.take(), "the free ones are given already"
     both.own.give_back(both.own.taken_by(save))
     assert both.own.wait_until_given(0.01, lambda taker: False), "one that is given back meanwhile is left, too"
-
-
-def test_a_slot_that_is_still_filled_is_not_waited_for_in_a_busy_loop(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_files(both)
-    looks = itertools.count()
-    prepare = both.own.prepare
-    monkeypatch.setattr(both.own, "prepare", lambda wanted: (next(looks), prepare(wanted))[1])
-    assert both.take() is not None and not both.own.wait_until_given(0.2, lambda taker: False)
-    assert next(looks) <= 6, "which would take the interpreter from the thread that fills it"
-
-
-def test_slots_of_saves_that_have_failed_are_left_to_the_next_courier(both: Both) -> None:
-    with_files(both)
-    save = both.take()
-    assert save is not None and not both.own.wait_until_given(0.01, lambda taker: False)
-    assert both.own.wait_until_given(0.01, lambda taker: taker is save) and not both.own.taken_by(save)
-    assert {slot.use for slot in (*both.own.own, *both.own.shares)} == {Use.HOLDS}
-
-
-def test_what_a_device_still_writes_is_given_to_no_courier(both: Both) -> None:
-    with_files(both)
-    save, device = both.take(), Device()
-    assert save is not None and save.pair[0].segment is not None
-    name = save.pair[0].name
-    save.pair[0].segment.writers.append(device)
-    both.own.reclaim(lambda taker: taker is save)
-    assert save.pair[0].segment is None and name not in both.memory.slot_names() and both.own.is_device_stuck
-    device.is_done = True
-    assert not both.own.is_device_stuck
 
 
 def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(both: Both) -> None:
@@ -423,16 +351,3 @@ def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(both
         if not was_left:
             break
     assert number > 21
-
-
-def test_an_open_slot_is_unmapped_by_itself_and_outlives_what_the_slots_do(both: Both) -> None:
-    with_files(both)
-    own = both.pool.own[0].segment
-    assert own is not None
-    number = int(own.name.rpartition("-")[2])
-    one, other = both.pool.open(number), both.pool.open(number)
-    assert one.segment is not None and one.segment.view is own.view  # no page is faulted in again
-    both.pool.unmap_others([one])
-    assert one.segment.view.nbytes == 0 < own.view.nbytes
-    own.close()
-    assert own.view.nbytes == 0 < other.view.nbytes

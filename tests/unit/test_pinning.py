@@ -6,10 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from waiting import until
 
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.memory.shared_memory_segment import create, prefault_in_background
+from mlflash.memory.shared_memory_segment import create
 
 PORTABLE = 1
 
@@ -63,15 +62,6 @@ def test_a_segment_is_pinned_once_for_all_devices(node_memory: NodeDirectory, cu
 def test_an_error_of_pinning_does_not_stay_for_the_next_kernel(node_memory: NodeDirectory, cudart: Cudart) -> None:
     create(node_memory, 10_000).pin()
     assert cudart.launches == (1 if cudart.status else 0)
-
-
-def test_segments_are_pinned_behind(node_memory: NodeDirectory, cudart: Cudart) -> None:
-    segments = [create(node_memory, nbytes) for nbytes in (10_000, 3 << 20)]
-    segments[0].prefault()  # those whose pages are there already, too
-    prefault_in_background(segments, pin=True)
-    until(lambda: len(cudart.asked) == 2, "both are pinned")
-    assert [nbytes for _, nbytes, _ in cudart.asked] == [12_288, 3 << 20]
-    assert all(segment.ready.is_set() for segment in segments)
 
 
 def test_a_closed_segment_is_not_pinned(node_memory: NodeDirectory, cudart: Cudart) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from unit.layouts import SCHEMES, layout
 
 from mlflash.errors import ConfigError
-from mlflash.placement.protection_groups import Placement, deal, place
+from mlflash.placement.protection_groups import deal, place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.topology import Topology, from_node_ids
 from mlflash.startup.start import _say_what_is_made
@@ -20,11 +19,6 @@ from mlflash.startup.start import _say_what_is_made
 
 def nodes_of(topology: Topology, ranks: tuple[int, ...]) -> set[int]:
     return {topology.node_of[rank] for rank in ranks}
-
-
-@pytest.mark.parametrize("text", ["none", "copy", "copy:2", "xor:8", "rs:6+2", "rs:13+3"])
-def test_a_scheme_is_written_as_it_was_read(text: str) -> None:
-    assert str(parse(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -42,8 +36,7 @@ def test_what_a_scheme_costs() -> None:
     assert 2 * (1 + parse("rs:8+2").overhead) == pytest.approx(2.5)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("nodes", range(1, 40))
+@given(nodes=st.integers(1, 39), scheme=st.sampled_from(SCHEMES))
 def test_every_rank_is_protected_by_as_many_other_nodes_as_it_can_be(scheme: str, nodes: int) -> None:
     wanted = parse(scheme)
     topology = layout(*[2] * nodes)
@@ -51,8 +44,7 @@ def test_every_rank_is_protected_by_as_many_other_nodes_as_it_can_be(scheme: str
     for rank in range(2 * nodes):
         group = placed.parity_group_of[rank]
         if group:
-            assert not placed.partners[rank]
-            assert len(nodes_of(topology, group)) == len(group)
+            assert not placed.partners[rank] and len(nodes_of(topology, group)) == len(group)
             assert min(nodes, wanted.members) <= len(group) < 2 * wanted.members
             assert {topology.ranks_on[topology.node_of[r]].index(r) for r in group} == {rank % 2}
         else:
@@ -61,17 +53,6 @@ def test_every_rank_is_protected_by_as_many_other_nodes_as_it_can_be(scheme: str
     assert bool(placed.parity_groups) == (wanted.parity and nodes >= wanted.losses + 2)
     sizes = [len(group) for group in placed.node_groups]
     assert nodes == 1 or max(sizes) - min(sizes) <= 1
-
-
-def test_nodes_are_paired_half_the_machine_apart() -> None:
-    def partners(nodes: int) -> tuple[tuple[int, ...], ...]:
-        return place(layout(*[1] * nodes), parse("copy")).partners
-
-    assert partners(1) == ((),)
-    assert partners(2) == ((1,), (0,))
-    assert partners(3) == ((1,), (2,), (0,))
-    assert partners(4) == ((2,), (3,), (0,), (1,))
-    assert partners(5) == ((2,), (3,), (4,), (1,), (0,))
 
 
 @given(
@@ -95,15 +76,6 @@ def test_any_shape_of_job_is_placed_on_other_nodes(sizes: list[int], shuffle: ob
         assert group or len(partners) == min(wanted.losses, len(sizes) - 1)
         assert all(rank in placed.owners[partner] for partner in partners)
         assert {placed.connected[other] for other in together} == {placed.connected[rank]}
-
-
-def test_ranks_of_a_node_with_more_ranks_use_the_least_loaded_ranks_elsewhere() -> None:
-    placed = place(layout(3, 1), parse("copy"))
-    assert placed.partners == ((3,), (3,), (3,), (0,))
-    assert placed.owners == ((3,), (), (), (0, 1, 2))
-    placed = place(layout(2, 2, 1), parse("xor:3"))
-    assert placed.parity_groups == ((0, 2, 4),)
-    assert placed.partners == ((), (3,), (), (4,), ())
 
 
 @given(
@@ -143,16 +115,6 @@ def test_a_spare_takes_the_place_of_a_dead_node_and_all_other_groups_stay() -> N
 def test_groups_of_the_run_before_that_make_no_sense_now_are_formed_anew(recorded: tuple[tuple[int, ...], ...]) -> None:
     topology = Topology((0, 1, 0, 1, 2, 2), ("a", "b", "c"))
     assert place(topology, parse("xor:3"), (), recorded) == place(topology, parse("xor:3"))
-
-
-def test_placing_16384_ranks_takes_less_than_a_second() -> None:
-    ids = [(rank // 8 * 8, f"n{rank // 8}") for rank in range(16_384)]
-    domains = [(f"rack{node // 32}",) for node in range(2048)]
-    start = time.process_time()
-    for scheme in ("copy", "rs:6+2"):
-        placed: Placement = place(from_node_ids(ids), parse(scheme), domains)
-        assert placed.owners, placed.connected
-    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 
 from mlflash import Checkpointer
 from mlflash.cli import main
-from mlflash.errors import ConfigError
 from mlflash.human_readable.units import read_bytes, read_seconds, show_bytes, show_seconds
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
-from mlflash.planning.interval import Costs, best_interval, daly, waste, young
+from mlflash.planning.interval import Costs, waste
 from mlflash.planning.scheme_comparison import SCHEMES, Job, node_nbytes, scheme_costs, share_uncovered
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
@@ -50,25 +49,6 @@ def plan(*arguments: object) -> dict[str, Any]:
 
 
 # How often to save
-
-
-@pytest.mark.parametrize(("mtbf_min", "computed_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
-def test_daly_gives_what_his_figures_say(mtbf_min: float, computed_min: float) -> None:
-    # Figures 3 to 5 of Daly 2006: dumps of 5 min; his interval is computation alone.
-    assert daly(5, mtbf_min) - 5 == pytest.approx(computed_min, abs=0.5 if computed_min > 10 else 0.05)
-    assert daly(5, 2) == 7 and young(2, 10_000) == 200
-
-
-@given(stall=st.floats(1e-3, 100), ratio=st.floats(1, 1e8), commit=st.floats(1, 1e4), uncovered=st.floats(0, 0.5))
-def test_no_interval_wastes_much_less_than_the_one_given(
-    stall: float, ratio: float, commit: float, uncovered: float
-) -> None:
-    costs = Costs(stall * ratio, stall, stall * commit, 0.0, 100 * stall * commit)
-    interval = best_interval(costs, uncovered)
-    assert interval is not None and interval >= costs.commit_s
-    others = np.geomspace(costs.commit_s * 1.001, 1e3 * interval, 150)
-    assert waste(interval, costs, 0.0) <= 1.003 * min(waste(float(t), costs, 0.0) for t in others)
-    assert waste(interval, costs, uncovered) <= 1.02 * min(waste(float(t), costs, uncovered) for t in others)
 
 
 @pytest.mark.parametrize(("interval", "uncovered"), [(100.0, 0.0), (100.0, 0.1), (300.0, 0.3)])
@@ -97,12 +77,6 @@ def test_the_waste_is_that_of_a_simulated_job(interval: float, uncovered: float)
         if fell:
             done, next_drain = drained, now + costs.drain_every_s
     assert waste(interval, costs, uncovered) == pytest.approx(1 - done / now, rel=0.02)
-
-
-def test_a_job_that_cannot_get_on_wastes_everything_and_one_that_saves_for_drains_alone_the_drains() -> None:
-    assert waste(1e6, Costs(1.0, 1.0, 1.0, 1.0), 0.0) == 1.0
-    assert waste(None, Costs(1e6, 2.0, 2.0, 1.0, 1000.0), 1.0) == pytest.approx(0.0025, rel=0.01)
-    assert best_interval(Costs(1e6, 1.0, 30.0, 1.0), 1.0) is None
 
 
 # What a scheme gives
@@ -163,14 +137,6 @@ def test_quantities_are_read_and_written_short() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "12G", "12 GiB GiB", "-1GiB", "nan", "1e999", "12gib", "٣GB"])
-def test_what_is_no_quantity_is_refused_with_examples(text: str) -> None:
-    with pytest.raises(ConfigError, match="12GiB"):
-        read_bytes(text)
-    with pytest.raises(ConfigError, match="30000h"):
-        read_seconds(text.replace("iB", "m"))
-
-
 # The command
 
 
@@ -184,15 +150,6 @@ def test_the_examples_of_the_page_are_real(tmp_path: Path, monkeypatch: pytest.M
             Path(arguments[0]).write_text(shown)
         else:
             assert CliRunner().invoke(main, arguments).output == shown
-
-
-@pytest.mark.parametrize(("options", "own", "copies"), [
-    ("", 2, 2), ("--draining", 3, 2), ("--certify-after 1", 3, 3), ("--certify-after 9 --draining", 5, 4),
-])  # fmt: skip
-def test_further_slots_are_counted(options: str, own: int, copies: int) -> None:
-    given = ("--nodes", 2, "--ranks-per-node", 1, "--bytes", "1GiB", "--scheme", "copy", *options.split())
-    assert f"each rank has {own} slots, each copy {copies}\n" in run(*given)
-    assert plan(*given)["schemes"][0]["memory_per_state"] == pytest.approx(own + copies, rel=1e-3)
 
 
 def test_json_has_what_the_table_has() -> None:
@@ -218,41 +175,6 @@ def test_json_has_what_the_table_has() -> None:
     assert few["notes"][0] == "xor:8 is left out: it makes xor:3 here, as xor:4 does"
     some = plan("--nodes", 3, "--bytes", "1GiB", "--scheme", "rs:6+2", "--scheme", "copy:2")["schemes"]
     assert [(scheme["scheme"], scheme["made"]) for scheme in some] == [("rs:6+2", "copy:2"), ("copy:2", "copy:2")]
-
-
-def test_an_interval_shorter_than_the_commit_is_not_advised() -> None:
-    text = run("--nodes", 2048, "--bytes", "6GiB", *FAILURES[:4], "--commit", "2min", "--scheme", "copy")
-    assert "best interval: 82 s (Daly 2006; Young 1974: 82 s), but a commit takes longer: 2 min" in text
-    assert re.search(r"copy +192 GiB.* 2 min +\d", text)
-
-
-def test_a_domain_that_holds_too_much_of_a_group_is_warned_about(tmp_path: Path) -> None:
-    file = tmp_path / "racks"
-    file.write_text("levels: row rack\nn[1-4] 1 a\nn[5-8] 1 b\nn[9-10] 2 a\n")
-    text = run("--domains", file, "--bytes", "1GB", "--scheme", "xor:4", "--scheme", "rs:3+2")
-    assert re.search(
-        r"warning: xor:4: rack 1/[ab] holds \d nodes of a group that may lose 1; 2 more like this\n", text
-    ), text
-    assert "least memory for any 1 rack: rs:3+2" in text and "any 1 of 2 rows except row 1" in text
-    text = run("--domains", file, "--hosts", "n[9-10],m1", "--bytes", "1GB")
-    assert "the failure domains of 1 of 3 hosts are unknown, so each counts as its own: m1" in text
-    text = run("--domains", file, "--nodes", 3, "--bytes", "1GB")
-    assert "the first 3 of 10 hosts: n1 to n3" in text
-    assert "all nodes are in rack 1/a: if it fails, all checkpoints in memory are lost" in text
-
-
-def test_domains_and_nodes_come_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        "#!/bin/sh\necho 'SwitchName=s0 Level=0 Nodes=n[1-2]'\necho 'SwitchName=s1 Level=0 Nodes=n[3-9]'"
-    )
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
-    text = run("--slurm", "--bytes", "1GiB")
-    assert "copy: any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; any 1 switch; not: switches s0 and s1" in text
-    scontrol.unlink()
-    assert "use --domains FILE" in run("--slurm", "--bytes", "1GiB", code=1)
 
 
 def test_a_report_of_a_run_says_what_was_measured(shm: Path, tmp_path: Path) -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import PATIENCE_S, until
+from waiting import until
 
 from mlflash.wireup.key_value_store import KeyValueStore
-from mlflash.wireup.pmi_server import PmiError, PmiServer, is_epoch_name, new_epoch_name, parse
+from mlflash.wireup.pmi_server import PmiServer
 from mlflash.wireup.process_mapping import Block, blocks, mapping, nodes_of
 from mlflash.wireup.store_client import StoreClient
-from mlflash.wireup.store_limits import Limits
 
 
 def read_as_mpich(text: str, size: int) -> list[int]:
@@ -35,28 +31,6 @@ def read_as_mpich(text: str, size: int) -> list[int]:
                 return nodes[:size]
         triples = triples[again:]
         assert triples, "the mapping ends before the ranks do"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "text"),
-    [
-        ([0], "(vector,(0,1,1))"),
-        ([0, 0, 0, 0], "(vector,(0,1,4))"),
-        ([0, 1, 2, 3], "(vector,(0,4,1))"),
-        ([0, 0, 1, 1, 2, 2], "(vector,(0,3,2))"),
-        ([0, 0, 1, 1, 2], "(vector,(0,2,2),(2,1,1))"),
-        ([0, 1, 1, 1, 2], "(vector,(0,1,1),(1,1,3),(2,1,1))"),
-        ([7, 7, 9, 9, 9], "(vector,(0,1,2),(1,1,3))"),
-        ([7, 9, 7, 9], "(vector,(0,2,1))"),
-        ([0, 1, 2, 0, 1, 2, 0], "(vector,(0,3,1))"),
-        ([0, 0, 1, 0, 0, 1], "(vector,(0,1,2),(1,1,1))"),
-        ([0, 1, 0], "(vector,(0,2,1))"),
-        ([0, 1, 1, 0, 2], "(vector,(0,1,1),(1,1,2),(0,1,1),(2,1,1))"),
-        ([5, 4, 3, 2], "(vector,(0,4,1))"),
-    ],
-)
-def test_nodes_are_written_down_as_mpich_reads_them(nodes: list[int], text: str) -> None:
-    assert mapping(nodes) == text
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30) | st.lists(st.integers(0, 1), min_size=1, max_size=40))
@@ -158,40 +132,6 @@ def test_what_mpich_asks_is_answered(make: Make) -> None:
     assert client.server.error is None
 
 
-def test_what_was_put_before_a_barrier_is_there_after_it(make: Make) -> None:
-    ranks = [make(rank, [0, 1, 2]) for rank in range(3)]
-    for phase in "ab":
-        for number, client in enumerate(ranks):
-            client.ask(f"cmd=put kvsname=e1 key=k{number} value={phase}{number}")
-            client.say("cmd=barrier_in")
-        until(lambda: [client.turn() for client in ranks] and all(client.received for client in ranks), "a barrier")
-        for client in ranks:
-            assert client.answer() == "cmd=barrier_out rc=0"
-            for number in (2, 0, 1):
-                found = client.ask(f"cmd=get kvsname=e1 key=k{number}")
-                assert found == f"cmd=get_result rc=0 msg=success value={phase}{number}"
-    # Without a barrier, too; and where it is too much to be told at once, one by one.
-    ranks[0].ask("cmd=put kvsname=e1 key=late value=1")
-    assert ranks[1].ask("cmd=get kvsname=e1 key=late").endswith("value=1")
-    ranks[0].store.limits = Limits(unsent_nbytes=64)
-    other = make(0, [0], "e2")
-    other.ask("cmd=put kvsname=e2 key=long value=123456789")
-    assert other.ask("cmd=get kvsname=e2 key=long").endswith("value=123456789")
-    assert other.ask("cmd=get kvsname=e2 key=short").endswith("value=unknown")
-
-
-def test_a_barrier_waits_for_all_ranks_and_holds_up_nobody_else(make: Make) -> None:
-    one, other = make(0, [0, 1]), make(1, [0, 1])
-    for _ in range(3):
-        one.say("cmd=barrier_in")
-        assert other.ask("cmd=get_appnum") == "cmd=appnum rc=0 appnum=0"
-        one.turn()
-        assert not one.received
-        other.say("cmd=barrier_in")
-        until(lambda: one.turn() or other.turn() or (one.received and other.received), "both are let through")
-        assert one.answer() == other.answer() == "cmd=barrier_out rc=0"
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -219,65 +159,6 @@ def test_what_is_no_pmi_ends_the_process_that_sent_it(make: Make, line: str, why
     assert client.server.fileno() == -1
 
 
-def test_a_name_that_was_used_before_and_a_store_that_has_ended_are_errors(make: Make) -> None:
-    first, second = make(), make()
-    first.ask("cmd=put kvsname=e1 key=k value=v")
-    assert "two couriers have this rank" in second.error()
-    third = make(epoch="e2")
-    third.ask("cmd=put kvsname=e2 key=k value=v")
-    third.asking.close()
-    third.say("cmd=get kvsname=e2 key=k")
-    assert "no connection to the key-value store" in third.error()
-
-
-def test_the_last_one_that_is_up_deletes_what_all_needed_until_then(make: Make) -> None:
-    nodes = (0, 1)
-    first, second = make(0, nodes), make(1, nodes)
-    for client in (first, second):
-        client.ask(f"cmd=put kvsname=e1 key=k{client.server.fileno()} value=v")
-        client.say("cmd=barrier_in")
-    for client in (first, second):
-        until(lambda: first.turn() or second.turn() or b"barrier_out" in client.received, "the barrier")  # noqa: B023
-        client.received = b""
-    values = first.store._values
-    first.store._put("launch/1/node/0", "host")
-    first.server.initialized("launch/1/node/")
-    first.say("cmd=barrier_in")  # MPI_Finalize of a rank that ends at once
-    until(lambda: first.turn() or second.turn() or "e1/barrier/2" in values, "a barrier of MPI_Finalize")
-    assert {"e1/started/0", "e1/started/1", "e1/up", "launch/1/node/0"} < set(values)
-    second.server.initialized("launch/1/node/")
-    left = {"e1/up", "e1/barrier/1", "e1/barrier/1/all", "e1/barrier/2"}
-    until(lambda: first.turn() or second.turn() or set(values) == left, "what is left when both are up")
-    assert "was used before" in make(0, nodes).error()
-
-
-def test_a_process_that_takes_no_answers_is_ended(make: Make) -> None:
-    client = make()
-    client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-
-    def is_ended() -> str | None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            client.sock.send(b"cmd=get_appnum\n" * 50)
-        client.server.receive()
-        return client.server.error
-
-    assert "does not take its answers" in str(until(is_ended, "an error"))
-
-
-def test_a_process_that_is_killed_has_made_no_error(make: Make) -> None:
-    client, other = make(0, [0, 0]), make(1, [0, 0])
-    client.say("cmd=get_appnum")
-    client.server.receive()
-    client.sock.close()  # without reading the answer, which resets the connection
-    until(lambda: client.server.receive() or client.server.fileno() < 0, "the end")
-    assert client.server.error is None
-    other.say("cmd=get kvsname=e1 key=k")
-    other.server.receive()
-    other.sock.close()
-    until(lambda: other.store.step() or other.asking.step() or other.server.fileno() < 0, "an answer to nobody")
-    assert other.server.error is None
-
-
 line = st.binary(max_size=60) | st.builds(
     lambda command, words: b" ".join([b"cmd=" + command, *words]),
     st.sampled_from([b"init", b"put", b"get", b"barrier_in", b"finalize", b"abort", b"get_maxes", b""]),
@@ -287,20 +168,6 @@ line = st.binary(max_size=60) | st.builds(
         max_size=4,
     ),
 )
-
-
-@settings(max_examples=200)
-@given(line)
-@example(b"cmd=get key=\\\\\\")
-@example(b"cmd")
-@example(b"cmd= x=\xff")
-def test_any_line_is_words_or_an_error(line: bytes) -> None:
-    try:
-        words = parse(line)
-    except PmiError:
-        return
-    assert line.startswith(b"cmd=")
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]+", word) and "\n" not in value for word, value in words.items())
 
 
 @settings(max_examples=60)
@@ -317,21 +184,3 @@ def test_no_process_can_break_the_server(lines: list[bytes]) -> None:
         client.close()
         other.close()
         store.close()
-
-
-def test_epochs_have_names_that_go_into_a_line_and_are_new() -> None:
-    names = {new_epoch_name(3) for _ in range(100)}
-    assert len(names) == 100 and all(is_epoch_name(name) and name.startswith("epoch-3-") for name in names)
-    for bad in ("", "a b", "a/b", "a\n", "x" * 201, "ü", "a="):
-        assert not is_epoch_name(bad)
-
-
-def test_many_ranks_start_at_once_and_leave_no_key() -> None:
-    """As benchmarks/scale starts them, which says how long thousands take."""
-    start = "from wireup import wire_up; start = wire_up(40, 4, segments=9); print(start.keys, start.keys_left)"
-    scale = Path(__file__).parents[2] / "benchmarks" / "scale"
-    done = subprocess.run(
-        [sys.executable, "-c", start], cwd=scale, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    # 40 addresses of 10 keys, 160 ranks that were started, 2 barriers of 2 keys, how many are up; those five stay.
-    assert done.stdout == "565 5\n"

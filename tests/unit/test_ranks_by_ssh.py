@@ -14,16 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from processes import killed_in_the_end
 from unit.kept_job import is_gone
 from waiting import PATIENCE_S, until
 
-import mlflash.commands.run as run_command
-from mlflash.errors import LaunchFailed, MpiUnavailable
+from mlflash.errors import LaunchFailed
 from mlflash.launcher import ranks_by_ssh
 from mlflash.launcher.host_agent import Spec
-from mlflash.launcher.line_stream import Lines
 from mlflash.launcher.node_assignment import NodeAssignment
 from mlflash.launcher.on_ssh import OnSsh, address_of
 from mlflash.launcher.ranks_by_ssh import RanksBySsh
@@ -127,28 +124,12 @@ def test_a_host_has_its_address_however_ssh_is_given_it(host: str, address: str)
     assert address_of(host) == address
 
 
-def test_local_ranks_need_no_shell(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = OnSsh(["localhost"], "/no/such/shell")
-    ranks = launcher.start(NodeAssignment(("localhost",), 2), ["sh", "-c", "echo $RANK at $MASTER_ADDR"], {})
-    assert code_of(ranks) == 0 and sorted(capfd.readouterr().out.splitlines()) == ["0 at 127.0.0.1", "1 at 127.0.0.1"]
-    with pytest.raises(LaunchFailed, match="shell cannot be started: No such file"):
-        OnSsh(["a"], "/no/such/shell").start(NodeAssignment(("localhost", "a"), 1), ["true"], {})
-
-
 def test_lines_of_ranks_do_not_mix_and_none_is_lost(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     program = f"exec {sys.executable} -uc 'import os\nfor n in range(300):\n for c in os.environ[\"RANK\"] * 50:\n" \
               "  os.write(1, c.encode())\n os.write(1, b\"\\n\")\nos.write(1, b\"end\")'"  # fmt: skip
     assert code_of(start("a,b", program, 2)) == 0
     lines = capfd.readouterr().out.splitlines()
     assert sorted(lines) == sorted([str(rank) * 50 for rank in range(4)] * 300 + ["end"] * 4)
-
-
-def test_lines_go_on_as_soon_as_they_are_whole() -> None:
-    lines = Lines()
-    assert [lines.add(text) for text in (b"a", b"b\nc\nd", b"e", b"\r50%", b"\r")] == [b"", b"ab\nc\n", b"", b"de\r",
-                                                                                     b"50%\r"]  # fmt: skip
-    assert lines.add(b"f") == b"" and lines.rest() == b"f\n" and lines.rest() == b""
-    assert lines.add(b"x" * (1 << 20)) == b"" and len(lines.add(b"x")) == (1 << 20) + 1
 
 
 @pytest.mark.slow
@@ -168,18 +149,6 @@ exec sleep 1000"""
     assert ranks.poll() is None and not any(map(is_gone, pids[1:]))
     (tmp_path / "go").write_text("\n")
     assert code_of(ranks) == 7 and all(map(is_gone, pids))
-
-
-def test_a_host_that_does_not_end_when_another_has_failed_is_given_up(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ranks_by_ssh, "_OTHERS_S", 0.2)
-    stop = f"echo $PPID > {tmp_path}/agent; kill -STOP $PPID; exec sleep 1000"
-    program = f"[ $RANK = 1 ] || {{ {stop}; }}; while [ ! -s {tmp_path}/agent ]; do :; done; exit 5"
-    ranks = start("a,b", program)
-    assert code_of(ranks) == 5
-    assert "the ranks on a have not ended" in capfd.readouterr().err
-    until(lambda: is_gone(pid_of(tmp_path, "pid-0")) or None, "the end of rank 0, whose agent is stopped")
 
 
 @pytest.mark.parametrize("host", ["dark", "gone"])
@@ -255,26 +224,6 @@ sleep 1000 & echo $! > {tmp_path}/child-$RANK; wait; exec sleep 1000"""
     until(lambda: all(map(is_gone, [*pids, agent])) or None, "the end of all of it")
 
 
-def test_an_agent_that_is_killed_while_it_starts_a_rank_leaves_nothing_of_it(tmp_path: Path) -> None:
-    words = """
-import os, signal, subprocess, mlflash.launcher.host_agent as it
-class Slow(subprocess.Popen):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        signal.pause()
-it.subprocess.Popen = Slow
-it.HostAgent(it._Sweeper()).run()
-"""
-    program = f"sleep 1000 & echo $! > {tmp_path}/child; kill -KILL $PPID; exec sleep 1000"
-    orders = (dataclasses.asdict(Spec(["sh", "-c", program], {}, str(tmp_path), 0, 1, 1, [])), {"start": {}})
-    with killed_in_the_end([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as agent:
-        assert agent.stdin is not None
-        agent.stdin.write("".join(json.dumps(order) + "\n" for order in orders).encode())
-        agent.stdin.flush()
-        assert agent.wait(PATIENCE_S) == -signal.SIGKILL
-    until(lambda: is_gone(pid_of(tmp_path, "child")) or None, "the end of what the rank had started")
-
-
 def test_an_agent_that_hears_nothing_any_more_kills_its_ranks(tmp_path: Path) -> None:
     words = (
         "import os, mlflash.launcher.host_agent as it\nit.SILENCE_S = 1.0\nos._exit(it.HostAgent(it._Sweeper()).run())"
@@ -287,29 +236,3 @@ def test_an_agent_that_hears_nothing_any_more_kills_its_ranks(tmp_path: Path) ->
         agent.stdin.flush()
         assert agent.wait(PATIENCE_S) == 255 and b"nothing was heard from `mlflash run` for 1 s" in agent.stderr.read()
     assert is_gone(pid_of(tmp_path, "pid"))
-
-
-@pytest.mark.parametrize("kind", ["found", "missing", "told"])
-def test_ssh_is_taken_where_there_is_no_mpiexec_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
-    def find_mpiexec() -> tuple[str, str]:
-        if kind == "missing":
-            raise MpiUnavailable("there is no mpiexec")
-        return "mpiexec", "mpich"
-
-    taken: list[object] = []
-
-    def supervisor(launcher: object, options: object, run_log: object, train: object) -> None:
-        taken.append(launcher)
-        raise LaunchFailed("that will do")
-
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(run_command, "find_mpiexec", find_mpiexec)
-    monkeypatch.setattr(run_command, "Supervisor", supervisor)
-    words = ["-N", "1", "--job", "j", *(["--launcher", "ssh"] if kind == "told" else []), "--rsh", "/bin/rsh"]
-    told = CliRunner().invoke(run_command.run, [*words, "--", "true"])
-    assert "that will do" in told.output and isinstance(taken[0], OnSsh) == (kind != "found")
-    assert ("there is no mpiexec, so rsh starts the ranks" in told.output) == (kind == "missing")
-    told = CliRunner().invoke(run_command.run, [*words, "--srun-args", "-x", "--", "true"])
-    assert (told.exit_code == 2 and "--srun-args are for srun or mpiexec" in told.output) == (kind != "found")

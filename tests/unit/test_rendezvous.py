@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import sys
 import threading
@@ -14,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as distributed
-from waiting import PATIENCE_S, until
+from waiting import PATIENCE_S
 
-from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
-from mlflash.wireup import own_address as own
+from mlflash.errors import UnsafePath, WorldMismatch
 from mlflash.wireup import text_server
-from mlflash.wireup.frames import Frames, pack
+from mlflash.wireup.frames import pack
 from mlflash.wireup.launcher_variables import Launched
 from mlflash.wireup.own_address import own_address
-from mlflash.wireup.rendezvous import _digest, ports_of, rendezvous, way, who_am_i
+from mlflash.wireup.rendezvous import rendezvous, way, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
@@ -58,66 +56,6 @@ def ranks() -> Iterator[Ranks]:
     ranks.join()
 
 
-def meet(
-    ranks: Ranks, environment: dict[str, str], launcher: str = "torchrun", size: int = 3, directory: Path | None = None
-) -> dict[int, Any]:
-    for rank in range(size):
-        me = Launched(rank, size, None, launcher)
-        text = TEXT if rank == 0 else None
-        ranks.start(rank, functools.partial(rendezvous, environment, me, text, directory, PATIENCE_S))
-    return ranks.join()
-
-
-@pytest.fixture
-def port() -> int:
-    """A port of which the first that follows from it is free."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            found = int(sock.getsockname()[1])
-        try:
-            socket.create_server(("127.0.0.1", ports_of(found)[0])).close()
-        except OSError:
-            continue
-        return found
-
-
-@pytest.mark.parametrize("more", [{}, {"LOCAL_WORLD_SIZE": "3"}])
-def test_all_ranks_get_the_text_at_a_port_that_follows_from_the_main_one(
-    ranks: Ranks, port: int, more: dict[str, str]
-) -> None:
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
-    assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}, "once more"
-
-
-def serve_strangely(listener: socket.socket, answer: bytes, over: threading.Event) -> None:
-    listener.settimeout(0.02)
-    while not over.is_set():
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            continue
-        with sock:
-            sock.sendall(answer)
-            sock.settimeout(PATIENCE_S)
-            while answer and sock.recv(4096):  # until the other side has had enough
-                pass
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", pack(["mlflash rendezvous", "x", "y"]), b""])
-def test_what_else_listens_at_these_ports_is_passed_by(ranks: Ranks, port: int, answer: bytes) -> None:
-    over = threading.Event()
-    with socket.create_server(("127.0.0.1", ports_of(port)[0])) as listener:
-        other = threading.Thread(target=serve_strangely, args=(listener, answer, over))
-        other.start()
-        try:
-            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
-        finally:
-            over.set()
-            other.join()
-
-
 def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
@@ -144,83 +82,7 @@ def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks
         sock.close()
 
 
-def test_a_rank_that_loses_its_answer_asks_again(ranks: Ranks) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    ranks.start(0, lambda: text_server.serve(listener, "mine", 2, TEXT, PATIENCE_S))
-    for _ in range(2):
-        with socket.create_connection(address, PATIENCE_S) as sock:
-            sock.sendall(pack(["mlflash rendezvous", "mine", 1]))
-            frames = Frames(4096)
-            frames.add(sock.recv(4096))
-            assert list(frames.messages()) == [["mlflash rendezvous", "mine", TEXT]]
-    connect = functools.partial(socket.create_connection, address)
-    ranks.start(1, lambda: text_server.ask([connect], "here", "mine", 1, PATIENCE_S))
-    assert ranks.join() == {0: None, 1: TEXT}
-
-
-def test_who_does_not_come_is_named(ranks: Ranks, port: int) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    with pytest.raises(DeadlineExceeded, match="2 of 3 have not come") as caught:
-        text_server.serve(listener, "mine", 3, TEXT, 0)
-    assert caught.value.ranks == (1, 2) and listener.fileno() == -1
-    me, environment = Launched(1, 3, None, "torchrun"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ports = f"at ports {ports_of(port)[0]} to {ports_of(port)[-1]} of 127.0.0.1"
-    with pytest.raises(DeadlineExceeded, match=f"where its key-value store is, {ports}; last: ") as caught:
-        rendezvous(environment, me, None, None, timeout_s=0.1)
-    assert caught.value.ranks == (0,)
-
-
-@pytest.mark.parametrize("port", [1, 80, 1024, 8000, 8023, 8024, 29500, 65519, 65535])
-def test_ports_can_be_had_by_a_user_and_are_none_that_jobs_of_this_host_count_through(port: int) -> None:
-    ports = ports_of(port)
-    assert len(ports) == 16 and ports[-1] <= 65535 and (ports[0] > 1023 or port < 1023)
-    assert port not in ports
-    assert not {*ports} & {*range(port, port + 1000)} or port < 8024
-
-
-def test_no_port_is_left() -> None:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    attempts = [functools.partial(socket.create_server, sock.getsockname()) for sock in taken]
-    with pytest.raises(WorldMismatch, match="rank 0 cannot listen nowhere, where the other ranks look for it"):
-        text_server.listen(attempts, "nowhere")
-    for sock in taken:
-        sock.close()
-    for wrong in ("65536", "0", "http"):
-        with pytest.raises(WorldMismatch, match="MASTER_PORT is no port"):
-            rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": wrong}, Launched(0, 2, 0, "srun"), TEXT, None, PATIENCE_S)
-
-
 # A directory
-
-
-def test_ranks_of_one_host_meet_in_a_private_directory(ranks: Ranks, tmp_path: Path) -> None:
-    assert way(PRTERUN, Launched(0, 3, None, "prterun")) == "a socket in this user's directory"
-    directory = tmp_path / ("d" * 100) / ("e" * 100)  # longer than the path of a socket may be
-    assert meet(ranks, PRTERUN, "prterun", directory=directory) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.iterdir()) == []
-
-
-def test_what_a_killed_rank_0_left_in_the_directory_is_replaced(ranks: Ranks, tmp_path: Path) -> None:
-    directory = tmp_path / "private"
-    me = Launched(1, 3, None, "prterun")
-    ranks.start(1, lambda: rendezvous(PRTERUN, me, None, directory, PATIENCE_S))
-    until(directory.exists, "rank 1 has come")
-    for text, rank in ((TEXT, 0), (None, 2)):
-        if rank == 0:
-            leave_sockets_of(directory)
-        other = Launched(rank, 3, None, "prterun")
-        ranks.start(rank, functools.partial(rendezvous, PRTERUN, other, text, directory, PATIENCE_S))
-    assert ranks.join() == {0: TEXT, 1: TEXT, 2: TEXT}
-
-
-def leave_sockets_of(directory: Path) -> None:
-    """Leave what the rank 0 of an earlier launch with this name would have."""
-    name = _digest("prterun prterun-host-7@1", "3")
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(f"/proc/self/fd/{opened}/{name}")  # its whole path may be too long for a socket
-    os.close(opened)
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
@@ -270,14 +132,6 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     return torch
 
 
-def test_ranks_meet_by_the_store_of_torch_distributed_each_time_anew(ranks: Ranks, torch: Any) -> None:
-    me = Launched(1, 3, None, "torchrun")
-    assert way({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, me) == "the store of torch.distributed"
-    assert meet(ranks, {"MASTER_ADDR": "a"}) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert meet(ranks, {"MASTER_ADDR": "a"}) == {0: TEXT, 1: TEXT, 2: TEXT}
-    assert torch.distributed_c10d._get_default_store().num_keys() == 0, "and nothing is left"
-
-
 def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any) -> None:
     assert who_am_i({}) == Launched(1, 3, None, "torch.distributed")
     assert who_am_i({"RANK": "1", "WORLD_SIZE": "3"}) == Launched(1, 3, None, "torchrun")
@@ -288,39 +142,6 @@ def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any
 
 
 # The own address
-
-
-def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_address(True, {"MASTER_ADDR": "elsewhere"}) == "127.0.0.1"
-    meant = {
-        "main": ["127.0.1.1", "192.0.2.200", "192.0.2.7"],
-        "me": ["127.0.1.1"],
-        "main6": ["fe80::1", "2001:db8::7"],
-    }
-    ours = {"192.0.2.7", "2001:db8::7", "192.0.2.8"}
-    monkeypatch.setattr(own, "_meanings", lambda host: meant.get(host, []))
-    monkeypatch.setattr(own, "speaking_to", lambda host: ["192.0.2.8"] if host == "remote" else ["127.0.0.1"])
-    monkeypatch.setattr(socket, "gethostname", lambda: "me")
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "eth0")])
-    monkeypatch.setattr(own, "addresses", lambda name: {"docker0": ["192.0.2.7"], "eth0": its}.get(name, []))
-    its: list[str] = []
-
-    def create_server(address: tuple[str, int], **_: Any) -> socket.socket:
-        if address[0] not in ours:
-            raise OSError(99, "Cannot assign requested address")
-        return socket.socket()
-
-    monkeypatch.setattr(socket, "create_server", create_server)
-    assert own_address(False, {"MASTER_ADDR": "main"}) == "192.0.2.7"
-    assert own_address(False, {"MASTER_ADDR": "main6"}) == "2001:db8::7"
-    assert own_address(False, {"MASTER_ADDR": "remote"}) == "192.0.2.8"
-    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "127.0.0.1", (
-        "which has no other"
-    )
-    its.append("192.0.2.8")
-    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.8", "of an interface"
-    meant["me"] = ["192.0.2.7"]
-    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.7"
 
 
 def test_the_own_address_can_be_listened_at() -> None:

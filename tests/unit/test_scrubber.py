@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot, Use, table_check
 from mlflash.memory.slot_header import Attempt, Header
 from mlflash.memory.slot_pool import SlotPool
-from mlflash.mpi.job_thread import JobThread
 from mlflash.restoring import scrubber as scrubbing
 from mlflash.restoring.scrubber import Scrubber
 from mlflash.state.layout import Extents
@@ -118,30 +116,6 @@ def test_bytes_are_read_at_the_rate_and_pauses_are_not_made_up_for(
     read.clear()
     scrubber.go_on(NEVER)
     assert sum(nbytes for _, nbytes in read) <= 0.6 * rate + (1 << 20)
-
-
-def test_nothing_more_is_read_once_a_job_waits(rank: Rank, read: list[tuple[str, int]]) -> None:
-    rank.hold(rank.pool.own[0], 160)
-    scrubber = rank.scrubber(1e9)
-    read.clear()
-    rank.now += 1
-    scrubber.go_on(lambda: True)
-    assert read == []
-    rank.now += 1
-    scrubber.go_on(lambda: len(read) > 0)
-    assert len(read) == 1 and read[0][1] <= 1 << 20
-
-
-def test_a_small_state_is_verified_once_a_second_and_where_nothing_is_held_nothing_is_done(
-    rank: Rank, read: list[tuple[str, int]]
-) -> None:
-    scrubber = rank.scrubber()
-    rank.pass_time(scrubber, 5)
-    assert read == []
-    rank.hold(rank.pool.own[0], 4)
-    read.clear()
-    rank.pass_time(scrubber, 10)
-    assert 8 <= len(read) <= 11
 
 
 @pytest.mark.parametrize("place", ["header", "table", "first block", "last block"])
@@ -257,54 +231,6 @@ def test_a_whole_drained_file_is_read_at_the_rate_and_nothing_is_said(
         until(lambda: scrubber._drain is not None and scrubber._reading is None, "the drained file to be read")
         assert "files damaged" not in ckpt.report()["counts"]
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
-
-
-class World(types.SimpleNamespace):
-    """What a thread of jobs asks of the ranks."""
-
-    def __init__(self) -> None:
-        nothing: Callable[..., None] = lambda *given: None
-        super().__init__(rank=0, abandoned=threading.Event(), timeout_s=60.0)
-        for name in ("answer_pings", "start_job", "end_job", "tell_if_held", "end_if_mpi_failed", "tell_failed"):
-            setattr(self, name, nothing)
-
-
-def test_a_mistake_in_what_is_done_while_idle_costs_no_job(caplog: pytest.LogCaptureFixture) -> None:
-    jobs = JobThread(World(), threaded=True)  # type: ignore[arg-type]
-    done: list[int] = []
-
-    def fail(is_wanted: Callable[[], bool]) -> None:
-        done.append(1)
-        raise ZeroDivisionError
-
-    jobs.when_idle = fail
-    until(lambda: done and jobs.when_idle is None, "the mistake")
-    assert jobs.call(lambda: 7) == 7 and len(done) == 1
-    jobs.stop(abandon=False)
-    assert "verifies nothing at rest any more" in caplog.text
-
-
-def test_nothing_is_verified_beside_a_drain_or_after_an_error() -> None:
-    jobs = JobThread(World(), threaded=True)  # type: ignore[arg-type]
-    seen: list[tuple[bool, bool]] = []
-    jobs.when_idle = lambda is_wanted: seen.append((jobs._aside is None, jobs.broken is None))
-    until(lambda: len(seen) > 2, "idle time")
-    jobs.call(lambda: jobs.begin_background(iter([False] * 5)))  # type: ignore[arg-type]
-    until(lambda: jobs._aside is None, "what is beside to end")
-    count = len(seen)
-    until(lambda: len(seen) > count, "idle time after it")
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        jobs.call(fail)
-    count = len(seen)
-    looks: list[int] = []
-    jobs._look_around = lambda: looks.append(1)  # type: ignore[method-assign]
-    until(lambda: len(looks) > 3, "more idle time")
-    assert len(seen) == count and set(seen) == {(True, True)}
-    jobs.stop(abandon=False)
 
 
 @pytest.mark.parametrize(("rate", "reads"), [(0.0, False), (RATE, True)])

@@ -6,13 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.held_by_all import Held, fragments, merge_plain
 
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
@@ -22,6 +21,7 @@ from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import OldRanks
 from mlflash.state.paths import plain_leaves
+from mlflash.state.rank_structure import RankStructure
 from mlflash.state.shards import Fragment, cut, overlap
 
 ALONE = World(None, 0, math.inf)
@@ -41,6 +41,14 @@ def sharding(data: Any, whole: tuple[int, ...]) -> list[tuple[tuple[int, ...], t
     return boxes
 
 
+class Held(NamedTuple):
+    """A tensor as an old rank holds it, with a checksum of its bytes where it is whole."""
+
+    rank: int
+    entry: Entry
+    check: int | None = None
+
+
 def ranks_of(held: Sequence[Held], near: Collection[int] = (), compared: bool = True) -> OldRanks:
     """What ranks hold of one tensor, one entry each, as all of them tell each other."""
     mine = {
@@ -50,20 +58,8 @@ def ranks_of(held: Sequence[Held], near: Collection[int] = (), compared: bool = 
 
 
 def parts(want: Entry, held: Sequence[Held], rank: int, near: Collection[int] = ()) -> list[Fragment] | None:
-    """The fragments that a table of ranks gives, and the object for each leaf of each rank: the same."""
-    told = ranks_of(held, near)
-    answers: list[Any] = []
-    for ask in (lambda: fragments(want, held, rank, near), lambda: told.parts(want, rank)):
-        try:
-            found = ask()
-            answers.append(None if found is None else [*found])
-        except StructureMismatch as error:
-            answers.append((error.message, error.tensor, error.found, error.expected))
-    by_number = [part._replace(number=0) for part in answers[0]] if isinstance(answers[0], list) else answers[0]
-    assert answers[1] == by_number
-    if isinstance(answers[1], tuple):
-        raise StructureMismatch(answers[1][0], tensor=answers[1][1])
-    return answers[1]  # type: ignore[no-any-return]
+    found = ranks_of(held, near).parts(want, rank)
+    return None if found is None else [*found]
 
 
 def test_boxes_of_other_dimensions_have_nothing_in_common_but_an_error() -> None:
@@ -80,7 +76,7 @@ def test_any_sharding_is_made_of_any_other(data: Any, whole: tuple[int, ...]) ->
     tensor = np.arange(math.prod(whole), dtype="<i4").reshape(whole)
     old = sharding(data, whole)
     copies = data.draw(st.integers(1, 2))
-    held = [Held(rank, 0, entry(whole, o, s), None if s != whole else 7) for rank, (o, s) in enumerate(old * copies)]
+    held = [Held(rank, entry(whole, o, s), None if s != whole else 7) for rank, (o, s) in enumerate(old * copies)]
     for offset, shape in sharding(data, whole):
         found = parts(entry(whole, offset, shape), held, data.draw(st.integers(0, 9)), {0, 1})
         made = np.full(shape, -1, dtype="<i4")
@@ -94,34 +90,34 @@ def test_any_sharding_is_made_of_any_other(data: Any, whole: tuple[int, ...]) ->
 
 
 def test_shards_that_overlap_are_one_tensor_too() -> None:
-    held = [Held(0, 0, entry((10,), (0,), (6,))), Held(1, 0, entry((10,), (4,), (6,)))]
+    held = [Held(0, entry((10,), (0,), (6,))), Held(1, entry((10,), (4,), (6,)))]
     assert parts(entry((10,), (0,), (10,)), held, 0) is not None
     with pytest.raises(StructureMismatch, match="parts of this tensor are not in the checkpoint"):
-        parts(entry((10,), (0,), (10,)), [held[0], Held(1, 0, entry((10,), (7,), (3,)))], 0)
+        parts(entry((10,), (0,), (10,)), [held[0], Held(1, entry((10,), (7,), (3,)))], 0)
     with pytest.raises(StructureMismatch, match="not in the checkpoint"):
         ranks_of(held).parts(dataclasses.replace(entry((10,), (0,), (10,)), name="v"), 0)
 
 
 def test_the_shards_on_this_node_are_taken_first_and_else_ranks_take_turns() -> None:
-    held = [Held(rank, 0, entry((8,), (0,), (8,)), 5) for rank in range(4)]
+    held = [Held(rank, entry((8,), (0,), (8,)), 5) for rank in range(4)]
     assert [f.rank for f in parts(entry((8,), (0,), (8,)), held, 3, {2}) or ()] == [2]
     assert {parts(entry((8,), (0,), (8,)), held, rank)[0].rank for rank in range(4)} == {0, 1, 2, 3}  # type: ignore[index]
 
 
 def test_what_each_rank_had_its_own_of_goes_to_the_rank_of_its_number() -> None:
-    held = [Held(rank, 3, entry((8,), (0,), (8,)), 100 + rank) for rank in range(2)]
+    held = [Held(rank, entry((8,), (0,), (8,)), 100 + rank) for rank in range(2)]
     assert [f.rank for f in parts(entry((8,), (0,), (8,)), held, 1, {0}) or ()] == [1]
     assert parts(entry((8,), (0,), (8,)), held, 2) is None
     with pytest.raises(StructureMismatch, match="cannot be cut into shards"):
         parts(entry((8,), (0,), (4,)), held, 1)
-    unequal = [Held(rank, 3, entry((8 + rank,), (0,), (8 + rank,)), 7) for rank in range(2)]
+    unequal = [Held(rank, entry((8 + rank,), (0,), (8 + rank,)), 7) for rank in range(2)]
     assert [f.shape for f in parts(entry((9,), (0,), (9,)), unequal, 1) or ()] == [(9,)]
     with pytest.raises(StructureMismatch, match="a tensor differs"):
         parts(entry((8,), (0,), (8,)), unequal, 1)
 
 
 def test_another_tensor_of_the_name_is_refused() -> None:
-    held = [Held(0, 0, entry((8,), (0,), (8,)), 5)]
+    held = [Held(0, entry((8,), (0,), (8,)), 5)]
     for want in (entry((9,), (0,), (9,)), entry((8,), (0,), (8,), "<f4")):
         with pytest.raises(StructureMismatch, match="a tensor differs"):
             parts(want, held, 0)
@@ -155,5 +151,62 @@ def test_plain_leaves_that_all_ranks_have_alike_go_to_all() -> None:
     for rank, of_rank in ((0, 0), (1, 1), (3, 3)):
         values = olds.merge_plain(flat.plain, paths, rank)
         assert [values[paths[path]] for path in ("step", "of.rank", "of.names.0")] == [9, of_rank, "x"]
-        assert merge_plain(flat.plain, paths, held, rank)[0][:3] == values[:3]
     assert olds[1].plain["of.rank"] == 1 and olds[0].plain["of.rank"] == 0
+
+
+# Very many ranks
+
+TREE = ["d", [["plain", ["p", 0]], ["other", ["p", 1]]]]
+
+
+def test_ranks_that_nobody_compared_are_not_called_private() -> None:
+    one = Entry("w", "tensor", "float32", (4,), (0,), (4,), 0, 16)
+    mine = {rank: Described.of([one], ["e", 0], [], {}) for rank in range(3)}
+    olds = gather_ranks(ALONE, mine).old_ranks(False, {}, [])
+    assert not olds.compared and not olds.is_private(olds.spots["w"])
+    assert [part.rank for part in olds.parts(one, 7) or ()] == [1]
+    assert [part.rank for part in olds.parts(one, 7, only=2) or ()] == [2]
+    with pytest.raises(KeyError):
+        olds[3]
+
+
+def many(ranks: int, leaves: int) -> dict[int, Described]:
+    """Ranks that have each tensor in shards, and a plain leaf of their own."""
+    entries = [Entry(f"layers.{n}.weight", "tensor", "float32", (ranks * 2, 8), (0, 0), (2, 8), 64 * n, 64)
+               for n in range(leaves)]  # fmt: skip
+    entries.append(Entry("step", "tensor", "int64", (), (), (), 64 * leaves, 8))
+    first = Described.of(entries, TREE, [0, "x"], {leaves: 5})
+    found = {}
+    for rank in range(ranks):
+        row = first.row.copy()
+        row[2] = 2 * rank
+        found[rank] = dataclasses.replace(first, row=row, plain=[rank, "x"])
+    return found
+
+
+def test_what_thousands_of_ranks_hold_takes_little_memory_and_each_class_is_looked_for_once() -> None:
+    told = gather_ranks(ALONE, many(3000, 500))
+    olds = told.old_ranks(True, {})
+    (group,) = olds.groups
+    assert group.rows.nbytes == 3000 * 6 * 8 and sum(map(len, told.plain.values())) < 3000 * 60
+    found = [
+        olds.parts(Entry(f"layers.{n}.weight", "tensor", "float32", (6000, 8), (3, 0), (4, 8), 0, 128), 1)
+        for n in range(500)
+    ]
+    assert {id(parts.template) for parts in found if parts is not None} == {id(found[0].template)}  # type: ignore[union-attr]
+    assert [(part.rank, part.number, part.shape) for part in found[499] or ()] == [
+        (1, 499, (1, 8)), (2, 499, (2, 8)), (3, 499, (1, 8)),
+    ]  # fmt: skip
+    assert olds[2999].plain == {"plain": 2999, "other": "x"} and olds.plain_differ == {"plain"}
+
+
+STRUCTURE, ROW = RankStructure.of([Entry("w", "tensor", "float32", (4, 2), (2, 0), (2, 2), 0, 16),
+                                   Entry("v", "tensor", "float32", (4, 2), (2, 0), (2, 2), 0, 16)], TREE)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [[4, 2, 3, 0, 2, 2], [4, 2, -1, 0, 2, 2], [4, 2, 2, 0, 2, -1], [2**62, 2, 0, 0, 2, 2],
+                                 [4, 2, 2**63 - 1, 0, 2, 2]])  # fmt: skip
+def test_a_shard_outside_its_tensor_is_refused(row: list[int]) -> None:
+    STRUCTURE.check_rows(ROW[None])
+    with pytest.raises(ValueError, match="not inside its tensor"):
+        STRUCTURE.check_rows(np.array([ROW, row]))

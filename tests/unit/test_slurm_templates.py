@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import signal
@@ -12,17 +11,14 @@ import sys
 from pathlib import Path
 
 import click
-import needs
 import pytest
 from click.testing import CliRunner
 from waiting import until
 
 from mlflash.commands.run import run
 from mlflash.commands.template import TEMPLATES, template
-from mlflash.launcher.processes import mpiexec
 
 REPO = Path(__file__).parents[2]
-GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("array", "megatron", "nemo", "train")
 PAGE = (REPO / "docs" / "slurm.md").read_text()
 
@@ -56,13 +52,6 @@ sys.exit(128 + told)
 """
 SCONTROL = """#!/bin/bash
 echo "$@" >> "$OUT/asked"
-"""
-SCRIPT = """
-import json, os, sys
-import helper, torch.distributed as dist
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-with open(f"{__file__}.{dist.get_rank()}", "w") as file:
-    json.dump([__name__, sys.argv, dist.get_rank(), *[os.environ[name] for name in names]], file)
 """
 
 
@@ -138,11 +127,6 @@ class Started:
         return path.read_text().splitlines() if path.exists() else []
 
 
-def catches(pid: int, number: int) -> bool:
-    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    return bool(int(mask, 16) >> number - 1 & 1)
-
-
 def options(argv: list[str]) -> dict[str, object]:
     """Options that `mlflash run` takes these words for; one that it does not have would be part of the training."""
     assert argv[0] == "run"
@@ -174,15 +158,6 @@ def test_every_line_is_explained_and_every_word_filled_in(name: str, text: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_without_its_comments_is_this(name: str, text: str, tmp_path: Path) -> None:
-    lines = text.replace(str(tmp_path), "/lustre/me").splitlines(keepends=True)
-    left = "".join(line for line in lines if line.strip() and not re.match(r"\s*#(?!!|SBATCH)", line))
-    found, golden = tmp_path / f"{name}.sbatch", GOLDEN / f"{name}.sbatch"
-    found.write_text(left)
-    assert golden.read_text() == left, f"if it is to be so: cp {found} {golden}"
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told(name: str, tmp_path: Path) -> None:
     started = Started(name, tmp_path, 0)
     assert started.wait() == 0
@@ -199,61 +174,6 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
     if name in ("nemo", "megatron"):
         mounts = f"--container-mounts=/dev/shm:/dev/shm,{tmp_path}:{tmp_path}"
         assert found["srun_args"].split()[1:] == [mounts, "--no-container-remap-root"]
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "array"])
-def test_the_batch_shell_becomes_mlflash_run_so_that_signals_reach_it(name: str, tmp_path: Path) -> None:
-    started = Started(name, tmp_path, "wait")
-    assert started.wait_until_it_runs() == started.process.pid
-    started.process.send_signal(signal.SIGUSR1)
-    started.let_it_end()
-    assert started.wait() == USR1 and started.noted("signals") == ["USR1"]
-
-
-@pytest.mark.parametrize(
-    ("told", "code", "asked"), [(signal.SIGUSR1, USR1, ["requeue 70_3"]), (signal.SIGTERM, TERM, [])]
-)
-def test_the_array_hands_signals_on_and_requeues_itself_when_its_time_is_up(
-    told: int, code: int, asked: list[str], tmp_path: Path
-) -> None:
-    started = Started("array", tmp_path, "wait")
-    assert started.wait_until_it_runs() != started.process.pid
-    until(lambda: catches(started.process.pid, told), "the shell's traps")
-    started.process.send_signal(told)
-    started.let_it_end()
-    assert started.wait() == code
-    assert started.noted("signals") == [signal.Signals(told).name.removeprefix("SIG")]
-    assert started.noted("asked") == asked
-
-
-@pytest.mark.parametrize(
-    ("code", "restarts", "asked"), [(0, 0, 0), (1, 0, 0), (TERM, 0, 0), (USR1, 19, 1), (USR1, 20, 0)]
-)
-def test_the_array_requeues_itself_for_nothing_else_and_not_for_ever(
-    code: int, restarts: int, asked: int, tmp_path: Path
-) -> None:
-    started = Started("array", tmp_path, code, SLURM_RESTART_COUNT=str(restarts))
-    assert started.wait() == code
-    assert started.noted("asked") == ["requeue 70_3"] * asked
-
-
-@needs.MPI
-@pytest.mark.parametrize("name", ["megatron", "nemo"])
-@pytest.mark.slow
-def test_ranks_get_torch_distributed_from_mpi_and_then_run_the_script(name: str, tmp_path: Path) -> None:
-    started = Started(name, tmp_path, 0)
-    assert started.wait() == 0
-    words = list(options(started.argv())["argv"])
-    script = tmp_path / "pretrain.py"
-    script.write_text(SCRIPT)
-    script.with_name("helper.py").touch()  # what stands beside a script can be imported by it
-    line, env = mpiexec(2, [sys.executable, *words[1:]], {"OMP_NUM_THREADS": "1"})
-    done = subprocess.run(line, env=env, cwd="/", capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads(Path(f"{script}.{rank}").read_text()) for rank in range(2)]
-    arguments = words[words.index(str(script)) :]
-    assert [rank[:6] for rank in ranks] == [["__main__", arguments, r, str(r), "2", str(r)] for r in range(2)]
-    assert ranks[0][6:] == ranks[1][6:]
 
 
 def section(title: str) -> str:

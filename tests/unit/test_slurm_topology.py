@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,6 @@ SwitchName=row1 Level=1 LinkSpeed=1 Nodes=n1 Switches=leaf1
 SwitchName=row2 Level=1 LinkSpeed=1 Nodes=n2 Switches=leaf2
 SwitchName=root Level=2 LinkSpeed=1 Nodes=extra[0-1],n[1-2] Switches=leaf3,row[1-2]
 SwitchName=leaf3 Level=0 LinkSpeed=1 Nodes=extra[0-1]
-"""
-BLOCKS = """\
-BlockName=b1 BlockIndex=0 Nodes=n[01-18] BlockSize=18
-BlockName=b2 BlockIndex=1 Nodes=n[19-36] BlockSize=18
 """
 # Three levels: blocks of two, of four, and all; the last aggregate of four is not full.
 AGGREGATED = """\
@@ -61,18 +56,6 @@ def test_an_address_gives_a_domain_for_each_level(
     addr: str, pattern: str, kinds: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
     assert from_slurm_address(addr, pattern) == Domains(kinds, {"n1": names})
-
-
-def test_only_the_name_of_the_node_may_hold_dots() -> None:
-    found = from_slurm_address("b8.10.0.0.7", "block.node")
-    assert found is not None and found.of == {"10.0.0.7": ("b8",)}
-
-
-@pytest.mark.parametrize(
-    ("addr", "pattern"), [("n1", "node"), ("n1.cluster", "node"), ("..n1", "switch.switch.node"), ("", "")]
-)
-def test_an_address_without_switches_says_nothing(addr: str, pattern: str) -> None:
-    assert from_slurm_address(addr, pattern) is None
 
 
 @pytest.mark.parametrize(
@@ -108,27 +91,6 @@ def test_a_node_finds_its_own_address_under_its_own_name(node: str, host: str) -
     assert discover(env, host) == Domains(TREE, {host: ("s0", "s4")})
 
 
-@pytest.mark.parametrize(("node", "host"), [("n1", "n2"), ("10.0.0.1", "10.0.0.2"), ("n1.a", "n1.b")])
-def test_another_nodes_address_is_not_taken_for_the_own(node: str, host: str, caplog: pytest.LogCaptureFixture) -> None:
-    env = {"SLURM_TOPOLOGY_ADDR": f"b1.{node}", "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node"}
-    with caplog.at_level(logging.DEBUG, "mlflash"):
-        assert discover(env, host) is None
-    assert f"belongs to {node}" in caplog.text
-
-
-def test_without_slurm_nothing_is_found() -> None:
-    assert discover({}, "n1") is None
-    assert discover({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, "n1") is None
-
-
-def test_scontrol_of_a_tree_with_two_levels() -> None:
-    found = from_scontrol(TWO_LEVELS)
-    assert found.kinds == TREE and len(found.of) == 18
-    assert [found.of[host] for host in ("dev0", "dev5", "dev6", "dev17")] == [
-        ("s3", "s0"), ("s3", "s0"), ("s3", "s1"), ("s3", "s2"),
-    ]  # fmt: skip
-
-
 def test_scontrol_of_a_tree_with_three_levels_and_a_leaf_at_the_root() -> None:
     found = from_scontrol(THREE_LEVELS)
     assert found.kinds == ("switch", "switch", "leaf switch")
@@ -138,19 +100,6 @@ def test_scontrol_of_a_tree_with_three_levels_and_a_leaf_at_the_root() -> None:
     }  # fmt: skip
 
 
-def test_scontrol_and_the_address_say_the_same() -> None:
-    of = from_scontrol(THREE_LEVELS).of
-    for addr in ("root.row1.leaf1.n1", "root..leaf3.extra0"):
-        found = from_slurm_address(addr, "switch.switch.switch.node")
-        assert found is not None and [of[host] for host in found.of] == list(found.of.values())
-
-
-def test_scontrol_of_blocks() -> None:
-    found = from_scontrol(BLOCKS)
-    assert found.kinds == ("block",) and len(found.of) == 36
-    assert (found.of["n01"], found.of["n18"], found.of["n19"]) == (("b1",), ("b1",), ("b2",))
-
-
 def test_scontrol_of_aggregated_blocks() -> None:
     found = from_scontrol(AGGREGATED)
     assert found.kinds == ("aggregated block", "aggregated block", "block")
@@ -158,24 +107,6 @@ def test_scontrol_of_aggregated_blocks() -> None:
     assert found.of["10.0.0.5"] == ("b[1-3]", "b3", "b3")
     lost = "\n".join(line for line in AGGREGATED.splitlines() if "AggregatedBlock=b3" not in line)
     assert from_scontrol(lost).of["10.0.0.5"] == ("b[1-3]", "b[1-3]", "b3")
-
-
-def test_quotes_order_and_trailing_blanks_do_not_matter() -> None:
-    wanted = from_scontrol("SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[1-2]")
-    assert from_scontrol('Nodes="n[1-2]" Level=0 SwitchName="s0" \n') == wanted == Domains(
-        ("switch",), {"n1": ("s0",), "n2": ("s0",)}
-    )  # fmt: skip
-
-
-def test_a_node_on_two_leaf_switches_has_a_domain_of_both() -> None:
-    found = from_scontrol("SwitchName=s0 Level=0 Nodes=n[1-2]\nSwitchName=s1 Level=0 Nodes=n[2-3]")
-    assert found.of == {"n1": ("s0",), "n2": ("s0,s1",), "n3": ("s1",)}
-
-
-def test_lines_without_nodes_are_passed_over() -> None:
-    assert from_scontrol("").of == from_scontrol("slurm_load_topo error: down\nSwitchName=s0 Level=0\n").of == {}
-    torus = "TorusName=t1 Dims=2x1x1 Nodes=n[1-2]\n  TorusName=t1 PlacementDims=2x1x1(2) Anchors=1\n"
-    assert from_scontrol(torus) == Domains(("torus",), {"n1": ("t1",), "n2": ("t1",)})
 
 
 @pytest.mark.parametrize("line", ["SwitchName=s3 Level=x Nodes=n1", "SwitchName=s3 Level=0 Nodes=n[1-"])
@@ -216,12 +147,6 @@ def test_slurm_is_asked_for_whole_lines(scontrol: Path) -> None:
 def test_slurm_that_cannot_tell_gives_none(scontrol: Path, text: str) -> None:
     script(scontrol, text)
     assert ask_slurm() is None
-
-
-def test_no_scontrol_gives_none_and_one_line_for_debugging(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "mlflash"):
-        assert ask_slurm() is None
-    assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
 def test_slurm_that_does_not_answer_is_left_at_the_deadline(scontrol: Path) -> None:

@@ -58,48 +58,6 @@ def test_the_rank_that_comes_to_save_last_is_the_one_that_waits_least(size: int)
         assert one is not None and one.slowest == Late(last, "copy", pytest.approx(3.9, abs=0.05))
 
 
-@pytest.mark.parametrize("phase", ["copy", "deferred", "checksums"])
-def test_ranks_that_wait_for_a_late_partner_are_not_the_late_ones(phase: str) -> None:
-    ranks = job(100, **{phase: (2, 3.0)})
-    for partner in (1, 3):
-        ranks[partner]["transfer"] += 3.2
-    for rank, one in enumerate(heard_by_all(ranks)):
-        assert one is not None and one.slowest[:2] == (2, phase)
-        assert one.own.seconds < 0.5 or rank == 2
-    ranks[4]["transfer"] += 9.0  # and a slow link of its own
-    for one in heard_by_all(ranks):
-        assert one is not None and one.slowest == Late(4, "transfer", pytest.approx(6.0, abs=0.1))
-
-
-def test_one_rank_alone_is_not_late_and_neither_is_who_is_compared_with_nobody() -> None:
-    assert heard_by_all(job(1, copy=(0, 5.0))) == [None]
-    riding = Riding(0, 1000, 7, USUAL)  # as in a simulation, where the ranks that are drawn may be none that live
-    assert max(riding.numbers) == np.iinfo(np.int64).max and riding.heard(riding.numbers, str) is None
-
-
-@pytest.mark.parametrize("seconds", [-1.0, 0.0, 1e-6, 3e5, 1e300])
-def test_any_duration_and_any_rank_can_be_told(seconds: float) -> None:
-    took = dict.fromkeys(PHASES, seconds)
-    size, generation = 1 << 24, 3
-    drawn = random.Random(generation).sample(range(size), 3)
-    for rank in (0, size - 1, drawn[0]):
-        riding = Riding(rank, size, generation, took)
-        assert all(abs(number) < 1 << 63 for number in riding.numbers)
-        if rank == drawn[0]:
-            heard = riding.heard(riding.numbers, str)
-            assert heard is not None and heard.slowest.rank == rank
-            assert heard.slowest.seconds <= 0.004 * min(max(seconds, 0), 3e5) + 1e-6
-
-
-def test_what_is_drawn_differs_from_commit_to_commit_and_is_the_same_on_all_ranks() -> None:
-    def drawn(generation: int) -> set[int]:
-        brings = [Riding(rank, 64, generation, USUAL).numbers[len(PHASES) :] for rank in range(64)]
-        return {rank for rank, those in enumerate(brings) if min(those) != np.iinfo(np.int64).max}
-
-    those = [drawn(generation) for generation in range(50)]
-    assert {len(one) for one in those} == {3} and len(set.union(*those)) > 48
-
-
 def told(commits: Sequence[Late], commit_s: float = 3.0) -> list[Straggler | None]:
     stragglers = Stragglers()
     return [stragglers.add(late, commit_s) for late in commits]
@@ -119,12 +77,3 @@ def test_the_noise_of_saves_is_not_told_of() -> None:
     assert not any(told([Late(3, "copy", 0.2)] * 50, 0.3)), "too short to matter"
     assert not any(told([LATE] * 50, 20.0)), "a small part of a long commit"
     assert is_worth_a_word(0.25, 1.25) and not is_worth_a_word(0.25, 1.26) and not is_worth_a_word(0.24, 0.3)
-
-
-def test_it_is_told_of_again_when_it_has_changed_and_not_for_a_few_good_commits() -> None:
-    assert sum(map(bool, told([*[LATE] * 3, *[FINE] * 11, *[LATE] * 3] * 1))) == 1
-    assert sum(map(bool, told([*[LATE] * 3, *[FINE] * 12, *[LATE] * 3]))) == 2
-    flapping = told([*[LATE] * 3, *[Late(3, "transfer", 1.0)] * 3] * 20)
-    assert [one.late.phase for one in flapping if one is not None] == ["copy", "transfer"], "once for each phase"
-    both = told([LATE, Late(9, "checksums", 2.0)] * 40)
-    assert sorted(one.late.rank for one in both if one is not None) == [3, 9]

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, until
 
-from mlflash.wireup import strangers
-from mlflash.wireup.open_files import allow
 from mlflash.wireup.strangers import Strangers
 
 
@@ -99,35 +97,12 @@ def test_the_oldest_that_says_nothing_gives_way_and_who_has_spoken_stays(client:
     ended(service)
 
 
-def test_who_says_nothing_for_too_long_is_closed(client: contextlib.ExitStack) -> None:
-    service = Service(longest_s=0.05)
-    silent = connected(client, service)
-    until(lambda: service.step() or is_closed(silent), "it is closed")
-    assert not service.connections
-    ended(service)
-
-
 def test_without_a_descriptor_the_oldest_gives_its_own(client: contextlib.ExitStack) -> None:
     service = Service()
     silent, new = connected(client, service), client.enter_context(socket.create_connection(service.address))
     with no_descriptor():
         until(lambda: service.step() or is_closed(silent), "the oldest is closed")
         until(lambda: service.step() or len(service.connections) == 1, "the new one has come")
-    assert not is_closed(new)
-    ended(service)
-
-
-def test_without_a_descriptor_and_a_stranger_it_sleeps_and_listens_again(
-    client: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = Service()
-    new = client.enter_context(socket.create_connection(service.address))
-    with no_descriptor():
-        service.step()
-        assert not service.selector.select(0), "it would never sleep"
-        service.step()
-    monkeypatch.setattr(strangers.time, "monotonic", lambda: service.strangers._listens_at)
-    until(lambda: service.step() or len(service.connections) == 1, "it listens again")
     assert not is_closed(new)
     ended(service)
 
@@ -141,15 +116,3 @@ def test_each_listener_is_in_the_table_of_guarantees() -> None:
     table = (root / "docs" / "guarantees.md").read_text().partition("### Listeners")[2].partition("###")[0]
     # One only tries whether an address can be listened at.
     assert found - {"wireup/own_address.py"} == set(re.findall(r"^\| `([\w/]+\.py)`", table, re.MULTILINE))
-
-
-def test_a_process_may_open_as_many_files_as_it_needs_or_says_why_not() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
-        assert not allow(150) and resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 200
-        assert not allow(300) and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 300
-        if limits[1] != resource.RLIM_INFINITY:
-            assert allow(limits[1] + 1).startswith(f"needs {limits[1] + 1} open files, and the hard limit of this host")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 from waiting import until
 
-from mlflash.errors import LaunchFailed
 from mlflash.launcher import first_node_guard, node_watch, processes, supervisor
 from mlflash.launcher.launch_system import Step
 from mlflash.launcher.node_watch import Beside, Looks
-from mlflash.launcher.on_hosts import OnHosts
-from mlflash.launcher.on_slurm import OnSlurm
 from mlflash.launcher.processes import ask_within, end_session, spawn
 from mlflash.launcher.run_log import RunLog
 from mlflash.launcher.run_options import RunOptions
@@ -80,17 +77,6 @@ def test_a_launcher_that_sigkill_does_not_end_is_named_and_left_behind(
     assert "in state" in caplog.text and "is left behind" in caplog.text and step.poll() is None
 
 
-def test_what_takes_too_long_is_killed_and_what_is_not_there_has_a_name(tmp_path: Path) -> None:
-    assert ask_within(["sh", "-c", r"printf '\377'; exit 3"], END_S).stdout == "\N{REPLACEMENT CHARACTER}"
-    with pytest.raises(LaunchFailed, match=r"sh took longer than 0\.1 s"):
-        ask_within(["sh", "-c", "sleep 1000"], 0.1)
-    for start in (lambda: spawn([str(tmp_path / "gone")]), lambda: OnHosts(["a"], str(tmp_path / "gone")).on_each(
-        ["a"], ["true"], END_S
-    )):  # fmt: skip
-        with pytest.raises(LaunchFailed, match="gone cannot be started: No such file"):
-            start()
-
-
 def test_what_has_time_to_end_tidies_up_and_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
     process = spawn([sys.executable, "-S", "-c", TIDY], stdout=subprocess.PIPE)
     with process:
@@ -111,14 +97,6 @@ def test_what_has_time_to_end_tidies_up_and_what_is_asked_ends_with_an_interrupt
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
-
-
-def test_a_node_that_prints_what_is_no_text_does_not_silence_the_others(tmp_path: Path) -> None:
-    shell = tmp_path / "shell"
-    shell.write_text("#!/bin/sh\n[ \"$1\" != bad ] || printf '\\377'\necho well\n")
-    shell.chmod(0o700)
-    told = OnHosts(["bad", "b"], str(shell)).on_each(["bad", "b"], ["true"], END_S)
-    assert told == {"b": "well\n", "bad": "\N{REPLACEMENT CHARACTER}well\n"}
 
 
 SOUND: dict[str, Any] = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "heartbeats": [], "steps": []}
@@ -212,25 +190,3 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, s
         monkeypatch.setenv(name, value)
     make("scontrol", "printf 'a\\nb\\n'")
     return make
-
-
-def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can_be(
-    program: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    options = RunOptions(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
-    with first_node_guard.Guard(OnSlurm("1"), options, None):
-        until(lambda: "guard of the first node" in caplog.text, "a warning", END_S)
-        program("srun", f"exec /bin/cat > {tmp_path}/heard")
-        until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_bytes(), "a beat", END_S)
-    assert (tmp_path / "heard").read_bytes().endswith(b"bye\n") and caplog.text.count("guard of the first node") == 1
-
-
-def test_why_a_guard_ended_is_said_once(
-    program: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    program("srun", f"echo x >> {tmp_path}/starts; echo 'srun: error: b: Connection refused' >&2; exit 1")
-    options = RunOptions(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
-    with first_node_guard.Guard(OnSlurm("1"), options, None):
-        until(lambda: (tmp_path / "starts").exists() and (tmp_path / "starts").stat().st_size > 6, "starts", END_S)
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert said.endswith("ended, and is started again: srun: error: b: Connection refused")

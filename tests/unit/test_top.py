@@ -19,7 +19,7 @@ from rich.console import Console
 from waiting import until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
-from mlflash.live_monitor.rank_status import Look, look_everywhere
+from mlflash.live_monitor.rank_status import Look
 from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
@@ -74,60 +74,6 @@ def test_what_needs_a_person_is_said() -> None:
     assert "checkpoint step 5," in shown(Look(1.0, (heartbeat(0), heartbeat(1, committed=5))))
     changes: list[dict[str, Any]] = [{"saved": None}, {}, {"alive": False}, {"state": "ended"}]
     assert [state_of(heartbeat(0, **change)) for change in changes] == ["starting", "training", "gone", "ended"]
-
-
-def test_the_rank_that_the_last_commit_waited_for_is_named_with_its_phase_and_noise_is_not() -> None:
-    job = {"slowest": 3, "slowest_on": "n1", "slowest_s": 2.25, "slowest_in": "copy", "commit_s": 3.0}
-    late = [(0.01, "copy"), (0.02, "training"), (0.01, "transfer"), (2.25, "copy")]
-    heartbeats = tuple(heartbeat(n, late_s=late_s, late_in=phase, **job) for n, (late_s, phase) in enumerate(late))
-    text = shown(Look(100.0, heartbeats))
-    assert "the last commit waited for rank 3: 2.2 s late in copy, on n1" in text, text
-    assert text.count("2.2 s copy") == 1 and "20 ms training" not in text
-    here = shown(Look(100.0, heartbeats[:2]))
-    assert "late in copy, on n1" in here and "2.2 s copy" not in here, "the ranks of one node know it, too"
-    noise = job | {"slowest_s": 0.1, "late_s": 0.1, "late_in": "copy"}
-    few = shown(Look(100.0, tuple(heartbeat(rank, **noise) for rank in range(4))))
-    assert "waited for" not in few and "ms copy" not in few
-
-
-def test_where_there_are_more_ranks_than_lines_a_line_is_a_node_and_shows_its_worst_rank() -> None:
-    heartbeats = tuple(
-        heartbeat(rank, node=f"n{rank // 64}", ranks=512, nodes=8, alive=rank != 100, late_s=0.5 * (rank == 70),
-                  late_in="checksums") for rank in range(512)
-    )  # fmt: skip
-    lines = [line.split() for line in shown(Look(100.0, heartbeats), height=30).splitlines()]
-    assert [line[:2] for line in lines if line[1:2] == ["64"]] == [[f"n{node}", "64"] for node in range(8)]
-    assert [line[:4] for line in lines if "gone" in line] == [["n1", "64", "1", "gone"]] and len(lines) <= 30
-    assert [line[0] for line in lines if "checksums" in line] == ["n1"]
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 110])
-def test_a_narrow_terminal_shows_fewer_columns_and_each_of_them_whole(width: int) -> None:
-    heartbeats = tuple(heartbeat(rank, node=f"node{rank // 2}", saved=10**6, committed=10**6) for rank in range(4))
-    lines = shown(Look(100.0, heartbeats), width=width).splitlines()
-    (head,) = (number for number, line in enumerate(lines) if "state" in line)
-    names = re.split(" {2,}", lines[head].strip())
-    assert {"rank", "state", "checkpoint", "last sign"} <= {*names} <= {
-        "node", "rank", "state", "saved", "checkpoint", "last sign", "stall", "commit", "late", "memory",
-    }, lines  # fmt: skip
-    rows = lines[head + 2 : head + 6]
-    assert all("training" in row and "1000000" in row for row in rows) and max(map(len, lines)) <= width, lines
-    assert ("node" in names, "memory" in names) == (width >= 60, width >= 110)
-
-
-def test_nodes_that_say_nonsense_or_nothing_are_named() -> None:
-    class Nodes:
-        def on_each(self, hosts: Any, argv: Any, timeout_s: float, behind_s: float) -> dict[str, str]:
-            rest = {"gpus": 0, "gpu_error": "", "interface": None, "steps": []}
-            gone = heartbeat(0, beat=9.0, node="a", alive=False)  # by a clock that is ahead
-            good = {"heartbeats": [gone, heartbeat(1), heartbeat(2, beat=3.0, node="a")], "free": 3, **rest}
-            both = [heartbeat(0, beat=5.0, node="b"), heartbeat(2, beat=4.0, node="b")]
-            moved = {"heartbeats": both, "free": 4, **rest}
-            return {"a": json.dumps(good), "b": json.dumps(moved), "c": "Killed"}
-
-    look = look_everywhere(Nodes(), ["a", "b", "c", "d"], "/dev/shm", "j")  # type: ignore[arg-type]
-    assert look.silent == ("c", "d") and look.free == (("a", 3), ("b", 4))
-    assert [(one["rank"], one["node"]) for one in look.heartbeats] == [(0, "b"), (1, "n0"), (2, "b")]
 
 
 def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:

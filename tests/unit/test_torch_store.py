@@ -65,14 +65,3 @@ def test_what_ranks_of_earlier_launches_have_left_is_passed_by(connect: Store) -
         left.set(f"got/{dead}{rank}", "the word of a rank 0 that is dead")
     assert meet(connect, "new") == ["new"] * SIZE
     assert meet(connect, "newer") == ["newer"] * SIZE
-
-
-def test_who_does_not_come_is_named(connect: Store) -> None:
-    first, *_ = meet(connect, "text", 3, lost=2, timeout_s=1.0)
-    assert isinstance(first, DeadlineExceeded) and 2 in first.ranks and " of 3 have not come" in str(first)
-    late = meet(connect, "text", 2, lost=0, timeout_s=0.5)[1]
-    assert isinstance(late, DeadlineExceeded) and late.ranks == (0,) and "stack" not in str(late)
-
-
-def test_rank_0_looks_at_many_ranks_one_after_the_other(connect: Store) -> None:
-    assert set(meet(connect, "text", 20)) == {"text"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash import Checkpointer, errors
-from mlflash.config import from_environment
 from mlflash.memory import commit_records, memory_limits
 from mlflash.memory.commit_records import Trace
 from mlflash.memory.slot_header import (
@@ -293,17 +291,6 @@ def test_each_start_before_the_next_commit_keeps_newer_steps_of_another_format(
     assert restored(make(pfs)) == 4 and "cannot be read" not in caplog.text
 
 
-def test_older_steps_of_another_format_are_written_over_as_ever(
-    make: Make, shm: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(make(), 1, 2)
-    in_another_format({path: raw for path, raw in slots(shm).items() if unpack(raw[:HEADER_NBYTES]).step == 1})
-    ckpt = make()
-    assert restored(ckpt) == 2 and "cannot be read" not in caplog.text
-    save(ckpt, 3)
-    assert len(slots(shm)) == 2 and restored(make()) == 3
-
-
 @pytest.mark.parametrize(("is_whole", "part"), [(True, "payload"), (False, "payload"), (False, "header")])
 def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_directory_only(
     make: Make, shm: Path, tmp_path: Path, small: Callable[[], None], is_whole: bool, part: str
@@ -323,14 +310,6 @@ def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_direc
     with pytest.raises(errors.Unrestorable) as caught:
         make(pfs).restore(state_at(0))
     assert [*caught.value.reasons] == [3, 2, 1] and slots(shm) == before
-
-
-@pytest.mark.parametrize(
-    ("given", "word"), [(True, "1"), (False, ""), ("yes", "1"), ("0", ""), ("Try 2", "Try 2"), (None, "env")]
-)
-def test_the_word_of_a_fresh_start(given: Any, word: str) -> None:
-    config = from_environment({"MLFLASH_JOB": "j", "MLFLASH_FRESH": "env"}, None, fresh=given)
-    assert config.fresh == word and bool(config.mark) == bool(word)
 
 
 # What is told of lost nodes
@@ -362,15 +341,6 @@ def test_a_parity_group_that_lost_too_many_is_named() -> None:
     assert "at most 1 may be without" in why
 
 
-def test_what_nobody_committed_is_no_reason_and_not_all_of_very_many_are_told() -> None:
-    assert commit_records.why_not([trace(0, 0, committed=False)], {}, ["a"]) == {}
-    many = [trace(0, 0, generation=number, step=number, file=number) for number in range(99)]
-    told = commit_records.why_not(many, {}, ["a"])
-    assert [*told] == list(range(98, 98 - commit_records.MOST_STEPS, -1))
-    why = commit_records.why_not([trace(0, 0, size=100_000)], {(0, 0): "x" * 10}, ["a"])[1]
-    assert len(why) < 300
-
-
 @given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=12))
 def test_a_fresh_start_goes_back_to_the_last_that_is_not_its_own(runs: list[tuple[int, bool]]) -> None:
     traces = [trace(0, 0, number, number, mark=mark, file=number) for number, (mark, _) in enumerate(runs)]
@@ -385,11 +355,3 @@ def test_a_fresh_start_goes_back_to_the_last_that_is_not_its_own(runs: list[tupl
         or not [n for n in ours if n >= floor]
         or floor <= min(n for n in ours if n >= floor)
     )
-
-
-def test_a_record_of_logging_is_one_line(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    save(make(), 3)
-    with caplog.at_level(logging.WARNING, "mlflash"):
-        make(fresh=True)
-    said = [record.getMessage() for record in caplog.records if "fresh start" in record.getMessage()]
-    assert said == ["fresh start '1': steps [3] in memory are passed over, and deleted after this run's first commit"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +13,8 @@ import pytest
 import torch
 
 from mlflash import Checkpointer, errors
-from mlflash.state import manifest, wrapped_tensors
-from mlflash.state.flatten import Flattener, flatten
+from mlflash.state import wrapped_tensors
 from mlflash.state.leaves import class_name
-from mlflash.state.rebuild import compare
 
 
 class Rounding(enum.Enum):
@@ -172,46 +169,8 @@ def test_a_class_that_is_not_loaded_is_asked_for_and_not_imported(
         ckpt.load()
 
 
-def document() -> Any:
-    flat = flatten({"w": Coded.of(1, RECIPE)})
-    return json.loads(json.dumps(flat.structure.tree))
-
-
-def test_a_tree_that_makes_no_sense_is_refused() -> None:
-    manifest.check_tree(document(), 2, 0)
-    changes = [
-        lambda node: node[2].__setitem__(1, "os.system"),
-        lambda node: node[2].append("more"),
-        lambda node: node[3].pop("size"),
-        lambda node: node[3].__setitem__("size", [-1]),
-        lambda node: node[3].__setitem__("stride", ["a"]),
-        lambda node: node[3].__setitem__("context", {"a": 1}),
-        lambda node: node[3].__setitem__("context", ["call", "os.system"]),
-        lambda node: node[3].__setitem__("context", ["dtype", 7]),
-        lambda node: node[3].__setitem__("context", ["data", "os.system", ["list"]]),
-        lambda node: node[3].__setitem__("shard", [1, [2], [3]]),
-        lambda node: node[3].__setitem__("more", 1),
-        lambda node: node.__setitem__(3, None),
-        lambda node: node.__setitem__(1, ["l", []]),
-    ]
-    for number, change in enumerate(changes):
-        tree = document()
-        change(tree[1][0][1])
-        with pytest.raises(manifest.BAD_DOCUMENT):
-            manifest.check_tree(tree, 2, 0)
-            raise AssertionError(number)
-
-
 def test_a_context_names_only_classes_of_the_tensor_s_package() -> None:
     package = Coded.__module__.partition(".")[0]
     for code in (["enum", "signal.Signals", "SIGKILL"], ["data", "subprocess.Popen", ["dict"]], ["dtype", "load"]):
         with pytest.raises(errors.StructureMismatch, match="is not loaded"):
             wrapped_tensors._decode(code, package)
-
-
-def test_a_state_with_one_is_taken_apart_anew_each_time() -> None:
-    flattener, state = Flattener(), {"w": Coded.of(1, RECIPE), "plain": torch.ones(2)}
-    first = flattener.flatten(state)
-    state["w"] = Coded.of(1)
-    assert flattener.flatten(state).structure.tree != first.structure.tree
-    assert not compare(state, flatten(state).structure.tree, flatten(state).structure.entries)

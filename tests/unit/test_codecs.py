@@ -1,0 +1,486 @@
+"""Whatever is written comes back equal; a byte that was changed or cut is refused, or what is read is valid.
+
+Each row of `CODECS` is a form in which mlflash writes something that another process reads, perhaps long after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlflash import errors
+from mlflash.config import Config
+from mlflash.courier import wire_format as wire
+from mlflash.courier.wire_format import BadMessage, Frame, Kind, Outcome, Stream
+from mlflash.draining import file_index
+from mlflash.draining.file_index import Card, Place, Places
+from mlflash.errors import CorruptSlot, MlflashError
+from mlflash.memory import inventory, slot_header
+from mlflash.memory.inventory import FOUND, Inventory
+from mlflash.memory.slot_header import Attempt, Header
+from mlflash.state import manifest, rank_structure
+from mlflash.state.dtypes import TORCH_ITEM_NBYTES
+from mlflash.state.layout import PAGE_NBYTES, Extents
+from mlflash.state.leaves import Entry
+from mlflash.state.rank_structure import RankStructure
+from mlflash.storage import canonical_json
+from mlflash.telemetry import heartbeat_format
+from mlflash.wireup.frames import BadFrame, Frames
+from mlflash.wireup.frames import pack as frame_of
+
+PAYLOAD_NBYTES = 10_000  # of a slot, and of a drained file
+BLOCK_NBYTES = 7  # of a drained file
+U32, U64, I64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
+NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4)
+ATTEMPTS = st.builds(Attempt, st.binary(min_size=16, max_size=16), U64)
+JSON = st.recursive(
+    st.none() | st.booleans() | I64 | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=3), inside, max_size=3),
+    max_leaves=8,
+)
+TEXTS_OF_ERRORS = st.text(max_size=8)
+CONFIG = Config(job="a-job", directory="/data/é", drain_every=3, timeout_s=12.5, courier="process")
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """A form in which something is written.
+
+    Attributes:
+        values: what is written.
+        encode, decode: write it, and read it.
+        refuses: what reading raises where the bytes are wrong.
+        is_valid: whether what was read makes sense; None: the bytes have a checksum, and any change is refused.
+        plainly: what is compared of two values.
+        hostile: what somebody else may have written, with checksums that are right.
+    """
+
+    values: st.SearchStrategy[Any]
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+    refuses: type[Exception] | tuple[type[Exception], ...] = CorruptSlot
+    is_valid: Callable[[Any], bool] | None = None
+    plainly: Callable[[Any], Any] = lambda value: value
+    hostile: st.SearchStrategy[bytes] | None = None
+
+
+# Of a slot
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> Header:
+    group = sorted(draw(st.sets(st.integers(0, 2**32 - 2), min_size=1, max_size=slot_header.MAX_GROUP)))
+    rank, room, kind = draw(st.sampled_from(group)), draw(st.integers(0, 99)), draw(st.sampled_from(slot_header.Kind))
+    world_size = draw(st.integers(group[-1] + 1, 2**32 - 1))
+    made = Header(
+        draw(ATTEMPTS), draw(I64), rank, world_size, draw(U32), draw(U32), draw(st.integers(0, room * PAGE_NBYTES)),
+        Extents(room * PAGE_NBYTES, draw(st.integers(0, 2**60)), draw(st.integers(1, 2**63))), draw(U64), draw(U64),
+        draw(NAMES), draw(NAMES), draw(NAMES), tuple(group), mark=draw(U32),
+    )  # fmt: skip
+    if kind is slot_header.Kind.PARITY and len(group) > 2:
+        return dataclasses.replace(made, parities=draw(st.integers(1, len(group) - 2)))
+    if kind is slot_header.Kind.SHARE:
+        by = draw(st.integers(0, min(world_size, 2**32 - 1) - 1))
+        return dataclasses.replace(made, share=group.index(rank), shared_by=by)
+    return made
+
+
+def write_record(its: tuple[Attempt, int]) -> bytes:
+    return slot_header.pack_record(slot_header.COMMIT_START, *its, 7)
+
+
+def read_record(raw: bytes) -> tuple[Attempt, int]:
+    found = slot_header.any_record(bytes(slot_header.COMMIT_START) + raw, slot_header.COMMIT_START)
+    if found is None:
+        raise CorruptSlot("there is no record")
+    return found
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[Entry, ...]:
+    """Tensors, one after the other in a payload."""
+    made, at = [], 0
+    for name in draw(st.lists(st.text(max_size=6), unique=True, max_size=5)):
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8", "complex128"]))
+        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        whole = tuple(n + draw(st.integers(0, 2)) for n in shape)
+        offset = tuple(draw(st.integers(0, w - n)) for w, n in zip(whole, shape, strict=True))
+        nbytes = math.prod(shape) * TORCH_ITEM_NBYTES[dtype]
+        made.append(Entry(name, "tensor", dtype, whole, offset, shape, at, nbytes))
+        at += nbytes
+    return tuple(made)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> manifest.Manifest:
+    held = draw(entries())
+    leaves: list[Any] = [["e", number] for number in range(len(held))] + [["p", 0], ["l", [["t", [["p", 1]]]]]]
+    plain = draw(st.lists(st.booleans() | st.integers(-9, 9) | st.text(max_size=3), min_size=2, max_size=2))
+    tree: list[Any] = ["d", [[draw(st.text(max_size=3)), leaf] for leaf in leaves]]
+    if draw(st.booleans()):
+        tree = ["o", ["k", tree, ["OrderedDict"], ["d", [["_metadata", ["v", 1]]]]]]
+    shared = draw(st.none() | st.builds(manifest.Shared, st.integers(0, 9), st.integers(1, 255), st.integers(0, 9)))
+    said = draw(st.sampled_from([{}, manifest.provenance_of({"python": "3.11"}, '{"seed":1}')]))
+    return manifest.Manifest(held, tree, plain, shared, said)
+
+
+def encode_manifest(its: manifest.Manifest) -> bytes:
+    parts = manifest.encode_entries(its.entries), manifest.encode_tree(its.tree), its.plain
+    return manifest.join(*parts, its.shared, its.provenance)
+
+
+def is_inside(entry: Entry) -> bool:
+    return all(at + n <= of for at, n, of in zip(entry.offset, entry.shape, entry.global_shape, strict=True))
+
+
+def is_manifest(its: manifest.Manifest) -> bool:
+    room = PAYLOAD_NBYTES + (its.shared.nbytes if its.shared else 0)
+    return all(is_inside(one) and 0 <= one.start <= one.start + one.nbytes <= room for one in its.entries)
+
+
+@st.composite
+def hostile_manifests(draw: st.DrawFn) -> bytes:
+    return json.dumps(draw(spoiled(json.loads(encode_manifest(draw(manifests())))))).encode()
+
+
+@st.composite
+def spoiled(draw: st.DrawFn, document: Any) -> Any:
+    """A document in which something is missing, or something else is in its place."""
+    node = document
+    while True:
+        key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if not isinstance(node[key], (dict, list)) or not node[key] or draw(st.booleans()):
+            break
+        node = node[key]
+    if draw(st.booleans()):
+        del node[key]
+    else:
+        node[key] = draw(JSON | st.just(10**30))
+    return document
+
+
+PLAIN_LEAVES = 2
+
+
+@st.composite
+def structures(draw: st.DrawFn) -> RankStructure:
+    tree = ["d", [["plain", ["p", 0]], ["other", ["p", 1]]]]
+    return dataclasses.replace(RankStructure.of(draw(entries()), tree)[0], alike=(), shared=())
+
+
+def write_json(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def read_structure(raw: bytes) -> RankStructure:
+    return rank_structure.from_document(json.loads(raw), PLAIN_LEAVES)
+
+
+def write_structure(its: RankStructure) -> bytes:
+    return json.dumps(its.document).encode()
+
+
+# Of a directory
+
+
+@st.composite
+def cards(draw: st.DrawFn) -> Card:
+    world_size, file_nbytes = draw(st.integers(1, 2**32 - 1)), draw(U64)
+    rank, start = draw(st.just(-1) | st.integers(0, world_size - 1)), draw(st.integers(0, file_nbytes))
+    return Card(draw(ATTEMPTS), draw(I64), rank, world_size, file_nbytes, start,
+                draw(st.integers(0, file_nbytes - start)), draw(U64), draw(U64), draw(NAMES))  # fmt: skip
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> file_index.Index:
+    held, places, checks = draw(manifests()), {}, 0
+    for number, entry in enumerate(held.entries):
+        packed = bool(entry.shape and entry.nbytes) and draw(st.booleans())
+        rows = entry.shape[0] if entry.shape else 1
+        places[number] = Place(entry.start, entry.nbytes, 0, rows, checks, packed)
+        checks += file_index.blocks(entry.nbytes, BLOCK_NBYTES)
+    sums = np.array(draw(st.lists(U64, min_size=checks, max_size=checks)), dtype=np.uint64)
+    return file_index.Index(held, Places("x", BLOCK_NBYTES, sums, places))
+
+
+def encode_index(its: file_index.Index) -> bytes:
+    return file_index.encode(encode_manifest(its.manifest), PAYLOAD_NBYTES, its.places)[0]
+
+
+def plain_index(its: file_index.Index) -> Any:
+    return its.manifest, its.places.data, its.places.block_nbytes, its.places.checks.tolist(), its.places.of
+
+
+def is_index(its: file_index.Index) -> bool:
+    """Whether the rows that a reader would take are in the file and in a tensor, and have checksums."""
+    return all(
+        (place.packed or 0 <= place.start <= place.start + place.nbytes <= PAYLOAD_NBYTES)
+        and place.first_check + file_index.blocks(place.nbytes, its.places.block_nbytes) <= its.places.checks.size
+        and entry.nbytes == place.nbytes
+        and is_inside(entry)
+        for entry, place in its.pieces
+    )
+
+
+@st.composite
+def hostile_indexes(draw: st.DrawFn) -> bytes:
+    """An index with rows that are elsewhere, of no tensor, or without checksums."""
+    its = draw(indexes())
+    places, checks = dict(its.places.of), its.places.checks
+    wrong = st.integers(0, 9) | st.sampled_from([PAYLOAD_NBYTES, 2**60, 2**61, 2**63, 2**64 - 1])
+    for number in draw(st.lists(st.integers(0, 9), max_size=2)):
+        field = draw(st.sampled_from(Place._fields))
+        value = draw(st.booleans()) if field == "packed" else draw(wrong)
+        places[number] = places.get(number, Place(0, 0, 0, 0, 0, False))._replace(**{field: value})
+    raw = file_index.encode(
+        b"",
+        draw(st.sampled_from([PAYLOAD_NBYTES, 0, 2**63])),
+        dataclasses.replace(its.places, of=places, checks=checks[: draw(st.integers(0, 99))]),
+    )[0]
+    return raw + draw(hostile_manifests() | st.just(encode_manifest(its.manifest)))
+
+
+@st.composite
+def inventories(draw: st.DrawFn) -> Inventory:
+    small, byte = st.integers(0, 3), st.integers(0, 255)
+    row = st.tuples(small, small, small, *[byte] * 6, st.sampled_from([0, 1, 2]), *[byte] * 4, st.integers(0, 5))
+    groups = draw(st.lists(st.lists(U32, max_size=9).map(tuple), max_size=5).map(tuple))
+    return Inventory(np.array(draw(st.lists(row, max_size=30)), dtype=FOUND), groups)
+
+
+# Between processes
+
+
+def mlflash_errors() -> st.SearchStrategy[MlflashError]:
+    def make(name: str, agreed: bool, follows: bool, fields: dict[str, Any]) -> MlflashError:
+        more = {"reasons": {3: "torn", 2**40: "é"}} if name == "Unrestorable" else {}
+        made: MlflashError = getattr(errors, name)(**fields, **more)
+        made.agreed, made.follows = agreed, follows
+        return made
+
+    fields: dict[str, st.SearchStrategy[Any]] = {
+        "message": TEXTS_OF_ERRORS, "rank": st.none() | U32, "node": st.none() | TEXTS_OF_ERRORS,
+        "step": st.none() | I64.filter(lambda n: n > -(2**63)), "tensor": st.none() | TEXTS_OF_ERRORS,
+        "expected": st.sampled_from([None, 3, 2.5, "two"]), "found": st.sampled_from([None, 0, "é"]),
+        "ranks": st.lists(U32, max_size=2).map(tuple), "nodes": st.lists(TEXTS_OF_ERRORS, max_size=2).map(tuple),
+    }  # fmt: skip
+    return st.builds(make, st.sampled_from(errors.__all__), st.booleans(), st.booleans(), st.fixed_dictionaries(fields))
+
+
+BODIES: dict[str, Any] = {
+    **{f"message {name}": kind for name, kind in wire.MESSAGES.items()},
+    **{f"result {name}": kind for name, kind in wire.RESULTS.items()},
+    **{f"question {name}": takes for name, (takes, _) in wire.QUESTIONS.items()},
+    **{f"answer to {name}": gives for name, (_, gives) in wire.QUESTIONS.items()},
+    **{f"event {name}": kind for name, kind in wire.EVENTS.items()},
+    **{f"tell {name}": kind for name, kind in wire.TELLS.items()},
+    "opened": wire.Opened, "outcome": Outcome,
+}  # fmt: skip
+LEAVES: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**63), 2**64 - 1), str: st.text(max_size=8), float: st.floats(allow_nan=False),
+    bool: st.booleans(), bytes: st.binary(max_size=9), type(None): st.none(), None: st.none(), Any: JSON,
+    MlflashError: mlflash_errors(), Config: st.just(CONFIG), msgspec.Raw: JSON.map(wire.encode).map(msgspec.Raw),
+}  # fmt: skip
+
+
+def like(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type of the tables."""
+    origin, its = typing.get_origin(kind), typing.get_args(kind)
+    if kind in LEAVES:
+        return LEAVES[kind]
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*map(like, its))
+    if origin is tuple and its[1:] == (...,):
+        return st.lists(like(its[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(like(one) for one in its if one != ()))
+    if origin in (list, Sequence):
+        return st.lists(like(its[0]), max_size=3)
+    if origin is frozenset:
+        return st.frozensets(like(its[0]), max_size=3)
+    if origin in (dict, Mapping):
+        return st.dictionaries(like(its[0]), like(its[1]), max_size=3)
+    if issubclass(kind, enum.Enum):
+        return st.sampled_from(kind)
+    hints = typing.get_type_hints(kind)
+    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
+    return st.builds(kind, **{name: like(hints[name]) for name in names})
+
+
+def plain_body(value: Any) -> Any:
+    """What can be compared: errors are equal where all that they carry is."""
+    if isinstance(value, MlflashError):
+        return type(value), str(value), plain_body(vars(value))
+    if isinstance(value, msgspec.Raw):
+        return bytes(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), [plain_body(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return {key: plain_body(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [plain_body(item) for item in value]
+    return value
+
+
+def bodies(kind: Any) -> Codec:
+    return Codec(like(kind), wire.encode, partial(wire.decode, kind), BadMessage, lambda it: bool(wire.encode(it)),
+                 plain_body)  # fmt: skip
+
+
+def read_frame(raw: bytes) -> tuple[Any, ...]:
+    frames = list(Stream().add(raw))
+    if len(frames) != 1:
+        raise BadMessage("this is no frame")
+    return parts_of(frames[0])
+
+
+def parts_of(frame: Frame) -> tuple[Any, ...]:
+    return frame.kind, frame.session, frame.number, frame.name, bytes(frame.body)
+
+
+def read_message(raw: bytes) -> Any:
+    frames = Frames(1000)
+    frames.add(raw)
+    messages = list(frames.messages())
+    if len(messages) != 1:
+        raise BadFrame("this is no message")
+    return messages[0]
+
+
+FRAMES = st.tuples(st.sampled_from(Kind), st.integers(0, 9), st.integers(0, 2**40), st.text(max_size=9),
+                   JSON.map(wire.encode))  # fmt: skip
+PARTS = st.fixed_dictionaries({
+    "format": st.just(1), "start": st.text(max_size=8), "rank": U32, "pid": st.integers(1, 99), "pid_namespace": U32,
+    "state": st.sampled_from(["started", "ended", "failed"]), "times": st.just({"made": 1.5}), "beat": st.just(2.5),
+    "committed": st.none() | U32,
+})  # fmt: skip
+
+
+def read_part(raw: bytes) -> Any:
+    found = heartbeat_format.courier_part(raw)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+CODECS = {
+    "header of a slot": Codec(headers(), Header.pack, slot_header.unpack),
+    "record in a slot": Codec(st.tuples(ATTEMPTS, I64), write_record, read_record),
+    "card of a file": Codec(cards(), Card.pack, file_index.read_card),
+    "manifest": Codec(manifests(), encode_manifest, partial(manifest.decode, payload_nbytes=PAYLOAD_NBYTES),
+                      is_valid=is_manifest, hostile=hostile_manifests()),
+    "index of a file": Codec(indexes(), encode_index, partial(file_index.decode, data="x", data_nbytes=PAYLOAD_NBYTES),
+                             is_valid=is_index, plainly=plain_index, hostile=hostile_indexes()),
+    "structure of ranks": Codec(
+        structures(), write_structure, read_structure, manifest.BAD_DOCUMENT,
+        lambda found: read_structure(write_structure(found)) == found,
+        hostile=structures().flatmap(lambda its: spoiled(json.loads(write_structure(its)))).map(write_json),
+    ),
+    "canonical JSON": Codec(JSON, canonical_json.encode, canonical_json.decode, ValueError,
+                            lambda found: canonical_json.decode(canonical_json.encode(found)) == found),
+    "heartbeat": Codec(PARTS, heartbeat_format.encode, read_part, ValueError,
+                       lambda found: found is None or heartbeat_format.encode(found) != b""),
+    "message of JSON": Codec(JSON, frame_of, read_message, BadFrame, lambda found: bool(frame_of(found))),
+    "frame": Codec(FRAMES, lambda its: wire.pack(*its), read_frame, BadMessage, lambda found: type(found[0]) is Kind),
+    **{name: bodies(kind) for name, kind in BODIES.items()},
+}  # fmt: skip
+CHECKED = [name for name, codec in CODECS.items() if codec.is_valid is None]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_is_written_comes_back_equal(name: str, data: st.DataObject) -> None:
+    codec = CODECS[name]
+    value = data.draw(codec.values)
+    found = codec.decode(codec.encode(value))
+    assert type(found) is type(value) and codec.plainly(found) == codec.plainly(value)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_each_byte_that_is_changed_or_cut_is_found_by_a_checksum(name: str, data: st.DataObject) -> None:
+    codec = CODECS[name]
+    value = data.draw(codec.values)
+    raw = codec.encode(value)
+    flipped = [raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :] for at in range(len(raw)) for bits in (1, 128, 255)]
+    for damaged in (*flipped, *(raw[:at] for at in range(len(raw)))):
+        try:
+            assert codec.decode(damaged) == value, "which only padding may leave as it is"
+        except codec.refuses:
+            pass
+
+
+@st.composite
+def damaged(draw: st.DrawFn, codec: Codec) -> bytes:
+    """What was written with some bytes changed, cut or added; or what somebody else may have written."""
+    if codec.hostile is not None and draw(st.booleans()):
+        return draw(codec.hostile)
+    raw = bytearray(codec.encode(draw(codec.values)))
+    if draw(st.integers(0, 9)) == 0:
+        return bytes(raw[:8]) + draw(st.binary(max_size=600))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(raw)))
+        raw[at : at + draw(st.integers(0, 4))] = draw(st.binary(max_size=4))
+    return bytes(raw)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_bytes_make_a_reader_do_anything_but_refuse_or_read_what_is_valid(name: str, data: st.DataObject) -> None:
+    codec = CODECS[name]
+    try:
+        found = codec.decode(data.draw(damaged(codec)))
+    except codec.refuses:
+        return
+    assert codec.is_valid is None or codec.is_valid(found)
+
+
+@given(inventories())
+def test_what_nodes_tell_each_other_of_their_files_comes_back_equal(found: Inventory) -> None:
+    again = inventory.decode(inventory.encode(found))
+    assert again.groups == found.groups and again.rows.dtype == FOUND and again.rows.tobytes() == found.rows.tobytes()
+
+
+@given(st.lists(JSON, max_size=5), st.lists(FRAMES, max_size=5), st.integers(1, 9))
+def test_messages_come_out_as_they_went_in_however_the_bytes_arrive(
+    messages: list[Any], frames: list[Any], step: int
+) -> None:
+    for stream, sent, take in (
+        (Frames(1000), b"".join(map(frame_of, messages)), lambda got: messages == got),
+        (Stream(), b"".join(wire.pack(*one) for one in frames), lambda got: frames == [*map(parts_of, got)]),
+    ):  # fmt: skip
+        got: list[Any] = []
+        for start in range(0, len(sent), step):
+            received = sent[start : start + step]
+            if isinstance(stream, Stream):
+                got += stream.add(received)
+            else:
+                stream.add(received)
+                got += stream.messages()
+        assert take(got)
+
+
+def test_a_message_that_is_too_long_is_refused_before_any_of_it_is_kept() -> None:
+    for bad in ((1001).to_bytes(4, "big"), b"\x00\x00\x03\xe8" + b"[" * 1000, b"\x00\x00\x00\x00"):
+        with pytest.raises(BadFrame):
+            read_message(bad)
+    stream, length = Stream(), (wire.LARGEST_NBYTES + 1).to_bytes(4, "big")
+    assert list(stream.add(length[:3])) == []
+    with pytest.raises(BadMessage, match="are allowed"):
+        list(stream.add(length[3:]))
