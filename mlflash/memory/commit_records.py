@@ -39,12 +39,10 @@ class Trace:
     """A file in the memory of a node that holds something, or did before it was damaged.
 
     Attributes:
-        place: where the file is.
         attempt, step: what it holds, by its header or otherwise by its receipt; None and -1 if neither can be read.
         committed: whether it has a receipt.
         header: its header; None if that is damaged.
         damage: what is wrong with it; "" if its header is good.
-        verdict: what is known about its values.
     """
 
     place: Place
@@ -94,12 +92,7 @@ def committed(traces: Iterable[Trace]) -> set[Attempt]:
 
 
 def floor(traces: Iterable[Trace], mark: int) -> int:
-    """The generation from which a fresh start looks: newer than everything without its mark.
-
-    Args:
-        traces: of all nodes.
-        mark: of the fresh start.
-    """
+    """The generation from which a fresh start looks: newer than everything without its mark."""
     marks: dict[Attempt, set[int]] = {}
     for one in traces:
         if one.attempt is not None:
@@ -116,9 +109,7 @@ def why_not(traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequenc
     """Return for each committed step why it cannot be restored, newest first, at most `MOST_STEPS`.
 
     Args:
-        traces: of all nodes.
         struck: files that a restore found to be damaged, and how.
-        nodes: names of the nodes of this run.
     """
     told: dict[int, str] = {}
     for attempt in sorted(committed(traces), key=lambda one: one.generation, reverse=True):

@@ -32,11 +32,7 @@ class CopyThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, works: Sequence[Callable[[], object]]) -> None:
-        """Do all pieces of work, in any order; return when they are done.
-
-        Raises:
-            Exception: what one of them raised; then no work is being done any more.
-        """
+        """Do all pieces of work, in any order. Raises what one of them raised; then none is being done any more."""
         if self.threads == 1 or len(works) < 2:
             for work in works:
                 work()
@@ -65,7 +61,6 @@ class CopyThreads:
             one.result()
 
     def close(self) -> None:
-        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

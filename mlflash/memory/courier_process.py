@@ -15,9 +15,6 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
 
     A courier has the command line of the zygote that it was forked from. A zygote that a host has started (`mlflash
     courier`) counts as its trainer's child as long as the trainer runs.
-
-    Args:
-        process: its directory in /proc.
     """
     try:
         told = _told(process)

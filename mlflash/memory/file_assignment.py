@@ -45,10 +45,7 @@ def assign(
     the redundancy is whole in its new places.
 
     Args:
-        found: all sealed files of all nodes.
         names: all slot files of this node, sealed or not.
-        node: index of this node.
-        chosen: the attempt that must be kept.
         same_ranks: whether that attempt's ranks are the ranks of this run (same world size).
         inboxes: for each rank of this node, the ranks whose copies it holds, and itself if it holds parity.
         shares: for each rank of this node that stores a share of shared state, the numbers of set and share.

@@ -78,8 +78,6 @@ def fill(fd: int, view: np.ndarray, begin: int = 0) -> bool:
     """Give an empty file huge pages if the kernel has them; the rest of the file stays a hole.
 
     Args:
-        fd: a file of tmpfs, at its full size.
-        view: the file, from `map_file`.
         begin: where its empty part begins.
 
     Returns:

@@ -66,7 +66,6 @@ class Inventory:
         return [(Attempt(_RUN_ID.pack(a, b), g), step, size) for g, a, b, step, size in reversed(unique)]
 
     def of(self, attempt: Attempt) -> Inventory:
-        """The files of one attempt."""
         first, second = _RUN_ID.unpack(attempt.run_id)
         rows = self.rows
         mine = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
@@ -78,15 +77,12 @@ class Inventory:
         return Verdict(int(self.rows["verdict"].max(initial=0)))
 
     def since(self, generation: int) -> Inventory:
-        """The files of attempts of this generation and newer ones."""
         return Inventory(self.rows[self.rows["generation"] >= generation], self.groups)
 
     def on(self, node: int) -> Inventory:
-        """The files on one node."""
         return Inventory(self.rows[self.rows["node"] == node], self.groups)
 
     def without(self, places: Iterable[Place]) -> Inventory:
-        """All files except some."""
         rows = self.rows
         for node, file in places:
             rows = rows[(rows["node"] != node) | (rows["file"] != file)]

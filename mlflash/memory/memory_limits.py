@@ -25,10 +25,6 @@ def available(directory: str, root: str = "/") -> dict[str, int]:
     """Read what is left, in bytes, by the name of the limit; the smallest number counts.
 
     Limits that cannot be read are left out.
-
-    Args:
-        directory: a directory of the memory file system.
-        root: where to look for /proc and the cgroup file systems.
     """
     stat = os.statvfs(directory)
     left = {f"free space of {directory}": stat.f_bavail * stat.f_frsize}

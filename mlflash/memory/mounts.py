@@ -16,8 +16,6 @@ class Mount:
 
     Attributes:
         device: number of the file system, ``major:minor``: two tmpfs of one node differ in it.
-        point: where it is mounted.
-        kind: "tmpfs".
         options: of the file system: "rw,size=24684092k".
     """
 
@@ -31,7 +29,6 @@ def find_mount(mountinfo: str, path: str) -> Mount | None:
     """Find the file system of a path; of several mounts in one place, the last one covers the others.
 
     Args:
-        mountinfo: text of ``/proc/<pid>/mountinfo``.
         path: absolute, without links.
 
     Source: proc_pid_mountinfo(5).

@@ -58,7 +58,6 @@ class NodeDirectory:
 
     Args:
         memory: the memory file system ("/dev/shm").
-        job: the job's name.
         emulated_node: index of the node that this rank emulates, or None on a real node.
         make: make the directories if they do not exist.
         top: this user's directory in the memory, as `user_directory.claim` found it; "": look for it.
@@ -214,11 +213,9 @@ class NodeDirectory:
         return fd
 
     def slot_names(self) -> list[str]:
-        """List the slot files of this node, sorted."""
         return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name) and self._status(name))
 
     def pulse_names(self) -> list[str]:
-        """List the heartbeat files of ranks, sorted."""
         return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name) and self._status(name))
 
     def nbytes(self, name: str) -> int:

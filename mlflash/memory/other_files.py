@@ -24,9 +24,6 @@ class OtherFiles:
 
     Attributes:
         name: of all of them, such as "nccl-*".
-        uid: number of the owner.
-        count: how many there are.
-        nbytes: bytes of memory that they take.
         inodes: of those that are regular files.
     """
 
@@ -45,11 +42,7 @@ class OtherFiles:
             return str(self.uid)
 
     def unmapped(self, mapped: Set[int]) -> int:
-        """How many of the files no process has mapped; 0 if this process cannot look at those of the owner.
-
-        Args:
-            mapped: see `mapped_files`.
-        """
+        """How many of the files no process has mapped; 0 if this process cannot look at those of the owner."""
         return sum(inode not in mapped for inode in self.inodes) if os.getuid() in (0, self.uid) else 0
 
     def __str__(self) -> str:

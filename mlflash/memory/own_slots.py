@@ -47,7 +47,6 @@ class SlotFile:
     """What the courier reports about an own slot.
 
     Attributes:
-        slot: the slot.
         file: number of its file; None: it has none yet.
         inode, nbytes: of that file, which may have become larger; 0: none.
         is_free: whether it belongs to the trainer from now on.
@@ -64,7 +63,6 @@ class OwnSlots:
     """The own slots of a rank, in its trainer.
 
     Args:
-        memory: this node's directory.
         count: number of slots of each kind; three if checkpoints are drained, because reading one may take long.
         known: further mappings of files that this process has, by inode: the courier's, if it is a thread.
 
@@ -103,7 +101,6 @@ class OwnSlots:
         """Take a slot and one for a share, for a save; None if none become free in that time.
 
         Args:
-            wait_s: how long to wait for them, seconds.
             taker: what they are taken for. `taken_by` finds them again if an exception keeps the caller from noting
                 what it took.
             leave: leave files to the views that this rank has given, instead of waiting for the end of these.
@@ -159,11 +156,7 @@ class OwnSlots:
                     slot.segment.writers.clear()  # all copies are complete; the writers would keep the state in memory
 
     def reclaim(self, has_failed: Callable[[object], bool]) -> None:
-        """Leave the slots of failed saves to a courier that does not know about them; nothing fills them any more.
-
-        Args:
-            has_failed: whether what slots were taken for is a failed save.
-        """
+        """Leave the slots of failed saves to a courier that does not know about them; nothing fills them any more."""
         with self._lock:
             failed = [slot for _, slot in self._all() if slot.use is Use.BUSY and has_failed(slot.taker)]
             for slot in failed:
@@ -173,11 +166,7 @@ class OwnSlots:
                 self._tell_freed()
 
     def wait_until_given(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
-        """Leave all slots to the courier, and wait until none is being filled; return whether that happened in time.
-
-        Args:
-            has_failed: see `reclaim`.
-        """
+        """Leave all slots to the courier, and wait until none is being filled; return whether that happened in time."""
         end = time.monotonic() + timeout_s
         while True:
             self.prepare([(name, 0) for name, _ in self._all()])
@@ -270,13 +259,7 @@ class OwnSlots:
         shared_memory_segment.prefault_in_background(fresh)
 
     def _map(self, slot: Slot, told: SlotFile, had: Mapping[int, Segment]) -> list[Segment]:
-        """Map the file of a slot; return the mapping if its pages have to be faulted in.
-
-        Args:
-            slot: which.
-            told: its file.
-            had: mappings that this process has already, by inode.
-        """
+        """Map the file of a slot; return the mapping if its pages have to be faulted in."""
         known = had.get(told.inode)
         if known is not None and known.nbytes == told.nbytes:
             slot.segment = known.again()
@@ -327,11 +310,7 @@ class OwnSlots:
                 slot.segment.close()
 
     def open(self, file: int) -> Slot:
-        """Map a slot file of this node for reading; `unmap_others` unmaps it.
-
-        Raises:
-            CorruptSlot, UnsafePath, OSError: it cannot be mapped.
-        """
+        """Map a slot file of this node for reading, until `unmap_others`. Raises CorruptSlot, UnsafePath or OSError."""
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=self.mapped()))
 
     def pin(self) -> None:

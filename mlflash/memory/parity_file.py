@@ -31,27 +31,14 @@ def pack_heads(heads: Sequence[Head]) -> bytes:
 
 
 def read_heads(slot: Slot) -> list[Head]:
-    """Decode and check the heads in a sealed parity file, in the order of the ranks of its group.
-
-    Raises:
-        CorruptSlot: they do not match the header.
-    """
+    """Decode and check the heads in a sealed parity file, by rank of its group. Raises CorruptSlot if they differ."""
     assert slot.header is not None
     raw = slot.body(slot.header.extents)[: slot.header.manifest_nbytes].tobytes()
     return decode_heads(raw, slot.header, slot.name)
 
 
 def decode_heads(raw: bytes, of: Header, name: str) -> list[Head]:
-    """Decode and check the heads of a group.
-
-    Args:
-        raw: the bytes.
-        of: header of the parity file.
-        name: of that file.
-
-    Raises:
-        CorruptSlot: they do not match the header.
-    """
+    """Decode the heads of a group from a parity file's bytes. Raises CorruptSlot if its header does not match."""
     heads = []
     at = 0
     for rank in of.group:

@@ -58,7 +58,6 @@ class Stripes:
 
     Attributes:
         blocks: number of blocks in the slot of each member.
-        losses: how many members may be lost.
         number: number of the group, if there are several.
     """
 
@@ -72,7 +71,6 @@ class Stripes:
 
     @property
     def data(self) -> int:
-        """Data units of a stripe."""
         return self.members - self.losses
 
     @property
@@ -81,11 +79,9 @@ class Stripes:
 
     @property
     def parity_blocks(self) -> int:
-        """Parity blocks that each member holds."""
         return self.rows * self.losses
 
     def unit(self, member: int, parity: bool, block: int) -> Unit:
-        """A block of this group."""
         return Unit(member, parity, block, self.number)
 
     def units(self, row: int, stripe: int) -> list[Unit | None]:
@@ -100,7 +96,6 @@ class Stripes:
         return found
 
     def stripe_of(self, unit: Unit) -> tuple[int, int]:
-        """Row and stripe of a block."""
         per_row = self.losses if unit.parity else self.data
         row, column = divmod(unit.block, per_row)
         return row, (unit.member - column - (0 if unit.parity else self.losses)) % self.members
@@ -125,9 +120,6 @@ class Stripes:
 
         The ranks that hold blocks of the stripes decode them in turn, and not the rank that needs the result, so that
         no member receives more than the others.
-
-        Args:
-            lost: data and parity blocks that are missing or damaged.
         """
         stripes = sorted({self.stripe_of(unit) for unit in lost if not unit.parity})
         tasks = []
@@ -155,14 +147,7 @@ def parity_extents(blocks: Sequence[int], losses: int, block_nbytes: int) -> Ext
 
 
 def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: Collection[int]) -> bool:
-    """Whether the missing slots can be rebuilt, judged by whole files.
-
-    Args:
-        members: of the group.
-        losses: how many may be lost.
-        no_slot: members whose slot is missing.
-        no_parity: members whose parity is missing.
-    """
+    """Whether the missing slots can be rebuilt, judged by whole files."""
     whole = Stripes((members - losses,) * members, losses)  # as many blocks as fill one row
     lost = {whole.unit(member, False, block) for member in no_slot for block in range(whole.data)}
     lost |= {whole.unit(member, True, block) for member in no_parity for block in range(losses)}

@@ -10,9 +10,7 @@ class ProcessStat(NamedTuple):
     """What the kernel says of a process.
 
     Attributes:
-        name: of its program, which may contain anything.
         state: one letter, such as "S" (it waits), "T" (it is stopped) or "Z" (it has ended, and nobody has asked how).
-        parent: pid of the process that waits for its end.
     """
 
     name: str

@@ -79,7 +79,6 @@ class Segment:
     """A mapped slot file; made by :func:`create`, :func:`grow` or :func:`attach`.
 
     Attributes:
-        name: file name in the node's directory.
         view: its bytes, shape ``(nbytes,)``, uint8.
         ready: set once the pages are there.
         writers: copies into it that a device or another thread may still be making.
@@ -190,11 +189,7 @@ def _ask(fd: int, command: int, kind: int) -> int:
 
 
 def create(memory: NodeDirectory, nbytes: int) -> Segment:
-    """Make a new segment of at least ``nbytes`` bytes, all of them allocated.
-
-    Raises:
-        MemoryTooSmall: the file system is full; nothing is left behind.
-    """
+    """Make a new segment of at least ``nbytes``, all allocated. Raises MemoryTooSmall; then nothing is left behind."""
     nbytes = round_up(max(nbytes, PAGE_NBYTES), PAGE_NBYTES)
     name, fd = memory.new_slot_name()
     return _allocated(memory, name, fd, nbytes)
@@ -248,8 +243,6 @@ def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | Non
     """Map a segment that an earlier process left.
 
     Args:
-        memory: this node's directory.
-        name: its file.
         mapped: existing mappings, by inode. A mapping of the same file is returned instead of a new one, whose pages
             would have to be faulted in again (which takes longer than reading them).
         private: what is written to it stays here: pages that are written to are copied first.
@@ -281,12 +274,7 @@ def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | Non
 
 
 def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> None:
-    """Fault in the pages of some segments, one after the other, on a thread of its own.
-
-    Args:
-        segments: the segments.
-        pin: page-lock them, too.
-    """
+    """Fault in the pages of segments, one after the other, on a thread of its own; ``pin``: page-lock them, too."""
     todo = [segment for segment in segments if pin or not segment.ready.is_set()]
 
     def run() -> None:

@@ -53,8 +53,6 @@ class Slot:
     """A slot in a segment.
 
     Attributes:
-        segment: where its bytes are; None until it has room.
-        use: whether it may be written.
         header: what it holds, once sealed or adopted; otherwise None.
         drains: whether it is being drained: then it must not be written, whatever its use.
         taker: what it is busy with; see `OwnSlots.take`.
@@ -80,12 +78,10 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Name of its file."""
         return "" if self.segment is None else self.segment.name
 
     @property
     def is_free(self) -> bool:
-        """Whether it may be written."""
         return self.use is Use.FREE and not self.drains and not self.is_lent
 
     @property
@@ -95,7 +91,6 @@ class Slot:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has removed its file."""
         return self.segment is not None and self.segment.is_gone
 
     @property
@@ -134,11 +129,9 @@ class Slot:
         self._record(COMMIT_START, attempt, step)
 
     def record_restores(self, attempt: Attempt, times: int) -> None:
-        """Write how many runs have restored what this slot holds."""
         self._record(RESTORES_START, attempt, times)
 
     def record_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
-        """Write what is known about the values that this slot holds."""
         self._record(VERDICT_START, attempt, verdict)
 
     @property
@@ -180,11 +173,7 @@ class Slot:
                               step=header.step)  # fmt: skip
 
     def verify(self, copy_threads: CopyThreads = ALONE) -> None:
-        """Check table and body of a sealed slot against its header, every byte.
-
-        Raises:
-            CorruptSlot: naming the blocks that are bad.
-        """
+        """Check table and body of a sealed slot, every byte. Raises CorruptSlot, which names the bad blocks."""
         self.verify_table()
         header = self.header
         assert header is not None
@@ -248,13 +237,7 @@ def oldest_free(slots: Iterable[Slot]) -> Slot | None:
 
 
 def leave_behind(memory: NodeDirectory, slots: Iterable[Slot], may_leave: Callable[[Segment], bool]) -> Slot | None:
-    """Leave the file of a slot to its views; the slot is free, and gets another file.
-
-    Args:
-        memory: where its file is removed.
-        slots: slots of which one could be written if it were not lent.
-        may_leave: whether a file may be left.
-    """
+    """Leave the file of a slot to its views; the slot is free, and gets another file."""
     for slot in slots:
         if slot.use is Use.FREE and not slot.drains and slot.segment is not None and may_leave(slot.segment):
             memory.remove(slot.name)

@@ -57,7 +57,6 @@ class Verdict(enum.IntEnum):
 
     @property
     def is_certified(self) -> bool:
-        """Whether it counts as certified."""
         return self in (Verdict.CERTIFIED, Verdict.GOOD)
 
 
@@ -104,7 +103,6 @@ class Header:
 
     @property
     def kind(self) -> Kind:
-        """What the file holds."""
         return Kind.PARITY if self.parities else Kind.SHARE if self.share >= 0 else Kind.SLOT
 
     def pack(self) -> bytes:
@@ -123,14 +121,7 @@ class Header:
 
 
 def unpack(page: bytes) -> Header:
-    """Decode and check a header.
-
-    Args:
-        page: the first page of a slot, or at least its first `HEADER_NBYTES`.
-
-    Raises:
-        CorruptSlot: this is not a header, or it has another version, or it is damaged.
-    """
+    """Decode and check a header: the first `HEADER_NBYTES` of a slot. Raises CorruptSlot if it is none, or damaged."""
     if page[:8] != MAGIC:
         raise CorruptSlot("this slot is not sealed", expected=MAGIC, found=bytes(page[:8]))
     body, rest = page[: _HEADER.size], page[_HEADER.size : HEADER_NBYTES]
@@ -173,9 +164,7 @@ def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> byte
 
     Args:
         start: `COMMIT_START`, `RESTORES_START` or `VERDICT_START`.
-        attempt: what the slot holds.
         number: the step committed; how many runs have restored the attempt; or the `Verdict`.
-        unix_ns: the time of it, ns since 1970.
     """
     body = _RECORD.pack(_MAGIC_AT[start], attempt.run_id, attempt.generation, number, unix_ns)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))

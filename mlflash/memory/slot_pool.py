@@ -44,14 +44,12 @@ class SlotPool:
     Own slots that are free belong to the trainer, which may fill them; here they count as busy then.
 
     Args:
-        memory: this node's directory.
         owners: the ranks whose copies this rank holds, and itself if it holds parity.
         slots: number of slots for each copy, and of its own.
         spare: number of further own slots if checkpoints are drained, because reading one may take long.
 
     Attributes:
         trainer: fills the own slots; None: there is none yet.
-        copies: slots for each copy.
         certified: returns the attempt that is held in addition to the newest; None: there is none.
     """
 
@@ -72,7 +70,6 @@ class SlotPool:
         self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
 
     def all(self) -> list[Slot]:
-        """All slots, own ones first."""
         return [*self.own, *self.shares, *(slot for pair in self.inbox.values() for slot in pair)]
 
     @property
@@ -85,8 +82,6 @@ class SlotPool:
         """Take over files that an earlier process left.
 
         Args:
-            files: the files.
-            kept: the attempt that must not be overwritten.
             trusted: numbers of this node's files that hold it; others that claim to hold it were found damaged.
             spare: files of this node that nobody needs, to be deleted by `drop_spare`.
             needed: files of this node that nobody will write, but which the attempt needs until a newer one is
@@ -110,14 +105,12 @@ class SlotPool:
         shared_memory_segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
 
     def mapped(self) -> dict[int, shared_memory_segment.Segment]:
-        """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
 
     def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
         """Map a slot file of this node; `unmap_others` unmaps it, whatever files the slots have by then.
 
         Args:
-            file: its number.
             mapped: existing mappings in addition to those of the slots, by inode.
 
         Raises:
@@ -168,7 +161,6 @@ class SlotPool:
         Args:
             filled: the slots, and the inodes of the files that the trainer has mapped; 0: none. If that is another file
                 than the slot had before, the trainer has left the earlier one.
-            taker: what they are busy with.
         """
         slots, got = dict(self._own()), []
         for name, inode in filled:
@@ -182,7 +174,6 @@ class SlotPool:
         return got
 
     def taken_by(self, taker: object) -> list[Slot]:
-        """The own slots that are busy with something."""
         return [slot for _, slot in self._own() if slot.taker is taker and slot.use is Use.BUSY]
 
     def leave_to_trainer(self, slots: Iterable[Slot]) -> None:
@@ -214,11 +205,7 @@ class SlotPool:
         return news
 
     def take_back(self, slots: Iterable[Slot] | None = None) -> None:
-        """Get those of some own slots back that the trainer does not need now; they are free.
-
-        Args:
-            slots: the slots; None: all.
-        """
+        """Get those of some own slots back that the trainer does not need now; they are free."""
         self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
 
     def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> list[Slot]:
@@ -256,7 +243,6 @@ class SlotPool:
         Yields these, and those of them that belong to the trainer, which must get them back.
 
         Args:
-            demand: slots, and the bytes that each must hold.
             waiting: busy slots for whose files the trainer waits, and which it unmaps.
         """
         borrowed = self._prepare(demand, waiting)
@@ -276,9 +262,7 @@ class SlotPool:
         If it was committed, slots hold what must be held and the others are free. If it failed, its slots are free.
 
         Args:
-            attempt: the attempt.
             taken: the slots it was staged into; the others may already be busy with the next save.
-            committed: how it ended.
             held: the attempts that must be held once it is committed; None: this one, and the certified one.
         """
         kept = {attempt, self.certified()} if held is None else held
@@ -295,7 +279,6 @@ class SlotPool:
                 slot.use = Use.FREE
 
     def holding(self, attempt: Attempt) -> list[Slot]:
-        """The slots that hold an attempt."""
         return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
@@ -357,9 +340,6 @@ def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str
     """Whether one of some slots that hold the same is whole; those before it that are damaged are forgotten.
 
     Args:
-        slots: sealed ones.
-        verify: raises CorruptSlot if one is damaged.
-        what: what they hold, and on which rank, for the warning.
         forget: unseal a damaged slot; otherwise nothing is done to it, and nothing is logged.
     """
     for slot in slots:

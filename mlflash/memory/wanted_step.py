@@ -25,7 +25,6 @@ class WantedStep:
 
     @property
     def is_newest(self) -> bool:
-        """Whether simply the newest one is asked for."""
         return self == NEWEST
 
     def fits_step(self, step: int) -> bool:
@@ -39,7 +38,6 @@ class WantedStep:
         return not self.certified or verdict.is_certified
 
     def __str__(self) -> str:
-        """In words, such as "certified, before step 100"."""
         said = ["certified"] * self.certified + ([] if self.before is None else [f"before step {self.before}"])
         return ", ".join(said) if self.step is None else f"step {self.step}"
 

@@ -33,19 +33,15 @@ class BackgroundCollectives:
         self._beat: Any = None if world.world is None else world.duplicate(world.world)
 
     def agree(self, values: np.ndarray) -> Operation:
-        """Take the minimum of each number over all ranks."""
         return nonblocking.agree(self._mpi, self._comm, values)
 
     def gather(self, value: Any) -> Operation:
-        """Give every rank the (pickled) value of every rank."""
         return nonblocking.gather(self._mpi, self._comm, value)
 
     def broadcast(self, value: Any, root: int = 0) -> Operation:
-        """Give every rank the (pickled) value of one rank."""
         return nonblocking.broadcast(self._comm, value, root)
 
     def raise_together(self, error: MlflashError | None) -> Operation:
-        """If any rank has an error, raise on every rank that of the lowest rank that has one."""
         return nonblocking.raise_together(self._mpi, self._comm, error)
 
     def beat(self, progress: Callable[[], int], ended: Callable[[], bool], moved: Callable[[], None],

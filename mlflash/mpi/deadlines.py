@@ -31,22 +31,15 @@ class Abandoned(BaseException):
 class Waits:
     """The waits of one rank, with the deadline of its current job.
 
-    Args:
-        timeout_s: deadline of each job, seconds.
-
     Attributes:
         deadline: of the job, by `time.monotonic`; infinite if there is none, or after it was reported.
-        on_late: called when it has passed.
-        waiting_for: the ranks that are waited for; empty if unknown.
         inside: name of the MPI call that this rank is in.
-        job_number: number of jobs that this rank has begun.
         doing: what the trainer of this rank does in a restore, such as "restoring"; "": it is in none. In a restore
             this rank logs for whom it waits.
         waited_s: seconds that this rank has waited so far, for other ranks, its trainer or MPI.
         abandoned: set when the courier must drop what it is doing.
         poke: pushes MPI's progress.
         go_on_behind: advances work outside of the jobs.
-        pings: asks ranks whether they are alive; None while that is not possible.
     """
 
     def __init__(self, timeout_s: float):
@@ -172,12 +165,7 @@ class Waits:
 
     @contextlib.contextmanager
     def together(self, call: str, comm: Any) -> Iterator[None]:
-        """Enter a blocking MPI call when all ranks have reached it; for a ``with`` block. Collective over comm.
-
-        Args:
-            call: its name.
-            comm: the communicator of the ranks that it waits for.
-        """
+        """Enter a blocking MPI call when all ranks have reached it; for a ``with`` block. Collective over comm."""
         self.meet(comm)
         with self.within(call):
             yield

@@ -18,11 +18,7 @@ AUTO = {"one host": "p2p", "network": "p2p", "RDMA": "rma"}
 
 
 def has_rdma(folders: Sequence[str] | None = None) -> bool:
-    """Whether this node has an RDMA device (InfiniBand, RoCE, Slingshot).
-
-    Args:
-        folders: folders with lists of devices. Default: `RDMA_DEVICES`.
-    """
+    """Whether this node has an RDMA device (InfiniBand, RoCE, Slingshot)."""
     looked_in = RDMA_DEVICES if folders is None else folders
     return any(os.path.isdir(folder) and os.listdir(folder) for folder in looked_in)
 

@@ -37,8 +37,6 @@ class Job:
     """A job of the courier. The main thread waits until it ends or is late.
 
     Args:
-        work: what to do.
-        on_late: called when the deadline has passed.
         on_refused: called if the courier does not do it because of an earlier error.
         on_end: called with this job when it has ended or was refused.
     """
@@ -60,7 +58,6 @@ class Job:
         self._on_late, self._on_end = on_late, on_end
 
     def end(self) -> None:
-        """Wake the threads that wait for it."""
         self.woken.set()
         if self._on_end is not None:
             self._on_end(self)
@@ -89,12 +86,7 @@ class Doing(Protocol):
 
 
 def wait_for(job: Posted, courier: Doing, timeout_s: float) -> Any:
-    """Wait for a posted job and return its result.
-
-    Raises:
-        DeadlineExceeded: naming the ranks waited for.
-        Exception: whatever the job raised.
-    """
+    """Wait for a posted job; return its result, or raise its error. DeadlineExceeded names the ranks waited for."""
     end = time.monotonic() + timeout_s + _GRACE_S
     while not job.woken.wait(_LOOK_S):
         if time.monotonic() > end and (courier.late is not None or courier.broken is not None):
@@ -114,7 +106,6 @@ class JobThread:
     Args:
         world: the communicators. From now on only the courier uses them.
         threaded: whether there is a thread; otherwise jobs run inside `post`.
-        nice: niceness of the thread.
 
     Attributes:
         when_idle: called now and then while there is nothing else to do, if there is a thread. It makes no MPI calls,
@@ -151,12 +142,7 @@ class JobThread:
             self._advance()
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Queue a job and wait for its result.
-
-        Raises:
-            DeadlineExceeded: naming the ranks waited for.
-            Exception: whatever the job raised.
-        """
+        """Queue a job and wait for its result; see `wait_for`."""
         job = Job(work)
         self.post(job)
         return wait_for(job, self, self._world.timeout_s)

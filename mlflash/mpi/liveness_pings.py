@@ -29,8 +29,6 @@ class Pings:
     """Asks and answers on a communicator of its own.
 
     Args:
-        mpi: the module mpi4py.MPI.
-        comm: the communicator.
         progress: returns how far this rank is: the number of its current job.
         doing: returns what its trainer does just now; "" if nobody needs to know.
 

@@ -21,7 +21,6 @@ class OpenMemory:
     Collective over ``comm``.
 
     Args:
-        comm: the communicator.
         memory: what this rank exposes, ``(nbytes,)`` uint8; None or empty: nothing.
     """
 
@@ -44,7 +43,6 @@ class OpenMemory:
             self._window.Flush(target)
 
     def flush_all(self) -> None:
-        """Complete all Puts, like :meth:`flush`."""
         with self._world.within("Win_flush_all"):
             self._window.Flush_all()
 

@@ -26,7 +26,6 @@ class SendRate:
         rate: bytes per second of this rank; 0: no limit.
         max_slowdown: allowed slowdown of a training step, such as 0.03; 0: not considered.
         timeout_s: a save must end within this time.
-        clock: returns seconds.
     """
 
     def __init__(self, rate: float, max_slowdown: float, timeout_s: float, clock: Callable[[], float] = time.monotonic):
@@ -57,7 +56,6 @@ class SendRate:
         self._sending = self._was_sending = True
 
     def end(self) -> None:
-        """Note that the save is sent."""
         assert self._began is not None
         self._fastest = max(self._fastest, self._reached())
         self._nbytes, self._sending = self._sent, False

@@ -110,12 +110,7 @@ def load_mpi() -> Any:
 
 
 def abort_all(mpi: Any, code: int) -> None:
-    """End all processes, and let the launcher forward what this one has printed.
-
-    Args:
-        mpi: mpi4py's module MPI.
-        code: exit code of the job.
-    """
+    """End all processes, and let the launcher forward what this one has printed."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_FORWARDING_S)
@@ -137,7 +132,6 @@ class World(Waits):
     Args:
         comm: an mpi4py communicator, or None for one process without MPI.
         ranks_per_node: emulate nodes with this number of ranks; 0 for real nodes.
-        timeout_s: deadline of each job, seconds.
         among: the ranks of ``comm`` that these are, in their order; None: all. The other ranks need not take part.
         name: of this world, the same on all its ranks. Worlds that are made at the same time have different names.
         is_private: whether this process is a courier and nothing else. Then nobody else sends anything over ``comm``,
@@ -210,7 +204,6 @@ class World(Waits):
 
     @property
     def emulated(self) -> bool:
-        """Whether nodes are emulated."""
         return self.emulated_node is not None
 
     @property
@@ -295,20 +288,13 @@ class World(Waits):
         return self._run(nonblocking.broadcast(self.world, value, root))
 
     def raise_together(self, error: MlflashError | None) -> None:
-        """If any rank has an error, raise it on all ranks. Collective over the world.
-
-        Raises:
-            MlflashError: the error of the lowest rank that has one.
-        """
+        """If any rank has an error, raise on all that of the lowest rank with one. Collective over the world."""
         self.agree_or_raise([], error)
 
     def agree_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
         """Take the minimum of each number over all ranks, or raise an error on all if any rank has one.
 
         Collective over the world: one allreduce if there is no error.
-
-        Raises:
-            MlflashError: like `raise_together`.
         """
         least: list[int] = self._run(nonblocking.raise_together(self.mpi, self.world, error, values))
         return least
@@ -332,11 +318,7 @@ class World(Waits):
         self.doing = what
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """Do something on each rank. If it fails on any rank, raise the error on all. Collective over the world.
-
-        Raises:
-            MlflashError: the error that was raised.
-        """
+        """Do something on each rank; if any fails, raise its MlflashError on all. Collective over the world."""
         error: MlflashError | None = None
         results: list[T] = []
         try:
@@ -357,7 +339,6 @@ class World(Waits):
     # Errors about waits that are too long
 
     def names_of(self, ranks: Sequence[int]) -> str:
-        """The ranks and their nodes, in words."""
         nodes = self.topology.node_names
         texts = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks]
         return listed(texts, _NAMED)

@@ -101,7 +101,6 @@ def from_lines(text: str, source: str = "domains") -> Domains:
     first column is called "level-1 domain", the next "level-2 domain".
 
     Args:
-        text: the lines.
         source: how errors name them: the name of the file.
 
     Example:

@@ -21,7 +21,6 @@ class Placement:
     """Which rank protects which.
 
     Attributes:
-        scheme: the scheme that was asked for.
         node_groups: nodes that share their ranks' redundancy groups; a group of one node protects nothing.
         partners: for each rank, the ranks that hold a copy of its slot.
         parity_groups: ranks that hold parity of each other, ascending; each rank is in one or in none.
@@ -93,8 +92,6 @@ def place(topology: Topology, scheme: Scheme, domains: Sequence[tuple[str, ...]]
     losses, or as there are other nodes. A rank whose node has more ranks than the others also gets copies.
 
     Args:
-        topology: ranks and nodes.
-        scheme: the scheme that was asked for.
         domains: for each node its failure domains, outermost first; empty: nothing is known.
         recorded: parity groups of the run before. They are kept if they still make sense, so that a spare takes the
             place of a dead node and all other groups stay as they were.

@@ -36,7 +36,6 @@ class Scheme:
 
     @property
     def parity(self) -> bool:
-        """Whether parity is made, and not copies."""
         return self.kind in ("xor", "rs")
 
     def sized(self, members: int) -> Scheme:
@@ -58,11 +57,7 @@ class Scheme:
 
 
 def parse(text: str) -> Scheme:
-    """Read a scheme: ``parse("rs:6+2") == Scheme("rs", members=8, losses=2)``.
-
-    Raises:
-        ConfigError: it is not a scheme, or its numbers are out of range.
-    """
+    """Read a scheme: ``parse("rs:6+2") == Scheme("rs", members=8, losses=2)``. Raises ConfigError if it is none."""
     form = _FORM.fullmatch(text)
     scheme = None
     if form is not None:

@@ -32,7 +32,6 @@ def discover(env: Mapping[str, str], host: str) -> Domains | None:
     node's environment to all ranks: an address that ends with another name than ``host`` does not belong to this node.
 
     Args:
-        env: usually ``os.environ``.
         host: name of this node, full or short; the answer is given under this name.
     """
     try:
@@ -56,10 +55,6 @@ def from_slurm_address(addr: str, pattern: str) -> Domains | None:
     A level at which the node has no switch is empty (``root..leaf.n1``, in a tree of unequal depth); one with several
     is a host list, taken as one opaque name (``core.s[0-1].n1``). Only the node's name may hold dots. Of a torus
     (``torus:x:y:z.node``) the name counts, not the place in it.
-
-    Args:
-        addr: ``SLURM_TOPOLOGY_ADDR``, outermost first.
-        pattern: ``SLURM_TOPOLOGY_ADDR_PATTERN``.
 
     Example:
         ``s0.s4.n1``, ``switch.switch.node`` → kinds ``("switch", "leaf switch")``, ``n1`` in ``("s0", "s4")``.

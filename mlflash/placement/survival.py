@@ -35,7 +35,6 @@ class Survival:
     """What may be lost.
 
     Attributes:
-        nodes: how many nodes there are.
         limits: the redundancy groups; a loss that breaks none is survived.
     """
 
@@ -84,8 +83,6 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
     """What a placement survives. Pure.
 
     Args:
-        topology: ranks and nodes.
-        placement: which rank protects which.
         shares: for each rank that shares state, the set and the number of its share: one node of the set has to stay.
     """
     node_of = topology.node_of
@@ -141,7 +138,6 @@ def describe(survival: Survival, domains: Mapping[str, Sequence[str]] | None = N
     """Say in one line what may die without a committed step being lost.
 
     Args:
-        survival: of the placement.
         domains: for each kind of failure domain ("rack"), the name of each node's domain.
 
     Example:
@@ -197,9 +193,7 @@ def _crowded(limits: Iterable[Limit], names: Sequence[str], together: int) -> di
     """Find the sets of so many domains that hold more nodes of a redundancy group than it may lose.
 
     Args:
-        limits: the redundancy groups.
         names: for each node, the name of its domain.
-        together: number of domains that are lost at once.
 
     Returns:
         For each such set, beginning with the domain of the lowest node: the most nodes of a group, and how many may be

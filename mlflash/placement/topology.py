@@ -16,7 +16,6 @@ class Topology:
 
     Args:
         node_of: node index of each rank, nodes numbered by their lowest rank.
-        node_names: name of each node.
     """
 
     node_of: tuple[int, ...]
@@ -31,7 +30,6 @@ class Topology:
         return tuple(tuple(r) for r in ranks)
 
     def name_of(self, rank: int) -> str:
-        """Name of the node of a rank."""
         return self.node_names[self.node_of[rank]]
 
     def reader(self, rank: int, node: int) -> int:

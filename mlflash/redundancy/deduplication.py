@@ -29,7 +29,6 @@ class Sharing:
     Attributes:
         ranks: all of them, ascending.
         siblings: those on this rank's node, ascending; the position in it is the number of the share.
-        rank: this one.
     """
 
     ranks: tuple[int, ...]
@@ -38,7 +37,6 @@ class Sharing:
 
     @property
     def share(self) -> int:
-        """Number of the share that this rank stores."""
         return self.siblings.index(self.rank)
 
     @property
@@ -51,9 +49,6 @@ def find(topology: Topology, ranks: Sequence[int], rank: int, losses: int) -> Sh
     """Find a rank's place among those that hold the same state; None if sharing gains nothing.
 
     Args:
-        topology: ranks and nodes.
-        ranks: those that hold the same state, including this one.
-        rank: this rank.
         losses: nodes that the scheme may lose: the copies must be on more.
 
     Returns:
@@ -91,12 +86,7 @@ class Piece:
 
 
 def pieces(layout: Layout, shares: int) -> list[Piece]:
-    """Cut the shared leaves at the borders of the shares, in the order of the leaves; tied ones count once.
-
-    Args:
-        layout: of a rank's state.
-        shares: number of shares on a node.
-    """
+    """Cut the shared leaves at the borders of the shares, in the order of the leaves; tied ones count once."""
     found = []
     bounds = cuts(layout.shared_nbytes, shares)
     seen = set()

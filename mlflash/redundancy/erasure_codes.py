@@ -213,11 +213,7 @@ def _tables(isal: ctypes.CDLL, rows: bytes, wanted: int, units: int) -> ctypes.A
 
 
 def library() -> str:
-    """Say what :func:`combine` uses: ``ISA-L (file)`` or ``numpy``.
-
-    Raises:
-        ConfigError: MLFLASH_ISAL names a library that cannot be used.
-    """
+    """Say what :func:`combine` uses: ``ISA-L (file)`` or ``numpy``. Raises ConfigError if MLFLASH_ISAL is unusable."""
     isal = _isal()
     return "numpy" if isal is None else f"ISA-L ({isal[0]})"
 
@@ -236,11 +232,7 @@ def _isal() -> tuple[str, ctypes.CDLL] | None:
 
 
 def _tried(isal: ctypes.CDLL) -> ctypes.CDLL:
-    """Let a library encode a little, and compare: a library that computes something else must not be used.
-
-    Raises:
-        OSError: it computes something else.
-    """
+    """Let a library encode a little, and compare. Raises OSError if it computes something else: it must not be used."""
     units = np.arange(6 * 256, dtype=np.uint64).view(np.uint8).reshape(6, -1) * np.uint8(37)
     theirs, ours = np.empty((3, units.shape[1]), np.uint8), np.empty((3, units.shape[1]), np.uint8)
     coefficients = matrix(6, range(6), range(6, 9))

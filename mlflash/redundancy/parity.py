@@ -37,10 +37,7 @@ class Parity:
     Collective over the world.
 
     Args:
-        world: the communicators.
-        placement: which rank protects which.
         block_nbytes: bytes per checksum, and of a parity block.
-        job: name of the job, for headers.
     """
 
     def __init__(self, world: World, placement: Placement, block_nbytes: int, job: str):

@@ -99,7 +99,6 @@ class ParityExchange:
     """Buffers of the blocks that are coded here.
 
     Args:
-        world: the communicators.
         block_nbytes: bytes of the longest block.
         units: units of a stripe, data and parity.
     """
@@ -111,12 +110,7 @@ class ParityExchange:
         self._free = list(range(len(self._lanes)))
 
     def moves(self, roles: Roles, blocks: Blocks) -> list[Operation]:
-        """This rank's part in some tasks, as operations whose result is whether every block was whole.
-
-        Args:
-            roles: see `roles_of`.
-            blocks: the blocks that they are about.
-        """
+        """This rank's part in some tasks, as operations whose result is whether every block was whole."""
         sends = (self._send_block(coder, tag, unit, blocks) for coder, tag, unit in roles.sends)
         codes = (self._code(number, task, blocks) for number, task in roles.codes)
         takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in roles.takes)

@@ -21,9 +21,7 @@ class PartnerCopies:
 
     Args:
         world: the communicators; the group communicator is one of ``placement.connected``.
-        placement: which rank protects which.
         transport: "p2p" or "rma".
-        chunk_nbytes: bytes per transfer.
     """
 
     def __init__(self, world: World, placement: Placement, transport: str, chunk_nbytes: int):

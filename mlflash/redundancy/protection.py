@@ -22,12 +22,9 @@ class Protection:
     Collective over the world.
 
     Args:
-        world: the communicators.
-        placement: which rank protects which.
         transport: ``p2p``, ``rma`` or ``auto``.
         chunk_nbytes: bytes of a message.
         block_nbytes: bytes that have a checksum, and that are coded at a time.
-        job: its name.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class Protection:
 
     @property
     def partners(self) -> tuple[int, ...]:
-        """The ranks that hold a copy of this rank's slot."""
         return self._copies.partners
 
     @property
@@ -64,15 +60,12 @@ class Protection:
         return (*self._copies.owners, *self._parity.owners)
 
     def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
-        """Bytes that each inbox slot must hold if the ranks' slots have so many."""
         return {**self._copies.inbox_nbytes(nbytes_of), **self._parity.inbox_nbytes(nbytes_of)}
 
     def open_windows(self, pool: SlotPool) -> None:
-        """Expose the inbox slots. Collective over the group; nothing happens with the transport p2p."""
         self._copies.open_windows(pool)
 
     def close_windows(self) -> None:
-        """Take the inbox slots back. Collective over the group; must come before a slot gets a new file."""
         self._copies.close_windows()
 
     def offer(self, pool: SlotPool, extents: Extents | None, again: bool = False) -> list[tuple[Slot, int]]:
@@ -113,9 +106,7 @@ class Protection:
         return len({slot.header.rank for slot in self.kept(pool, attempt) if slot.header}) == len(self.owners)
 
     def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
-        """The inbox slots that hold redundancy of an attempt, in the right place."""
         return [slot for part in self._parts for slot in part.kept(pool, attempt)]
 
     def free(self) -> None:
-        """Free windows. Collective over the world."""
         self._copies.close_windows()

@@ -25,7 +25,6 @@ class RankCheckpoint:
 
     Attributes:
         slot: verified.
-        manifest: of the slot.
         shares: files of this node, verified; empty if nothing is shared.
         files: where the shares of all nodes are.
     """
@@ -37,7 +36,6 @@ class RankCheckpoint:
 
     @property
     def header(self) -> Header:
-        """Of the slot."""
         assert self.slot.header is not None
         return self.slot.header
 
@@ -65,14 +63,7 @@ class RankCheckpoint:
 
 
 def open_rank_checkpoint(open_file: Callable[[int], Slot], node: int, slot: Slot, files: ShareFiles) -> RankCheckpoint:
-    """Combine a slot and its shares on this node, for reading; the caller unmaps them.
-
-    Args:
-        open_file: maps the file of a number.
-        node: index of this node.
-        slot: verified.
-        files: where shares are.
-    """
+    """Combine a slot and its shares on this node, for reading; the caller unmaps them."""
     home = RankCheckpoint(slot, slot.manifest(), [], files)
     shared = home.manifest.shared
     for number in range(0 if shared is None else shared.shares):

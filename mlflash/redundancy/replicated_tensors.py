@@ -38,13 +38,11 @@ class ReplicatedTensors:
     Collective over the world.
 
     Args:
-        world: the communicators.
         members: the ranks that hold the same state as this one, ascending.
         patterns: of the names of what they hold alike.
         placed: only those tensors are alike that are DTensors replicated on these ranks by their placements.
 
     Attributes:
-        members: the ranks that hold the same state as this one, ascending.
         sharing: how they share it; None: each stores all of its own.
         shares: for each rank of the world that shares state, the set and the number of its share.
         version: grows when less is shared than before.
@@ -85,7 +83,6 @@ class ReplicatedTensors:
         self.shares = {rank: share for rank, share in enumerate(world.gather(mine)) if share is not None}
 
     def free(self) -> None:
-        """Free the communicator. Collective over the world."""
         if self._comm is not None:
             self._world.drop(self._comm)
 
@@ -95,7 +92,6 @@ class ReplicatedTensors:
 
         Args:
             leaves: of a structure that was not settled before; None: there is nothing new on this rank.
-            digests: makes checksums of leaves, by their keys.
             able: False: this rank has no state, so that nothing can be settled.
             step: named in a warning about what differs. None: it is settled again before the first save, because ranks
                 may still get the same values.
@@ -132,9 +128,7 @@ class ReplicatedTensors:
         Collective over the group: usually one allreduce.
 
         Args:
-            plan: what is shared.
             checks: a number for each leaf that is shared; None: this rank could not save.
-            step: named in the warning.
 
         Returns:
             Why this step cannot be committed.
@@ -195,11 +189,6 @@ class ReplicatedTensors:
 
         Does nothing if ranks share, because they have compared before, or if nobody said what is alike. Collective over
         the group: usually one allreduce of two numbers.
-
-        Args:
-            slot: the committed slot.
-            plan: what is in it.
-            step: named in the warning.
         """
         if len(self.members) == 1 or self.sharing is not None or self._placed:
             return
@@ -259,7 +248,6 @@ def whole_blocks(layout: Layout, apart: set[str]) -> tuple[np.ndarray, list[tupl
     """The blocks whose checksums can be compared as they are, and the other pieces of the body.
 
     Args:
-        layout: of the slot.
         apart: names of tensors that are not compared; the manifest is not compared either.
 
     Returns:
@@ -290,12 +278,7 @@ def _differing(names: Mapping[int, str], holders: Mapping[int, dict[int, list[in
 
 
 def parties_in_words(parties: list[list[int]], node_of: Callable[[int], str]) -> str:
-    """Say which ranks differ from which: the minority from the majority, and where these are if more than half agree.
-
-    Args:
-        parties: ranks that have the same values.
-        node_of: returns the name of a rank's node.
-    """
+    """Say which ranks differ from which: the minority from the majority, and where if more than half agree."""
     usual = max(parties, key=lambda ranks: (len(ranks), -min(ranks)))
     odd = sorted(rank for ranks in parties if ranks is not usual for rank in ranks)
     is_clear = 2 * len(usual) > sum(map(len, parties))

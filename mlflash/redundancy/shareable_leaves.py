@@ -21,7 +21,6 @@ class ShareableLeaf:
 
     Attributes:
         key: the same on all ranks that have the same shard of a tensor of this name; see `key_of`.
-        name: of its entry.
         replicas: for a DTensor, the ranks that hold the same shard by its placements; otherwise None.
     """
 
@@ -56,12 +55,7 @@ class SharingNews:
 
 
 def shareable(flat: Flat, from_torch: FromTorch) -> list[ShareableLeaf]:
-    """List the leaves of a state that other ranks may hold alike.
-
-    Args:
-        flat: the state.
-        from_torch: converts ranks of torch.distributed to ranks of this run.
-    """
+    """List the leaves of a state that other ranks may hold alike."""
     return [
         ShareableLeaf(
             key_of(leaf.entry), leaf.entry.name, None if leaf.whole is None else from_torch(replica_ranks(leaf.whole))
@@ -81,12 +75,7 @@ def digests(flat: Flat, keys: Collection[int]) -> dict[int, int]:
 
 
 def replica_nbytes(flat: Flat | None, from_torch: FromTorch) -> dict[tuple[int, ...], int]:
-    """Count the bytes of DTensors by the ranks that hold the same of them.
-
-    Args:
-        flat: the state; None: it cannot be read.
-        from_torch: as for `shareable`.
-    """
+    """Count the bytes of DTensors by the ranks that hold the same of them."""
     nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
     for leaf in flat.leaves if flat is not None else ():
         if leaf.whole is not None and leaf.tie < 0:

@@ -13,11 +13,8 @@ class Plan:
     """Where a state goes, and the manifest that describes it.
 
     Attributes:
-        layout: of the rank's slot.
-        manifest: of the rank's slot.
         private: names of tensors of which each rank has its own.
         sharing: the ranks that hold some of it alike; None: nothing is shared.
-        pieces: pieces of what is shared.
         manifest_nbytes: bytes of the manifest; -1: its actual size. In a courier that is a process, the manifest itself
             is empty here: it is in the slot.
     """
@@ -35,7 +32,6 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
         share = self.share_extents
         return self.layout.extents.nbytes + (0 if share is None else share.nbytes)
 

@@ -35,11 +35,8 @@ class Source:
     """A slot that is sent; if it is not sealed yet, its checksums are made during the transfer.
 
     Args:
-        slot: the slot.
-        extents: its parts.
         seal: called with the checksum of the finished table; makes the header, or returns None if the slot must stay
             unsealed (then the receiver refuses it, too). None for a slot that is sealed already.
-        pace: how fast it is sent.
         look: told up to which block there are checksums: bytes that were just read are cheap to check.
     """
 
@@ -106,9 +103,6 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
     """Send a slot; the operation's result is whether the peer has it whole.
 
     Args:
-        peer: the receiver.
-        source: what to send.
-        chunk_nbytes: bytes per transfer.
         window: for the transport rma: gives, for the number that the receiver names, its window and target rank; None
             for p2p.
     """
@@ -155,11 +149,7 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
     """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
 
     Args:
-        peer: the sender.
         slot: where it goes; large enough for ``extents``.
-        extents: as offered.
-        is_wanted: whether its header is the expected one.
-        chunk_nbytes: the sender's bytes per transfer.
         window: for the transport rma: the window that exposes ``slot``, and the number that identifies it to the
             sender; None for p2p.
     """

@@ -67,13 +67,7 @@ class CommitListener(Protocol):
 class Save:
     """One save that the courier is working on.
 
-    Args:
-        request: what the trainer asks for.
-        trainer: answers questions during the save.
-        context: of this rank.
-
     Attributes:
-        step: the training step.
         attempt: its number, which the ranks agree on when they announce it.
         slot, share: where the state is staged; None: nowhere.
         plan, inode, checks, problem: of the request; made or found later if it says so.
@@ -85,8 +79,6 @@ class Save:
         is_suspect: whether the values of any rank are suspect, once that was agreed on.
         is_given_up: whether it may be overwritten at once, because an older step is kept.
         due: what may be certified now that this save is committed.
-        looks: the checks of the values of this rank, once the save is announced.
-        times: how long each of its phases takes on this rank.
     """
 
     def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
@@ -108,7 +100,6 @@ class Save:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether the trainer waits for room in the slots."""
         return self.request.waits_for_room
 
     @property
@@ -123,8 +114,6 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
     """Run one save to its end. Collective over the world.
 
     Args:
-        save: the save.
-        context: of this rank.
         committed_now: called once it is committed, before the snapshot says so.
 
     Raises:

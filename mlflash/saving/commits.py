@@ -20,8 +20,6 @@ class Commits:
     """Runs saves to their end. Collective over the world; for the courier.
 
     Args:
-        context: this rank's slots and communicators.
-        drains: told what was committed.
         heal: tries once more to heal the restored step. Collective over the world.
         mend: repairs damage that was found at rest. Collective over the world.
     """
@@ -31,11 +29,7 @@ class Commits:
         self._context, self._drains, self._heal, self._mend = context, drains, heal, mend
 
     def bring_to_end(self, request: SaveRequest, trainer: Trainer) -> None:
-        """Commit what a trainer has staged, or fail on all ranks.
-
-        Raises:
-            MlflashError: on all ranks, why it failed; the trainer was told.
-        """
+        """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks."""
         context, start = self._context, time.perf_counter()
         save = commit.Save(request, trainer, context)
         save.mends = True

@@ -31,11 +31,7 @@ class CopyPlan:
     """Where the leaves go in one slot, and how.
 
     Args:
-        layout: of the slot.
-        segments: of the slot, and of the share.
         targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
-        copy_threads: threads that copy together.
-        timeout_s: how long devices may take, seconds.
     """
 
     def __init__(
@@ -47,12 +43,7 @@ class CopyPlan:
         self._lazy: frozenset[int] = frozenset()
 
     def lead(self, flat: Flat, lazy: frozenset[int]) -> None:
-        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way.
-
-        Args:
-            flat: the state.
-            lazy: numbers of the leaves that are copied later.
-        """
+        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way."""
         if flat.structure is self._structure and lazy == self._lazy:
             return
         self._at_once, self._later = _Kinds(), _Kinds()
@@ -65,11 +56,7 @@ class CopyPlan:
         self._structure, self._lazy = flat.structure, lazy
 
     def copy(self, values: list[Any]) -> None:
-        """Copy what is copied at once; when it returns, that may be changed again.
-
-        Raises:
-            SaveFailed: a device takes too long.
-        """
+        """Copy what is copied at once; then that may be changed again. Raises SaveFailed if a device takes too long."""
         kinds = self._at_once
         transfers = kinds.transfers(values, {}, self.segments)
         for number, target in kinds.arrays:
@@ -96,10 +83,6 @@ class CopyPlan:
 
         Both use the places where the bytes are now, because a parameter may get other memory meanwhile (FSDP does
         that).
-
-        Args:
-            values: the leaves.
-            samples: gets bytes of these.
         """
         pieces: list[Work] = []
         for number, _, raw in self._later.large:
@@ -184,13 +167,7 @@ class _Kinds:
     def transfers(
         self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
     ) -> list[DeviceCopies]:
-        """Let devices begin their copies.
-
-        Args:
-            values: the leaves.
-            more: a further target and value, by device.
-            segments: the files that they are copied to.
-        """
+        """Let devices begin their copies; ``more``: a further target and value, by device."""
         found = []
         for device, (targets, numbers) in self.on_devices.items():
             its = [as_bits(values[n]) for n in numbers]

@@ -32,15 +32,11 @@ class DeferredCopies:
 
     Args:
         pieces: each copies a part of a CPU tensor; in any order, on any thread.
-        transfers: copies that devices are making.
         tensors: names and tensors that must not change before everything is copied.
         timeout_s: how long anything here waits at most; after that the save fails.
-        samples: bytes that the copies must have.
 
     Attributes:
-        is_empty: whether there were no copies.
         is_over: whether the save has ended, so that nothing needs to wait any more.
-        error: why the copies cannot be used.
         tell_changed: called if something other than an optimizer's step changed a tensor; on any thread.
     """
 
@@ -118,11 +114,7 @@ class DeferredCopies:
             self._check()
 
     def cancel(self) -> None:
-        """Drop the copies that are not begun, and wait for the others; afterwards nothing is written any more.
-
-        Raises:
-            DeadlineExceeded: something is still being written.
-        """
+        """Drop the copies not begun, and wait for the others. Raises DeadlineExceeded if one is still being made."""
         dropped = 0
         while self._pieces:
             try:

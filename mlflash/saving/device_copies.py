@@ -26,9 +26,6 @@ class DeviceCopies:
     made; otherwise the caching allocator could give their memory to others.
 
     Args:
-        device: of the tensors.
-        targets: CPU tensors that receive the copies.
-        values: tensors of the same dtypes and shapes.
         segments: the files that the targets are in: each notes this as one of its writers.
     """
 
@@ -57,7 +54,6 @@ class DeviceCopies:
 
     @property
     def is_done(self) -> bool:
-        """Whether all copies are made."""
         return self._event is not None and bool(self._event.query())
 
     def hold_back(self) -> None:

@@ -25,10 +25,6 @@ class StagedState:
     """A state that was staged before its step is known.
 
     Attributes:
-        slot, share: where it is.
-        plan: how it is laid out.
-        inode, checks: as in `SaveRequest`.
-        later: what is still being copied into it.
         given_up: whether the slot was given to other saves.
     """
 
@@ -47,11 +43,7 @@ class StagedState:
         return not self.later.is_empty
 
     def finish(self) -> None:
-        """Wait until all of it is there.
-
-        Raises:
-            StateError: it is not a copy of the state, because that was changed meanwhile; or it could not be copied.
-        """
+        """Wait until all of it is there. Raises StateError if the state was changed meanwhile or not copied."""
         self.later.finish()
         if self.later.error is not None:
             raise self.later.error
@@ -74,13 +66,7 @@ class StagedState:
 
 
 class StagedStates:
-    """The staged states of this rank.
-
-    Args:
-        stage: copies them.
-        pool: has the slots.
-        lazy: says which parts of them are copied later.
-    """
+    """The staged states of this rank."""
 
     def __init__(self, stage: Staging, pool: OwnSlots, lazy: LazySaves):
         self._stage, self._pool, self._lazy = stage, pool, lazy

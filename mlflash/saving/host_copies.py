@@ -21,11 +21,8 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
     """Copy a state.
 
     Args:
-        flat: the state.
         slots: bytes that all slots of a rank, and their redundancy, take for each byte of it.
-        memory: the directory that these are in.
         local_size: ranks on this node, which may all do the same now.
-        copy_threads: threads that copy together.
 
     Returns:
         The same leaves with values of their own. None if some are on a device, which copies at full speed only to

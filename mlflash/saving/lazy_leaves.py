@@ -53,7 +53,6 @@ class LazyLeaves:
         """The numbers of those leaves, each with the optimizer's tensor that contains it.
 
         Args:
-            flat: the state.
             until: a torch optimizer, or several; or `Until`.
 
         Raises:
@@ -102,21 +101,15 @@ class _Owner:
 
     @property
     def tensor(self) -> Any:
-        """The tensor; None: it is gone."""
         return self._tensor()
 
     def is_where_it_was(self, leaf: Any) -> bool:
-        """Whether both still have the same memory."""
         tensor = self.tensor
         return tensor is not None and (leaf.data_ptr(), tensor.data_ptr()) == self._places
 
 
 class _Memory:
-    """The memory of tensors, by device.
-
-    Args:
-        tensors: of optimizers; those that are not contiguous are left out.
-    """
+    """The memory of contiguous tensors, by device."""
 
     def __init__(self, tensors: Iterable[Any]):
         self._begins: dict[Any, list[int]] = {}

@@ -28,9 +28,6 @@ class LazySaves:
     Args:
         is_on: whether any save may copy later.
         speaks: whether this rank logs why one does not.
-
-    Attributes:
-        steps: the steps of optimizers.
     """
 
     def __init__(self, is_on: bool, speaks: bool):
@@ -55,7 +52,6 @@ class LazySaves:
 
         Args:
             optimizers: those of the framework, of any class; or why it is not known where they change tensors.
-            owned: see `Until`.
         """
         if isinstance(optimizers, str):
             self._say(optimizers)
@@ -78,7 +74,6 @@ class LazySaves:
         """The leaves of a state that are copied later, see `LazyLeaves.find`.
 
         Args:
-            flat: the state.
             until: a torch optimizer, or several, or `Until`; None: everything is copied at once.
 
         Raises:

@@ -27,13 +27,7 @@ class SampledBytes:
         self._elsewhere: list[tuple[Any, list[str], list[np.ndarray]]] = []
 
     def add(self, name: str, live: np.ndarray, room: np.ndarray) -> None:
-        """Add a part that is in the host's memory.
-
-        Args:
-            name: of the tensor.
-            live: its bytes.
-            room: where they are copied to.
-        """
+        """Add a part in the host's memory: its live bytes, and the room that they are copied to."""
         step = _step(room.nbytes)
         self._names.append(name)
         self._lives.append(live[::step])
@@ -48,8 +42,6 @@ class SampledBytes:
         """Note bytes of tensors on a device, on its current stream.
 
         Args:
-            device: of the tensors.
-            names: of the tensors.
             values: the tensors, contiguous.
             rooms: where they are copied to, as bytes.
 

@@ -39,7 +39,6 @@ class Steps:
 
     @property
     def holds_back(self) -> bool:
-        """Whether a step has to wait for copies."""
         return bool(self._laters)
 
     def hold_back(self) -> None:
@@ -58,7 +57,6 @@ class Steps:
             HOOK.register()
 
     def before_step(self, optimizer: Any) -> None:
-        """Note a step (for the hook)."""
         if self._told is None:
             return
         counted = self._counted()
@@ -87,7 +85,6 @@ class _Hook:
         self._handle: Any = None
 
     def register(self) -> None:
-        """Make torch call it from now on."""
         if self._handle is not None:
             return
         import torch

@@ -19,12 +19,7 @@ from .snapshot import Snapshot
 
 
 class LiveState:
-    """Answers the courier's questions about a state that ranks may share: see `save_request.Shareable`.
-
-    Args:
-        flat: the state; None: it is gone.
-        ranks: of this run.
-    """
+    """Answers the courier's questions about a state that ranks may share: see `save_request.Shareable`."""
 
     def __init__(self, flat: Flat | None, ranks: Ranks):
         self.flat, self._ranks = flat, ranks
@@ -40,14 +35,9 @@ class PendingSave(LiveState):
     """Answers the courier's questions during a save: see `save_request.Trainer`.
 
     Attributes:
-        request: what the courier was asked.
-        snapshot: what the user has of it.
-        flat: the state, while the courier may still ask for it.
-        plan_now: makes the plan, once the ranks have agreed.
         stage_now: fills the slots; returns the inode and the checksums of the request.
         is_copied: whether the state is already in memory of its own, so that training continues before it is in the
             slots.
-        later: what is copied after `save` has returned; None: everything is there.
         left: why the main thread continues although the slots may not be filled yet, and may change the state: for
             example an exception of a signal handler.
         staged: set when the slots are filled and the courier has them, or when the save cannot be staged or has ended.
@@ -71,12 +61,7 @@ class PendingSave(LiveState):
         request.slot, request.share = (name.number for name in self._slots.ids_of([slot, share]))
 
     def take_over(self, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
-        """Save what is in own slots that were filled for something else.
-
-        Args:
-            plan: how they were filled.
-            inode: of the file that the slot had then.
-        """
+        """Save what is in own slots that were filled for something else."""
         self._slots.hand_over((slot, share), self.request)
         self.note_slots(slot, share)
         self.request.plan, self.request.inode = plan, inode

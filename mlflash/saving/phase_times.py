@@ -13,9 +13,6 @@ class PhaseTimes:
     Args:
         waited_s: returns how long the courier has waited for anything so far.
         copy_s: seconds from the call of `save` until its state was in the slot.
-
-    Attributes:
-        took: seconds by phase.
     """
 
     def __init__(self, waited_s: Callable[[], float], copy_s: float):

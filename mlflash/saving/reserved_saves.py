@@ -23,7 +23,6 @@ class ReservedSave:
     """A save that was begun on all ranks, and that this rank posts, or fails.
 
     Attributes:
-        step: its step.
         thread: works for it, and has finished with it when it posts it, begins something else, or ends.
         staged_states: what had been staged ahead when it was begun; nothing else will use it.
         came: whether its thread has come back to save it, and will post it.
@@ -36,12 +35,7 @@ class ReservedSave:
 
 
 class ReservedSaves:
-    """The reserved saves of this rank.
-
-    Args:
-        post_failure: posts the failure of a save that does not follow.
-        timeout_s: how long other saves wait for a slow one, seconds.
-    """
+    """The reserved saves of this rank."""
 
     def __init__(self, post_failure: Callable[[ReservedSave], None], timeout_s: float):
         self._post_failure, self._timeout_s = post_failure, timeout_s
@@ -56,11 +50,7 @@ class ReservedSaves:
         return begun
 
     def end(self, at_once: bool = False) -> None:
-        """Post the failure of the saves that their thread has left.
-
-        Args:
-            at_once: also of those whose thread still works for them.
-        """
+        """Post the failure of saves that their thread has left; ``at_once``: also of those whose thread still works."""
         here = threading.current_thread()
         with self._lock:
             waiting = [begun for begun in self._all if not begun.came]
@@ -86,11 +76,7 @@ class ReservedSaves:
 
     @contextlib.contextmanager
     def coming(self, begun: ReservedSave) -> Iterator[None]:
-        """Mark that a save has come: what other threads post waits until it is posted, which is done in the block.
-
-        Raises:
-            SaveFailed: its failure was posted before.
-        """
+        """Let other threads' posts wait until the block has posted this save. Raises SaveFailed if it was given up."""
         with self._lock:
             if begun not in self._all:
                 raise SaveFailed("this save was given up before its thread came back to it", step=begun.step)

@@ -55,16 +55,9 @@ _LEFT = "an exception, such as one of a signal handler, interrupted the copy of 
 class SaveQueue:
     """Makes snapshots of states and keeps those that have not ended.
 
-    Args:
-        trainer: this rank's slots, and its courier, which does everything after staging.
-
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
         undefined: why the state is undefined: a restore failed after it had changed some of it.
-        stage: copies states into slots.
-        staged_states: states that were staged before their step was known.
-        begun: saves that were begun and may or may not follow.
-        lazy: decides which saves copy while training continues.
     """
 
     def __init__(self, trainer: TrainerContext):
@@ -296,11 +289,7 @@ class SaveQueue:
             self._slots.pin()
 
     def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
-        """Make slots of at least so many bytes. Collective over comm.
-
-        Raises:
-            MemoryTooSmall: they do not fit into the node's memory.
-        """
+        """Make slots of at least so many bytes. Collective over comm. Raises MemoryTooSmall if they do not fit."""
         self.settle()
         self._courier.call(Reserve(nbytes, share_nbytes, is_first=self.last_step is None))
 

@@ -58,10 +58,7 @@ class Staging:
     """Copies states of (mostly) one structure into slots.
 
     Args:
-        block_nbytes: bytes per checksum, for the layout.
-        copy_threads: threads that copy together.
         timeout_s: how long the pages of a new slot, or devices, may take, seconds.
-        provenance: of all states, see `Manifest`.
     """
 
     def __init__(self, block_nbytes: int, copy_threads: CopyThreads, timeout_s: float,
@@ -93,8 +90,6 @@ class Staging:
         """Lay out a state, or find that it is laid out like the one before.
 
         Args:
-            flat: the state.
-            sharing: the ranks that hold some of it alike.
             is_shared: which parts these ranks hold alike; asked only for a state that is not known.
         """
         its, known = flat.structure, self.knows(flat)
@@ -144,9 +139,6 @@ class Staging:
         This unseals the slots, and they stay unsealed.
 
         Args:
-            flat: the state.
-            planned: where it goes.
-            slot: of this rank.
             share: gets this rank's share of what it holds like others.
             lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that contains it.
 
@@ -246,7 +238,6 @@ def _pieces_of(
     Args:
         checks: gets the checksums of the others' pieces.
         lazy: leaves for which the work is done later.
-        samples: gets bytes of their pieces.
     """
     assert planned.sharing is not None
 
@@ -271,13 +262,7 @@ def _pieces_of(
 
 
 def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:
-    """For each shared leaf, one number for its bytes, both those stored here and those stored elsewhere.
-
-    Args:
-        planned: where the state was copied.
-        share: with this rank's share.
-        others: the checksums of the pieces that are not in it.
-    """
+    """One number for the bytes of each shared leaf; ``others``: checksums of the pieces of other shares."""
     known = {p: xxhash.xxh3_64_intdigest(room.data) for p, room in _own_pieces(planned, share)}
     every = others | known
     of_leaf: dict[int, list[int]] = {}

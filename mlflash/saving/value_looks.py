@@ -20,12 +20,7 @@ log = logging.getLogger("mlflash")
 
 
 class ValueLooks:
-    """The value checks of one save on this rank.
-
-    Args:
-        context: of this rank.
-        generation: of the attempt.
-    """
+    """The value checks of one save on this rank."""
 
     def __init__(self, context: Context, generation: int):
         self._examiner, self._generation = context.examiner, generation
@@ -49,7 +44,6 @@ class ValueLooks:
 
     @property
     def findings(self) -> list[Finding]:
-        """What is suspect."""
         return [finding for one in self._begun for finding in one.findings]
 
 

@@ -31,11 +31,8 @@ class _Node:
     """A container in a state.
 
     Attributes:
-        kind: its class.
-        keys: keys of a dict.
         key_types: types of its keys: 1 == True == 1.0.
         codes: its encoded keys, if two equal ones of one type may differ: 0.0 == -0.0.
-        code, attributes, pattern: see `containers`.
         subs: what is in it, in order: a `_Node`, LEAF or PLAIN; for an object: what its ``state_dict()`` returned.
         is_private: for an object: whether each rank has its own of it.
         only: LEAF or PLAIN, if nothing else is in it.
@@ -72,7 +69,6 @@ def flatten(state: Any, unbegun: bool = True) -> Flat:
     The leaves alias the live tensors.
 
     Args:
-        state: nested.
         unbegun: ask loaders that have not begun for their state, see `loaders`; False, before it is filled: they have
             no leaves.
 
@@ -125,12 +121,7 @@ class _Changed(Exception):
 
 
 class _Known:
-    """A state that was taken apart, as a pattern for others.
-
-    Args:
-        walk: the walk through it.
-        flat: the result of that walk.
-    """
+    """A state that was taken apart, as a pattern for others."""
 
     def __init__(self, walk: _Walk, flat: Flat):
         self._root, self._kinds = walk.root, walk.kinds
@@ -146,12 +137,7 @@ class _Known:
         self._places = _places(_pick(flat.values, self._filled))
 
     def take(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
-        """Take a state apart that is like this one; None if it is not.
-
-        Args:
-            state: nested.
-            taken: gets what ``state_dict()`` of objects returned, by their ids.
-        """
+        """Take a state apart if it is like this one; ``taken`` gets what ``state_dict()`` of objects returned."""
         values: list[Any] = []
         plain: list[Any] = []
         try:
@@ -259,12 +245,6 @@ class _Walk:
 
     Args:
         taken: what ``state_dict()`` of objects, by their ids, has already returned: it is not called once more.
-        objects: see `Flattener`.
-        unbegun: ask loaders that have not begun for their state.
-
-    Attributes:
-        root: the state, as it was found.
-        kinds: classes of the leaves.
     """
 
     def __init__(
@@ -282,7 +262,6 @@ class _Walk:
         self.kinds: list[type] = []
 
     def flatten(self, state: Any) -> Flat:
-        """Take a state apart; see `flatten`."""
         try:
             # Otherwise autograd records each shard that is taken out of a DTensor.
             with contextlib.nullcontext() if self.torch is None else self.torch.no_grad():
@@ -384,11 +363,7 @@ def _as_text(name: str) -> str:
 
 
 def _refuse_full_on_rank_0(module: Any, path: str) -> None:
-    """Refuse a model of FSDP1 whose ``state_dict()`` has everything on rank 0 and nothing on other ranks.
-
-    Raises:
-        StateError: such a state could not be loaded on other ranks.
-    """
+    """Refuse an FSDP1 model whose ``state_dict()`` has everything on rank 0: other ranks could not load it."""
     fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if fsdp1 is None:
         return

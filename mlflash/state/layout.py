@@ -62,7 +62,6 @@ class Layout:
     """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent.
 
     Attributes:
-        extents: of the rank's slot.
         shared_nbytes: of state that this rank shares with others: it lies in files of its own, and its
             entries start behind the payload, as if it followed there.
     """
@@ -82,9 +81,6 @@ def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection
     The manifest gets one and a half times the room that it needs now, so that plain leaves may grow.
 
     Args:
-        flat: the state taken apart.
-        manifest_nbytes: bytes of the encoded manifest, now.
-        block_nbytes: bytes per checksum.
         shared: numbers of leaves that other ranks hold, too; of tied ones all or none.
     """
     entries, ties = flat.structure.entries, flat.structure.ties

@@ -31,7 +31,6 @@ class Unbegun:
 
     @classmethod
     def of(cls, live: Any) -> Unbegun:
-        """Look at such a loader."""
         return cls(getattr(live, _attributes(live)[1]))
 
     def put_back(self, live: Any) -> None:

@@ -30,7 +30,6 @@ class Shared:
     Attributes:
         by: the lowest of these ranks.
         shares: number of files that it is divided into, on each node.
-        nbytes: its bytes.
     """
 
     by: int
@@ -67,12 +66,7 @@ def encode_tree(tree: Tree) -> bytes:
 
 
 def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
-    """Return where a state comes from: see `Manifest`.
-
-    Args:
-        versions: versions of what is loaded, by name.
-        given: the user's entries, a JSON object; "": nothing.
-    """
+    """Return the provenance of a `Manifest`; ``given``: the user's entries, a JSON object, or ""."""
     return {"versions": dict(versions), "given": json.loads(given) if given else {}}
 
 
@@ -92,11 +86,7 @@ def _json(value: Any) -> bytes:
 
 
 def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
-    """Read a manifest as a restore would, and compare it with what was written, type for type.
-
-    Raises:
-        StateError: a restore would refuse it, or find something else.
-    """
+    """Read a manifest as a restore would, and compare it, type for type. Raises StateError if anything would differ."""
     try:
         read = decode(raw, payload_nbytes)
         texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # as texts, because 1 == True == 1.0
@@ -114,15 +104,7 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
 
 
 def decode(raw: bytes, payload_nbytes: int) -> Manifest:
-    """Read a manifest and check every number in it.
-
-    Args:
-        raw: the bytes of the document.
-        payload_nbytes: the size of the payload that its extents must lie in.
-
-    Raises:
-        CorruptSlot: it is not a manifest; the text says what is wrong first.
-    """
+    """Read a manifest and check every number in it. Raises CorruptSlot, whose text says what is wrong first."""
     try:
         return from_document(json.loads(raw, parse_constant=_refuse), payload_nbytes)
     except BAD_DOCUMENT as error:

@@ -51,7 +51,6 @@ class Group:
     """The ranks of one structure.
 
     Attributes:
-        structure: the structure of all of them.
         ranks: ascending, ``(n,)`` int64.
         rows: a row for each rank, ``(n, width)`` int64.
         plain: the plain leaves of the first rank.
@@ -72,7 +71,6 @@ class _Column:
         spots: for each, the number of its spot, ``(n,)``.
         boxes: offset and shape, ``(n, 2, dims)`` int64.
         wholes: the distinct global shapes.
-        sharded: whether any is not whole.
     """
 
     at: np.ndarray
@@ -113,16 +111,13 @@ class OldRanks(Mapping[int, OldRank]):
         differ: names of tensors that ranks hold whole, but not with the same bytes on all; None: they were not
             compared.
         plain_differ: paths of plain leaves that are not the same on all ranks.
-        plain_of: returns the plain leaves of a rank, by number.
         told: for some ranks the bytes of some entries, by name.
         near: ranks whose slots are on this node: they are taken first; otherwise new ranks take turns. None: all are
             near.
 
     Attributes:
         ranks: all of them, ascending, ``(n,)`` int64.
-        spots: where each tensor is, by name.
         apart: names under which ranks held different tensors, each on a mesh of its own.
-        told: as given; more may be added.
     """
 
     def __init__(self, groups: Sequence[Group], differ: frozenset[str] | None, plain_differ: frozenset[str],
@@ -176,7 +171,6 @@ class OldRanks(Mapping[int, OldRank]):
             yield self[int(group.ranks[0])]
 
     def group_of(self, rank: int) -> int:
-        """The number of the group that a rank is in."""
         return int(self._group_of[self.ranks.searchsorted(rank)])
 
     def _place(self, rank: int) -> tuple[Group, int]:
@@ -187,11 +181,7 @@ class OldRanks(Mapping[int, OldRank]):
         return self.groups[spot[0]].structure.mesh(spot[1])
 
     def spots_of(self, entry: Entry) -> list[Spot]:
-        """Where a tensor is. Under one name, ranks may have held another tensor on each of several meshes.
-
-        Raises:
-            StructureMismatch: none of these is the mesh of the entry.
-        """
+        """Where a tensor is, by name and mesh. Raises StructureMismatch if ranks held it on other meshes only."""
         there = self.spots.get(entry.name, [])
         if entry.name not in self.apart:
             return there
@@ -245,10 +235,7 @@ class OldRanks(Mapping[int, OldRank]):
         """Find what makes up a new shard.
 
         Args:
-            want: the new shard.
-            rank: the new rank.
             spots: where the tensor is; None: look it up by its name.
-            only: use only this old rank.
 
         Returns:
             Its parts; None if each old rank had its own and there was no rank of this number.
@@ -356,8 +343,6 @@ class OldRanks(Mapping[int, OldRank]):
 
         Args:
             live: the values that this rank has, by number: they stay if there was no such rank.
-            paths: their numbers, by path.
-            rank: the new rank.
         """
         values, held = list(live), self[rank].plain if rank in self else {}
         for path, number in paths.items():

@@ -31,11 +31,9 @@ class RankStructure:
     """What ranks have in common.
 
     Attributes:
-        names, kinds, dtypes: for each leaf, see `leaves.Entry`.
         ties: for each leaf the number of the first one with the same memory: usually its own.
         classes: for each leaf the number of its class; leaves of a class have the same box on any one rank.
         dims: for each class the number of dimensions.
-        tree: of the state.
         alike: the leaves that all ranks hold alike, in the order in which they were dealt out to files.
         shared: those that the rank's set shares, in that order.
         meshes: for each leaf, see `leaves.Entry`; empty: none is a DTensor.
@@ -71,7 +69,6 @@ class RankStructure:
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
-        """The number of the first leaf of each name."""
         return {name: number for number, name in reversed([*enumerate(self.names)])}
 
     @functools.cached_property
@@ -82,12 +79,10 @@ class RankStructure:
 
     @functools.cached_property
     def paths(self) -> dict[str, int]:
-        """The numbers of the plain leaves, by path."""
         return plain_leaves(self.tree)
 
     @property
     def document(self) -> list[Any]:
-        """All of it, for `json`."""
         listed = [getattr(self, field.name) for field in dataclasses.fields(self)]
         return listed if self.meshes else listed[:-1]
 
@@ -113,24 +108,17 @@ class RankStructure:
         return tuple(found)
 
     def mesh(self, number: int) -> str | None:
-        """The mesh of one leaf; see `leaves.Entry`."""
         return self.meshes[number] if self.meshes else None
 
     def shape(self, row: np.ndarray, number: int) -> tuple[int, ...]:
-        """The shape of one leaf of a rank."""
         at, dims = self.starts[self.classes[number]], self.dims[self.classes[number]]
         return tuple(row[at + 2 * dims : at + 3 * dims].tolist())
 
     def nbytes(self, row: np.ndarray, number: int) -> int:
-        """The bytes of one leaf of a rank."""
         return math.prod(self.shape(row, number)) * item_nbytes(self.kinds[number], self.dtypes[number])
 
     def check_rows(self, rows: np.ndarray) -> None:
-        """Refuse rows, ``(ranks, width)``, with a box that is not inside its tensor.
-
-        Raises:
-            ValueError: a box is not inside its tensor.
-        """
+        """Raise ValueError if rows, ``(ranks, width)``, have a box that is not inside its tensor."""
         for at, d in zip(self.starts, self.dims, strict=False):
             whole, offset, shape = (rows[:, at + n * d : at + (n + 1) * d] for n in range(3))
             wrong = (whole < 0) | (whole > MOST) | (offset < 0) | (shape < 0) | (shape > whole)
@@ -139,14 +127,7 @@ class RankStructure:
 
 
 def from_document(document: Any, plain: int) -> RankStructure:
-    """Read a structure from parsed JSON and check every number in it.
-
-    Any error is one of `manifest.BAD_DOCUMENT`.
-
-    Args:
-        document: of `RankStructure.document`.
-        plain: number of plain leaves of its ranks.
-    """
+    """Read a structure from parsed JSON and check every number; any error is one of `manifest.BAD_DOCUMENT`."""
     names, kinds, dtypes, ties, classes, dims, tree, alike, shared, *more = document
     meshes = tuple(more[0]) if more else ()
     made = RankStructure(tuple(names), tuple(kinds), tuple(dtypes), tuple(ties), tuple(classes), tuple(dims), tree,

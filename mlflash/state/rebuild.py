@@ -146,8 +146,6 @@ class Filling:
 
     Args:
         live: tensors and arrays are overwritten, plain leaves replaced, objects get copies through ``load_state_dict``.
-        tree, entries, plain: of the manifest.
-        read: returns the bytes.
 
     Attributes:
         objects: those in the state that load by themselves, and what was saved of each, by path.
@@ -167,7 +165,6 @@ class Filling:
         self._for_good = False  # whether something without a copy has changed
 
     def nbytes_of(self, path: str) -> int:
-        """Size of the saved state of an object."""
         its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
         return sum(its.values())
 
@@ -227,11 +224,7 @@ class Filling:
         return None
 
     def fill_leaves(self) -> None:
-        """Fill tensors and arrays, and replace plain leaves.
-
-        Raises:
-            StructureMismatch: the state itself is a tensor-free leaf or tuple, which cannot be changed in place.
-        """
+        """Fill tensors, arrays and plain leaves. Raises StructureMismatch if the state itself cannot be changed."""
         if self._into(self._live, self._tree) is not self._live:
             raise StructureMismatch("the state given cannot be changed in place", expected="a dict, list or object",
                                     found=type(self._live).__name__)  # fmt: skip
@@ -343,13 +336,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Made:
-    """Leaves and nodes of a checkpoint that are built anew; tied leaves stay tied.
-
-    Args:
-        entries, plain: of the manifest.
-        read: returns the bytes.
-        copy: whether to return copies, or what ``read`` returns.
-    """
+    """Leaves and nodes of a checkpoint that are built anew; tied leaves stay tied."""
 
     def __init__(self, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True):
         self._entries, self._plain, self._read, self._copy = entries, plain, read, copy
@@ -359,7 +346,6 @@ class _Made:
         """Build a state anew.
 
         Args:
-            tree: its tree.
             like: DTensors, by number of the entry: an entry becomes a DTensor like that; by ``~number`` of the first
                 entry of a tensor that wraps others: that tensor does.
             own: tensors that get the bytes of an entry, and are then used for it.
@@ -394,8 +380,6 @@ def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: 
     Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
 
     Args:
-        tree, entries, plain: of the manifest.
-        read: returns the bytes.
         copy: whether to return copies, or what ``read`` returns.
     """
     return _Made(entries, plain, read, copy).make(tree, {})

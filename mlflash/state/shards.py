@@ -22,7 +22,6 @@ class Fragment(NamedTuple):
         number: number of the entry there.
         source: where it begins in the old shard.
         target: where it begins in the new one.
-        shape: its shape.
     """
 
     rank: int

@@ -27,14 +27,7 @@ _PER_STEP = {"step", "eta", "mu", "mu_product"}  # 0-d, whatever the parameter i
 
 
 def refusals(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
-    """List why an object would refuse to load what was saved of it, as far as that can be known.
-
-    Args:
-        live: the object.
-        tree: what its ``state_dict()`` was when it was saved.
-        entries: of the checkpoint.
-        name: path of the object in the state.
-    """
+    """List why an object would refuse to load what was saved of it, as far as that can be known."""
     torch = sys.modules.get("torch")
     tree = inside(tree)
     if tree[0] == "p":
@@ -203,11 +196,6 @@ def load(live: Any, saved: Any, name: str) -> None:
     torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
     one on purpose.
 
-    Args:
-        live: the object.
-        saved: what its ``state_dict()`` returned.
-        name: path of the object in the state.
-
     Raises:
         StructureMismatch: the object could not load it, or it is on the meta device.
     """
@@ -291,12 +279,7 @@ def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any
 
 @dataclasses.dataclass(frozen=True)
 class _Wrapped:
-    """A DTensor that was saved, and is made of tensors that wrap others.
-
-    Attributes:
-        like: the live tensor, or the state that will be it.
-        attributes: see `wrapped_tensors`.
-    """
+    """A DTensor that was saved, and is made of tensors that wrap others."""
 
     like: Any
     attributes: Mapping[str, Any]

@@ -39,9 +39,7 @@ class Contents:
     """What a ``.distcp`` file holds.
 
     Attributes:
-        name: of the file.
         pieces: tensors, or parts of them.
-        extras: keys of the objects.
         places: of the pieces, then of the extras, as `rank_file` returned them.
     """
 
@@ -61,8 +59,6 @@ def rank_file(
     Args:
         pieces: tensors, or parts of them. An array becomes a tensor, which ``dcp.load`` does not load into an array: if
             it must stay an array, it belongs to the extras.
-        sources: return the bytes of each piece.
-        extras: objects, as `pickled` makes them, by key.
 
     Returns:
         The file; the place of each piece and then of each extra, for `Contents`; where the bytes of each piece begin.

@@ -36,7 +36,6 @@ class Index:
     """Which of a slot's entries belong to the checkpoint.
 
     Attributes:
-        tensors: those this rank writes.
         parts: the parts that are bytes, by name: where each begins and ends in the blob.
         planner_data: what the planner stores with the checkpoint, as `torch.save` wrote it, in base64; on one rank.
     """
@@ -46,7 +45,6 @@ class Index:
     planner_data: str | None = None
 
     def encode(self) -> bytes:
-        """As JSON."""
         return json.dumps(vars(self), separators=(",", ":")).encode()
 
     @staticmethod
@@ -61,7 +59,6 @@ class Index:
             raise CorruptSlot(f"the index of a DCP checkpoint is damaged: {error!r}") from None
 
     def names(self) -> Iterator[str]:
-        """The names of what this rank writes."""
         yield from dict.fromkeys(name for name, _ in self.tensors)
         yield from self.parts
 

@@ -34,11 +34,7 @@ def format_of(names: Collection[str]) -> str:
 
 
 def find(store: Store) -> tuple[str, str] | None:
-    """Look for a checkpoint of another library in a directory, and in its folders whose names come last.
-
-    Returns:
-        Where it is, and its format. None if none is found.
-    """
+    """Look for another library's checkpoint in a directory and its last folders: where it is, and its format."""
     with contextlib.suppress(OSError):
         names = store.names()
         for place in (store, *map(store.at, reversed(names[-_NEWEST:]))):

@@ -44,13 +44,7 @@ class Store(Protocol):
         """What is in it, sorted; empty if it does not exist."""
 
     def write(self, name: str, content: Iterable[Any], tag: str = "") -> int:
-        """Write a file, whole or not at all, and durably; return its bytes.
-
-        Args:
-            name: of the file; an existing one is replaced.
-            content: its bytes, in pieces.
-            tag: part of its temporary name.
-        """
+        """Write a file, whole or not at all, and durably; return its bytes. An existing one is replaced."""
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """Read a part of a file; fewer bytes if it ends before."""
@@ -72,11 +66,7 @@ class Store(Protocol):
 
 
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """Open a directory, or a URL that fsspec knows. Nothing is made yet.
-
-    Raises:
-        ConfigError: a package that fsspec needs for such URLs is not installed.
-    """
+    """Open a directory, or a URL that fsspec knows; nothing is made. Raises ConfigError if a package is missing."""
     path = without_file_scheme(os.fspath(place))
     return Remote(path) if is_url(path) else Directory(os.path.abspath(path))
 

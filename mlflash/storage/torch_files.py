@@ -48,11 +48,7 @@ def _ground(nbytes: int) -> np.ndarray:
 
 
 def save(value: Any, skeleton: FileWithHoles) -> list[int]:
-    """Write a value that contains hollow tensors as ``torch.save`` does.
-
-    Returns:
-        Where the bytes of each storage belong, in the order in which the storages occur in the value.
-    """
+    """Write a value of hollow tensors as ``torch.save`` does; return where the bytes of each storage go, in order."""
     with torch.serialization.skip_data():
         torch.save(value, skeleton.file)
     starts = {}

@@ -41,7 +41,6 @@ class Whole:
 
     @property
     def own(self) -> list[Entry]:
-        """The entries that have memory of their own."""
         return [entry for name, entry in self.entries.items() if name not in self.ties]
 
     def sources(self, entries: Sequence[Entry], batch_nbytes: int = BATCH_NBYTES) -> dict[str, Source]:
@@ -51,7 +50,6 @@ class Whole:
         order, each batch is read once, and in the same order on all ranks.
 
         Args:
-            entries: the tensors, in the order of the calls.
             batch_nbytes: most bytes of a batch. A larger tensor is a batch.
         """
         held: dict[str, np.ndarray] = {}
@@ -85,7 +83,6 @@ class Written:
 
     Attributes:
         files: name → bytes.
-        tensors: number of tensors and arrays in them.
         ties: name → the name under which its bytes are; the module of a format says what it does with them.
         left_out: names of plain leaves that the format cannot hold.
     """

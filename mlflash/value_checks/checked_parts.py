@@ -21,9 +21,7 @@ class Stored(NamedTuple):
     """Bytes of a tensor in a slot or in a share.
 
     Attributes:
-        entry: the tensor.
         start: where they begin, bytes from the start of the payload.
-        nbytes: how many.
     """
 
     entry: Entry
@@ -36,7 +34,6 @@ class Run:
     """Values of one format in a stretch.
 
     Attributes:
-        form: format of the values.
         start, end: where they are, bytes from the start of the payload.
         bounds: where the values of each tensor begin and end, in values from ``start``.
         first: number of the first of these parts; the others follow.
@@ -54,12 +51,9 @@ class CheckedParts:
     """The parts of tensors in each stretch of a body.
 
     Attributes:
-        extents: of the slot or share.
         stretch: number of blocks in a stretch.
-        runs: the runs of each stretch.
         names: the tensor of each part.
         counts: number of values of each part.
-        formats: format of each part.
     """
 
     extents: Extents
@@ -80,8 +74,6 @@ def find(stored: Iterable[Stored], extents: Extents, skip: Sequence[str]) -> Che
 
     Args:
         stored: what is in the slot or share; tied tensors may come twice.
-        extents: its extents.
-        skip: patterns of names.
     """
     wanted = {
         one.start: one for one in stored if one.nbytes and one.entry.dtype in FORMATS and

@@ -33,9 +33,7 @@ class Finding(NamedTuple):
     """Something suspect.
 
     Attributes:
-        tensor: its path in the state.
         what: "NaN" | "infinite" | "zero" | "large".
-        text: in words.
     """
 
     tensor: str
@@ -84,7 +82,6 @@ class Examiner:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is checked."""
         return self._every > 0
 
     def begin(self, slot: Slot, extents: Extents, key: object, stored: Callable[[], Iterable[Stored]],
@@ -92,10 +89,7 @@ class Examiner:
         """Begin to check what a save has put into a slot or a share.
 
         Args:
-            slot: the slot or share.
-            extents: its extents.
             key: key of what ``stored`` returns: the same or an equal one for the same tensors in the same places.
-            stored: returns the tensors in it.
             generation: of the attempt: it decides which blocks are checked.
         """
         held = next((one for one in self._known if one.parts.extents == extents and one.key == key), None)
@@ -108,13 +102,7 @@ class Examiner:
         return Examination(held, slot, wanted | {int(held.stretch_of[part]) for part in held.suspect})
 
     def look_at_all(self, slot: Slot, extents: Extents, stored: Iterable[Stored]) -> list[Finding]:
-        """Check everything that a slot holds for NaN, and for infinities where all was finite, whatever it held before.
-
-        Args:
-            slot: the slot.
-            extents: its extents.
-            stored: the tensors in it.
-        """
+        """Check all that a slot holds for NaN, and for infinities where all was finite, whatever it held before."""
         parts = find(stored, extents, self._skip)
         payload = slot.payload(extents)
         findings: list[Finding] = []

@@ -18,9 +18,6 @@ class FloatFormat:
     """A format of floats.
 
     Attributes:
-        nbytes: bytes of a value.
-        mantissa: number of mantissa bits.
-        bias: bias of the exponent.
         infinity: bits of infinity; if the format has none, the same as ``nan``.
         nan: the smallest bits, without the sign, that are not a number.
         negative_zero_is_nan: whether the only NaN is what would be -0.
@@ -35,7 +32,6 @@ class FloatFormat:
 
     @property
     def sign(self) -> int:
-        """The bit of the sign."""
         return 1 << (8 * self.nbytes - 1)
 
     def value(self, bits: int) -> float:
@@ -73,7 +69,6 @@ def largest(raw: np.ndarray, form: FloatFormat, bounds: Sequence[int] | np.ndarr
 
     Args:
         raw: the bytes, ``(nbytes,)`` uint8, contiguous and aligned to the format.
-        form: of the values.
         bounds: where each run begins and ends, in values, one after the other, ascending: ``(2 * runs,)``. No run is
             empty.
     """
@@ -97,12 +92,7 @@ def largest(raw: np.ndarray, form: FloatFormat, bounds: Sequence[int] | np.ndarr
 
 
 def count(raw: np.ndarray, form: FloatFormat) -> tuple[int, int]:
-    """How many of some values are NaN, and how many are infinite.
-
-    Args:
-        raw: their bytes, see `largest`.
-        form: of the values.
-    """
+    """How many of some values are NaN, and how many are infinite."""
     unsigned = raw.view(f"<u{form.nbytes}")
     if form.negative_zero_is_nan:
         return int(np.count_nonzero(unsigned == form.sign)), 0
