@@ -36,21 +36,15 @@ _NAMED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A file in the memory of a node that holds something, or did before it was damaged.
-
-    Attributes:
-        attempt, step: what it holds, by its header or otherwise by its receipt; None and -1 if neither can be read.
-        committed: whether it has a receipt.
-        header: its header; None if that is damaged.
-        damage: what is wrong with it; "" if its header is good.
-    """
+    """A file in the memory of a node that holds something, or did before it was damaged."""
 
     place: Place
+    # attempt, step: what it holds, by its header or otherwise by its receipt; None and -1 if neither can be read
     attempt: Attempt | None
     step: int
-    committed: bool
-    header: Header | None
-    damage: str
+    committed: bool  # whether it has a receipt
+    header: Header | None  # its header; None if that is damaged
+    damage: str  # what is wrong with it; "" if its header is good
     verdict: Verdict = Verdict.UNKNOWN
 
 
@@ -106,11 +100,7 @@ def floor(traces: Iterable[Trace], mark: int) -> int:
 
 
 def why_not(traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> dict[int, str]:
-    """Return for each committed step why it cannot be restored, newest first, at most `MOST_STEPS`.
-
-    Args:
-        struck: files that a restore found to be damaged, and how.
-    """
+    """Return for each committed step why it cannot be restored, newest first; ``struck``: what else is damaged."""
     told: dict[int, str] = {}
     for attempt in sorted(committed(traces), key=lambda one: one.generation, reverse=True):
         its = [one for one in traces if one.attempt == attempt]
@@ -120,7 +110,6 @@ def why_not(traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequenc
 
 
 def _why(its: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> str:
-    """Why an attempt cannot be restored: what is missing, and what is damaged."""
     wrong = {one.place: one.damage or struck.get(one.place, "") for one in its}
     headers = [one.header for one in its if one.header is not None]
     slots = {one.header.rank for one in its if not wrong[one.place] and one.header and one.header.kind is Kind.SLOT}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +22,7 @@ _WORTH = 1.15  # more threads must be this many times as fast
 
 
 class CopyThreads:
-    """Threads that do pieces of work together with the thread that asks them to.
-
-    Args:
-        threads: number of threads, including that one.
-    """
+    """Threads that do pieces of work together with the thread that asks them to, which is one of ``threads``."""
 
     def __init__(self, threads: int):
         self.threads = threads
@@ -76,7 +73,6 @@ def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[
     Args:
         threads: number of threads; 0: measure it.
         ranks: number of ranks that share this rank's cores.
-        agree: takes the minimum of numbers over all ranks.
         cores: where copies will be made; None: where this thread runs.
     """
     if threads:
@@ -119,7 +115,7 @@ def _measured(ranks: int, agree: Callable[[list[int]], list[int]]) -> int:
 def _copy_s(threads: int, source: np.ndarray, target: np.ndarray) -> float:
     """Median of the seconds that so many threads take to copy a few large tensors."""
     copy_threads = CopyThreads(threads)
-    works = [_copying(target[i], source[i]) for i in range(_PIECES)]
+    works = [functools.partial(np.copyto, target[i], source[i]) for i in range(_PIECES)]
     seconds = []
     for _ in range(_TRIES):
         start = time.perf_counter()
@@ -127,7 +123,3 @@ def _copy_s(threads: int, source: np.ndarray, target: np.ndarray) -> float:
         seconds.append(time.perf_counter() - start)
     copy_threads.close()
     return sorted(seconds)[_TRIES // 2]
-
-
-def _copying(target: np.ndarray, source: np.ndarray) -> Callable[[], None]:
-    return lambda: np.copyto(target, source)

@@ -22,7 +22,7 @@ from . import shared_memory_segment
 from .inventory import file_name
 from .node_directory import NodeDirectory
 from .shared_memory_segment import Segment
-from .slot import Slot, Use, leave_behind, oldest_free, read_header
+from .slot import Slot, Use, close_others, leave_behind, oldest_free, read_header
 
 log = logging.getLogger("mlflash")
 
@@ -44,19 +44,14 @@ def named(own: Sequence[Slot], shares: Sequence[Slot]) -> list[tuple[SlotId, Slo
 
 @dataclasses.dataclass(frozen=True)
 class SlotFile:
-    """What the courier reports about an own slot.
-
-    Attributes:
-        file: number of its file; None: it has none yet.
-        inode, nbytes: of that file, which may have become larger; 0: none.
-        is_free: whether it belongs to the trainer from now on.
-    """
+    """What the courier reports about an own slot."""
 
     slot: SlotId
-    file: int | None
+    file: int | None  # number of its file; None: it has none yet
+    # inode, nbytes: of that file, which may have become larger; 0: none
     inode: int
     nbytes: int
-    is_free: bool
+    is_free: bool  # whether it belongs to the trainer from now on
 
 
 class OwnSlots:
@@ -65,14 +60,12 @@ class OwnSlots:
     Args:
         count: number of slots of each kind; three if checkpoints are drained, because reading one may take long.
         known: further mappings of files that this process has, by inode: the courier's, if it is a thread.
-
-    Attributes:
-        own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS: it
-            belongs to the courier.
     """
 
     def __init__(self, memory: NodeDirectory, count: int, known: Callable[[], Mapping[int, Segment]]):
         self._memory, self._known = memory, known
+        # own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS:
+        # it belongs to the courier
         self.own = [Slot(use=Use.HOLDS) for _ in range(count)]
         self.shares = [Slot(use=Use.HOLDS) for _ in range(count)]
         # Not a Condition: that takes and releases its lock in Python code, and if a signal handler raises there, the
@@ -112,7 +105,7 @@ class OwnSlots:
             with self._lock:
                 for _, slot in self._all():
                     if slot.use is Use.FREE and slot.is_gone:
-                        self._unmap(slot)
+                        slot.unmap()
                 pair = self._free_pair(leave)
                 for slot in pair or ():
                     slot.taker = taker
@@ -132,11 +125,9 @@ class OwnSlots:
             self._freed.release()
 
     def taken_by(self, taker: object) -> list[Slot]:
-        """The slots that are busy with something."""
         return [slot for _, slot in self._all() if slot.taker is taker and slot.use is Use.BUSY]
 
     def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
-        """Make slots that were taken busy with something else."""
         for slot in slots:
             slot.taker = taker
 
@@ -237,7 +228,7 @@ class OwnSlots:
                 elif name not in waiting:
                     continue
                 if slot.view.nbytes < nbytes:
-                    self._unmap(slot)
+                    slot.unmap()
         return given
 
     def update(self, files: Iterable[SlotFile]) -> None:
@@ -273,24 +264,15 @@ class OwnSlots:
             return []
         return [slot.segment]
 
-    def _unmap(self, slot: Slot) -> None:
-        if slot.segment is not None:
-            slot.segment.close()
-        slot.segment, slot.header = None, None
-
     # Reading slots
 
     def holding(self, number: int) -> Slot:
-        """Return an own slot that the courier has sealed, for reading."""
         slot = self.own[number]
         slot.header = read_header(slot.view)
         return slot
 
     def lend(self, slot: Slot) -> Slot:
-        """Return a slot for reading as long as it has views; what is written to these stays in this process.
-
-        Until then no save gets this slot.
-        """
+        """Return a slot for reading as long as it has views: no save gets it, and writes to these stay here."""
         mapped, take_back = shared_memory_segment.lend(self._memory, slot.name)
         self._lent[mapped.inode] += 1
         weakref.finalize(mapped.view, self._returned, mapped.inode, take_back).atexit = False
@@ -304,10 +286,7 @@ class OwnSlots:
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         """Unmap those of some slots that do not belong to this rank."""
-        mine = [slot.segment for _, slot in self._all()]
-        for slot in slots:
-            if slot.segment is not None and not any(slot.segment is one for one in mine):
-                slot.segment.close()
+        close_others(slots, (slot for _, slot in self._all()))
 
     def open(self, file: int) -> Slot:
         """Map a slot file of this node for reading, until `unmap_others`. Raises CorruptSlot, UnsafePath or OSError."""
@@ -330,4 +309,4 @@ class OwnSlots:
     def close(self) -> None:
         """Unmap everything; the files stay."""
         for _, slot in self._all():
-            self._unmap(slot)
+            slot.unmap()

@@ -70,17 +70,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a slot says about itself. It is written last, and that seals the slot.
-
-    Attributes:
-        group: the ranks that protect each other. With parity: the parity group, in ascending order. With copies: this
-            rank and its partners. Without redundancy: this rank alone.
-        parities: for a parity file, how many of its group may be lost; otherwise 0.
-        share: for shared state, which share of it this is, see `shares`; the group is then the rank's siblings. -1:
-            this is the slot of a rank, its copy, or a parity file.
-        shared_by: the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none.
-        mark: of the fresh start that the run goes back to, see `config.Config.mark`; 0: no fresh start.
-    """
+    """What a slot says about itself. It is written last, and that seals the slot."""
 
     attempt: Attempt
     step: int
@@ -95,11 +85,16 @@ class Header:
     node: str
     scheme: str
     job: str
+    # the ranks that protect each other. With parity: the parity group, in ascending order. With copies: this rank and
+    # its partners. Without redundancy: this rank alone
     group: tuple[int, ...]
-    parities: int = 0
+    parities: int = 0  # for a parity file, how many of its group may be lost; otherwise 0
+    # for shared state, which share of it this is, see `shares`; the group is then the rank's siblings. -1: this is the
+    # slot of a rank, its copy, or a parity file
     share: int = -1
+    # the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none
     shared_by: int = -1
-    mark: int = 0
+    mark: int = 0  # of the fresh start that the run goes back to, see `config.Config.mark`; 0: no fresh start
 
     @property
     def kind(self) -> Kind:
@@ -163,7 +158,6 @@ def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> byte
     """Encode a record: `RECORD_NBYTES` bytes for offset ``start`` of the slot.
 
     Args:
-        start: `COMMIT_START`, `RESTORES_START` or `VERDICT_START`.
         number: the step committed; how many runs have restored the attempt; or the `Verdict`.
     """
     body = _RECORD.pack(_MAGIC_AT[start], attempt.run_id, attempt.generation, number, unix_ns)

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..events import Event, Queue
-from .deadlines import Abandoned
-from .liveness_pings import RankFailed
+from .deadlines import Abandoned, RankFailed
 from .nonblocking import Operation
 from .world import World
 
@@ -106,15 +105,13 @@ class JobThread:
     Args:
         world: the communicators. From now on only the courier uses them.
         threaded: whether there is a thread; otherwise jobs run inside `post`.
-
-    Attributes:
-        when_idle: called now and then while there is nothing else to do, if there is a thread. It makes no MPI calls,
-            and returns soon after its argument, a function, has returned True because a job waits.
     """
 
     def __init__(self, world: World, threaded: bool, nice: int = 0):
         self.late: DeadlineExceeded | None = None  # of the job that is past its deadline and still running
         self.broken: BaseException | None = None
+        # called now and then while there is nothing else to do, if there is a thread. It makes no MPI calls, and
+        # returns soon after its argument, a function, has returned True because a job waits
         self.when_idle: Callable[[Callable[[], bool]], None] | None = None
         self._world = world
         self._aside: Operation | None = None

@@ -20,8 +20,7 @@ from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismat
 from ..human_readable.wording import listed
 from ..placement.topology import Topology, from_node_ids
 from . import nonblocking
-from .deadlines import Waits
-from .liveness_pings import ASK_ALL, Pings
+from .deadlines import ASK_ALL, Pings, Waits
 from .nonblocking import Operation
 
 log = logging.getLogger("mlflash")
@@ -88,11 +87,7 @@ def find_world(env: Mapping[str, str]) -> Any:
 
 
 def load_mpi() -> Any:
-    """Import mpi4py.MPI, which initializes MPI.
-
-    Raises:
-        MpiUnavailable: mpi4py is not installed, or finds no MPI library.
-    """
+    """Import mpi4py.MPI, which initializes MPI. Raises MpiUnavailable if there is none, or no library for it."""
     try:
         from mpi4py import MPI
     except MpiUnavailable:  # its message already says why
@@ -131,7 +126,6 @@ class World(Waits):
 
     Args:
         comm: an mpi4py communicator, or None for one process without MPI.
-        ranks_per_node: emulate nodes with this number of ranks; 0 for real nodes.
         among: the ranks of ``comm`` that these are, in their order; None: all. The other ranks need not take part.
         name: of this world, the same on all its ranks. Worlds that are made at the same time have different names.
         is_private: whether this process is a courier and nothing else. Then nobody else sends anything over ``comm``,
@@ -250,7 +244,6 @@ class World(Waits):
                 comm.Free()
 
     def free(self) -> None:
-        """Free the communicators. Collective over the world."""
         if self.world is not None:
             self.drop(self.group, self.leaders, self.node, self.data, self.control, self.world)
             self.world = self.pings = None
@@ -382,3 +375,17 @@ class World(Waits):
         asked = {*self.topology.ranks_on[self.node_index]} if self.local_rank == 0 else set()
         asked |= {*first_ranks} if self.rank == 0 else {0} if self.rank in first_ranks[1:2] else set()
         return sorted(asked - {self.rank})
+
+
+def gather(world: World, value: Any) -> list[Any]:
+    """Give rank 0 the value of the first process of each node; other ranks get []. Collective over the world."""
+    if world.local_rank != 0:
+        return []
+    told = world.gather(value, world.leaders)
+    return told if world.rank == 0 else []
+
+
+def gather_from_all(world: World, value: Any) -> list[Any]:
+    """Give rank 0 the value of each process; other ranks get []. Collective over the world."""
+    told = world.gather(value)
+    return told if world.rank == 0 else []

@@ -22,24 +22,17 @@ EXPECTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One scheme, with the numbers of a full group.
+    """One scheme, with the numbers of a full group."""
 
-    Attributes:
-        kind: "none", "copy", "xor" or "rs".
-        members: ranks of a group, all on different nodes.
-        losses: how many of them may be lost.
-    """
-
-    kind: str
-    members: int
-    losses: int
+    kind: str  # "none", "copy", "xor" or "rs"
+    members: int  # ranks of a group, all on different nodes
+    losses: int  # how many of them may be lost
 
     @property
     def parity(self) -> bool:
         return self.kind in ("xor", "rs")
 
     def sized(self, members: int) -> Scheme:
-        """The same scheme for a group of another size; the losses stay."""
         return dataclasses.replace(self, members=members)
 
     @property

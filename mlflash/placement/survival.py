@@ -32,14 +32,10 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Survival:
-    """What may be lost.
-
-    Attributes:
-        limits: the redundancy groups; a loss that breaks none is survived.
-    """
+    """What may be lost."""
 
     nodes: int
-    limits: frozenset[Limit]
+    limits: frozenset[Limit]  # the redundancy groups; a loss that breaks none is survived
 
     def survives(self, lost: Iterable[int]) -> bool:
         """Whether every rank's slot is still there, or can be rebuilt, once these nodes are lost."""
@@ -105,7 +101,6 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
 
 
 def _components(nodes: int, limits: Iterable[Limit]) -> list[tuple[list[int], list[Limit]]]:
-    """Cut the nodes into sets that no limit ties to each other."""
     number = tied_together(nodes, ((min(limit.nodes), node) for limit in limits for node in limit.nodes))
     found: dict[int, tuple[list[int], list[Limit]]] = {}
     for node in range(nodes):
@@ -192,9 +187,6 @@ def any_domain(survival: Survival, names: Sequence[str]) -> bool:
 def _crowded(limits: Iterable[Limit], names: Sequence[str], together: int) -> dict[tuple[str, ...], tuple[int, int]]:
     """Find the sets of so many domains that hold more nodes of a redundancy group than it may lose.
 
-    Args:
-        names: for each node, the name of its domain.
-
     Returns:
         For each such set, beginning with the domain of the lowest node: the most nodes of a group, and how many may be
         lost.
@@ -217,11 +209,7 @@ def _plural(kind: str) -> str:
 
 
 def too_close(topology: Topology, placement: Placement, domains: Mapping[str, Sequence[str]]) -> list[str]:
-    """Name the failure domains that hold more nodes of a redundancy group than it may lose, by kind.
-
-    Example:
-        ["rack A holds 3 nodes of a group that may lose 1"]
-    """
+    """Name the domains that hold too many nodes of a group: ["rack A holds 3 nodes of a group that may lose 1"]."""
     found = []
     limits = of(topology, placement).limits
     for kind, names in domains.items():

@@ -46,7 +46,6 @@ _POWER, _LOG = _powers()
 
 
 def _times(a: np.ndarray | int, b: np.ndarray | int) -> np.ndarray:
-    """Multiply in GF(256), element by element."""
     product: np.ndarray = _POWER[_LOG[a] + _LOG[b]]
     return product
 
@@ -64,9 +63,6 @@ def matrix(data: int, have: Sequence[int], want: Sequence[int]) -> np.ndarray:
 
     Example:
         ``matrix(3, (0, 1, 2), (3, 4))`` → ``[[1, 1, 1], [1, 2, 4]]``; ``matrix(3, (0, 2, 3), (1,))`` → ``[[1, 1, 1]]``.
-
-    Raises:
-        ValueError: too few or too many units, one of them twice, or one that does not exist.
     """
     return _matrix(operator.index(data), tuple(map(operator.index, have)), tuple(map(operator.index, want)))
 
@@ -96,7 +92,6 @@ def _parity(data: int, number: int) -> np.ndarray:
 
 
 def _invert(square: np.ndarray) -> np.ndarray:
-    """Invert a matrix by Gauss-Jordan elimination."""
     size = len(square)
     both = np.hstack([square, np.eye(size, dtype=np.uint8)])
     for i in range(size):

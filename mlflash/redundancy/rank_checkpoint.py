@@ -21,18 +21,12 @@ ShareFiles = dict[tuple[int, Share], int]
 
 @dataclasses.dataclass
 class RankCheckpoint:
-    """One rank's checkpoint for reading: its slot, and the shares of what it holds like others.
+    """One rank's checkpoint for reading: its slot, and the shares of what it holds like others."""
 
-    Attributes:
-        slot: verified.
-        shares: files of this node, verified; empty if nothing is shared.
-        files: where the shares of all nodes are.
-    """
-
-    slot: Slot
+    slot: Slot  # verified
     manifest: Manifest
-    shares: list[Slot]
-    files: ShareFiles
+    shares: list[Slot]  # files of this node, verified; empty if nothing is shared
+    files: ShareFiles  # where the shares of all nodes are
 
     @property
     def header(self) -> Header:

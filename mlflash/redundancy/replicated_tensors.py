@@ -23,8 +23,7 @@ from ..memory.slot import Slot
 from ..mpi.world import World
 from ..state.layout import Layout
 from . import deduplication
-from .shareable_leaves import ShareableLeaf, key_of
-from .slot_plan import Plan
+from .deduplication import Plan, ShareableLeaf, key_of
 
 log = logging.getLogger("mlflash")
 
@@ -41,14 +40,6 @@ class ReplicatedTensors:
         members: the ranks that hold the same state as this one, ascending.
         patterns: of the names of what they hold alike.
         placed: only those tensors are alike that are DTensors replicated on these ranks by their placements.
-
-    Attributes:
-        sharing: how they share it; None: each stores all of its own.
-        shares: for each rank of the world that shares state, the set and the number of its share.
-        version: grows when less is shared than before.
-        agreed: keys of the leaves that all members hold alike.
-        diverged: how many tensors were found to differ.
-        differed_at: the newest step at which any did; None: none has.
 
     Raises:
         ConfigError: on all ranks, if the ranks do not name each other.
@@ -68,12 +59,15 @@ class ReplicatedTensors:
         self._comm = world.split(min(self.members))
         self._apart: set[str] = set()  # tensors not compared: private, not on all ranks, or reported already
         self._blocks: tuple[Layout, np.ndarray, list[tuple[int, int]]] | None = None
-        self.agreed: frozenset[int] = frozenset()
+        self.agreed: frozenset[int] = frozenset()  # keys of the leaves that all members hold alike
         self._provisional = False
-        self.sharing: deduplication.Sharing | None = None
+        self.sharing: deduplication.Sharing | None = None  # how they share it; None: each stores all of its own
+        # for each rank of the world that shares state, the set and the number of its share
         self.shares: dict[int, deduplication.Share] = {}
+        # diverged: how many tensors were found to differ
+        # version: grows when less is shared than before
         self.version = self.diverged = 0
-        self.differed_at: int | None = None
+        self.differed_at: int | None = None  # the newest step at which any did; None: none has
 
     def share(self, losses: int) -> None:
         """Share what is held alike, if the copies are on more nodes than may be lost. Collective over the world."""

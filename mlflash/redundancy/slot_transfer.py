@@ -19,8 +19,8 @@ from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.slot import Slot, Use, table_check
 from ..memory.slot_header import HEADER_NBYTES, Attempt, Header, Kind, unpack
+from ..mpi.fabric import OpenMemory
 from ..mpi.nonblocking import Operation, done
-from ..mpi.rma_windows import OpenMemory
 from ..mpi.send_rate import AT_ONCE, SendRate
 from ..mpi.world import World
 from ..state.layout import PAGE_NBYTES, Extents

@@ -16,23 +16,17 @@ import numpy as np
 
 from ..errors import SaveFailed, StateError
 from ..memory.copy_threads import CopyThreads
+from ..memory.memory_limits import available, headroom
 from ..memory.shared_memory_segment import Segment
-from ..state.layout import Layout
+from ..state.layout import Layout, plan
 from ..state.leaves import Flat, Structure, as_bits, as_bytes, from_bytes, is_copied_as_bytes, kept_bytes, live_bytes
-from .deferred_copies import Work
-from .device_copies import DeviceCopies
-from .lazy_leaves import LARGE_NBYTES
-from .mutation_check import SampledBytes
+from .deferred_copies import LARGE_NBYTES, DeviceCopies, SampledBytes, Work
 
 _PIECE_NBYTES = 8 << 20  # the longest wait of training if the courier is in the middle of a piece
 
 
 class CopyPlan:
-    """Where the leaves go in one slot, and how.
-
-    Args:
-        targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
-    """
+    """Where the leaves go in one slot, and how; ``targets``: a view for each; None: nowhere, or in pieces."""
 
     def __init__(
         self, layout: Layout, segments: list[Segment], targets: list[Any], copy_threads: CopyThreads, timeout_s: float
@@ -134,20 +128,15 @@ def _how(value: Any) -> tuple[Any, ...]:
 
 
 class _Kinds:
-    """Leaves by how they are copied.
-
-    Attributes:
-        arrays: numbers and targets of those that numpy copies.
-        large: numbers of tensors, their targets, and the bytes of these, for memcpy.
-        small: for each dtype: targets and numbers of those that torch copies together.
-        on_devices: for each device: targets and numbers.
-    """
+    """Leaves by how they are copied."""
 
     def __init__(self) -> None:
-        self.arrays: list[tuple[int, Any]] = []
+        self.arrays: list[tuple[int, Any]] = []  # numbers and targets of those that numpy copies
+        # numbers of tensors, their targets, and the bytes of these, for memcpy
         self.large: list[tuple[int, Any, np.ndarray]] = []
+        # for each dtype: targets and numbers of those that torch copies together
         self.small: dict[Any, tuple[list[Any], list[int]]] = {}
-        self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}
+        self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}  # for each device: targets and numbers
 
     def add(self, number: int, value: Any, target: Any) -> None:
         if isinstance(value, np.ndarray):
@@ -187,3 +176,39 @@ def _copy_together(targets: list[Any], values: list[Any]) -> None:
     torch = sys.modules["torch"]
     with torch.no_grad():
         torch._foreach_copy_(targets, values)
+
+
+# Without slots of the right size: a copy in plain memory of this process, so that training need not wait. The pages
+# of a slot are made for all ranks of a node, are filled with zeros, and are mapped by two processes; plain memory
+# needs none of that
+
+
+_BLOCK_NBYTES = 1 << 20  # of the layout, which has no checksums here
+
+
+def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_threads: CopyThreads) -> Flat | None:
+    """Copy a state.
+
+    Args:
+        slots: bytes that all slots of a rank, and their redundancy, take for each byte of it.
+        local_size: ranks on this node, which may all do the same now.
+
+    Returns:
+        The same leaves with values of their own. None if some are on a device, which copies at full speed only to
+        page-locked memory, or if the node would not have the memory in addition to that of all slots.
+    """
+    if flat.is_on_device:
+        return None
+    layout = plan(flat, 0, _BLOCK_NBYTES)
+    nbytes = layout.extents.payload_nbytes
+    wanted = int(local_size * nbytes * (1 + slots))
+    if wanted + headroom(wanted) > min(available(memory).values()):
+        return None
+    room = np.empty(nbytes, dtype=np.uint8)
+    values = [from_bytes(entry, room[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
+    ties = flat.structure.ties
+    way = CopyPlan(layout, [], [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)],
+                   copy_threads, timeout_s=0.0)  # no leaf is on a device  # fmt: skip
+    way.lead(flat, frozenset())
+    way.copy(flat.values)
+    return Flat(flat.structure, values, flat.plain, flat.wholes)

@@ -10,9 +10,7 @@ from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
 from ..protocol.ranks import Ranks
 from ..protocol.save_request import SaveRequest
-from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import ShareableLeaf, digests, shareable
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, ShareableLeaf, digests, shareable
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
 from .snapshot import Snapshot
@@ -32,25 +30,21 @@ class LiveState:
 
 
 class PendingSave(LiveState):
-    """Answers the courier's questions during a save: see `save_request.Trainer`.
-
-    Attributes:
-        stage_now: fills the slots; returns the inode and the checksums of the request.
-        is_copied: whether the state is already in memory of its own, so that training continues before it is in the
-            slots.
-        left: why the main thread continues although the slots may not be filled yet, and may change the state: for
-            example an exception of a signal handler.
-        staged: set when the slots are filled and the courier has them, or when the save cannot be staged or has ended.
-    """
+    """Answers the courier's questions during a save: see `save_request.Trainer`."""
 
     def __init__(self, snapshot: Snapshot, slots: OwnSlots, ranks: Ranks):
         super().__init__(None, ranks)
         self.request, self.snapshot, self._slots = SaveRequest(snapshot.step), snapshot, slots
         self.plan_now: Callable[[], Plan] | None = None
+        # fills the slots; returns the inode and the checksums of the request
         self.stage_now: Callable[[], tuple[int, dict[Piece, int]]] | None = None
+        # whether the state is already in memory of its own, so that training continues before it is in the slots
         self.is_copied = False
         self.later: DeferredCopies | None = None
+        # why the main thread continues although the slots may not be filled yet, and may change the state: for example
+        # an exception of a signal handler
         self.left = ""
+        # set when the slots are filled and the courier has them, or when the save cannot be staged or has ended
         self.staged = Event()
 
     def note_slots(self, slot: Slot, share: Slot) -> None:

@@ -32,17 +32,13 @@ from ..memory.slot import Slot
 from ..protocol.messages import Commit, FindReplicas, Reserve, SettleShared
 from ..protocol.torch_rank import check_torch_rank
 from ..protocol.trainer_context import TrainerContext
-from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import replica_nbytes
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, replica_nbytes
 from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
-from .early_staging import StagedState, StagedStates
-from .host_copies import copy_to_host
-from .lazy_leaves import Until
-from .lazy_saves import LazySaves
+from .copy_plan import copy_to_host
+from .early_staging import ReservedSave, ReservedSaves, StagedState, StagedStates
+from .lazy_saves import LazySaves, Until
 from .pending_save import LiveState, PendingSave
-from .reserved_saves import ReservedSave, ReservedSaves
 from .snapshot import Snapshot
 from .staging import NOTHING, Staging, has_room
 
@@ -53,12 +49,7 @@ _LEFT = "an exception, such as one of a signal handler, interrupted the copy of 
 
 
 class SaveQueue:
-    """Makes snapshots of states and keeps those that have not ended.
-
-    Attributes:
-        last_step: the newest step saved or restored; the next one must be larger.
-        undefined: why the state is undefined: a restore failed after it had changed some of it.
-    """
+    """Makes snapshots of states and keeps those that have not ended."""
 
     def __init__(self, trainer: TrainerContext):
         config = trainer.config
@@ -68,8 +59,8 @@ class SaveQueue:
         self._version = 0  # version of what ranks share
         self._staging: PendingSave | None = None  # the newest save that waits for room
         self.begun = ReservedSaves(self._post_failure, config.timeout_s)
-        self.last_step: int | None = None
-        self.undefined = ""
+        self.last_step: int | None = None  # the newest step saved or restored; the next one must be larger
+        self.undefined = ""  # why the state is undefined: a restore failed after it had changed some of it
         self._flattener = Flattener()
         self.lazy = LazySaves(config.lazy, speaks=trainer.ranks.rank == 0)
         if config.max_slowdown:
@@ -132,7 +123,8 @@ class SaveQueue:
 
     def forget(self) -> None:
         """Forget the slots, which will be replaced, and what was staged ahead into them."""
-        self.staged_states.give_up_all()
+        for ahead in self.staged_states.all:
+            self.staged_states.give_up(ahead)
         self.stage.forget()
 
     def end(self) -> None:

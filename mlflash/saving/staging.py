@@ -21,14 +21,12 @@ from ..crash_points import reach
 from ..errors import SaveFailed
 from ..memory.copy_threads import CopyThreads
 from ..memory.slot import Slot
-from ..redundancy.deduplication import Piece, Sharing, pieces
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, Sharing, pieces
 from ..state import manifest
 from ..state.layout import PAGE_NBYTES, Layout, plan
 from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
 from .copy_plan import CopyPlan
-from .deferred_copies import DeferredCopies, Work
-from .mutation_check import SampledBytes
+from .deferred_copies import DeferredCopies, SampledBytes, Work
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -55,11 +53,7 @@ def _whole_or_anew(method: Method) -> Method:
 
 
 class Staging:
-    """Copies states of (mostly) one structure into slots.
-
-    Args:
-        timeout_s: how long the pages of a new slot, or devices, may take, seconds.
-    """
+    """Copies states of (mostly) one structure into slots."""
 
     def __init__(self, block_nbytes: int, copy_threads: CopyThreads, timeout_s: float,
                  provenance: Mapping[str, Any] = NOTHING):  # fmt: skip
@@ -87,14 +81,10 @@ class Staging:
 
     @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
-        """Lay out a state, or find that it is laid out like the one before.
-
-        Args:
-            is_shared: which parts these ranks hold alike; asked only for a state that is not known.
-        """
+        """Lay out a state, or find it laid out; ``is_shared``: which parts ranks hold alike, if it is new."""
         its, known = flat.structure, self.knows(flat)
         if not known or its.tree is not self._tree:
-            self._tree_bytes = manifest.encode_tree(its.tree)  # not compared, because 1 == True == 1.0
+            self._tree_bytes = manifest.encode_json(its.tree)  # not compared, because 1 == True == 1.0
             self._tree = its.tree
         if known and self._layout is not None:
             self._structure = its

@@ -59,19 +59,15 @@ class Extents:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent.
-
-    Attributes:
-        shared_nbytes: of state that this rank shares with others: it lies in files of its own, and its
-            entries start behind the payload, as if it followed there.
-    """
+    """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent."""
 
     entries: tuple[Entry, ...]
     extents: Extents
+    # of state that this rank shares with others: it lies in files of its own, and its entries start behind the payload,
+    # as if it followed there
     shared_nbytes: int = 0
 
     def is_shared(self, entry: Entry) -> bool:
-        """Whether an entry is in a file of shared state."""
         return entry.nbytes > 0 and entry.start >= self.extents.payload_nbytes
 
 

@@ -35,28 +35,17 @@ def inside(tree: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a slot says about one tensor shard or array (the model of PyTorch DCP).
+    """What a slot says about one tensor shard or array (the model of PyTorch DCP)."""
 
-    Args:
-        name: path in the state, dict keys and list indices joined with ".".
-        kind: "tensor" or "array".
-        dtype: "float32", "bfloat16", … (torch) or numpy's dtype.str ("<f4").
-        global_shape: shape of the whole tensor.
-        offset: where this shard begins in it, one number per dimension.
-        shape: shape of this shard.
-        start: first byte, counted from the start of the payload.
-        mesh: of a DTensor, which ranks hold it: see `meshes.name_of`; None: it is no DTensor.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
+    name: str  # path in the state, dict keys and list indices joined with "."
+    kind: str  # "tensor" or "array"
+    dtype: str  # "float32", "bfloat16", … (torch) or numpy's dtype.str ("<f4")
+    global_shape: tuple[int, ...]  # shape of the whole tensor
+    offset: tuple[int, ...]  # where this shard begins in it, one number per dimension
+    shape: tuple[int, ...]  # shape of this shard
+    start: int  # first byte, counted from the start of the payload
     nbytes: int
-    mesh: str | None = None
+    mesh: str | None = None  # of a DTensor, which ranks hold it: see `meshes.name_of`; None: it is no DTensor
 
 
 def ties_of(entries: Sequence[Entry]) -> tuple[int, ...]:
@@ -80,32 +69,22 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What usually does not change from save to save: equal structures have equal extents.
-
-    Attributes:
-        ties: for each leaf the number of an earlier one with the same memory, or -1.
-        private: names of leaves of which each rank has its own.
-    """
+    """What usually does not change from save to save: equal structures have equal extents."""
 
     entries: tuple[Entry, ...]
-    ties: tuple[int, ...]
+    ties: tuple[int, ...]  # for each leaf the number of an earlier one with the same memory, or -1
     tree: Tree
-    private: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()  # names of leaves of which each rank has its own
 
 
 @dataclasses.dataclass
 class Flat:
-    """A state taken apart.
+    """A state taken apart."""
 
-    Attributes:
-        structure: everything except the values.
-        plain: values of the plain leaves, each in a form that JSON can hold.
-        wholes: the DTensors to which leaves belong as local shards, by number of the leaf.
-    """
-
-    structure: Structure
+    structure: Structure  # everything except the values
     values: list[Any]
-    plain: list[Any]
+    plain: list[Any]  # values of the plain leaves, each in a form that JSON can hold
+    # the DTensors to which leaves belong as local shards, by number of the leaf
     wholes: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -385,11 +364,7 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
 
 
 def as_bits(tensor: Any) -> Any:
-    """View a tensor as bytes if torch does not copy its dtype exactly.
-
-    Torch turns each byte of a bool that is not 0 into 1, and copies some of the small floats only with the strides of
-    C.
-    """
+    """View a tensor as bytes if torch does not copy its dtype exactly: in a bool, it turns all but 0 into 1."""
     return tensor.view(sys.modules["torch"].uint8) if is_copied_as_bytes(tensor.dtype) else tensor
 
 

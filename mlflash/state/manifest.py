@@ -25,44 +25,29 @@ BAD_DOCUMENT = (ValueError, LookupError, TypeError, AttributeError, OverflowErro
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """State that a slot's rank shares with others, and that is in files of its own.
+    """State that a slot's rank shares with others, and that is in files of its own."""
 
-    Attributes:
-        by: the lowest of these ranks.
-        shares: number of files that it is divided into, on each node.
-    """
-
-    by: int
-    shares: int
+    by: int  # the lowest of these ranks
+    shares: int  # number of files that it is divided into, on each node
     nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a slot holds: the entries, and the tree that puts them together again.
-
-    Attributes:
-        shared: where the entries are whose start is behind the payload; None if there are none.
-        provenance: ``versions`` of what the trainer had loaded, by name, and what the user has ``given`` as JSON; empty
-            if nothing is known.
-    """
+    """What a slot holds: the entries, and the tree that puts them together again."""
 
     entries: tuple[Entry, ...]
     tree: Tree
     plain: list[Any]
-    shared: Shared | None = None
+    shared: Shared | None = None  # where the entries are whose start is behind the payload; None if there are none
+    # `versions` of what the trainer had loaded, by name, and what the user has `given`; empty if nothing is known
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def encode_entries(entries: tuple[Entry, ...]) -> bytes:
     """Encode the part that stays the same from save to save."""
-    return _json([list(vars(entry).values()) if entry.mesh is not None else [*vars(entry).values()][:-1]
+    return encode_json([list(vars(entry).values()) if entry.mesh is not None else [*vars(entry).values()][:-1]
                   for entry in entries])  # fmt: skip
-
-
-def encode_tree(tree: Tree) -> bytes:
-    """Encode the tree, which stays the same as long as the structure does."""
-    return _json(tree)
 
 
 def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
@@ -73,12 +58,13 @@ def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
 def join(entries: bytes, tree: bytes, plain: list[Any], shared: Shared | None = None,
          provenance: Mapping[str, Any] | None = None) -> bytes:  # fmt: skip
     """Put a manifest together from its encoded parts and the plain leaves of this save."""
-    more = b"" if shared is None else b',"shared":%s' % _json(list(dataclasses.astuple(shared)))
-    more += b',"provenance":%s' % _json(provenance) if provenance else b""
-    return b'{"entries":%s,"tree":%s,"plain":%s%s}' % (entries, tree, _json(plain), more)
+    more = b"" if shared is None else b',"shared":%s' % encode_json(list(dataclasses.astuple(shared)))
+    more += b',"provenance":%s' % encode_json(provenance) if provenance else b""
+    return b'{"entries":%s,"tree":%s,"plain":%s%s}' % (entries, tree, encode_json(plain), more)
 
 
-def _json(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
+    """Encode a value, such as a tree, in few bytes. Raises StateError if it is too deep for the stack."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError as error:
@@ -106,23 +92,19 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
 def decode(raw: bytes, payload_nbytes: int) -> Manifest:
     """Read a manifest and check every number in it. Raises CorruptSlot, whose text says what is wrong first."""
     try:
-        return from_document(json.loads(raw, parse_constant=_refuse), payload_nbytes)
+        document = json.loads(raw, parse_constant=_refuse)
+        listed, shared = document["entries"], _shared(document.get("shared"))
+        nbytes = 0 if shared is None else shared.nbytes
+        entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
+        plain = document["plain"]
+        if not isinstance(plain, list):
+            raise ValueError("'plain' is not a list")
+        for value in plain:
+            check_plain(value)
+        check_tree(document["tree"], len(entries), len(plain))
+        return Manifest(entries, document["tree"], plain, shared, _provenance(document.get("provenance", {})))
     except BAD_DOCUMENT as error:
         raise CorruptSlot(f"the manifest is damaged: {error!r}") from None
-
-
-def from_document(document: Any, payload_nbytes: int) -> Manifest:
-    """Read a manifest from a parsed JSON document as `decode` does; any error is one of `BAD_DOCUMENT`."""
-    listed, shared = document["entries"], _shared(document.get("shared"))
-    nbytes = 0 if shared is None else shared.nbytes
-    entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
-    plain = document["plain"]
-    if not isinstance(plain, list):
-        raise ValueError("'plain' is not a list")
-    for value in plain:
-        check_plain(value)
-    check_tree(document["tree"], len(entries), len(plain))
-    return Manifest(entries, document["tree"], plain, shared, _provenance(document.get("provenance", {})))
 
 
 def _refuse(name: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import StructureMismatch
 from . import containers, paths, torch_objects, wrapped_tensors
-from .flatten import is_object
+from .flatten import Unbegun, has_not_begun, is_object
 from .leaves import (
     Entry,
     Replica,
@@ -27,7 +27,6 @@ from .leaves import (
     is_tensor,
     tensor_entry,
 )
-from .loaders import Unbegun, has_not_begun
 from .plain_values import decode_plain
 
 Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
@@ -146,9 +145,6 @@ class Filling:
 
     Args:
         live: tensors and arrays are overwritten, plain leaves replaced, objects get copies through ``load_state_dict``.
-
-    Attributes:
-        objects: those in the state that load by themselves, and what was saved of each, by path.
     """
 
     def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
@@ -157,6 +153,7 @@ class Filling:
         objects: list[tuple[paths.Path, tuple[Any, Tree]]] = []
         self._find(live, tree, ("", ""), objects)
         names = paths.unique([path for path, _ in objects])
+        # those in the state that load by themselves, and what was saved of each, by path
         self.objects = dict(zip(names, (one for _, one in objects), strict=True))
         self._kept: dict[str, Any] = {}
         self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, former value
@@ -322,7 +319,6 @@ def _entry_numbers(tree: Tree) -> Iterator[int]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a state: tensors without their history."""
     if is_tensor(value):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -378,9 +374,6 @@ def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: 
     """Build the saved state anew: CPU tensors, arrays, dicts, lists, tuples.
 
     Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
-
-    Args:
-        copy: whether to return copies, or what ``read`` returns.
     """
     return _Made(entries, plain, read, copy).make(tree, {})
 

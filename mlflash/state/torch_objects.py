@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import MlflashError, StateError, StructureMismatch, text_of
-from .flatten import is_object
+from .flatten import forget_early_iterator, has_not_begun, is_object
 from .leaves import Entry, Tree, inside, is_tensor, place_of, tensor_entry
-from .loaders import forget_early_iterator, has_not_begun
 from .plain_values import decode_plain
 from .wrapped_tensors import WRAPPED, found_in
 
@@ -128,7 +127,6 @@ def _refused_by_optimizer(live: Any, tree: Tree, entries: tuple[Entry, ...], nam
 
 
 def _item(tree: Tree, key: str) -> Tree:
-    """What is saved under a key of a dict; an empty node if there is nothing."""
     tree = inside(tree)
     return next((sub for saved, sub in tree[1] if saved == key), [""]) if tree[0] == "d" else [""]
 
@@ -191,14 +189,7 @@ def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, 
 
 
 def load(live: Any, saved: Any, name: str) -> None:
-    """Load a saved state into an object, with every bit of it.
-
-    torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
-    one on purpose.
-
-    Raises:
-        StructureMismatch: the object could not load it, or it is on the meta device.
-    """
+    """Load a saved state into an object, bit for bit. Raises StructureMismatch if it does not load, or is on meta."""
     try:
         live.load_state_dict(saved)
     except MlflashError:
@@ -228,6 +219,7 @@ def _refuse_meta(live: Any, saved: Any, name: str) -> None:
 
 
 def _uncast(loaded: Any, saved: Any) -> Any:
+    """Undo torch's cast of an optimizer's state to the dtype of the parameter: moments may have another on purpose."""
     if is_tensor(saved) and is_tensor(loaded):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):
@@ -250,7 +242,6 @@ class _StateOf:
     made: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     def get(self, key: Any) -> Any:
-        """What is there under a key, or what it will be like."""
         return self.made.get(key, None if key in _PER_STEP else _StateOf(self.parameter))
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from waiting import PATIENCE_S
 
-from mlflash.storage.many_files import THREADS, each
+from mlflash.storage.store import THREADS, each
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 16, 1000])

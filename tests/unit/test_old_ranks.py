@@ -18,9 +18,9 @@ from mlflash.draining.file_index import first_names
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.protocol.describe_ranks import Described, gather_ranks
-from mlflash.state import manifest, rank_structure
+from mlflash.state import manifest
 from mlflash.state.leaves import Entry
-from mlflash.state.rank_structure import RankStructure
+from mlflash.state.old_ranks import RankStructure, structure_from_document
 
 ALONE = World(None, 0, math.inf)
 WHOLES: tuple[tuple[int, ...], ...] = ((), (1,), (4,), (6,), (4, 3), (0, 2))
@@ -114,7 +114,7 @@ def test_any_ranks_give_the_same_answers_as_an_object_for_each_leaf(data: st.Dat
         }
         assert first_names(olds[rank].entries) == first_names(its.entries)
         structure, row = RankStructure.of(its.entries, TREE)
-        assert rank_structure.from_document(json.loads(json.dumps(structure.document)), 2) == structure
+        assert structure_from_document(json.loads(json.dumps(structure.document)), 2) == structure
         structure.check_rows(row[None])
 
 
@@ -178,7 +178,7 @@ def test_a_hostile_structure_is_refused(place: tuple[int, ...], value: Any) -> N
         node = node[key]
     node[place[-1]] = value
     with pytest.raises(manifest.BAD_DOCUMENT):
-        rank_structure.from_document(document, 2)
+        structure_from_document(document, 2)
 
 
 @pytest.mark.parametrize("row", [[4, 2, 3, 0, 2, 2], [4, 2, -1, 0, 2, 2], [4, 2, 2, 0, 2, -1], [2**62, 2, 0, 0, 2, 2],

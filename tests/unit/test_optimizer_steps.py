@@ -11,8 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mlflash.saving.deferred_copies import DeferredCopies
-from mlflash.saving.lazy_saves import LazySaves
-from mlflash.saving.optimizer_steps import HOOK, Steps
+from mlflash.saving.lazy_saves import HOOK, LazySaves, Steps
 
 DEADLINE = 60.0
 # All that torch has; each steps as it is made by default.
