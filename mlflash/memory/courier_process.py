@@ -16,10 +16,10 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
     courier`) counts as its trainer's child as long as the trainer runs.
     """
     try:
-        told = _told(process)
-        if told is None:
+        owner = _told(process)
+        if owner is None:
             return None
-        trainer, _, is_hosted = told.partition(":")
+        trainer, _, is_hosted = owner.partition(":")
         parent = read_stat(process).parent
         if _in_its_namespace(process.parent / str(parent)) == int(trainer):  # it may be in a container of its own
             return parent, parent

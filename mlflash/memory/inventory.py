@@ -66,8 +66,8 @@ class Inventory:
     def of(self, attempt: Attempt) -> Inventory:
         first, second = _RUN_ID.unpack(attempt.run_id)
         rows = self.rows
-        mine = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
-        return Inventory(rows[mine], self.groups)
+        of_attempt = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
+        return Inventory(rows[of_attempt], self.groups)
 
     @property
     def verdict(self) -> Verdict:

@@ -85,8 +85,8 @@ class OwnSlots:
 
     def mapped(self) -> dict[int, Segment]:
         """The mappings that this process has, by inode of their files."""
-        mine = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
-        return {**self._known(), **mine}
+        own = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
+        return {**self._known(), **own}
 
     # Filling slots
 
@@ -172,21 +172,12 @@ class OwnSlots:
         return None if own is None or share is None else (own, share)
 
     def _free_slot(self, slots: Sequence[Slot], leave: bool) -> Slot | None:
-        """A slot that may be filled.
-
-        If only files with views are left, the slot gets another file and leaves its file to the views. This is always
-        done for views of other processes, because nobody here knows when these end. With ``leave`` it is done for views
-        that this rank has given, too.
-        """
+        """A slot that may be filled; a file with views is left to them, if they are this rank's only with ``leave``."""
         may_leave: Callable[[Segment], bool] = lambda segment: leave or not self._lent[segment.inode]
         return oldest_free(slots) or leave_behind(self._memory, slots, may_leave)
 
     def _free(self, slot: Slot) -> None:
-        """Let saves fill a slot again.
-
-        If a device is still copying into its file, the file is left to the device, and the slot gets another one with
-        the next save.
-        """
+        """Let saves fill a slot again; a file that a device still copies into is left to the device."""
         stuck = slot.segment
         if stuck is not None and stuck.is_written_to:
             log.warning("a device has not finished its copies into %s: that file is given up", stuck.name)
@@ -236,31 +227,31 @@ class OwnSlots:
         fresh = []
         with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore; mappings stay
             slots, had = dict(self._all()), self.mapped()
-            for told in files:
-                slot = slots[told.slot]
-                if (slot.inode, slot.view.nbytes) != (told.inode, told.nbytes):
+            for report in files:
+                slot = slots[report.slot]
+                if (slot.inode, slot.view.nbytes) != (report.inode, report.nbytes):
                     if slot.segment is not None:
                         left.callback(slot.segment.close)
                     slot.segment = slot.header = None
-                    fresh += self._map(slot, told, had)
+                    fresh += self._map(slot, report, had)
                 slot.header = None if slot.segment is None else read_header(slot.view)
-                if told.is_free:
+                if report.is_free:
                     self._free(slot)
             self._tell_freed()
         shared_memory_segment.prefault_in_background(fresh)
 
-    def _map(self, slot: Slot, told: SlotFile, had: Mapping[int, Segment]) -> list[Segment]:
+    def _map(self, slot: Slot, report: SlotFile, mappings: Mapping[int, Segment]) -> list[Segment]:
         """Map the file of a slot; return the mapping if its pages have to be faulted in."""
-        known = had.get(told.inode)
-        if known is not None and known.nbytes == told.nbytes:
+        known = mappings.get(report.inode)
+        if known is not None and known.nbytes == report.nbytes:
             slot.segment = known.again()
             return []
-        if told.file is None:
+        if report.file is None:
             return []
         try:
-            slot.segment = shared_memory_segment.attach(self._memory, file_name(told.file))
+            slot.segment = shared_memory_segment.attach(self._memory, file_name(report.file))
         except (MlflashError, OSError) as error:  # the next save gets another file for it
-            log.warning("%s is passed over: %s", file_name(told.file), error)
+            log.warning("%s is passed over: %s", file_name(report.file), error)
             return []
         return [slot.segment]
 

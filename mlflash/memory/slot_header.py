@@ -155,11 +155,7 @@ def _text(raw: bytes) -> str:
 
 
 def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> bytes:
-    """Encode a record: `RECORD_NBYTES` bytes for offset ``start`` of the slot.
-
-    Args:
-        number: the step committed; how many runs have restored the attempt; or the `Verdict`.
-    """
+    """Encode a record for offset ``start``; ``number``: the step, how many runs have restored it, or the `Verdict`."""
     body = _RECORD.pack(_MAGIC_AT[start], attempt.run_id, attempt.generation, number, unix_ns)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 

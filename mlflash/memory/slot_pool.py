@@ -1,6 +1,4 @@
-"""The slots of this rank: two of its own, two for each rank whose copies it holds, two for its part of parity.
-
-If it shares state with other ranks, it has two more for its share.
+"""The slots of this rank: two of its own, two for its share, two for each copy that it holds, two for its parity.
 
 There are two of each because the last committed one is never written: a save goes into the other one. If checkpoints
 are drained, there is a third own one, because reading one may take long.

@@ -161,10 +161,7 @@ def other_files(memory: str) -> list[OtherFiles]:
 
 
 def mapped_files(memory: str) -> set[int]:
-    """The inodes of the files of a memory file system that processes have mapped, as far as this one may look.
-
-    Not collective; it reads what each process maps. A container may hide processes.
-    """
+    """The inodes of the files of a memory file system that processes have mapped, as far as this one may look."""
     found, inside = set[int](), os.path.join(memory, "")
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="replace") as maps:

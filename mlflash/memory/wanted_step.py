@@ -33,8 +33,8 @@ class WantedStep:
         return not self.certified or verdict.is_certified
 
     def __str__(self) -> str:
-        said = ["certified"] * self.certified + ([] if self.before is None else [f"before step {self.before}"])
-        return ", ".join(said) if self.step is None else f"step {self.step}"
+        conditions = ["certified"] * self.certified + ([] if self.before is None else [f"before step {self.before}"])
+        return ", ".join(conditions) if self.step is None else f"step {self.step}"
 
 
 NEWEST = WantedStep()

@@ -71,10 +71,7 @@ class Waits:
             self.deadline = float("inf")
 
     def tell_if_held(self, grace_s: float) -> None:
-        """Report a deadline that passed ``grace_s`` ago while the courier did not reach `pause`. For another thread.
-
-        The courier is then inside an MPI call, or its work takes longer than the deadline.
-        """
+        """Report, from another thread, a deadline that passed ``grace_s`` ago while the courier did not `pause`."""
         with self._clock:
             if time.monotonic() > self.deadline + grace_s:
                 self.deadline = float("inf")
@@ -283,29 +280,29 @@ class Pings:
 
     def tell_failed(self, text: str) -> None:
         """Tell all other ranks that this one has stopped working, and why, so that they need not wait for it."""
-        told = np.frombuffer(f"{self._progress()} {text[:_TOLD]}".encode(), dtype=np.uint8)
+        message = np.frombuffer(f"{self._progress()} {text[:_TOLD]}".encode(), dtype=np.uint8)
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                self._send(told, rank, _FAILED)
+                self._send(message, rank, _FAILED)
 
     def ask(self, ranks: Sequence[int], least: int = 0) -> Operation:
         """Ask ranks. The result is the ranks that do not answer or have not reached job ``least``, ascending."""
         self._asked += 1
-        mine = self._asked
+        number = self._asked
         for rank in ranks:
-            self._send(np.array([mine], dtype=np.int64), rank, _PING)
+            self._send(np.array([number], dtype=np.int64), rank, _PING)
         behind, end = set(ranks), time.monotonic() + _WAIT_S
         while behind and time.monotonic() < end:
             yield False
             self.answer()
-            told = {rank: self._told.get(rank, (0, 0)) for rank in behind}
-            behind = {rank for rank, (question, far) in told.items() if question < mine or far < least}
+            answers = {rank: self._told.get(rank, (0, 0)) for rank in behind}
+            behind = {rank for rank, (question, far) in answers.items() if question < number or far < least}
         return sorted(behind)
 
     def _receive(self, status: Any, tag: int) -> str:
-        told = np.empty(status.Get_count(), dtype=np.uint8)
-        self._comm.Recv(told, status.Get_source(), tag)
-        return told.tobytes().decode(errors="replace")
+        message = np.empty(status.Get_count(), dtype=np.uint8)
+        self._comm.Recv(message, status.Get_source(), tag)
+        return message.tobytes().decode(errors="replace")
 
     def _send(self, message: np.ndarray, to: int, tag: int) -> None:
         self._kept.append((message, self._comm.Isend(message, to, tag)))

@@ -45,9 +45,7 @@ _CELLS = 64  # the number of cells of MPICH: no more can wait
 
 
 class OpenMemory:
-    """Memory of each rank of a communicator, exposed to Put.
-
-    Collective over ``comm``.
+    """Memory of each rank of a communicator, exposed to Put. Collective over ``comm``.
 
     Args:
         memory: what this rank exposes, ``(nbytes,)`` uint8; None or empty: nothing.

@@ -33,12 +33,7 @@ FORKED = (
 
 
 class Job:
-    """A job of the courier. The main thread waits until it ends or is late.
-
-    Args:
-        on_refused: called if the courier does not do it because of an earlier error.
-        on_end: called with this job when it has ended or was refused.
-    """
+    """A job of the courier; ``on_refused``: called if it is not done because of an earlier error."""
 
     def __init__(
         self,
@@ -128,10 +123,7 @@ class JobThread:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
 
     def post(self, job: Job) -> None:
-        """Queue a job. Not collective, but every rank must post the same jobs in the same order.
-
-        A job that is posted twice is done once.
-        """
+        """Queue a job; twice has no effect. Every rank must post the same jobs in the same order."""
         if self._thread is not None:
             self._queue.put(job)
         else:
@@ -181,10 +173,7 @@ class JobThread:
             self._thread.join(2.0 if abandon else self._world.timeout_s + _GRACE_S)
 
     def leave(self) -> None:
-        """Do nothing in a forked process: the thread and MPI's connections belong to the parent.
-
-        What waits in this process for the parent's jobs gets an error.
-        """
+        """Do nothing in a forked process, where thread and MPI belong to the parent: what waits gets an error."""
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
         self._aside = None
 

@@ -33,9 +33,7 @@ _FORWARDING_S = 1.0  # Hydra drops what it has not forwarded when an Abort arriv
 
 
 def find_comm(env: Mapping[str, str]) -> Any:
-    """Return COMM_WORLD if an MPI launcher or srun started this process, else None.
-
-    But importing mpi4py initializes MPI, which is collective.
+    """Return COMM_WORLD if a launcher started this process. Importing mpi4py initializes MPI, which is collective.
 
     Raises:
         MpiUnavailable: there is a launcher, but no MPI to load.
@@ -62,8 +60,6 @@ _SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM
 
 def find_world(env: Mapping[str, str]) -> Any:
     """Return the result of `find_comm`, for callers that need all ranks.
-
-    Collective only as far as `find_comm` is.
 
     Raises:
         MpiUnavailable: like `find_comm`.
@@ -254,8 +250,8 @@ class World(Waits):
         """Take the minimum of each number over all ranks. Collective over ``comm`` (the world): one allreduce."""
         if self.world is None:
             return list(values)
-        mine = np.array(values, dtype=np.int64)
-        return [int(value) for value in self._run(nonblocking.agree(self.mpi, comm or self.world, mine))]
+        own = np.array(values, dtype=np.int64)
+        return [int(value) for value in self._run(nonblocking.agree(self.mpi, comm or self.world, own))]
 
     def gather(self, value: Any, comm: Any = None) -> list[Any]:
         """Give every rank the (pickled) value of every rank. Collective over ``comm`` (the world)."""
@@ -285,10 +281,7 @@ class World(Waits):
         self.agree_or_raise([], error)
 
     def agree_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
-        """Take the minimum of each number over all ranks, or raise an error on all if any rank has one.
-
-        Collective over the world: one allreduce if there is no error.
-        """
+        """Take the minimum of each number over all ranks, or raise an error on all if any has one: one allreduce."""
         least: list[int] = self._run(nonblocking.raise_together(self.mpi, self.world, error, values))
         return least
 
@@ -381,11 +374,11 @@ def gather(world: World, value: Any) -> list[Any]:
     """Give rank 0 the value of the first process of each node; other ranks get []. Collective over the world."""
     if world.local_rank != 0:
         return []
-    told = world.gather(value, world.leaders)
-    return told if world.rank == 0 else []
+    values = world.gather(value, world.leaders)
+    return values if world.rank == 0 else []
 
 
 def gather_from_all(world: World, value: Any) -> list[Any]:
     """Give rank 0 the value of each process; other ranks get []. Collective over the world."""
-    told = world.gather(value)
-    return told if world.rank == 0 else []
+    values = world.gather(value)
+    return values if world.rank == 0 else []

@@ -74,11 +74,7 @@ class Protection:
         return [need for part in self._parts for need in part.offer(pool, extents, again)]
 
     def protect(self, pool: SlotPool, source: Source, attempt: Attempt) -> bool:
-        """Exchange what was offered; return whether everything that concerns this rank arrived whole.
-
-        Collective over the group. On return the own slot is sealed, and so is each inbox slot whose content was
-        verified.
-        """
+        """Exchange what was offered; whether all arrived whole. The own slot and whole inbox slots are sealed then."""
         work = [operation for part in self._parts for operation in part.moves(pool, source, attempt)]
         self._world.waiting_for = sorted({rank for part in self._parts for rank in part.waiting_for})
         arrived = self._world.drive(work)
@@ -178,10 +174,7 @@ class PartnerCopies:
         return self._windows[index][nth], self._members.index(partner)
 
     def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
-        """Whether a partner lacks a whole copy of this rank's slot of an attempt. Partners wait for each other.
-
-        Each rank checks every byte of the copies it holds; with ``forget``, a damaged one is unsealed.
-        """
+        """Whether a partner lacks a copy of this rank's slot: each checks its own, and ``forget`` unseals bad ones."""
         what = f"rank {self._world.rank}: a copy"
         whole = {owner: any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget) for owner in self.owners}
         have = {owner: (int(held), 0, 0) for owner, held in whole.items()}
@@ -200,7 +193,7 @@ def _copies_of(pool: SlotPool, owner: int, attempt: Attempt) -> list[Slot]:
 
 # Parity: the ranks of a group hold XOR or Reed-Solomon parity of each other's slots. A slot is sent block by block to
 # the ranks that code its stripes, and its checksums are made at the same time. When all parity is in place, every
-# member gets the heads of all slots, and seals its parity file
+# member gets the heads of all slots, and seals its parity file.
 
 
 log = logging.getLogger("mlflash")
@@ -338,30 +331,27 @@ class Parity:
         first = heads_blocks(extents)
         table = target.table(extents)
         table[:first] = target.check_blocks(extents, 0, first)
-        mine = next(header for header, _ in heads if header.rank == self._world.rank)
+        own = next(header for header, _ in heads if header.rank == self._world.rank)
         target.seal(
             Header(
-                attempt=attempt, step=mine.step, rank=mine.rank, world_size=self._world.size,
+                attempt=attempt, step=own.step, rank=own.rank, world_size=self._world.size,
                 node_index=self._world.node_index, local_rank=self._world.local_rank, manifest_nbytes=len(packed),
                 extents=extents, table_check=table_check(table), unix_ns=time.time_ns(),
                 node=self._world.node_name, scheme=str(self.scheme), job=self._job, group=self.group,
-                parities=self.scheme.losses, mark=mine.mark,
+                parities=self.scheme.losses, mark=own.mark,
             )
         )  # fmt: skip
         target.use = Use.BUSY
         return True
 
     def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
-        """Whether a rank of the group lacks its parity of an attempt. The members wait for each other.
-
-        Each rank checks every byte of its own; with ``forget``, a damaged one is unsealed.
-        """
+        """Whether a rank of the group lacks its parity: each checks its own, and ``forget`` unseals bad ones."""
         if not self.group:
             return False
         whole = any_whole(self.kept(pool, attempt), _verify, f"rank {self._world.rank}: parity", forget)
-        mine = (int(whole), 0, 0)
-        answers = swap(self._world, dict.fromkeys(self._others, mine), self._others)
-        has = {**answers, self._world.rank: list(mine)}
+        answer = (int(whole), 0, 0)
+        answers = swap(self._world, dict.fromkeys(self._others, answer), self._others)
+        has = {**answers, self._world.rank: list(answer)}
         self._lacking = [rank for rank in self.group if not has[rank][0]]
         return bool(self._lacking)
 

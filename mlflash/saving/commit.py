@@ -190,12 +190,12 @@ def _announce(save: Save, context: Context) -> bool:
     extents = save.extents
     demand = context.protection.offer(pool, extents)
     if extents is not None and save.slot is not None:
-        mine = [(save.slot, pool.own, extents)]
+        own = [(save.slot, pool.own, extents)]
         if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
-            mine.append((save.share, pool.shares, save.plan.share_extents))
-        demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # own slots first: training waits for them
+            own.append((save.share, pool.shares, save.plan.share_extents))
+        demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
         if save.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
-            demand += [(other, size.nbytes) for slot, pair, size in mine for other in pair if other is not slot]
+            demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.step
@@ -360,12 +360,12 @@ def _confirm(save: Save, context: Context) -> None:
 
 
 def _share_header(save: Save, context: Context, check: int) -> Header | None:
-    mine = _header(save, context, check)
+    header = _header(save, context, check)
     plan = save.plan
-    if mine is None or plan is None or plan.sharing is None or plan.share_extents is None:
+    if header is None or plan is None or plan.sharing is None or plan.share_extents is None:
         return None
     return dataclasses.replace(
-        mine, manifest_nbytes=0, extents=plan.share_extents, group=plan.sharing.siblings, share=plan.sharing.share
+        header, manifest_nbytes=0, extents=plan.share_extents, group=plan.sharing.siblings, share=plan.sharing.share
     )
 
 
@@ -390,12 +390,7 @@ def _header(save: Save, context: Context, check: int) -> Header | None:
 
 
 class PhaseTimes:
-    """The phases of one save.
-
-    Args:
-        waited_s: returns how long the courier has waited for anything so far.
-        copy_s: seconds from the call of `save` until its state was in the slot.
-    """
+    """The phases of one save; ``waited_s`` returns how long the courier has waited for anything so far."""
 
     def __init__(self, waited_s: Callable[[], float], copy_s: float):
         self._waited_s = waited_s
@@ -430,12 +425,7 @@ class PhaseTimes:
 
 
 class Commits:
-    """Runs saves to their end. Collective over the world; for the courier.
-
-    Args:
-        heal: tries once more to heal the restored step. Collective over the world.
-        mend: repairs damage that was found at rest. Collective over the world.
-    """
+    """Runs saves to their end, for the courier. It is collective, and so are ``heal`` and ``mend``."""
 
     def __init__(self, context: Context, drains: CommitListener, heal: Callable[[Slot], None],
                  mend: Callable[[], None]):  # fmt: skip
@@ -538,12 +528,7 @@ def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
 
 
 def certify(context: Context, due: Saved) -> bool:
-    """Check all values of an attempt that training continued from, and certify it if they are numbers.
-
-    What ranks hold alike must also have been the same on all of them.
-
-    Collective over the world; whether it is certified is the same on all ranks.
-    """
+    """Check all values of an attempt that training continued from, and certify it. Collective over the world."""
     findings = _findings_in_all(context, due)
     differed = context.replicas is not None and context.replicas.differed_at == due.step
     is_good, is_suspect = findings == [] and not differed, bool(findings) or differed
@@ -559,17 +544,17 @@ def certify(context: Context, due: Saved) -> bool:
 
 
 def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
-    mine = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
-    if mine is None or mine.header is None:
+    own = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
+    if own is None or own.header is None:
         return None
     try:
-        entries = mine.manifest().entries
+        entries = own.manifest().entries
     except CorruptSlot as error:  # the scrubber or a restore reports the details
         log.warning("step %d is not certified because rank %d cannot read it: %s", due.step, context.world.rank, error)
         return None
-    extents = mine.header.extents
-    stored = [Stored(one, one.start, one.nbytes) for one in entries if one.start < extents.payload_nbytes]
-    findings = context.examiner.look_at_all(mine, extents, stored)
+    extents = own.header.extents
+    stored = [Stored(entry, entry.start, entry.nbytes) for entry in entries if entry.start < extents.payload_nbytes]
+    findings = context.examiner.look_at_all(own, extents, stored)
     tell(context, due.step, findings)
     return findings
 

@@ -66,8 +66,8 @@ class CopyPlan:
                 works += _in_pieces(raw, as_bytes(value))
         self._copy_threads.run(works)
         for dtype, (targets, numbers) in kinds.small.items():
-            its = [values[n] for n in numbers]
-            _copy_together(targets, list(map(as_bits, its)) if is_copied_as_bytes(dtype) else its)
+            leaves = [values[n] for n in numbers]
+            _copy_together(targets, list(map(as_bits, leaves)) if is_copied_as_bytes(dtype) else leaves)
         for transfer in transfers:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device did not finish its copies within {self._timeout_s:g} s")
@@ -85,17 +85,14 @@ class CopyPlan:
             pieces += _in_pieces(raw, live)
         noted = {}
         for device, (targets, numbers) in self._later.on_devices.items():
-            names, its = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
-            noted[device] = samples.note_on(device, names, its, [as_bytes(target) for target in targets])
+            names, leaves = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
+            noted[device] = samples.note_on(device, names, leaves, [as_bytes(target) for target in targets])
         return pieces, self._later.transfers(values, noted, self.segments)
 
     def read_back(self, flat: Flat) -> None:
         """Read the smallest leaf of each kind as a restore would, and compare it with the live one.
 
         For a leaf that is copied later, only dtype and shape are compared: `SampledBytes` compares its bytes.
-
-        Raises:
-            StateError: a restore would find something else.
         """
         smallest: dict[tuple[Any, ...], int] = {}
         entries = self.layout.entries
@@ -159,11 +156,11 @@ class _Kinds:
         """Let devices begin their copies; ``more``: a further target and value, by device."""
         found = []
         for device, (targets, numbers) in self.on_devices.items():
-            its = [as_bits(values[n]) for n in numbers]
+            leaves = [as_bits(values[n]) for n in numbers]
             if device in more:
                 target, value = more[device]
-                targets, its = [*targets, target], [*its, value]
-            found.append(DeviceCopies(device, targets, its, segments))
+                targets, leaves = [*targets, target], [*leaves, value]
+            found.append(DeviceCopies(device, targets, leaves, segments))
         return found
 
 
@@ -180,7 +177,7 @@ def _copy_together(targets: list[Any], values: list[Any]) -> None:
 
 # Without slots of the right size: a copy in plain memory of this process, so that training need not wait. The pages
 # of a slot are made for all ranks of a node, are filled with zeros, and are mapped by two processes; plain memory
-# needs none of that
+# needs none of that.
 
 
 _BLOCK_NBYTES = 1 << 20  # of the layout, which has no checksums here

@@ -111,7 +111,7 @@ class StagedStates:
 
 
 # Saves that all ranks begin before it is known whether they follow: a framework plans first, and may fail. A rank on
-# which a save does not follow posts its failure: the jobs of all ranks must match
+# which a save does not follow posts its failure: the jobs of all ranks must match.
 
 
 log = logging.getLogger("mlflash")
@@ -157,10 +157,7 @@ class ReservedSaves:
             self._post_failure(begun)
 
     def wait(self) -> None:
-        """Wait until all saves, or their failures, are posted; those that do not come in time fail.
-
-        What this thread posts next comes after them in any case.
-        """
+        """Wait until all saves, or their failures, are posted; what this thread posts next comes after them."""
         end = time.monotonic() + self._timeout_s
         self.end()
         while self._all:

@@ -26,12 +26,7 @@ _CHANGED = "something other than an optimizer's step changed a tensor before it 
 
 
 class LazySaves:
-    """Decides this for the saves of this rank.
-
-    Args:
-        is_on: whether any save may copy later.
-        speaks: whether this rank logs why one does not.
-    """
+    """Decides this for the saves of this rank; ``speaks``: whether this rank logs why one copies all at once."""
 
     def __init__(self, is_on: bool, speaks: bool):
         self._is_on, self._speaks = is_on, speaks
@@ -92,10 +87,8 @@ class LazySaves:
         self._said.add(why)
 
 
-# Which leaves are copied later: those in the memory of an optimizer's own tensors. Only a step of a torch optimizer
-# is meant to change these: its parameters, and its state. In addition there are tensors of which an adapter knows
-# that only such a step changes them. Everything else (buffers, averages, copies that a framework made) is copied at
-# once
+# Leaves in the memory of an optimizer's own tensors, which only its step is meant to change, and tensors of which an
+# adapter knows the same. Everything else (buffers, averages, copies that a framework made) is copied at once.
 
 
 _NONE_OWNED = "no large tensor of the state lies in the memory of its optimizers: the framework may have given copies"
@@ -209,8 +202,8 @@ def _tensors_of(optimizer: Any) -> Iterable[Any]:
     for group in optimizer.param_groups:
         yield from (local(tensor) for tensor in group["params"])
     for parameter, values in optimizer.state.items():  # between steps some are in no group, as with ZeRO-3
-        mine = (parameter, *values.values())
-        yield from (local(value) for value in mine if isinstance(value, torch.Tensor))
+        tensors = (parameter, *values.values())
+        yield from (local(value) for value in tensors if isinstance(value, torch.Tensor))
 
 
 def local(tensor: Any) -> Any:
@@ -231,9 +224,8 @@ def _is_lazy(value: Any) -> bool:
     return nbytes > 0 and value.is_contiguous() and (value.device.type != "cpu" or nbytes >= LARGE_NBYTES)
 
 
-# Steps of torch optimizers, heard before they change anything, so that deferred copies are made by then. A step may
-# get a closure (Lightning does that), which does forward and backward. Torch's own optimizers call it before they
-# change anything, and so the copies have time until the closure ends
+# Steps of torch optimizers, heard before they change anything. Torch's own optimizers call the closure that a step may
+# get (from Lightning) before that, and so the copies have time until the closure ends.
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

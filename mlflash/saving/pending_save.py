@@ -114,8 +114,8 @@ class PendingSave(LiveState):
             self._slots.committed(self.request)
         else:  # the courier has given back the slots that it got
             handed = {name for name, _ in self.request.filled}
-            mine = self._slots.taken_by(self.request)
-            self._slots.give_back(slot for slot in mine if self._slots.ids_of([slot])[0] not in handed)
+            taken = self._slots.taken_by(self.request)
+            self._slots.give_back(slot for slot in taken if self._slots.ids_of([slot])[0] not in handed)
         self.snapshot.skipped = skipped
         self.snapshot.end(error, at)
         self.staged.set()

@@ -366,9 +366,9 @@ class SaveQueue:
         self._pending = [s for s in self._pending if not s.done]
         for snapshot in wrong:
             snapshot.reported = True
-        told = [s.error for s in wrong if self._config.strict or isinstance(s.error, SuspectState)]
-        if told and told[0] is not None:
-            raise told[0]
+        errors = [s.error for s in wrong if self._config.strict or isinstance(s.error, SuspectState)]
+        if errors and errors[0] is not None:
+            raise errors[0]
 
 
 def _unreadable(why: str) -> StateError:

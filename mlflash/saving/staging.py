@@ -1,10 +1,8 @@
 """Tensors → slot: the only part of a save that training waits for.
 
 In the steady state nothing is planned, allocated or faulted in. The layout is cached by the structure of the state, and
-for each slot it is cached where each leaf goes, and how.
-
-For state that this rank shares with others, it copies its own share and makes checksums of the rest: with them the
-courier finds out whether all ranks hold the same.
+for each slot it is cached where each leaf goes, and how. For state that this rank shares with others, it copies its own
+share and makes checksums of the rest: with them the courier finds out whether all ranks hold the same.
 """
 
 from __future__ import annotations
@@ -74,10 +72,10 @@ class Staging:
 
     def knows(self, flat: Flat) -> bool:
         """Whether a state is laid out already."""
-        its, mine = flat.structure, self._structure
-        if self._layout is None or mine is None:
+        structure, known = flat.structure, self._structure
+        if self._layout is None or known is None:
             return False
-        return its is mine or (its.entries, its.ties) == (mine.entries, mine.ties)
+        return structure is known or (structure.entries, structure.ties) == (known.entries, known.ties)
 
     @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
@@ -223,12 +221,7 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
 def _pieces_of(
     flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: Collection[int], samples: SampledBytes
 ) -> Iterator[tuple[int, Work]]:
-    """For leaves that are cut: work that copies the pieces of this rank's share, and work that checks those of others.
-
-    Args:
-        checks: gets the checksums of the others' pieces.
-        lazy: leaves for which the work is done later.
-    """
+    """For leaves that are cut: work that copies pieces of this rank's share, or puts those of others in ``checks``."""
     assert planned.sharing is not None
 
     def check(value: Any, piece: Piece) -> None:

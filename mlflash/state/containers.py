@@ -1,8 +1,7 @@
 """Classes of containers, and the attributes of a state dict: what of a container is not its items.
 
-`torch.nn.Module.state_dict` returns an OrderedDict with an attribute `_metadata`: the version of each module, which
-loading asks for. A scheduler may hold a Counter. Reading a checkpoint makes no other class than those named here, and
-named tuples that the program has already loaded; it runs no code of these.
+Reading a checkpoint makes no other class than those named here, and named tuples that the program has already loaded;
+it runs no code of these.
 
 A container that is no plain dict, list or tuple is a node ``["k", container, class, attributes]`` of a tree: what it
 would be as a plain one; ``[name, ...]``, see `code_of`; and an encoded dict, or None. So is a tensor that wraps others:

@@ -415,10 +415,9 @@ def _known_kinds() -> set[type]:
     return {np.ndarray, torch.Tensor, torch.nn.Parameter, *([dtensor.DTensor] if dtensor is not None else [])}
 
 
-# Loaders of torchdata that have not begun. Asked for their state, they begin, and that changes what a restore does: a
-# ``StatefulDataLoader`` starts its workers and draws a random number for them, and a loader of ``torchdata.nodes``
-# goes on with the iterator that it made for this, and ignores the state that is loaded after it. Nothing imports
-# torchdata here
+# Loaders of torchdata begin if they are asked for their state: a ``StatefulDataLoader`` starts its workers and draws a
+# random number for them; one of ``torchdata.nodes`` goes on with the iterator that it made for this, and ignores the
+# state that is loaded after it. Nothing imports torchdata here.
 
 
 _ITERATOR_AND_LOADED = {

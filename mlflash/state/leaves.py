@@ -1,7 +1,5 @@
 """A state taken apart: tensors and arrays are *leaves* (bytes for the slot), everything else is a *tree* for JSON.
 
-`flatten` takes states apart, and `rebuild` puts them together again.
-
 Users who save only arrays must not pay for torch, so torch is looked up in ``sys.modules`` and never imported only to
 ask whether something is a tensor.
 """
@@ -99,10 +97,12 @@ class Flat:
 
     @functools.cached_property
     def leaves(self) -> list[Leaf]:
-        its = self.structure
+        structure = self.structure
         return [
             Leaf(entry, value, tie, self.wholes.get(number))
-            for number, (entry, value, tie) in enumerate(zip(its.entries, self.values, its.ties, strict=True))
+            for number, (entry, value, tie) in enumerate(
+                zip(structure.entries, self.values, structure.ties, strict=True)
+            )
         ]
 
 

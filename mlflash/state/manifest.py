@@ -75,7 +75,9 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
     """Read a manifest as a restore would, and compare it, type for type. Raises StateError if anything would differ."""
     try:
         read = decode(raw, payload_nbytes)
-        texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # as texts, because 1 == True == 1.0
+        texts = [
+            (repr(manifest.tree), repr(manifest.plain)) for manifest in (written, read)
+        ]  # as texts, because 1 == True == 1.0
     except (CorruptSlot, RecursionError) as error:
         raise StateError(f"a restore would refuse this state: {error}") from None
     for one, other in zip(written.entries, read.entries, strict=True):

@@ -167,40 +167,49 @@ class OldRanks(Mapping[int, OldRank]):
 
     def spots_of(self, entry: Entry) -> list[Spot]:
         """Where a tensor is, by name and mesh. Raises StructureMismatch if ranks held it on other meshes only."""
-        there = self.spots.get(entry.name, [])
+        spots = self.spots.get(entry.name, [])
         if entry.name not in self.apart:
-            return there
-        mine = [spot for spot in there if self._mesh(spot) == entry.mesh]
-        if not mine:
-            meshes = sorted("no mesh" if mesh is None else mesh or "all ranks" for mesh in {*map(self._mesh, there)})
+            return spots
+        on_mesh = [spot for spot in spots if self._mesh(spot) == entry.mesh]
+        if not on_mesh:
+            meshes = sorted("no mesh" if mesh is None else mesh or "all ranks" for mesh in {*map(self._mesh, spots)})
             raise StructureMismatch("ranks held different tensors under this name, each on a mesh of its own, and the "
                                     "state given has it on another", tensor=entry.name, expected="; ".join(meshes),
                                     found="no mesh" if entry.mesh is None else entry.mesh or "all ranks")  # fmt: skip
-        return mine
+        return on_mesh
 
     def like(self, rank: int, live: Collection[Entry]) -> int:
         """The old rank whose structure a new rank has: its own number, if that held its tensors on the same meshes."""
         first = rank if rank in self else int(self.ranks[rank % len(self)])
         if not self.apart:
             return first
-        mine = {entry.name: entry.mesh for entry in live if entry.name in self.apart}
+        mesh_of = {entry.name: entry.mesh for entry in live if entry.name in self.apart}
         usual = self.group_of(first)
         for nth in sorted(range(len(self.groups)), key=lambda nth: nth != usual):
-            its = self.groups[nth].structure
-            if all(its.mesh(its.numbers[name]) == mesh for name, mesh in mine.items() if name in its.numbers):
+            structure = self.groups[nth].structure
+            if all(
+                structure.mesh(structure.numbers[name]) == mesh
+                for name, mesh in mesh_of.items()
+                if name in structure.numbers
+            ):
                 return first if nth == usual else int(self.groups[nth].ranks[0])
         return first
 
     def is_private(self, spots: Iterable[Spot]) -> bool:
         """Whether ranks had a tensor whole, but not alike."""
-        there = list(spots)
-        if self._differ is None or self.is_sharded(there):
+        listed = list(spots)
+        if self._differ is None or self.is_sharded(listed):
             return False
-        its = [self.groups[group].structure for group, _ in there]
-        kinds = {(one.kinds[number], one.dtypes[number]) for one, (_, number) in zip(its, there, strict=True)}
-        if len(kinds) > 1 or any(one.names[n] in self._differ for one, (_, n) in zip(its, there, strict=True)):
+        structures = [self.groups[group].structure for group, _ in listed]
+        kinds = {
+            (structure.kinds[number], structure.dtypes[number])
+            for structure, (_, number) in zip(structures, listed, strict=True)
+        }
+        if len(kinds) > 1 or any(
+            structure.names[n] in self._differ for structure, (_, n) in zip(structures, listed, strict=True)
+        ):
             return True
-        return len(self._wholes(there)) > 1
+        return len(self._wholes(listed)) > 1
 
     def elements(self, spots: Iterable[Spot]) -> int:
         """How many elements of a tensor all ranks have together; what several have counts for each."""
@@ -253,8 +262,8 @@ class OldRanks(Mapping[int, OldRank]):
 
     def _refuse_others(self, want: Entry, spots: Sequence[Spot], only: int | None) -> None:
         """Refuse a tensor of another kind, dtype or global shape."""
-        its = [(self.groups[group].structure, number) for group, number in spots]
-        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in its)
+        structures = [(self.groups[group].structure, number) for group, number in spots]
+        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in structures)
         for kind, dtype in kinds:
             for whole in self._wholes(spots, only):
                 if (kind, dtype, whole) != (want.kind, want.dtype, want.global_shape):
@@ -299,8 +308,8 @@ class OldRanks(Mapping[int, OldRank]):
         """What ranks hold of a tensor, which may have other dimensions on each."""
         sorts: dict[int, list[Spot]] = {}
         for group, number in spots:
-            its = self.groups[group].structure
-            sorts.setdefault(its.dims[its.classes[number]], []).append((group, number))
+            structure = self.groups[group].structure
+            sorts.setdefault(structure.dims[structure.classes[number]], []).append((group, number))
         return [self._column(self._key(those)) for those in sorts.values()]
 
     def _column(self, key: _Key) -> _Column:
@@ -343,8 +352,7 @@ def _alike(rows: np.ndarray) -> list[np.ndarray]:
     return [places[n] for n in np.argsort(first)]
 
 
-# What ranks have in common, and the numbers that tell them apart. Thousands of ranks differ in which box of each
-# tensor they hold, and thousands of tensors have a dozen distinct boxes
+# Thousands of ranks differ in which box of each tensor they hold, and thousands of tensors have a dozen distinct boxes.
 
 
 MOST = 1 << 60

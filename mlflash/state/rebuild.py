@@ -37,11 +37,7 @@ _CONTAINERS = {"d": "a dict", "l": "a list", "t": "a tuple"}
 
 
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
-    """List how a live state differs in structure from a saved one; empty if it does not.
-
-    For objects with ``load_state_dict``, only what those of torch would certainly refuse is listed:
-    they decide for themselves.
-    """
+    """List how a live state differs from a saved one; of objects only what torch would certainly refuse to load."""
     found: list[str] = []
     _compare(live, tree, entries, "", found)
     return found
@@ -162,8 +158,10 @@ class Filling:
         self._for_good = False  # whether something without a copy has changed
 
     def nbytes_of(self, path: str) -> int:
-        its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
-        return sum(its.values())
+        nbytes_at = {
+            entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))
+        }
+        return sum(nbytes_at.values())
 
     def keep(self, names: Collection[str]) -> None:
         """Copy the present state of objects, so that it can be put back; some may not give it."""
@@ -371,10 +369,7 @@ class _Made:
 
 
 def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True) -> Any:
-    """Build the saved state anew: CPU tensors, arrays, dicts, lists, tuples.
-
-    Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
-    """
+    """Build the saved state anew, on the CPU: objects as what ``state_dict`` returned, and tied tensors tied again."""
     return _Made(entries, plain, read, copy).make(tree, {})
 
 

@@ -1,7 +1,5 @@
 """Modules and optimizers of torch, as they load: what they would refuse, and what they make of tensors.
 
-It also says what the state of an optimizer will be like that has not made any yet.
-
 These questions must be answered without changing anything, and without refusing what loading would have accepted: if a
 class or a hook may treat something differently from torch, nothing is reported.
 """
@@ -303,10 +301,7 @@ def wrapped_patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[
 
 
 def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
-    """DTensors in containers, parameters of modules and of optimizers, by mesh, global shape, offset and shape.
-
-    Not collective: no ``state_dict()`` is called.
-    """
+    """DTensors in containers, modules and optimizers, by mesh, global shape, offset and shape; no ``state_dict()``."""
     found: dict[Any, Any] = {}
     torch = sys.modules["torch"]
     left = list(lives)
@@ -328,10 +323,7 @@ def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
 
 
 def parameters(state: Any, tree: Tree) -> dict[int, Any]:
-    """Find the parameter of each tensor that was saved of an optimizer's state, by number of its entry.
-
-    Not collective, but calls ``state_dict()`` of optimizers.
-    """
+    """Find the parameter of each tensor that was saved of an optimizer's state, by entry. Calls ``state_dict()``."""
     return {n: like.parameter for n, like in _matched(state, tree, optimizers=True) if isinstance(like, _StateOf)}
 
 

@@ -222,10 +222,9 @@ def around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
         skeleton.close()
 
 
-# Keys: structure of a state → the names that DCP gives its leaves. DCP looks into dicts, and into lists that hold
-# tensors or dicts; each tensor has a key of its own. Everything else is an object: one pickle, whatever is in it. So
-# are arrays, and tuples even where tensors are in them. An empty dict is lost. Source:
-# torch.distributed.checkpoint._nested_dict, since PyTorch 2.4
+# Keys: DCP looks into dicts, and into lists that hold tensors or dicts; each tensor has a key of its own. Everything
+# else is an object: one pickle, whatever is in it. So are arrays, and tuples even where tensors are in them. An empty
+# dict is lost. Source: torch.distributed.checkpoint._nested_dict, since PyTorch 2.4.
 
 
 Path = tuple[str | int, ...]

@@ -308,8 +308,8 @@ class Remote:
 def _patience(options: Mapping[str, Any]) -> dict[str, Any]:
     """How long to wait for S3, and how often to try; the user's settings of fsspec or botocore take precedence."""
     tries = {} if "AWS_MAX_ATTEMPTS" in os.environ else {"retries": {"total_max_attempts": _S3_TRIES}}
-    mine = {"connect_timeout": _S3_CONNECT_S, "read_timeout": _S3_READ_S, **tries}
-    return {"config_kwargs": {**mine, **options.get("config_kwargs", {})}}
+    defaults = {"connect_timeout": _S3_CONNECT_S, "read_timeout": _S3_READ_S, **tries}
+    return {"config_kwargs": {**defaults, **options.get("config_kwargs", {})}}
 
 
 Store = Directory | Remote

@@ -134,20 +134,25 @@ class Examination:
         self._next = max(self._next, stretches)
 
     def _compare(self, run: Run) -> None:
-        held, its = self._held, slice(run.first, run.first + run.bounds.size // 2)
+        held, parts = self._held, slice(run.first, run.first + run.bounds.size // 2)
         now = largest(self._payload[run.start : run.end], run.form, run.bounds)
-        most, last, infinity, many = held.most[its], held.last[its], held.infinity[its], held.parts.counts[its] >= _FEW
+        most, last, infinity, many = (
+            held.most[parts],
+            held.last[parts],
+            held.infinity[parts],
+            held.parts.counts[parts] >= _FEW,
+        )
         was_looked_at = most != _NEVER
-        nan = now >= held.nan[its]
+        nan = now >= held.nan[parts]
         infinite = ~nan & (now >= infinity) & was_looked_at & (most < infinity)
-        zero = (now == 0) & many & (last >= held.values[its])
-        usual = np.maximum(most, held.least[its])
-        large = (now < infinity) & many & was_looked_at & (now > usual + held.leap[its])
+        zero = (now == 0) & many & (last >= held.values[parts])
+        usual = np.maximum(most, held.least[parts])
+        large = (now < infinity) & many & was_looked_at & (now > usual + held.leap[parts])
         wrong = nan | infinite | zero | large
         if wrong.any() or held.suspect:
             self._judge(run, now, {"NaN": nan, "infinite": infinite, "zero": zero, "large": large})
-        held.most[its] = np.where(wrong, most, np.maximum(most, now))
-        held.last[its] = np.where(wrong, last, now)
+        held.most[parts] = np.where(wrong, most, np.maximum(most, now))
+        held.last[parts] = np.where(wrong, last, now)
 
     def _judge(self, run: Run, now: np.ndarray, wrong: dict[str, np.ndarray]) -> None:
         held = self._held
@@ -177,8 +182,8 @@ class Examination:
 
 def in_words(findings: Sequence[Finding]) -> str:
     """Describe the first few findings; a tensor that is in several blocks counts once."""
-    told = {finding.tensor: finding.text for finding in reversed(findings)}
-    named = [told[tensor] for tensor in dict.fromkeys(finding.tensor for finding in findings)]
+    text_of = {finding.tensor: finding.text for finding in reversed(findings)}
+    named = [text_of[tensor] for tensor in dict.fromkeys(finding.tensor for finding in findings)]
     more = len(named) - _NAMED
     return "; ".join(named[:_NAMED]) + (f"; and {more} more tensors" if more > 0 else "")
 
@@ -257,19 +262,18 @@ def _runs(stored: Sequence[Stored], parts: list[Stored]) -> Iterator[Run]:
         form, end = FORMATS[stored[at].entry.dtype], at
         while end < len(stored) and FORMATS[stored[end].entry.dtype] is form:
             end += 1
-        its = stored[at:end]
-        start, stop = its[0].start, its[-1].start + its[-1].nbytes
-        edges = [edge for one in its for edge in (one.start, one.start + one.nbytes)]
+        run = stored[at:end]
+        start, stop = run[0].start, run[-1].start + run[-1].nbytes
+        edges = [edge for part in run for edge in (part.start, part.start + part.nbytes)]
         bounds = (np.array(edges, np.int64) - start) // form.nbytes
         yield Run(form, start, stop, bounds, len(parts))
-        parts += its
+        parts += run
         at = end
 
 
-# The floats in states, as bits: the largest magnitude in a run of bytes, without a copy and for any dtype. The
-# magnitudes of floats grow with their bits, read as integers (IEEE 754-2019, 3.4; the OCP 8-bit formats do the same).
-# So two maxima are enough: that of the bits as signed integers is the largest positive value, and that as unsigned
-# integers the most negative one. Infinity and NaN are larger than everything finite
+# Magnitudes of floats grow with their bits, read as integers (IEEE 754-2019, 3.4; OCP's 8-bit formats, too). So two
+# maxima are enough: of the bits as signed integers for the largest positive value, and as unsigned ones for the most
+# negative one. Infinity and NaN are larger than everything finite.
 
 
 @dataclasses.dataclass(frozen=True)
