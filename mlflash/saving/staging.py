@@ -82,7 +82,7 @@ class Staging:
         """Lay out a state, or find it laid out; ``is_shared``: which parts ranks hold alike, if it is new."""
         its, known = flat.structure, self.knows(flat)
         if not known or its.tree is not self._tree:
-            self._tree_bytes = manifest.encode_json(its.tree)  # not compared, because 1 == True == 1.0
+            self._tree_bytes = manifest.encode_tree(its.tree)  # not compared, because 1 == True == 1.0
             self._tree = its.tree
         if known and self._layout is not None:
             self._structure = its

@@ -46,8 +46,13 @@ class Manifest:
 
 def encode_entries(entries: tuple[Entry, ...]) -> bytes:
     """Encode the part that stays the same from save to save."""
-    return encode_json([list(vars(entry).values()) if entry.mesh is not None else [*vars(entry).values()][:-1]
+    return _json([list(vars(entry).values()) if entry.mesh is not None else [*vars(entry).values()][:-1]
                   for entry in entries])  # fmt: skip
+
+
+def encode_tree(tree: Tree) -> bytes:
+    """Encode the tree, which stays the same as long as the structure does."""
+    return _json(tree)
 
 
 def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
@@ -58,13 +63,12 @@ def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
 def join(entries: bytes, tree: bytes, plain: list[Any], shared: Shared | None = None,
          provenance: Mapping[str, Any] | None = None) -> bytes:  # fmt: skip
     """Put a manifest together from its encoded parts and the plain leaves of this save."""
-    more = b"" if shared is None else b',"shared":%s' % encode_json(list(dataclasses.astuple(shared)))
-    more += b',"provenance":%s' % encode_json(provenance) if provenance else b""
-    return b'{"entries":%s,"tree":%s,"plain":%s%s}' % (entries, tree, encode_json(plain), more)
+    more = b"" if shared is None else b',"shared":%s' % _json(list(dataclasses.astuple(shared)))
+    more += b',"provenance":%s' % _json(provenance) if provenance else b""
+    return b'{"entries":%s,"tree":%s,"plain":%s%s}' % (entries, tree, _json(plain), more)
 
 
-def encode_json(value: Any) -> bytes:
-    """Encode a value, such as a tree, in few bytes. Raises StateError if it is too deep for the stack."""
+def _json(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError as error:
