@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroupGloo, Store
 
-from mlflash.memory.process_stat import read_stat
+from mlflash.memory.courier_process import read_stat
 
 Address = tuple[str, int]
 _COMPUTES = "pt_gloo_runloop"  # torch's name for these threads

@@ -19,8 +19,7 @@ from ..protocol.wanted_parts import WantedPart
 from ..restoring.all_or_nothing import Loading
 from ..restoring.open_in_memory import OpenCheckpoint
 from ..restoring.restore import Restores
-from ..saving.early_staging import StagedState
-from ..saving.reserved_saves import ReservedSave
+from ..saving.early_staging import ReservedSave, StagedState
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat

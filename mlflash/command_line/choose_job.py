@@ -11,8 +11,7 @@ import click
 from ..config import Config, job_name
 from ..inspection.node_memory import look_at_job
 from ..memory.node_directory import jobs_of
-from ..mpi.gather_on_rank_0 import gather
-from ..mpi.world import World
+from ..mpi.world import World, gather
 
 _NAMED = 5  # jobs in an error message
 

@@ -26,8 +26,7 @@ from ..inspection.provenance_check import Found, describe, versions_of
 from ..inspection.restorability import Prospect, what_is_restorable
 from ..inspection.slot_file import Changed
 from ..inspection.tensor_statistics import Statistics
-from ..mpi.gather_on_rank_0 import gather
-from ..mpi.world import World
+from ..mpi.world import World, gather
 from ..storage.store import open_store
 
 if TYPE_CHECKING:

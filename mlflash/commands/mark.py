@@ -13,11 +13,10 @@ from ..command_line.output import answer
 from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..draining import checkpoint_directory
 from ..human_readable.wording import many
-from ..memory import marks
+from ..memory.inventory import write_verdict
 from ..memory.node_directory import NodeDirectory, emulated_nodes
 from ..memory.slot_header import Verdict
-from ..mpi.gather_on_rank_0 import gather
-from ..mpi.world import World
+from ..mpi.world import World, gather
 from ..storage.store import open_store
 
 
@@ -65,7 +64,7 @@ def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
         except FileNotFoundError:
             continue
         try:
-            found |= marks.mark(held, step, verdict)
+            found |= write_verdict(held, step, verdict)
         finally:
             held.close()
     return len(found)

@@ -20,8 +20,7 @@ from ..inspection import on_disk
 from ..inspection.node_memory import look_around
 from ..inspection.restorability import Restorability, survival, what_is_restorable
 from ..memory.node_directory import emulated_nodes, jobs_of
-from ..mpi.gather_on_rank_0 import gather_from_all
-from ..mpi.world import World
+from ..mpi.world import World, gather_from_all
 from ..storage.store import is_url
 from .status import describe, describe_lost
 

@@ -22,8 +22,7 @@ from ..inspection.node_memory import File, look, places
 from ..inspection.provenance_check import Found, Key, describe
 from ..inspection.slot_file import Changed, Sealed
 from ..memory.node_directory import NodeDirectory
-from ..mpi.gather_on_rank_0 import gather_from_all
-from ..mpi.world import World
+from ..mpi.world import World, gather_from_all
 from ..storage.signatures import public_key
 from ..storage.store import open_store
 

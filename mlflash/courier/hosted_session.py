@@ -25,7 +25,7 @@ from ..protocol import messages as asked
 from ..protocol.messages import FoundInMemory, Message
 from ..protocol.save_request import SaveRequest
 from ..protocol.wanted_parts import WantedPart
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Plan
 from . import wire_format as wire
 from .remote_trainer import Link, RemoteAnswers, RemoteTrainer
 from .session import Session

@@ -13,9 +13,7 @@ from ..events import Event
 from ..memory.own_slots import SlotFile, SlotId
 from ..mpi.world import World
 from ..protocol.save_request import SaveRequest
-from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, ShareableLeaf, SharingNews
 from . import wire_format as wire
 from .wire_format import Frame, Kind, Outcome
 

@@ -11,8 +11,7 @@ from ..draining import checkpoint_directory
 from ..draining.checkpoint_directory import Listed
 from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot
-from ..memory import marks
-from ..memory.inventory import file_number
+from ..memory.inventory import file_number, write_verdict
 from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Verdict
@@ -184,7 +183,7 @@ class FoundCheckpoints:
 
         def write() -> None:
             if world.local_rank == 0:
-                mine.update(marks.mark(context.memory, message.step, verdict))
+                mine.update(write_verdict(context.memory, message.step, verdict))
 
         world.on_all(write)
         found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)

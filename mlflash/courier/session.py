@@ -17,13 +17,13 @@ from ..mpi.world import World
 from ..protocol import messages as asked
 from ..protocol.messages import Message, Started
 from ..protocol.save_request import Trainer
-from ..redundancy.shareable_leaves import Shareable
+from ..redundancy.deduplication import Shareable
 from ..restoring.heal import heal_or_remember, protect_left
 from ..restoring.mend import mend
 from ..restoring.rescue import heal, scavenge
 from ..restoring.scrubber import Scrubber
 from ..saving import commit
-from ..saving.commits import Commits
+from ..saving.commit import Commits
 from ..startup.context import Context, TrainerEnd
 from ..startup.start import make
 from .rank_report import RankReport

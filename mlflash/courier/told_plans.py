@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Plan
 from .wire_format import PlanWire
 
 

@@ -23,10 +23,8 @@ from ..memory.slot_header import Attempt
 from ..protocol import messages as asked
 from ..protocol.messages import FoundInMemory, Started
 from ..protocol.save_request import SaveRequest
-from ..redundancy.deduplication import Piece
+from ..redundancy.deduplication import Piece, Plan, ShareableLeaf, SharingNews
 from ..redundancy.rank_checkpoint import ShareFiles
-from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
-from ..redundancy.slot_plan import Plan
 
 VERSION = 9
 LARGEST_NBYTES = 1 << 30

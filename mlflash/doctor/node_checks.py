@@ -17,10 +17,9 @@ from ..errors import UnsafePath
 from ..human_readable.units import show_bytes
 from ..human_readable.wording import many
 from ..memory import node_directory, user_directory
-from ..memory.memory_limits import available, headroom
-from ..memory.mounts import MEMORY_KINDS, mounted
+from ..memory.memory_limits import MEMORY_KINDS, available, headroom, mounted
 from ..memory.node_directory import NodeDirectory
-from ..memory.other_files import mapped_files, other_files
+from ..memory.user_directory import mapped_files, other_files
 from ..mpi.fabric import has_rdma
 from .context import Context
 from .findings import Finding, fine, note, warning, wrong

@@ -17,8 +17,7 @@ import xxhash
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.slot_header import Attempt, Verdict
-from ..storage.many_files import each
-from ..storage.store import Store
+from ..storage.store import Store, each
 from .file_index import CARD_NBYTES, Card, read_card
 
 log = logging.getLogger("mlflash")

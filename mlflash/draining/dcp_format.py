@@ -20,8 +20,7 @@ from ..state.leaves import Entry, from_bytes
 from ..state.meshes import apart
 from ..state.plain_values import decode_plain
 from ..storage import dcp_plans
-from ..storage.dcp_files import METADATA, Contents, metadata, pickled, rank_file
-from ..storage.dcp_keys import Keys, Path, keys_of
+from ..storage.dcp_files import METADATA, Contents, Keys, Path, keys_of, metadata, pickled, rank_file
 from ..storage.file_holes import FileWithHoles
 from ..storage.whole_state import build
 from . import checkpoint_directory

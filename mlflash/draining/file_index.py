@@ -21,7 +21,7 @@ from ..memory.slot_header import Attempt
 from ..state import manifest
 from ..state.leaves import Entry, ties_of
 from ..state.manifest import Manifest
-from ..state.rank_structure import MOST
+from ..state.old_ranks import MOST
 
 MAGIC = b"MLFDRAIN"
 VERSION = 1

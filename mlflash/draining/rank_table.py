@@ -4,7 +4,7 @@
     document     {"format", "job", "groups": [[structure, plain leaves, ranks], ...], "differ", "plain_differ"}
     files        for each rank 6 numbers of 64 bits, see `_FILE`
     dealt        for each rank 3 signed numbers, see `RankTable.dealt`
-    groups       for each group its ranks, and a row of numbers for each of them, see `rank_structure`
+    groups       for each group its ranks, and a row of numbers for each of them, see `state.old_ranks`
 
 What several ranks hold alike lies in their files one after the other, in runs of rows. Where each of them begins says
 which run is whose. So the table takes a few hundred bytes for a rank, and nobody needs another rank's index to find
@@ -24,10 +24,9 @@ import numpy as np
 
 from ..errors import CorruptSlot
 from ..protocol.describe_ranks import Gathered
-from ..state import manifest, rank_structure
-from ..state.old_ranks import Group
+from ..state import manifest
+from ..state.old_ranks import MOST, Group, RankStructure, structure_from_document
 from ..state.plain_values import check_plain
-from ..state.rank_structure import MOST, RankStructure
 from .file_index import Stored
 
 _COUNT = struct.Struct("<Q")
@@ -135,7 +134,7 @@ def _group(fields: Any, numbers: _Numbers, world_size: int) -> Group:
         raise ValueError(f"a group of {count!r} ranks")
     for value in plain:
         check_plain(value)
-    made = rank_structure.from_document(structure, len(plain))
+    made = structure_from_document(structure, len(plain))
     ranks = numbers.take(count, 1, "<i8").reshape(-1)
     if (np.diff(ranks) <= 0).any():
         raise ValueError("ranks that do not ascend")

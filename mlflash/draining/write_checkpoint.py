@@ -31,8 +31,7 @@ from ..mpi.nonblocking import Operation, side_by_side
 from ..mpi.world import World
 from ..protocol.describe_ranks import Described, Gathered, gathering
 from ..storage.file_holes import FileWithHoles
-from ..storage.many_files import each
-from ..storage.store import Store
+from ..storage.store import Store, each
 from . import checkpoint_directory, provenance, rank_table
 from .drain import Drain
 from .drain_input import DrainInput, FileDigest, Load, Look, Origin, Receipt, load, look

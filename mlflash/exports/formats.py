@@ -11,11 +11,9 @@ import numpy as np
 from ..draining import hdf5_files
 from ..state.leaves import Entry, Tree, from_bytes
 from ..state.plain_values import decode_plain
-from ..storage.dcp_files import METADATA, Contents, metadata, pickled, rank_file
-from ..storage.dcp_keys import keys_of
+from ..storage.dcp_files import METADATA, Contents, hollow, keys_of, metadata, pickled, rank_file, save
 from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store
-from ..storage.torch_files import hollow, save
 from ..storage.whole_state import BATCH_NBYTES, Whole, Written, build, cut, tensor_dtype
 
 _CHUNK_NBYTES = 64 << 20

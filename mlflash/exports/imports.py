@@ -21,8 +21,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ..errors import ConfigError, StateError, StructureMismatch
 from ..state.shards import box
-from ..storage import other_formats
-from ..storage.store import Directory, Store, open_store
+from ..storage.store import SAFETENSORS, TORCH_CHECKPOINTING, Directory, Store, format_of, open_store
 
 _HINT = "read_dcp(..., trust_pickle=True) reads it, but may run code in it: use it only if you trust the author"
 
@@ -46,7 +45,7 @@ def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[s
         StructureMismatch: this is not a DCP checkpoint, or it is damaged.
     """
     store = open_store(path)
-    if other_formats.format_of(store.names()) == other_formats.SAFETENSORS:
+    if format_of(store.names()) == SAFETENSORS:
         return _read_safetensors(store)
     metadata = _read_metadata(store, trust_pickle)
     flat: dict[str, Any] = {}
@@ -142,7 +141,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_metadata(store: Store, trust_pickle: bool) -> Any:
     names = store.names()
-    if other_formats.format_of(names) == other_formats.TORCH_CHECKPOINTING:
+    if format_of(names) == TORCH_CHECKPOINTING:
         raise StructureMismatch(
             "this is a checkpoint of torch_checkpointing, which only its CheckpointManager reads: load it in the "
             "training, and save it with mlflash there", found=store.path,

@@ -26,8 +26,7 @@ from ..memory.slot_header import (
     read_verdict,
     unpack,
 )
-from ..mpi.gather_on_rank_0 import gather
-from ..mpi.world import World
+from ..mpi.world import World, gather
 
 _LOOKS, _NAP_S = 3, 0.05
 

@@ -15,7 +15,7 @@ import xxhash
 
 from ..errors import CorruptSlot, UnsafePath
 from ..memory.node_directory import NodeDirectory
-from ..memory.parity_file import decode_heads
+from ..memory.parity_layout import decode_heads
 from ..memory.slot import table_check
 from ..memory.slot_header import HEADER_NBYTES, Header, Kind, unpack
 from ..state.layout import CHECK_NBYTES, PAGE_NBYTES

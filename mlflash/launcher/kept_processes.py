@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..memory.process_stat import read_stat
+from ..memory.courier_process import read_stat
 from ..wireup.frames import BadFrame, Frames, Outbox
 from ..wireup.launcher_variables import KEPT, SEED
 

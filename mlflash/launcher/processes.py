@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ..errors import LaunchFailed, MpiUnavailable, pip_install
 from ..human_readable.wording import last_words
-from ..memory.process_stat import read_stat
+from ..memory.courier_process import read_stat
 
 log = logging.getLogger("mlflash")
 

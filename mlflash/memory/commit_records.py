@@ -36,23 +36,15 @@ _NAMED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A file in the memory of a node that holds something, or did before it was damaged.
-
-    Attributes:
-        place: where the file is.
-        attempt, step: what it holds, by its header or otherwise by its receipt; None and -1 if neither can be read.
-        committed: whether it has a receipt.
-        header: its header; None if that is damaged.
-        damage: what is wrong with it; "" if its header is good.
-        verdict: what is known about its values.
-    """
+    """A file in the memory of a node that holds something, or did before it was damaged."""
 
     place: Place
+    # attempt, step: what it holds, by its header or otherwise by its receipt; None and -1 if neither can be read
     attempt: Attempt | None
     step: int
-    committed: bool
-    header: Header | None
-    damage: str
+    committed: bool  # whether it has a receipt
+    header: Header | None  # its header; None if that is damaged
+    damage: str  # what is wrong with it; "" if its header is good
     verdict: Verdict = Verdict.UNKNOWN
 
 
@@ -94,12 +86,7 @@ def committed(traces: Iterable[Trace]) -> set[Attempt]:
 
 
 def floor(traces: Iterable[Trace], mark: int) -> int:
-    """The generation from which a fresh start looks: newer than everything without its mark.
-
-    Args:
-        traces: of all nodes.
-        mark: of the fresh start.
-    """
+    """The generation from which a fresh start looks: newer than everything without its mark."""
     marks: dict[Attempt, set[int]] = {}
     for one in traces:
         if one.attempt is not None:
@@ -108,48 +95,45 @@ def floor(traces: Iterable[Trace], mark: int) -> int:
     others = [attempt.generation for attempt, found in marks.items() if found - {mark}]
     # Some attempts have no readable header. If they are newer than our oldest one, they are ours, too.
     unknown = [attempt.generation for attempt, found in marks.items() if not found]
-    others += [generation for generation in unknown if not any(mine < generation for mine in ours)]
+    others += [generation for generation in unknown if not any(known < generation for known in ours)]
     return max(others, default=-1) + 1
 
 
 def why_not(traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> dict[int, str]:
-    """Return for each committed step why it cannot be restored, newest first, at most `MOST_STEPS`.
-
-    Args:
-        traces: of all nodes.
-        struck: files that a restore found to be damaged, and how.
-        nodes: names of the nodes of this run.
-    """
-    told: dict[int, str] = {}
+    """Return for each committed step why it cannot be restored, newest first; ``struck``: what else is damaged."""
+    reasons: dict[int, str] = {}
     for attempt in sorted(committed(traces), key=lambda one: one.generation, reverse=True):
-        its = [one for one in traces if one.attempt == attempt]
-        if its[0].step not in told and len(told) < MOST_STEPS:
-            told[its[0].step] = _why(its, traces, struck, nodes)
-    return told
+        of_attempt = [one for one in traces if one.attempt == attempt]
+        if of_attempt[0].step not in reasons and len(reasons) < MOST_STEPS:
+            reasons[of_attempt[0].step] = _why(of_attempt, traces, struck, nodes)
+    return reasons
 
 
-def _why(its: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> str:
-    """Why an attempt cannot be restored: what is missing, and what is damaged."""
-    wrong = {one.place: one.damage or struck.get(one.place, "") for one in its}
-    headers = [one.header for one in its if one.header is not None]
-    slots = {one.header.rank for one in its if not wrong[one.place] and one.header and one.header.kind is Kind.SLOT}
-    spoilt = {one.header.rank for one in its if wrong[one.place] and one.header and one.header.kind is Kind.SLOT}
+def _why(
+    of_attempt: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]
+) -> str:
+    wrong = {one.place: one.damage or struck.get(one.place, "") for one in of_attempt}
+    headers = [one.header for one in of_attempt if one.header is not None]
+    slots = {
+        one.header.rank for one in of_attempt if not wrong[one.place] and one.header and one.header.kind is Kind.SLOT
+    }
+    spoilt = {one.header.rank for one in of_attempt if wrong[one.place] and one.header and one.header.kind is Kind.SLOT}
     size = max((header.world_size for header in headers), default=0)
     gone = {*range(size)} - slots - spoilt
-    said = []
+    reasons = []
     if gone:
         was = sorted({one.header.node for one in traces if one.header and one.header.rank in gone})
         here = sorted({header.node for header in headers})
         other = f"what is here is of ranks that were on {listed(here, _NAMED)}"
         where = f"they were on {listed(was, _NAMED)}" if was else other
-        said.append(f"no slot and no copy of {named(gone)} of {size} is on the nodes that are here: {where}")
+        reasons.append(f"no slot and no copy of {named(gone)} of {size} is on the nodes that are here: {where}")
     parities = {header.group: header.parities for header in headers if header.kind is Kind.PARITY}
     for group, losses in sorted(parities.items()):
         if lost := {*group} - slots:
-            said.append(f"{len(lost)} of the {len(group)} {named(group)} that protect each other have no "
+            reasons.append(f"{len(lost)} of the {len(group)} {named(group)} that protect each other have no "
                         f"slot; at most {losses} may be without")  # fmt: skip
     bad = [f"{file_name(place[1])} on {nodes[place[0]]}: {why}" for place, why in sorted(wrong.items()) if why]
-    said += bad[:_NAMED] + ([f"{len(bad) - _NAMED} more files are damaged"] if len(bad) > _NAMED else [])
-    if not said and any(one.verdict is Verdict.BAD for one in its):
+    reasons += bad[:_NAMED] + ([f"{len(bad) - _NAMED} more files are damaged"] if len(bad) > _NAMED else [])
+    if not reasons and any(one.verdict is Verdict.BAD for one in of_attempt):
         return "it was marked bad"
-    return "; ".join(said) or "no node that is here has a share of the tensors that ranks hold alike"
+    return "; ".join(reasons) or "no node that is here has a share of the tensors that ranks hold alike"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,22 +22,14 @@ _WORTH = 1.15  # more threads must be this many times as fast
 
 
 class CopyThreads:
-    """Threads that do pieces of work together with the thread that asks them to.
-
-    Args:
-        threads: number of threads, including that one.
-    """
+    """Threads that do pieces of work together with the thread that asks them to, which is one of ``threads``."""
 
     def __init__(self, threads: int):
         self.threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, works: Sequence[Callable[[], object]]) -> None:
-        """Do all pieces of work, in any order; return when they are done.
-
-        Raises:
-            Exception: what one of them raised; then no work is being done any more.
-        """
+        """Do all pieces of work, in any order. Raises what one of them raised; then none is being done any more."""
         if self.threads == 1 or len(works) < 2:
             for work in works:
                 work()
@@ -65,7 +58,6 @@ class CopyThreads:
             one.result()
 
     def close(self) -> None:
-        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -80,7 +72,6 @@ def as_many_as_help(ranks: int, agree: Callable[[list[int]], list[int]],
 
     Args:
         ranks: number of ranks that share this rank's cores.
-        agree: takes the minimum of numbers over all ranks.
         cores: where copies will be made; None: where this thread runs.
     """
     with _on(cores):
@@ -121,7 +112,7 @@ def _measured(ranks: int, agree: Callable[[list[int]], list[int]]) -> int:
 def _copy_s(threads: int, source: np.ndarray, target: np.ndarray) -> float:
     """Median of the seconds that so many threads take to copy a few large tensors."""
     copy_threads = CopyThreads(threads)
-    works = [_copying(target[i], source[i]) for i in range(_PIECES)]
+    works = [functools.partial(np.copyto, target[i], source[i]) for i in range(_PIECES)]
     seconds = []
     for _ in range(_TRIES):
         start = time.perf_counter()
@@ -129,7 +120,3 @@ def _copy_s(threads: int, source: np.ndarray, target: np.ndarray) -> float:
         seconds.append(time.perf_counter() - start)
     copy_threads.close()
     return sorted(seconds)[_TRIES // 2]
-
-
-def _copying(target: np.ndarray, source: np.ndarray) -> Callable[[], None]:
-    return lambda: np.copyto(target, source)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from .process_stat import read_stat
+from typing import NamedTuple
 
 _ZYGOTE = b"mlflash.wireup.zygote"
 _PROC = Path("/proc")
@@ -15,15 +14,12 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
 
     A courier has the command line of the zygote that it was forked from. A zygote that a host has started (`mlflash
     courier`) counts as its trainer's child as long as the trainer runs.
-
-    Args:
-        process: its directory in /proc.
     """
     try:
-        told = _told(process)
-        if told is None:
+        owner = _told(process)
+        if owner is None:
             return None
-        trainer, _, is_hosted = told.partition(":")
+        trainer, _, is_hosted = owner.partition(":")
         parent = read_stat(process).parent
         if _in_its_namespace(process.parent / str(parent)) == int(trainer):  # it may be in a container of its own
             return parent, parent
@@ -57,3 +53,20 @@ def works_for(pid: int, proc: Path = _PROC) -> int:
 def process_named(pid: int) -> str:
     """Name a process for people; 0 stands for a process whose pid has no meaning here."""
     return f"pid {pid}" if pid else "a process in another container"
+
+
+class ProcessStat(NamedTuple):
+    """What the kernel says of a process."""
+
+    name: str
+    # one letter, such as "S" (it waits), "T" (it is stopped) or "Z" (it has ended, and nobody has asked how)
+    state: str
+    parent: int
+
+
+def read_stat(process: Path | int) -> ProcessStat:
+    """Read the stat of a process, by its pid or its directory in /proc. Raises OSError if it has ended."""
+    directory = Path(f"/proc/{process}") if isinstance(process, int) else process
+    name, _, rest = (directory / "stat").read_text().partition("(")[2].rpartition(")")
+    state, parent = rest.split()[:2]
+    return ProcessStat(name, state, int(parent))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,6 +22,7 @@ from .slot_header import (
     Header,
     Kind,
     Verdict,
+    pack_record,
     read_record,
     read_verdict,
     unpack,
@@ -47,14 +49,10 @@ Place = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Inventory:
-    """Sealed files of some nodes.
+    """Sealed files of some nodes."""
 
-    Attributes:
-        rows: one each, `FOUND`.
-        groups: the ranks of parity groups; ``rows["group"]`` of a parity file is an index into them.
-    """
-
-    rows: np.ndarray
+    rows: np.ndarray  # one each, `FOUND`
+    # the ranks of parity groups; rows["group"] of a parity file is an index into them
     groups: tuple[tuple[int, ...], ...] = ()
 
     def attempts(self) -> list[tuple[Attempt, int, int]]:
@@ -66,27 +64,22 @@ class Inventory:
         return [(Attempt(_RUN_ID.pack(a, b), g), step, size) for g, a, b, step, size in reversed(unique)]
 
     def of(self, attempt: Attempt) -> Inventory:
-        """The files of one attempt."""
         first, second = _RUN_ID.unpack(attempt.run_id)
         rows = self.rows
-        mine = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
-        return Inventory(rows[mine], self.groups)
+        of_attempt = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
+        return Inventory(rows[of_attempt], self.groups)
 
     @property
     def verdict(self) -> Verdict:
-        """What is known about the values of the one attempt in this inventory."""
         return Verdict(int(self.rows["verdict"].max(initial=0)))
 
     def since(self, generation: int) -> Inventory:
-        """The files of attempts of this generation and newer ones."""
         return Inventory(self.rows[self.rows["generation"] >= generation], self.groups)
 
     def on(self, node: int) -> Inventory:
-        """The files on one node."""
         return Inventory(self.rows[self.rows["node"] == node], self.groups)
 
     def without(self, places: Iterable[Place]) -> Inventory:
-        """All files except some."""
         rows = self.rows
         for node, file in places:
             rows = rows[(rows["node"] != node) | (rows["file"] != file)]
@@ -154,10 +147,7 @@ def first_pages(memory: NodeDirectory) -> Iterator[tuple[str, bytes, int]]:
 
 
 def scan(memory: NodeDirectory, node: int) -> Inventory:
-    """List the sealed files of this node by their headers.
-
-    Files that are not private files of this user are ignored.
-    """
+    """List the sealed files of this node by their headers; files that are not private to this user are ignored."""
     found = []
     for name, page, nbytes in first_pages(memory):
         try:
@@ -183,3 +173,29 @@ def of_headers(found: Iterable[tuple[str, Header, int, int]], node: int) -> Inve
             header.share if kind is Kind.SHARE else header.parities, len(header.group), min(restores, 255), verdict,
         ))  # fmt: skip
     return Inventory(np.array(rows, dtype=FOUND), tuple(groups))
+
+
+def write_verdict(memory: NodeDirectory, step: int, verdict: Verdict) -> set[Attempt]:
+    """Write a verdict into all sealed files of this node that hold a step; return the attempts that they hold.
+
+    A live job may write such a file at the same time: then the record belongs to an attempt that is no
+    longer in the file, and has no effect.
+    """
+    found = set()
+    for name, page, _ in first_pages(memory):
+        try:
+            header = unpack(page)
+        except CorruptSlot:
+            continue
+        if header.step != step:
+            continue
+        found.add(header.attempt)
+        try:
+            fd = memory.open(name, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            os.pwrite(fd, pack_record(VERDICT_START, header.attempt, verdict, time.time_ns()), VERDICT_START)
+        finally:
+            os.close(fd)
+    return found

@@ -5,6 +5,7 @@ An allocation beyond a cgroup limit ends in SIGKILL, not in an error, so the lim
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -22,14 +23,7 @@ def headroom(nbytes: int) -> int:
 
 
 def available(directory: str, root: str = "/") -> dict[str, int]:
-    """Read what is left, in bytes, by the name of the limit; the smallest number counts.
-
-    Limits that cannot be read are left out.
-
-    Args:
-        directory: a directory of the memory file system.
-        root: where to look for /proc and the cgroup file systems.
-    """
+    """Read what is left, in bytes, by the name of the limit; the smallest counts. Unreadable ones are left out."""
     stat = os.statvfs(directory)
     left = {f"free space of {directory}": stat.f_bavail * stat.f_frsize}
     for line in _read(Path(root, "proc/meminfo")).splitlines():
@@ -83,3 +77,52 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+# Which file system a directory is on
+
+
+MEMORY_KINDS = ("tmpfs", "ramfs")
+"""File systems whose files are memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mount:
+    """A mounted file system."""
+
+    device: str  # number of the file system, major:minor: two tmpfs of one node differ in it
+    point: str
+    kind: str
+    options: str  # of the file system: "rw,size=24684092k"
+
+
+def find_mount(mountinfo: str, path: str) -> Mount | None:
+    """Find the file system of a path; of several mounts in one place, the last one covers the others.
+
+    Args:
+        path: absolute, without links.
+
+    Source: proc_pid_mountinfo(5).
+    """
+    best: Mount | None = None
+    for line in mountinfo.splitlines():
+        fields, _, behind = line.partition(" - ")
+        before, after = fields.split(), behind.split()
+        if len(before) < 6 or len(after) < 2:
+            continue
+        point = before[4].encode().decode("unicode_escape") if "\\" in before[4] else before[4]
+        covers = path == point or path.startswith(point.rstrip("/") + "/")
+        if covers and (best is None or len(point) >= len(best.point)):
+            best = Mount(before[2], point, after[0], after[2] if len(after) > 2 else "")
+    return best
+
+
+def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
+    """The file system of a path as a process sees it; None if that cannot be seen."""
+    return find_mount(_read(Path(root, "proc", pid, "mountinfo")), os.path.realpath(path))
+
+
+def slow_kind(path: str) -> str:
+    """Name the kind of file system of a path if it is not memory; "" if it is, or if that cannot be found out."""
+    mount = mounted(path)
+    return "" if mount is None or mount.kind in MEMORY_KINDS else mount.kind

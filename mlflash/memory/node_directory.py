@@ -20,8 +20,7 @@ import time
 from ..errors import ConfigError, ForeignNode, JobInUse, MemoryTooSmall, UnsafePath
 from . import user_directory
 from .courier_process import works_for
-from .other_files import OtherFiles, other_files
-from .user_directory import PRIVATE, describe, is_private
+from .user_directory import PRIVATE, OtherFiles, describe, is_private, other_files
 
 log = logging.getLogger("mlflash")
 
@@ -58,9 +57,7 @@ class NodeDirectory:
 
     Args:
         memory: the memory file system ("/dev/shm").
-        job: the job's name.
         emulated_node: index of the node that this rank emulates, or None on a real node.
-        make: make the directories if they do not exist.
         top: this user's directory in the memory, as `user_directory.claim` found it; "": look for it.
 
     Raises:
@@ -214,11 +211,9 @@ class NodeDirectory:
         return fd
 
     def slot_names(self) -> list[str]:
-        """List the slot files of this node, sorted."""
         return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name) and self._status(name))
 
     def pulse_names(self) -> list[str]:
-        """List the heartbeat files of ranks, sorted."""
         return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name) and self._status(name))
 
     def nbytes(self, name: str) -> int:
@@ -238,7 +233,6 @@ class NodeDirectory:
         return None
 
     def _unlink(self, name: str) -> bool:
-        """Delete a file of ours; return whether it existed."""
         if self._status(name) is None:
             return False
         try:
@@ -297,7 +291,6 @@ class NodeDirectory:
         return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
 
     def foreign(self) -> list[OtherFiles]:
-        """List what is in this memory besides the jobs of this user, the largest first."""
         return other_files(self._memory)
 
     def close(self) -> None:
@@ -340,12 +333,7 @@ def emulated_nodes(memory: str, job: str) -> list[int]:
 
 
 def clean(memory: str, job: str) -> int:
-    """Delete what a job holds in the memory of this node (of all nodes that are emulated on it).
-
-    Only the job's own files are deleted; a directory with others in it stays.
-
-    Returns:
-        The bytes freed.
+    """Delete what a job holds in the memory of this node and of those emulated on it; return the bytes freed.
 
     Raises:
         JobInUse: the job is alive; nothing of this node was deleted.
@@ -429,7 +417,6 @@ def _look_at(name: str, above: int) -> str:
 
 
 def _who(holder: int) -> str:
-    """Who holds a lock, in words."""
     if holder:
         return f"held by pid {holder}"
     return "held in another container: containers of one job that share this memory need one host name, too"

@@ -22,7 +22,7 @@ from . import shared_memory_segment
 from .inventory import file_name
 from .node_directory import NodeDirectory
 from .shared_memory_segment import Segment
-from .slot import Slot, Use, leave_behind, oldest_free, read_header
+from .slot import Slot, Use, close_others, leave_behind, oldest_free, read_header
 
 log = logging.getLogger("mlflash")
 
@@ -44,37 +44,28 @@ def named(own: Sequence[Slot], shares: Sequence[Slot]) -> list[tuple[SlotId, Slo
 
 @dataclasses.dataclass(frozen=True)
 class SlotFile:
-    """What the courier reports about an own slot.
-
-    Attributes:
-        slot: the slot.
-        file: number of its file; None: it has none yet.
-        inode, nbytes: of that file, which may have become larger; 0: none.
-        is_free: whether it belongs to the trainer from now on.
-    """
+    """What the courier reports about an own slot."""
 
     slot: SlotId
-    file: int | None
+    file: int | None  # number of its file; None: it has none yet
+    # inode, nbytes: of that file, which may have become larger; 0: none
     inode: int
     nbytes: int
-    is_free: bool
+    is_free: bool  # whether it belongs to the trainer from now on
 
 
 class OwnSlots:
     """The own slots of a rank, in its trainer.
 
     Args:
-        memory: this node's directory.
         count: number of slots of each kind; three if checkpoints are drained, because reading one may take long.
         known: further mappings of files that this process has, by inode: the courier's, if it is a thread.
-
-    Attributes:
-        own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS: it
-            belongs to the courier.
     """
 
     def __init__(self, memory: NodeDirectory, count: int, known: Callable[[], Mapping[int, Segment]]):
         self._memory, self._known = memory, known
+        # own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS:
+        # it belongs to the courier
         self.own = [Slot(use=Use.HOLDS) for _ in range(count)]
         self.shares = [Slot(use=Use.HOLDS) for _ in range(count)]
         # Not a Condition: that takes and releases its lock in Python code, and if a signal handler raises there, the
@@ -94,8 +85,8 @@ class OwnSlots:
 
     def mapped(self) -> dict[int, Segment]:
         """The mappings that this process has, by inode of their files."""
-        mine = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
-        return {**self._known(), **mine}
+        own = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
+        return {**self._known(), **own}
 
     # Filling slots
 
@@ -103,7 +94,6 @@ class OwnSlots:
         """Take a slot and one for a share, for a save; None if none become free in that time.
 
         Args:
-            wait_s: how long to wait for them, seconds.
             taker: what they are taken for. `taken_by` finds them again if an exception keeps the caller from noting
                 what it took.
             leave: leave files to the views that this rank has given, instead of waiting for the end of these.
@@ -115,7 +105,7 @@ class OwnSlots:
             with self._lock:
                 for _, slot in self._all():
                     if slot.use is Use.FREE and slot.is_gone:
-                        self._unmap(slot)
+                        slot.unmap()
                 pair = self._free_pair(leave)
                 for slot in pair or ():
                     slot.taker = taker
@@ -135,11 +125,9 @@ class OwnSlots:
             self._freed.release()
 
     def taken_by(self, taker: object) -> list[Slot]:
-        """The slots that are busy with something."""
         return [slot for _, slot in self._all() if slot.taker is taker and slot.use is Use.BUSY]
 
     def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
-        """Make slots that were taken busy with something else."""
         for slot in slots:
             slot.taker = taker
 
@@ -159,11 +147,7 @@ class OwnSlots:
                     slot.segment.writers.clear()  # all copies are complete; the writers would keep the state in memory
 
     def reclaim(self, has_failed: Callable[[object], bool]) -> None:
-        """Leave the slots of failed saves to a courier that does not know about them; nothing fills them any more.
-
-        Args:
-            has_failed: whether what slots were taken for is a failed save.
-        """
+        """Leave the slots of failed saves to a courier that does not know about them; nothing fills them any more."""
         with self._lock:
             failed = [slot for _, slot in self._all() if slot.use is Use.BUSY and has_failed(slot.taker)]
             for slot in failed:
@@ -173,11 +157,7 @@ class OwnSlots:
                 self._tell_freed()
 
     def wait_until_given(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
-        """Leave all slots to the courier, and wait until none is being filled; return whether that happened in time.
-
-        Args:
-            has_failed: see `reclaim`.
-        """
+        """Leave all slots to the courier, and wait until none is being filled; return whether that happened in time."""
         end = time.monotonic() + timeout_s
         while True:
             self.prepare([(name, 0) for name, _ in self._all()])
@@ -192,21 +172,12 @@ class OwnSlots:
         return None if own is None or share is None else (own, share)
 
     def _free_slot(self, slots: Sequence[Slot], leave: bool) -> Slot | None:
-        """A slot that may be filled.
-
-        If only files with views are left, the slot gets another file and leaves its file to the views. This is always
-        done for views of other processes, because nobody here knows when these end. With ``leave`` it is done for views
-        that this rank has given, too.
-        """
+        """A slot that may be filled; a file with views is left to them, if they are this rank's only with ``leave``."""
         may_leave: Callable[[Segment], bool] = lambda segment: leave or not self._lent[segment.inode]
         return oldest_free(slots) or leave_behind(self._memory, slots, may_leave)
 
     def _free(self, slot: Slot) -> None:
-        """Let saves fill a slot again.
-
-        If a device is still copying into its file, the file is left to the device, and the slot gets another one with
-        the next save.
-        """
+        """Let saves fill a slot again; a file that a device still copies into is left to the device."""
         stuck = slot.segment
         if stuck is not None and stuck.is_written_to:
             log.warning("a device has not finished its copies into %s: that file is given up", stuck.name)
@@ -248,7 +219,7 @@ class OwnSlots:
                 elif name not in waiting:
                     continue
                 if slot.view.nbytes < nbytes:
-                    self._unmap(slot)
+                    slot.unmap()
         return given
 
     def update(self, files: Iterable[SlotFile]) -> None:
@@ -256,58 +227,43 @@ class OwnSlots:
         fresh = []
         with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore; mappings stay
             slots, had = dict(self._all()), self.mapped()
-            for told in files:
-                slot = slots[told.slot]
-                if (slot.inode, slot.view.nbytes) != (told.inode, told.nbytes):
+            for report in files:
+                slot = slots[report.slot]
+                if (slot.inode, slot.view.nbytes) != (report.inode, report.nbytes):
                     if slot.segment is not None:
                         left.callback(slot.segment.close)
                     slot.segment = slot.header = None
-                    fresh += self._map(slot, told, had)
+                    fresh += self._map(slot, report, had)
                 slot.header = None if slot.segment is None else read_header(slot.view)
-                if told.is_free:
+                if report.is_free:
                     self._free(slot)
             self._tell_freed()
         shared_memory_segment.prefault_in_background(fresh)
 
-    def _map(self, slot: Slot, told: SlotFile, had: Mapping[int, Segment]) -> list[Segment]:
-        """Map the file of a slot; return the mapping if its pages have to be faulted in.
-
-        Args:
-            slot: which.
-            told: its file.
-            had: mappings that this process has already, by inode.
-        """
-        known = had.get(told.inode)
-        if known is not None and known.nbytes == told.nbytes:
+    def _map(self, slot: Slot, report: SlotFile, mappings: Mapping[int, Segment]) -> list[Segment]:
+        """Map the file of a slot; return the mapping if its pages have to be faulted in."""
+        known = mappings.get(report.inode)
+        if known is not None and known.nbytes == report.nbytes:
             slot.segment = known.again()
             return []
-        if told.file is None:
+        if report.file is None:
             return []
         try:
-            slot.segment = shared_memory_segment.attach(self._memory, file_name(told.file))
+            slot.segment = shared_memory_segment.attach(self._memory, file_name(report.file))
         except (MlflashError, OSError) as error:  # the next save gets another file for it
-            log.warning("%s is passed over: %s", file_name(told.file), error)
+            log.warning("%s is passed over: %s", file_name(report.file), error)
             return []
         return [slot.segment]
-
-    def _unmap(self, slot: Slot) -> None:
-        if slot.segment is not None:
-            slot.segment.close()
-        slot.segment, slot.header = None, None
 
     # Reading slots
 
     def holding(self, number: int) -> Slot:
-        """Return an own slot that the courier has sealed, for reading."""
         slot = self.own[number]
         slot.header = read_header(slot.view)
         return slot
 
     def lend(self, slot: Slot) -> Slot:
-        """Return a slot for reading as long as it has views; what is written to these stays in this process.
-
-        Until then no save gets this slot.
-        """
+        """Return a slot for reading as long as it has views: no save gets it, and writes to these stay here."""
         mapped, take_back = shared_memory_segment.lend(self._memory, slot.name)
         self._lent[mapped.inode] += 1
         weakref.finalize(mapped.view, self._returned, mapped.inode, take_back).atexit = False
@@ -321,17 +277,10 @@ class OwnSlots:
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         """Unmap those of some slots that do not belong to this rank."""
-        mine = [slot.segment for _, slot in self._all()]
-        for slot in slots:
-            if slot.segment is not None and not any(slot.segment is one for one in mine):
-                slot.segment.close()
+        close_others(slots, (slot for _, slot in self._all()))
 
     def open(self, file: int) -> Slot:
-        """Map a slot file of this node for reading; `unmap_others` unmaps it.
-
-        Raises:
-            CorruptSlot, UnsafePath, OSError: it cannot be mapped.
-        """
+        """Map a slot file of this node for reading, until `unmap_others`. Raises CorruptSlot, UnsafePath or OSError."""
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=self.mapped()))
 
     def pin(self) -> None:
@@ -351,4 +300,4 @@ class OwnSlots:
     def close(self) -> None:
         """Unmap everything; the files stay."""
         for _, slot in self._all():
-            self._unmap(slot)
+            slot.unmap()

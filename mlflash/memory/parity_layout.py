@@ -20,8 +20,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
+import numpy as np
+
+from ..errors import CorruptSlot
 from ..state.layout import CHECK_NBYTES, Extents, round_up
-from .slot_header import HEADER_NBYTES
+from .slot import Slot, table_check
+from .slot_header import HEADER_NBYTES, Header, unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,35 +40,23 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Blocks that are computed from other blocks of their stripe, by the rank that holds one of them.
+    """Blocks that are computed from other blocks of their stripe, by the rank that holds one of them."""
 
-    Attributes:
-        coder: the block whose holder does it.
-        inputs: units ``have`` of the stripe; None is a block of zeros.
-        outputs: units ``want`` of the stripe.
-        have, want: numbers of the units, as `erasure_codes.matrix` takes them.
-    """
-
-    coder: Unit
-    inputs: tuple[Unit | None, ...]
-    outputs: tuple[Unit, ...]
+    coder: Unit  # the block whose holder does it
+    inputs: tuple[Unit | None, ...]  # units `have` of the stripe; None is a block of zeros
+    outputs: tuple[Unit, ...]  # units `want` of the stripe
+    # have, want: numbers of the units, as `erasure_codes.matrix` takes them
     have: tuple[int, ...]
     want: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stripes:
-    """The stripes of a group.
+    """The stripes of a group."""
 
-    Attributes:
-        blocks: number of blocks in the slot of each member.
-        losses: how many members may be lost.
-        number: number of the group, if there are several.
-    """
-
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # number of blocks in the slot of each member
     losses: int
-    number: int = 0
+    number: int = 0  # number of the group, if there are several
 
     @property
     def members(self) -> int:
@@ -72,7 +64,6 @@ class Stripes:
 
     @property
     def data(self) -> int:
-        """Data units of a stripe."""
         return self.members - self.losses
 
     @property
@@ -81,11 +72,9 @@ class Stripes:
 
     @property
     def parity_blocks(self) -> int:
-        """Parity blocks that each member holds."""
         return self.rows * self.losses
 
     def unit(self, member: int, parity: bool, block: int) -> Unit:
-        """A block of this group."""
         return Unit(member, parity, block, self.number)
 
     def units(self, row: int, stripe: int) -> list[Unit | None]:
@@ -100,7 +89,6 @@ class Stripes:
         return found
 
     def stripe_of(self, unit: Unit) -> tuple[int, int]:
-        """Row and stripe of a block."""
         per_row = self.losses if unit.parity else self.data
         row, column = divmod(unit.block, per_row)
         return row, (unit.member - column - (0 if unit.parity else self.losses)) % self.members
@@ -125,9 +113,6 @@ class Stripes:
 
         The ranks that hold blocks of the stripes decode them in turn, and not the rank that needs the result, so that
         no member receives more than the others.
-
-        Args:
-            lost: data and parity blocks that are missing or damaged.
         """
         stripes = sorted({self.stripe_of(unit) for unit in lost if not unit.parity})
         tasks = []
@@ -155,15 +140,52 @@ def parity_extents(blocks: Sequence[int], losses: int, block_nbytes: int) -> Ext
 
 
 def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: Collection[int]) -> bool:
-    """Whether the missing slots can be rebuilt, judged by whole files.
-
-    Args:
-        members: of the group.
-        losses: how many may be lost.
-        no_slot: members whose slot is missing.
-        no_parity: members whose parity is missing.
-    """
+    """Whether the missing slots can be rebuilt, judged by whole files."""
     whole = Stripes((members - losses,) * members, losses)  # as many blocks as fill one row
     lost = {whole.unit(member, False, block) for member in no_slot for block in range(whole.data)}
     lost |= {whole.unit(member, True, block) for member in no_parity for block in range(losses)}
     return whole.rebuild(lost) is not None
+
+
+# Heads: the header and the block table of each slot of the group, where a slot has its manifest
+
+
+Head = tuple[Header, np.ndarray]
+"""The header of a slot, and its block table: ``(blocks,)`` uint64."""
+
+
+def heads_blocks(extents: Extents) -> int:
+    """How many blocks of a parity file the heads take: its first parity block is the next one."""
+    return extents.manifest_room // extents.block_nbytes
+
+
+def pack_heads(heads: Sequence[Head]) -> bytes:
+    """Encode the heads of a group, in the order of its ranks."""
+    return b"".join(header.pack() + table.tobytes() for header, table in heads)
+
+
+def read_heads(slot: Slot) -> list[Head]:
+    """Decode and check the heads in a sealed parity file, by rank of its group. Raises CorruptSlot if they differ."""
+    assert slot.header is not None
+    raw = slot.body(slot.header.extents)[: slot.header.manifest_nbytes].tobytes()
+    return decode_heads(raw, slot.header, slot.name)
+
+
+def decode_heads(raw: bytes, of: Header, name: str) -> list[Head]:
+    """Decode the heads of a group from a parity file's bytes. Raises CorruptSlot if its header does not match."""
+    heads = []
+    at = 0
+    for rank in of.group:
+        header = unpack(raw[at : at + HEADER_NBYTES])
+        at += HEADER_NBYTES
+        end = at + header.extents.blocks * CHECK_NBYTES
+        if end > len(raw) or (header.rank, header.attempt) != (rank, of.attempt):
+            raise CorruptSlot(f"the heads in {name} are not those of its group", rank=of.rank)
+        table = np.frombuffer(raw[at:end], dtype="<u8")
+        if table_check(table) != header.table_check:
+            raise CorruptSlot(f"a block table in {name} is not what its header says", rank=of.rank)
+        heads.append((header, table))
+        at = end
+    if at != len(raw):
+        raise CorruptSlot(f"the heads in {name} are longer than they say", rank=of.rank)
+    return heads

@@ -8,6 +8,8 @@ times as long as into pages that exist.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import functools
 import logging
@@ -16,16 +18,16 @@ import os
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import CorruptSlot
 from ..events import Event
 from ..state.layout import PAGE_NBYTES, round_up
-from . import huge_pages
 from .node_directory import NodeDirectory, too_small
 
 log = logging.getLogger("mlflash")
@@ -76,14 +78,7 @@ class _Pinning:
 
 
 class Segment:
-    """A mapped slot file; made by :func:`create`, :func:`grow` or :func:`attach`.
-
-    Attributes:
-        name: file name in the node's directory.
-        view: its bytes, shape ``(nbytes,)``, uint8.
-        ready: set once the pages are there.
-        writers: copies into it that a device or another thread may still be making.
-    """
+    """A mapped slot file; made by :func:`create`, :func:`grow` or :func:`attach`."""
 
     def __init__(
         self, name: str, fd: int, nbytes: int, fresh: bool, private: bool = False, same: Segment | None = None
@@ -91,11 +86,12 @@ class Segment:
         self.name = name
         self.nbytes = nbytes
         self.inode = os.fstat(fd).st_ino  # no other file can get it while this mapping exists
-        self.ready: Event = Event() if same is None else same.ready
-        self.writers: list[Writer] = []
+        self.ready: Event = Event() if same is None else same.ready  # set once the pages are there
+        self.writers: list[Writer] = []  # copies into it that a device or another thread may still be making
         self._fresh = fresh
         self._lock = threading.Lock()
-        self.view: np.ndarray = huge_pages.map_file(fd, nbytes, private) if same is None else same.view
+        # its bytes, shape (nbytes,), uint8
+        self.view: np.ndarray = map_file(fd, nbytes, private) if same is None else same.view
         self._pinning: _Pinning = _Pinning() if same is None else same._pinning
         with self._pinning.lock:
             self._pinning.segments += 1
@@ -126,7 +122,7 @@ class Segment:
                     if not self.view.nbytes:
                         break
                     length = min(_PREFAULT_NBYTES, self.nbytes - at)
-                    failed = huge_pages.advise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE)
+                    failed = advise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE)
                     if failed and self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
                         self.view[at : at + length : mmap.PAGESIZE] = 0
                     at += length
@@ -190,11 +186,7 @@ def _ask(fd: int, command: int, kind: int) -> int:
 
 
 def create(memory: NodeDirectory, nbytes: int) -> Segment:
-    """Make a new segment of at least ``nbytes`` bytes, all of them allocated.
-
-    Raises:
-        MemoryTooSmall: the file system is full; nothing is left behind.
-    """
+    """Make a new segment of at least ``nbytes``, all allocated. Raises MemoryTooSmall; then nothing is left behind."""
     nbytes = round_up(max(nbytes, PAGE_NBYTES), PAGE_NBYTES)
     name, fd = memory.new_slot_name()
     return _allocated(memory, name, fd, nbytes)
@@ -229,7 +221,7 @@ def _allocated(memory: NodeDirectory, name: str, fd: int, nbytes: int, begin: in
     try:
         os.truncate(fd, nbytes)
         segment = Segment(name, fd, nbytes, fresh=True)
-        huge_pages.fill(fd, segment.view, begin)
+        fill_with_huge_pages(fd, segment.view, begin)
         os.posix_fallocate(fd, 0, nbytes)
         return segment
     except OSError as error:
@@ -248,8 +240,6 @@ def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | Non
     """Map a segment that an earlier process left.
 
     Args:
-        memory: this node's directory.
-        name: its file.
         mapped: existing mappings, by inode. A mapping of the same file is returned instead of a new one, whose pages
             would have to be faulted in again (which takes longer than reading them).
         private: what is written to it stays here: pages that are written to are copied first.
@@ -281,12 +271,7 @@ def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | Non
 
 
 def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> None:
-    """Fault in the pages of some segments, one after the other, on a thread of its own.
-
-    Args:
-        segments: the segments.
-        pin: page-lock them, too.
-    """
+    """Fault in the pages of segments, one after the other, on a thread of its own; ``pin``: page-lock them, too."""
     todo = [segment for segment in segments if pin or not segment.ready.is_set()]
 
     def run() -> None:
@@ -304,3 +289,106 @@ def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> No
         threading.Thread(target=run, name="mlflash-prefault", daemon=True).start()
     except RuntimeError:  # no thread can be started
         run()
+
+
+# Huge pages
+
+
+_MADV_COLLAPSE = 25  # Linux 6.1; not a constant of Python's mmap
+_MAP_FIXED = 0x10
+_SIZE_FILE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
+_AT_ONCE_NBYTES = 64 << 20  # per system call, so that other threads that map memory need not wait long
+# A call usually takes 10 to 70 ms. After a slower one, no more are made: the kernel must move memory for them.
+_SLOW_S = 0.5
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class _Mapping:
+    """Memory that is unmapped when it has no views any more; NumPy asks for its interface."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        # Not at exit, because threads may still write then.
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+
+
+def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
+    """Map the first bytes of a file, readable and writable, so that huge pages of the file are huge pages in memory.
+
+    Args:
+        fd: may be closed afterwards.
+        nbytes: whole pages, at least one.
+        private: what is written stays in this process.
+
+    Returns:
+        Its bytes, shape ``(nbytes,)``, uint8. They are unmapped when the last view of them is deleted.
+    """
+    step = huge_nbytes()
+    if not step:
+        return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED), dtype=np.uint8)
+    # Address and place in the file must be equally far from a whole huge page. So reserve room first.
+    reserved = _mapped(None, nbytes + step, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    start = -(-reserved // step) * step
+    kind = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED
+    try:
+        _mapped(start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd)
+    except OSError:
+        _libc.munmap(reserved, nbytes + step)
+        raise
+    if start > reserved:
+        _libc.munmap(reserved, start - reserved)
+    if reserved + step > start:
+        _libc.munmap(start + nbytes, reserved + step - start)
+    return np.asarray(_Mapping(start, nbytes))
+
+
+def fill_with_huge_pages(fd: int, view: np.ndarray, begin: int = 0) -> bool:
+    """Give an empty file huge pages from ``begin`` on; return whether the kernel has any. The rest stays a hole.
+
+    Raises:
+        OSError: ENOSPC, the file system is full.
+    """
+    step, start = huge_nbytes(), view.ctypes.data
+    if not step:
+        return False
+    end = view.nbytes // step * step
+    for at in range(-(-begin // step) * step, end, _AT_ONCE_NBYTES):
+        length = min(_AT_ONCE_NBYTES, end - at)
+        for place in range(at, at + length, step):
+            # The kernel refuses a range without any page. A write through the mapping may end in SIGBUS.
+            os.pwrite(fd, b"\0", place)
+        began = time.monotonic()
+        if advise(start + at, length, _MADV_COLLAPSE) == errno.EINVAL:
+            return False  # the kernel is older, or its settings forbid it
+        if time.monotonic() - began > _SLOW_S:
+            break
+    return end > 0
+
+
+def advise(address: int, nbytes: int, advice: int) -> int:
+    """Call madvise, with advice that Python's mmap need not know; return 0, or the error number."""
+    return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
+
+
+@functools.cache
+def huge_nbytes() -> int:
+    """Bytes of a huge page; 0 if there are none, or if they are so large that slots would hardly have any."""
+    try:
+        with open(_SIZE_FILE, encoding="ascii") as file:
+            nbytes = int(file.read())
+    except (OSError, ValueError):
+        return 0
+    return nbytes if nbytes <= _AT_ONCE_NBYTES and _AT_ONCE_NBYTES % nbytes == 0 else 0
+
+
+def _mapped(address: int | None, nbytes: int, may: int, kind: int, fd: int) -> Any:
+    at = _libc.mmap(address, nbytes, may, kind, fd, 0)
+    if at == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return at

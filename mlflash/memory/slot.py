@@ -50,21 +50,14 @@ class Use(enum.Enum):
 
 
 class Slot:
-    """A slot in a segment.
-
-    Attributes:
-        segment: where its bytes are; None until it has room.
-        use: whether it may be written.
-        header: what it holds, once sealed or adopted; otherwise None.
-        drains: whether it is being drained: then it must not be written, whatever its use.
-        taker: what it is busy with; see `OwnSlots.take`.
-    """
+    """A slot in a segment."""
 
     def __init__(self, segment: Segment | None = None, use: Use = Use.FREE):
         self.segment = segment
         self.use = use
-        self.drains = False
-        self.taker: object = None
+        self.drains = False  # whether it is being drained: then it must not be written, whatever its use
+        self.taker: object = None  # what it is busy with; see `OwnSlots.take`
+        # what it holds, once sealed or adopted; otherwise None
         self.header: Header | None = None if segment is None else read_header(segment.view)
         self._decoded: tuple[Header, Manifest] | None = None
 
@@ -80,12 +73,10 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Name of its file."""
         return "" if self.segment is None else self.segment.name
 
     @property
     def is_free(self) -> bool:
-        """Whether it may be written."""
         return self.use is Use.FREE and not self.drains and not self.is_lent
 
     @property
@@ -95,13 +86,18 @@ class Slot:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has removed its file."""
         return self.segment is not None and self.segment.is_gone
 
     @property
     def generation(self) -> int:
         """Generation of what it holds; -1 if it holds nothing."""
         return -1 if self.header is None else self.header.attempt.generation
+
+    def unmap(self) -> None:
+        """Unmap its file, which stays."""
+        if self.segment is not None:
+            self.segment.close()
+        self.segment, self.header = None, None
 
     def body(self, extents: Extents) -> np.ndarray:
         """Manifest and payload, ``(body_nbytes,)`` uint8."""
@@ -134,16 +130,13 @@ class Slot:
         self._record(COMMIT_START, attempt, step)
 
     def record_restores(self, attempt: Attempt, times: int) -> None:
-        """Write how many runs have restored what this slot holds."""
         self._record(RESTORES_START, attempt, times)
 
     def record_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
-        """Write what is known about the values that this slot holds."""
         self._record(VERDICT_START, attempt, verdict)
 
     @property
     def verdict(self) -> Verdict:
-        """What this file says about the values that it holds."""
         if self.header is None:
             return Verdict.UNKNOWN
         return read_verdict(self.view[:PAGE_NBYTES].tobytes(), self.header.attempt)
@@ -180,11 +173,7 @@ class Slot:
                               step=header.step)  # fmt: skip
 
     def verify(self, copy_threads: CopyThreads = ALONE) -> None:
-        """Check table and body of a sealed slot against its header, every byte.
-
-        Raises:
-            CorruptSlot: naming the blocks that are bad.
-        """
+        """Check table and body of a sealed slot, every byte. Raises CorruptSlot, which names the bad blocks."""
         self.verify_table()
         header = self.header
         assert header is not None
@@ -205,11 +194,7 @@ class Slot:
         return self._decoded[1]
 
     def reader(self, extents: Extents | None = None) -> Read:
-        """Return the bytes of entries: views, which must not outlive the slot's use.
-
-        Args:
-            extents: of what is being written; None: of the sealed slot.
-        """
+        """Return the bytes of entries: views, not to outlive the slot's use; ``extents``: if it is being written."""
         if extents is None:
             assert self.header is not None
             extents = self.header.extents
@@ -222,7 +207,6 @@ class Slot:
 
     @property
     def committed(self) -> bool:
-        """Whether the slot has the commit record of what it holds."""
         if self.header is None:
             return False
         return read_record(self.view[:PAGE_NBYTES].tobytes(), COMMIT_START, self.header.attempt) is not None
@@ -242,23 +226,24 @@ def read_header(view: np.ndarray) -> Header | None:
     return header if header.extents.nbytes <= view.nbytes else None
 
 
+def close_others(slots: Iterable[Slot], own: Iterable[Slot]) -> None:
+    """Close the segments of some slots that own slots do not have."""
+    kept = [slot.segment for slot in own]
+    for slot in slots:
+        if slot.segment is not None and not any(slot.segment is segment for segment in kept):
+            slot.segment.close()
+
+
 def oldest_free(slots: Iterable[Slot]) -> Slot | None:
     """A slot that may be written; the one with the older content first."""
     return min((slot for slot in slots if slot.is_free), key=lambda slot: slot.generation, default=None)
 
 
 def leave_behind(memory: NodeDirectory, slots: Iterable[Slot], may_leave: Callable[[Segment], bool]) -> Slot | None:
-    """Leave the file of a slot to its views; the slot is free, and gets another file.
-
-    Args:
-        memory: where its file is removed.
-        slots: slots of which one could be written if it were not lent.
-        may_leave: whether a file may be left.
-    """
+    """Leave the file of a slot to its views; the slot is free, and gets another file."""
     for slot in slots:
         if slot.use is Use.FREE and not slot.drains and slot.segment is not None and may_leave(slot.segment):
             memory.remove(slot.name)
-            slot.segment.close()
-            slot.segment, slot.header = None, None
+            slot.unmap()
             return slot
     return None

@@ -57,7 +57,6 @@ class Verdict(enum.IntEnum):
 
     @property
     def is_certified(self) -> bool:
-        """Whether it counts as certified."""
         return self in (Verdict.CERTIFIED, Verdict.GOOD)
 
 
@@ -71,17 +70,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a slot says about itself. It is written last, and that seals the slot.
-
-    Attributes:
-        group: the ranks that protect each other. With parity: the parity group, in ascending order. With copies: this
-            rank and its partners. Without redundancy: this rank alone.
-        parities: for a parity file, how many of its group may be lost; otherwise 0.
-        share: for shared state, which share of it this is, see `shares`; the group is then the rank's siblings. -1:
-            this is the slot of a rank, its copy, or a parity file.
-        shared_by: the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none.
-        mark: of the fresh start that the run goes back to, see `config.Config.mark`; 0: no fresh start.
-    """
+    """What a slot says about itself. It is written last, and that seals the slot."""
 
     attempt: Attempt
     step: int
@@ -96,15 +85,19 @@ class Header:
     node: str
     scheme: str
     job: str
+    # the ranks that protect each other. With parity: the parity group, in ascending order. With copies: this rank and
+    # its partners. Without redundancy: this rank alone
     group: tuple[int, ...]
-    parities: int = 0
+    parities: int = 0  # for a parity file, how many of its group may be lost; otherwise 0
+    # for shared state, which share of it this is, see `shares`; the group is then the rank's siblings. -1: this is the
+    # slot of a rank, its copy, or a parity file
     share: int = -1
+    # the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none
     shared_by: int = -1
-    mark: int = 0
+    mark: int = 0  # of the fresh start that the run goes back to, see `config.Config.mark`; 0: no fresh start
 
     @property
     def kind(self) -> Kind:
-        """What the file holds."""
         return Kind.PARITY if self.parities else Kind.SHARE if self.share >= 0 else Kind.SLOT
 
     def pack(self) -> bytes:
@@ -123,14 +116,7 @@ class Header:
 
 
 def unpack(page: bytes) -> Header:
-    """Decode and check a header.
-
-    Args:
-        page: the first page of a slot, or at least its first `HEADER_NBYTES`.
-
-    Raises:
-        CorruptSlot: this is not a header, or it has another version, or it is damaged.
-    """
+    """Decode and check a header: the first `HEADER_NBYTES` of a slot. Raises CorruptSlot if it is none, or damaged."""
     if page[:8] != MAGIC:
         raise CorruptSlot("this slot is not sealed", expected=MAGIC, found=bytes(page[:8]))
     body, rest = page[: _HEADER.size], page[_HEADER.size : HEADER_NBYTES]
@@ -169,14 +155,7 @@ def _text(raw: bytes) -> str:
 
 
 def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> bytes:
-    """Encode a record: `RECORD_NBYTES` bytes for offset ``start`` of the slot.
-
-    Args:
-        start: `COMMIT_START`, `RESTORES_START` or `VERDICT_START`.
-        attempt: what the slot holds.
-        number: the step committed; how many runs have restored the attempt; or the `Verdict`.
-        unix_ns: the time of it, ns since 1970.
-    """
+    """Encode a record for offset ``start``; ``number``: the step, how many runs have restored it, or the `Verdict`."""
     body = _RECORD.pack(_MAGIC_AT[start], attempt.run_id, attempt.generation, number, unix_ns)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 

@@ -1,6 +1,4 @@
-"""The slots of this rank: two of its own, two for each rank whose copies it holds, two for its part of parity.
-
-If it shares state with other ranks, it has two more for its share.
+"""The slots of this rank: two of its own, two for its share, two for each copy that it holds, two for its parity.
 
 There are two of each because the last committed one is never written: a save goes into the other one. If checkpoints
 are drained, there is a third own one, because reading one may take long.
@@ -9,18 +7,18 @@ are drained, there is a third own one, because reading one may take long.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..errors import CorruptSlot
 from . import shared_memory_segment
-from .file_assignment import AssignedFiles
-from .inventory import file_name, file_number
+from .inventory import Inventory, file_name, file_number
 from .node_directory import NodeDirectory
 from .own_slots import SlotFile, SlotId, named
-from .slot import Slot, Use, leave_behind, oldest_free
-from .slot_header import Attempt
+from .slot import Slot, Use, close_others, leave_behind, oldest_free
+from .slot_header import Attempt, Kind
 
 log = logging.getLogger("mlflash")
 
@@ -44,15 +42,9 @@ class SlotPool:
     Own slots that are free belong to the trainer, which may fill them; here they count as busy then.
 
     Args:
-        memory: this node's directory.
         owners: the ranks whose copies this rank holds, and itself if it holds parity.
         slots: number of slots for each copy, and of its own.
         spare: number of further own slots if checkpoints are drained, because reading one may take long.
-
-    Attributes:
-        trainer: fills the own slots; None: there is none yet.
-        copies: slots for each copy.
-        certified: returns the attempt that is held in addition to the newest; None: there is none.
     """
 
     def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0):
@@ -65,19 +57,18 @@ class SlotPool:
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
         self.aside: set[int] = set()  # files of this node that are not touched until a newer step is committed
-        self.trainer: TrainerSlots | None = None
+        self.trainer: TrainerSlots | None = None  # fills the own slots; None: there is none yet
+        # returns the attempt that is held in addition to the newest; None: there is none
         self.certified: Callable[[], Attempt | None] = lambda: None
         self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and sizes of the files that the trainer knows
         # Files that the trainer has unmapped, because they are too small. The next ones may get the same inodes.
         self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
 
     def all(self) -> list[Slot]:
-        """All slots, own ones first."""
         return [*self.own, *self.shares, *(slot for pair in self.inbox.values() for slot in pair)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the node's memory that the files of this rank take."""
         return sum(slot.segment.nbytes for slot in self.all() if slot.segment is not None)
 
     def adopt(self, files: AssignedFiles, kept: Attempt | None, trusted: Container[int], spare: Sequence[int],
@@ -85,8 +76,6 @@ class SlotPool:
         """Take over files that an earlier process left.
 
         Args:
-            files: the files.
-            kept: the attempt that must not be overwritten.
             trusted: numbers of this node's files that hold it; others that claim to hold it were found damaged.
             spare: files of this node that nobody needs, to be deleted by `drop_spare`.
             needed: files of this node that nobody will write, but which the attempt needs until a newer one is
@@ -110,28 +99,16 @@ class SlotPool:
         shared_memory_segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
 
     def mapped(self) -> dict[int, shared_memory_segment.Segment]:
-        """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
 
     def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
-        """Map a slot file of this node; `unmap_others` unmaps it, whatever files the slots have by then.
-
-        Args:
-            file: its number.
-            mapped: existing mappings in addition to those of the slots, by inode.
-
-        Raises:
-            CorruptSlot, UnsafePath, OSError: it cannot be mapped.
-        """
+        """Map a slot file of this node for reading, until `unmap_others`. Raises CorruptSlot, UnsafePath or OSError."""
         known = {**(mapped or {}), **self.mapped()}
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         """Unmap those of some slots that do not belong to this rank."""
-        mine = [slot.segment for slot in self.all()]
-        for slot in slots:
-            if slot.segment is not None and not any(slot.segment is one for one in mine):
-                slot.segment.close()
+        close_others(slots, self.all())
 
     def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
         if kept != self.certified() and self._is_certified(slot):  # not verified here, but when it is needed
@@ -163,13 +140,7 @@ class SlotPool:
         return named(self.own, self.shares)
 
     def receive(self, filled: Sequence[tuple[SlotId, int]], taker: object) -> list[Slot]:
-        """Get slots from the trainer: they are busy with what it has filled them for.
-
-        Args:
-            filled: the slots, and the inodes of the files that the trainer has mapped; 0: none. If that is another file
-                than the slot had before, the trainer has left the earlier one.
-            taker: what they are busy with.
-        """
+        """Get slots that the trainer has filled, with the inodes of their files, which may be others now."""
         slots, got = dict(self._own()), []
         for name, inode in filled:
             slot = slots[name]
@@ -182,7 +153,6 @@ class SlotPool:
         return got
 
     def taken_by(self, taker: object) -> list[Slot]:
-        """The own slots that are busy with something."""
         return [slot for _, slot in self._own() if slot.taker is taker and slot.use is Use.BUSY]
 
     def leave_to_trainer(self, slots: Iterable[Slot]) -> None:
@@ -191,14 +161,7 @@ class SlotPool:
             slot.taker = _TRAINER
 
     def news(self, only: Collection[Slot] | None = None) -> list[SlotFile]:
-        """Tell the trainer which slots it may fill, and which files its slots have.
-
-        Args:
-            only: the slots that may be given to it now; None: all.
-
-        Returns:
-            What it was not told yet.
-        """
+        """Tell the trainer what it does not know yet: which slots (``only`` of these) it may fill, and their files."""
         news = []
         for name, slot in self._own():
             is_free = slot.use is Use.FREE and not slot.drains and (only is None or any(slot is one for one in only))
@@ -214,11 +177,7 @@ class SlotPool:
         return news
 
     def take_back(self, slots: Iterable[Slot] | None = None) -> None:
-        """Get those of some own slots back that the trainer does not need now; they are free.
-
-        Args:
-            slots: the slots; None: all.
-        """
+        """Get those of some own slots back that the trainer does not need now; they are free."""
         self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
 
     def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> list[Slot]:
@@ -242,10 +201,7 @@ class SlotPool:
             slot.drains = False
 
     def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
-        """A slot of a pair that may be written; the one with the older content first.
-
-        If only files with views are left, the slot leaves its file to the views.
-        """
+        """A slot that may be written, the oldest one. If only files with views are left, its file is left to them."""
         return oldest_free(pair) or leave_behind(self._memory, pair, lambda segment: True)
 
     @contextlib.contextmanager
@@ -256,7 +212,6 @@ class SlotPool:
         Yields these, and those of them that belong to the trainer, which must get them back.
 
         Args:
-            demand: slots, and the bytes that each must hold.
             waiting: busy slots for whose files the trainer waits, and which it unmaps.
         """
         borrowed = self._prepare(demand, waiting)
@@ -276,9 +231,7 @@ class SlotPool:
         If it was committed, slots hold what must be held and the others are free. If it failed, its slots are free.
 
         Args:
-            attempt: the attempt.
             taken: the slots it was staged into; the others may already be busy with the next save.
-            committed: how it ended.
             held: the attempts that must be held once it is committed; None: this one, and the certified one.
         """
         kept = {attempt, self.certified()} if held is None else held
@@ -295,7 +248,6 @@ class SlotPool:
                 slot.use = Use.FREE
 
     def holding(self, attempt: Attempt) -> list[Slot]:
-        """The slots that hold an attempt."""
         return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
@@ -354,14 +306,7 @@ class SlotPool:
 
 
 def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str, forget: bool = True) -> bool:
-    """Whether one of some slots that hold the same is whole; those before it that are damaged are forgotten.
-
-    Args:
-        slots: sealed ones.
-        verify: raises CorruptSlot if one is damaged.
-        what: what they hold, and on which rank, for the warning.
-        forget: unseal a damaged slot; otherwise nothing is done to it, and nothing is logged.
-    """
+    """Whether one of some slots that hold the same is whole; with ``forget``, damaged ones before it are unsealed."""
     for slot in slots:
         try:
             verify(slot)
@@ -376,9 +321,107 @@ def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str
 
 
 def unmap(slot: Slot) -> None:
-    """Unmap the file of a slot, which stays."""
-    if slot.segment is not None:
-        slot.segment.close()
-    slot.segment, slot.header = None, None
+    """Unmap the file of a slot, which is free then unless it is busy."""
+    slot.unmap()
     if slot.use is not Use.BUSY:
         slot.use = Use.FREE
+
+
+# The files of a node → the ranks that take them over
+
+
+@dataclasses.dataclass
+class AssignedFiles:
+    """The files that a rank takes over: numbers, or None if there is none yet.
+
+    The first of each kind is for the attempt that was chosen, the next one for the next save.
+    """
+
+    own: list[int | None]  # the rank's slots
+    # by owner, copies of another rank's slots; under the rank's own number, its parity files
+    inbox: dict[int, list[int | None]]
+    share: list[int | None]  # files of shared state
+
+
+def assign(
+    found: Inventory,
+    names: Sequence[str],
+    node: int,
+    chosen: Attempt | None,
+    same_ranks: bool,
+    inboxes: Mapping[int, Sequence[int]],
+    shares: Mapping[int, tuple[int, int]],
+    own: int = 2,
+    copies: int = 2,
+    certified: Attempt | None = None,
+) -> tuple[dict[int, AssignedFiles], list[int]]:
+    """Divide the files of a node among its ranks, so that ranks that moved do not double the memory.
+
+    A file of the chosen attempt goes to the rank that it concerns: the rank whose state it has, or that holds this
+    copy, this parity or this share. The other files of that attempt come last, because they must not be written until
+    the redundancy is whole in its new places.
+
+    Args:
+        names: all slot files of this node, sealed or not.
+        same_ranks: whether that attempt's ranks are the ranks of this run (same world size).
+        inboxes: for each rank of this node, the ranks whose copies it holds, and itself if it holds parity.
+        shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
+        own: number of slots for a rank's own state, and for its share.
+        copies: number of slots for each copy, and for parity.
+
+    Returns:
+        The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is whole in
+        its new places).
+    """
+    unused = _Unused(found.on(node), names, chosen, certified)
+    files = {
+        rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
+        for rank in inboxes
+    }
+    pairs: list[tuple[tuple[Kind, object], list[int | None]]]
+    pairs = [((Kind.SLOT, rank), files[rank].own) for rank in inboxes]
+    pairs += [
+        ((Kind.PARITY if owner == rank else Kind.SLOT, owner), pair)
+        for rank in inboxes
+        for owner, pair in files[rank].inbox.items()
+    ]
+    pairs += [((Kind.SHARE, shares[rank]), files[rank].share) for rank in inboxes if rank in shares]
+    if same_ranks:
+        for (kind, what), pair in pairs:
+            pair[0] = unused.take(True, kind, what)
+    for index in range(max(copies, own)):
+        those = [(content, pair) for content, pair in pairs if index < len(pair)]
+        for (kind, what), pair in those:
+            if pair[index] is None:
+                pair[index] = unused.take(False, kind, what)
+        for (kind, _), pair in those:
+            if pair[index] is None:  # keep the kind: slots and parity have different sizes
+                pair[index] = unused.take(False, kind, fills=True)
+    for (kind, _), pair in pairs:
+        if pair[1] is None and pair[0] not in unused.kept:  # so that one of the two can always be written
+            pair[1] = unused.take(True, kind)
+    return files, sorted(unused.numbers)
+
+
+class _Unused:
+    """The files of a node that no rank has taken over yet, the certified ones first; ``kept`` are the chosen ones."""
+
+    def __init__(self, here: Inventory, names: Sequence[str], chosen: Attempt | None, certified: Attempt | None):
+        self._certified = set(here.of(certified).rows["file"].tolist()) if certified else set[int]()
+        self.numbers = sorted(map(file_number, names), key=lambda number: (number not in self._certified, number))
+        self.kept = {int(file) for file in here.of(chosen).rows["file"]} if chosen else set()
+        self._content: dict[int, tuple[Kind, object]] = {}
+        for row in here.rows:
+            kind = Kind(row["kind"])
+            of_share = (int(row["shared_by"]), int(row["number"]))
+            self._content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
+
+    def take(self, is_kept: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
+        """Take the first file of a kind that holds ``what``; ``fills``: leave the certified ones to their slots."""
+        for number in self.numbers:
+            its_kind, holds = self._content.get(number, (kind, None))
+            may_be = (number in self.kept) is is_kept and not (fills and number in self._certified)
+            if may_be and its_kind is kind and what in (None, holds):
+                self.numbers.remove(number)
+                return number
+        return None

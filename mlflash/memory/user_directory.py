@@ -8,10 +8,15 @@ otherwise the first free name.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
 import logging
 import os
+import pwd
 import re
 import stat
+from collections.abc import Iterator, Set
 
 from ..errors import ConfigError, UnsafePath
 
@@ -44,9 +49,6 @@ def look(memory: str) -> tuple[list[str], dict[str, str]]:
 
     Returns:
         The paths of those that belong to this user, in their order; and what the others are, by path.
-
-    Raises:
-        OSError: there is no such memory.
     """
     names = re.compile(rf"mlflash-{os.getuid()}(?:\.([1-9]\d*))?")
     there = {int(found[1] or 0): name for name in os.listdir(memory) if (found := names.fullmatch(name))}
@@ -105,3 +107,82 @@ def claim(memory: str, job: str) -> str:
         found = find(memory, job)
     raise UnsafePath(f"other users have taken all names for a directory of this user in {memory}", expected=PRIVATE,
                      found=f"{_MOST} of them, from {os.path.join(memory, f'mlflash-{os.getuid()}')} on")  # fmt: skip
+
+
+# What else is in the memory: files that NCCL, an MPI or a data loader has made or left there
+
+
+_MOST_ENTRIES = 10_000  # of one directory; what is behind them is not counted
+_BEGIN = re.compile(r"[^-_.]+[-_.]")  # "nccl-" of "nccl-KmLxQa"
+_Kind = tuple[str, int]  # names, and the number of the user
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherFiles:
+    """Files and directories of one user whose names begin alike."""
+
+    name: str  # of all of them, such as "nccl-*"
+    uid: int
+    count: int
+    nbytes: int
+    inodes: tuple[int, ...]  # of those that are regular files
+
+    @property
+    def user(self) -> str:
+        """Name or number of the owner."""
+        try:
+            return pwd.getpwuid(self.uid).pw_name
+        except KeyError:
+            return str(self.uid)
+
+    def unmapped(self, mapped: Set[int]) -> int:
+        """How many of the files no process has mapped; 0 if this process cannot look at those of the owner."""
+        return sum(inode not in mapped for inode in self.inodes) if os.getuid() in (0, self.uid) else 0
+
+    def __str__(self) -> str:
+        return f"{self.name} of user {self.user}: {self.nbytes:,} bytes in {self.count} files"
+
+
+def other_files(memory: str) -> list[OtherFiles]:
+    """List what is in a memory file system besides the jobs of this user, the largest first."""
+    own = {os.path.basename(path) for path in directories(memory)}
+    nbytes, count = collections.Counter[_Kind](), collections.Counter[_Kind]()
+    files = dict[_Kind, list[int]]()
+    for entry in _entries(memory):
+        with contextlib.suppress(OSError):  # it has just been deleted
+            status = entry.stat(follow_symlinks=False)
+            begin = _BEGIN.match(entry.name)
+            kind = f"{begin[0]}*" if begin else entry.name, status.st_uid
+            if entry.name not in own:
+                nbytes[kind] += _nbytes(entry, status)
+                count[kind] += 1
+                files.setdefault(kind, []).extend([status.st_ino] if stat.S_ISREG(status.st_mode) else [])
+    return [OtherFiles(*kind, count[kind], size, tuple(files[kind])) for kind, size in nbytes.most_common() if size]
+
+
+def mapped_files(memory: str) -> set[int]:
+    """The inodes of the files of a memory file system that processes have mapped, as far as this one may look."""
+    found, inside = set[int](), os.path.join(memory, "")
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="replace") as maps:
+            for line in maps:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(inside):
+                    found.add(int(fields[4]))
+    return found
+
+
+def _entries(path: str) -> Iterator[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:  # it may belong to another user
+        for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False):
+            yield entry
+
+
+def _nbytes(entry: os.DirEntry[str], status: os.stat_result) -> int:
+    if not entry.is_dir(follow_symlinks=False):
+        return 512 * status.st_blocks
+    total = 0
+    for one in _entries(entry.path):
+        with contextlib.suppress(OSError):
+            total += _nbytes(one, one.stat(follow_symlinks=False))
+    return total

@@ -12,20 +12,15 @@ class WantedStep:
     """What a restore asks for: the newest checkpoint that meets all of this.
 
     A checkpoint that was marked bad is only used if its step is asked for.
-
-    Attributes:
-        step: it has this step; None: any step.
-        before: its step is smaller than this; None: any step.
-        certified: its values have passed their checks, and training continued from it without anything suspect.
     """
 
-    step: int | None = None
-    before: int | None = None
+    step: int | None = None  # it has this step; None: any step
+    before: int | None = None  # its step is smaller than this; None: any step
+    # its values have passed their checks, and training continued from it without anything suspect
     certified: bool = False
 
     @property
     def is_newest(self) -> bool:
-        """Whether simply the newest one is asked for."""
         return self == NEWEST
 
     def fits_step(self, step: int) -> bool:
@@ -33,15 +28,13 @@ class WantedStep:
         return self.step in (None, step) and (self.before is None or step < self.before)
 
     def fits(self, step: int, verdict: Verdict) -> bool:
-        """Whether a checkpoint of this step, with this verdict on its values, may be used."""
         if not self.fits_step(step) or (self.step is None and verdict is Verdict.BAD):
             return False
         return not self.certified or verdict.is_certified
 
     def __str__(self) -> str:
-        """In words, such as "certified, before step 100"."""
-        said = ["certified"] * self.certified + ([] if self.before is None else [f"before step {self.before}"])
-        return ", ".join(said) if self.step is None else f"step {self.step}"
+        conditions = ["certified"] * self.certified + ([] if self.before is None else [f"before step {self.before}"])
+        return ", ".join(conditions) if self.step is None else f"step {self.step}"
 
 
 NEWEST = WantedStep()

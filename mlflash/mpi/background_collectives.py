@@ -33,19 +33,15 @@ class BackgroundCollectives:
         self._beat: Any = None if world.world is None else world.duplicate(world.world)
 
     def agree(self, values: np.ndarray) -> Operation:
-        """Take the minimum of each number over all ranks."""
         return nonblocking.agree(self._mpi, self._comm, values)
 
     def gather(self, value: Any) -> Operation:
-        """Give every rank the (pickled) value of every rank."""
         return nonblocking.gather(self._mpi, self._comm, value)
 
     def broadcast(self, value: Any, root: int = 0) -> Operation:
-        """Give every rank the (pickled) value of one rank."""
         return nonblocking.broadcast(self._comm, value, root)
 
     def raise_together(self, error: MlflashError | None) -> Operation:
-        """If any rank has an error, raise on every rank that of the lowest rank that has one."""
         return nonblocking.raise_together(self._mpi, self._comm, error)
 
     def beat(self, progress: Callable[[], int], ended: Callable[[], bool], moved: Callable[[], None],
@@ -60,10 +56,10 @@ class BackgroundCollectives:
         """
         known, all_ended = -1, False
         while not all_ended:
-            mine = np.array([progress(), int(ended())], dtype=np.int64)
-            total = mine if self._beat is None else np.empty_like(mine)
+            own = np.array([progress(), int(ended())], dtype=np.int64)
+            total = own if self._beat is None else np.empty_like(own)
             if self._beat is not None:
-                heard, request = time.monotonic(), self._beat.Iallreduce(mine, total, self._mpi.SUM)
+                heard, request = time.monotonic(), self._beat.Iallreduce(own, total, self._mpi.SUM)
                 while not request.Test():
                     yield False
                     if time.monotonic() - heard > self._world.timeout_s / 4:
@@ -81,20 +77,17 @@ class BackgroundCollectives:
         """Give rank 0 the (pickled, compressed) value of every rank; the others get an empty list."""
         if self._comm is None:
             return [value]
-        mine = np.frombuffer(zlib.compress(pickle.dumps(value), 1), dtype=np.uint8)
+        packed = np.frombuffer(zlib.compress(pickle.dumps(value), 1), dtype=np.uint8)
         first = self._comm.rank == 0
         sizes = np.empty(self._comm.size if first else 0, dtype=np.int64)
-        yield from done(self._comm.Igather(np.array([mine.nbytes], dtype=np.int64), sizes if first else None))
+        yield from done(self._comm.Igather(np.array([packed.nbytes], dtype=np.int64), sizes if first else None))
         out = np.empty(int(sizes.sum()), dtype=np.uint8)
         starts = np.concatenate(([0], np.cumsum(sizes)[:-1])) if first else sizes
-        yield from done(self._comm.Igatherv(mine, [out, (sizes, starts), self._mpi.BYTE] if first else None))
+        yield from done(self._comm.Igatherv(packed, [out, (sizes, starts), self._mpi.BYTE] if first else None))
         return [pickle.loads(zlib.decompress(out[a : a + n].tobytes())) for a, n in zip(starts, sizes, strict=True)]
 
     def in_turn(self, at_once: int, work: Callable[[], Operation]) -> Operation:
-        """Do something that raises nothing, on at most ``at_once`` ranks at a time; 0: on all.
-
-        Each rank begins when the rank ``at_once`` before it has ended.
-        """
+        """Do something that raises nothing, on at most ``at_once`` ranks at a time; 0: on all."""
         rank, size = self._world.rank, self._world.size
         word = np.zeros(1, dtype=np.int64)
         if self._comm is not None and 0 < at_once <= rank:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from ..errors import DeadlineExceeded
 from ..events import Event
 from . import nonblocking
-from .liveness_pings import Pings
 from .nonblocking import Operation
 
 _FIRST_LOOK_S = 10.0  # until a rank that restores asks who is missing (or a quarter of its deadline); then twice that
@@ -29,38 +31,23 @@ class Abandoned(BaseException):
 
 
 class Waits:
-    """The waits of one rank, with the deadline of its current job.
-
-    Args:
-        timeout_s: deadline of each job, seconds.
-
-    Attributes:
-        deadline: of the job, by `time.monotonic`; infinite if there is none, or after it was reported.
-        on_late: called when it has passed.
-        waiting_for: the ranks that are waited for; empty if unknown.
-        inside: name of the MPI call that this rank is in.
-        job_number: number of jobs that this rank has begun.
-        doing: what the trainer of this rank does in a restore, such as "restoring"; "": it is in none. In a restore
-            this rank logs for whom it waits.
-        waited_s: seconds that this rank has waited so far, for other ranks, its trainer or MPI.
-        abandoned: set when the courier must drop what it is doing.
-        poke: pushes MPI's progress.
-        go_on_behind: advances work outside of the jobs.
-        pings: asks ranks whether they are alive; None while that is not possible.
-    """
+    """The waits of one rank, with the deadline of its current job."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
+        # of the job, by `time.monotonic`; infinite if there is none, or after it was reported
         self.deadline = float("inf")
         self.on_late: Callable[[DeadlineExceeded], None] = lambda error: None
         self.waiting_for: Sequence[int] = ()
-        self.inside = "MPI"
+        self.inside = "MPI"  # name of the MPI call that this rank is in
         self.job_number = 0
+        # what the trainer of this rank does in a restore, such as "restoring"; "": it is in none. In a restore this
+        # rank logs for whom it waits
         self.doing = ""
-        self.waited_s = 0.0
-        self.abandoned = Event()
-        self.poke: Callable[[], None] = lambda: None
-        self.go_on_behind: Callable[[], None] = lambda: None
+        self.waited_s = 0.0  # seconds that this rank has waited so far, for other ranks, its trainer or MPI
+        self.abandoned = Event()  # set when the courier must drop what it is doing
+        self.poke: Callable[[], None] = lambda: None  # pushes MPI's progress
+        self.go_on_behind: Callable[[], None] = lambda: None  # advances work outside of the jobs
         self.pings: Pings | None = None
         self._clock = threading.Lock()  # held by the thread that reports a deadline
         self._naps = 0
@@ -72,7 +59,6 @@ class Waits:
     # Deadlines
 
     def start_job(self, on_late: Callable[[DeadlineExceeded], None]) -> None:
-        """Begin a job. Its deadline starts now."""
         self.job_number += 1
         self.on_late = on_late
         self._job_began, self._asking, self._missing = time.monotonic(), None, ()
@@ -85,10 +71,7 @@ class Waits:
             self.deadline = float("inf")
 
     def tell_if_held(self, grace_s: float) -> None:
-        """Report a deadline that passed ``grace_s`` ago while the courier did not reach `pause`. For another thread.
-
-        The courier is then inside an MPI call, or its work takes longer than the deadline.
-        """
+        """Report, from another thread, a deadline that passed ``grace_s`` ago while the courier did not `pause`."""
         with self._clock:
             if time.monotonic() > self.deadline + grace_s:
                 self.deadline = float("inf")
@@ -141,14 +124,12 @@ class Waits:
         self.waited_s += time.monotonic() - now
 
     def finish(self, *requests: Any) -> None:
-        """Wait for MPI requests."""
         for request in requests:
             self._naps = 0
             while not request.Test():
                 self.pause()
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        """Wait until a local condition is true."""
         self._naps = 0
         while not done():
             self.pause()
@@ -172,12 +153,7 @@ class Waits:
 
     @contextlib.contextmanager
     def together(self, call: str, comm: Any) -> Iterator[None]:
-        """Enter a blocking MPI call when all ranks have reached it; for a ``with`` block. Collective over comm.
-
-        Args:
-            call: its name.
-            comm: the communicator of the ranks that it waits for.
-        """
+        """Enter a blocking MPI call when all ranks have reached it; for a ``with`` block. Collective over comm."""
         self.meet(comm)
         with self.within(call):
             yield
@@ -207,7 +183,6 @@ class Waits:
             self.pings.answer()
 
     def tell_failed(self, text: str) -> None:
-        """Tell the other ranks that this one has stopped working, and why."""
         if self.pings is not None:
             self.pings.tell_failed(text)
 
@@ -249,3 +224,87 @@ class Waits:
             self.poke()
             time.sleep(1e-3)
         return ()
+
+
+# Who is missing: when a wait takes long, ranks ask each other how far they are and what they do
+
+
+_PING, _PONG, _FAILED = 1, 2, 3
+_TOLD = 1000  # the most characters of the reason why a rank failed, or of what it does
+_WAIT_S = 2.0
+ASK_ALL = 256  # in larger worlds rank 0 asks the first rank of each node, and that rank asks the others there
+
+
+class RankFailed(Exception):
+    """Another rank has failed in the middle of a job and has stopped working."""
+
+    def __init__(self, rank: int, job: int, text: str):
+        super().__init__(text)
+        self.rank, self.job = rank, job
+
+
+class Pings:
+    """Asks and answers on a communicator of its own.
+
+    Args:
+        progress: returns how far this rank is: the number of its current job.
+        doing: returns what its trainer does just now; "" if nobody needs to know.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, progress: Callable[[], int], doing: Callable[[], str]):
+        self._mpi, self._comm, self._progress, self._doing = mpi, comm, progress, doing
+        self._asked = 0  # how often this rank asked
+        self._told: dict[
+            int, tuple[int, int]
+        ] = {}  # the last answer of each rank: to which question, and how far the rank is
+        self._does: dict[int, str] = {}  # what each rank did then
+        self._kept: deque[Any] = deque()  # buffers of messages that are being sent
+        self.failed: RankFailed | None = None  # a rank that has stopped working; None if there is none
+
+    def answer(self) -> None:
+        status, numbers = self._mpi.Status(), np.empty(1, dtype=np.int64)
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _PING, status):
+            self._comm.Recv(numbers, status.Get_source(), _PING)
+            answer = f"{int(numbers[0])} {self._progress()} {self._doing()[:_TOLD]}"
+            self._send(np.frombuffer(answer.encode(), dtype=np.uint8), status.Get_source(), _PONG)
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _PONG, status):
+            question, far, does = self._receive(status, _PONG).split(" ", 2)
+            self._told[status.Get_source()], self._does[status.Get_source()] = (int(question), int(far)), does
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _FAILED, status):
+            number, text = self._receive(status, _FAILED).split(" ", 1)
+            self.failed = RankFailed(status.Get_source(), int(number), text)
+
+    def doing(self, rank: int) -> str | None:
+        """What a rank does, by its answer to the last question; None if it has not answered."""
+        return self._does[rank] if self._told.get(rank, (0, 0))[0] == self._asked else None
+
+    def tell_failed(self, text: str) -> None:
+        """Tell all other ranks that this one has stopped working, and why, so that they need not wait for it."""
+        message = np.frombuffer(f"{self._progress()} {text[:_TOLD]}".encode(), dtype=np.uint8)
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._send(message, rank, _FAILED)
+
+    def ask(self, ranks: Sequence[int], least: int = 0) -> Operation:
+        """Ask ranks. The result is the ranks that do not answer or have not reached job ``least``, ascending."""
+        self._asked += 1
+        number = self._asked
+        for rank in ranks:
+            self._send(np.array([number], dtype=np.int64), rank, _PING)
+        behind, end = set(ranks), time.monotonic() + _WAIT_S
+        while behind and time.monotonic() < end:
+            yield False
+            self.answer()
+            answers = {rank: self._told.get(rank, (0, 0)) for rank in behind}
+            behind = {rank for rank, (question, far) in answers.items() if question < number or far < least}
+        return sorted(behind)
+
+    def _receive(self, status: Any, tag: int) -> str:
+        message = np.empty(status.Get_count(), dtype=np.uint8)
+        self._comm.Recv(message, status.Get_source(), tag)
+        return message.tobytes().decode(errors="replace")
+
+    def _send(self, message: np.ndarray, to: int, tag: int) -> None:
+        self._kept.append((message, self._comm.Isend(message, to, tag)))
+        while self._kept and self._kept[0][1].Test():
+            self._kept.popleft()

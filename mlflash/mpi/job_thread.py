@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..events import Event, Queue
-from .deadlines import Abandoned
-from .liveness_pings import RankFailed
+from .deadlines import Abandoned, RankFailed
 from .nonblocking import Operation
 from .world import World
 
@@ -33,14 +32,7 @@ FORKED = (
 
 
 class Job:
-    """A job of the courier. The main thread waits until it ends or is late.
-
-    Args:
-        work: what to do.
-        on_late: called when the deadline has passed.
-        on_refused: called if the courier does not do it because of an earlier error.
-        on_end: called with this job when it has ended or was refused.
-    """
+    """A job of the courier; ``on_refused``: called if it is not done because of an earlier error."""
 
     def __init__(
         self,
@@ -59,7 +51,6 @@ class Job:
         self._on_late, self._on_end = on_late, on_end
 
     def end(self) -> None:
-        """Wake the threads that wait for it."""
         self.woken.set()
         if self._on_end is not None:
             self._on_end(self)
@@ -88,12 +79,7 @@ class Doing(Protocol):
 
 
 def wait_for(job: Posted, courier: Doing, timeout_s: float) -> Any:
-    """Wait for a posted job and return its result.
-
-    Raises:
-        DeadlineExceeded: naming the ranks waited for.
-        Exception: whatever the job raised.
-    """
+    """Wait for a posted job; return its result, or raise its error. DeadlineExceeded names the ranks waited for."""
     end = time.monotonic() + timeout_s + _GRACE_S
     while not job.woken.wait(_LOOK_S):
         if time.monotonic() > end and (courier.late is not None or courier.broken is not None):
@@ -113,15 +99,13 @@ class JobThread:
     Args:
         world: the communicators. From now on only the courier uses them.
         threaded: whether there is a thread; otherwise jobs run inside `post`.
-
-    Attributes:
-        when_idle: called now and then while there is nothing else to do, if there is a thread. It makes no MPI calls,
-            and returns soon after its argument, a function, has returned True because a job waits.
     """
 
     def __init__(self, world: World, threaded: bool):
         self.late: DeadlineExceeded | None = None  # of the job that is past its deadline and still running
         self.broken: BaseException | None = None
+        # called now and then while there is nothing else to do, if there is a thread. It makes no MPI calls, and
+        # returns soon after its argument, a function, has returned True because a job waits
         self.when_idle: Callable[[Callable[[], bool]], None] | None = None
         self._world = world
         self._aside: Operation | None = None
@@ -138,10 +122,7 @@ class JobThread:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
 
     def post(self, job: Job) -> None:
-        """Queue a job. Not collective, but every rank must post the same jobs in the same order.
-
-        A job that is posted twice is done once.
-        """
+        """Queue a job; twice has no effect. Every rank must post the same jobs in the same order."""
         if self._thread is not None:
             self._queue.put(job)
         else:
@@ -149,12 +130,7 @@ class JobThread:
             self._advance()
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Queue a job and wait for its result.
-
-        Raises:
-            DeadlineExceeded: naming the ranks waited for.
-            Exception: whatever the job raised.
-        """
+        """Queue a job and wait for its result; see `wait_for`."""
         job = Job(work)
         self.post(job)
         return wait_for(job, self, self._world.timeout_s)
@@ -196,10 +172,7 @@ class JobThread:
             self._thread.join(2.0 if abandon else self._world.timeout_s + _GRACE_S)
 
     def leave(self) -> None:
-        """Do nothing in a forked process: the thread and MPI's connections belong to the parent.
-
-        What waits in this process for the parent's jobs gets an error.
-        """
+        """Do nothing in a forked process, where thread and MPI belong to the parent: what waits gets an error."""
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
         self._aside = None
 

@@ -56,12 +56,12 @@ def gather(mpi: Any, comm: Any, value: Any) -> Operation:
     """Give every rank the (pickled) value of every rank."""
     if comm is None:
         return [value]
-    mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+    packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
     sizes = np.empty(comm.size, dtype=np.int64)
-    yield from done(comm.Iallgather(np.array([mine.nbytes], dtype=np.int64), sizes))
+    yield from done(comm.Iallgather(np.array([packed.nbytes], dtype=np.int64), sizes))
     out = np.empty(int(sizes.sum()), dtype=np.uint8)
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    yield from done(comm.Iallgatherv(mine, [out, (sizes, starts), mpi.BYTE]))
+    yield from done(comm.Iallgatherv(packed, [out, (sizes, starts), mpi.BYTE]))
     return [pickle.loads(out[a : a + n].tobytes()) for a, n in zip(starts, sizes, strict=True)]
 
 
@@ -69,22 +69,19 @@ def broadcast(comm: Any, value: Any, root: int) -> Operation:
     """Give every rank the (pickled) value of one rank."""
     if comm is None:
         return value
-    mine = np.frombuffer(pickle.dumps(value) if comm.rank == root else b"", dtype=np.uint8)
-    size = np.array([mine.nbytes], dtype=np.int64)
+    packed = np.frombuffer(pickle.dumps(value) if comm.rank == root else b"", dtype=np.uint8)
+    size = np.array([packed.nbytes], dtype=np.int64)
     yield from done(comm.Ibcast(size, root))
-    out = mine.copy() if comm.rank == root else np.empty(int(size[0]), dtype=np.uint8)
+    out = packed.copy() if comm.rank == root else np.empty(int(size[0]), dtype=np.uint8)
     yield from done(comm.Ibcast(out, root))
     return pickle.loads(out.tobytes())
 
 
 def raise_together(mpi: Any, comm: Any, error: MlflashError | None, values: Sequence[int] = ()) -> Operation:
-    """If any rank has an error, raise it on all: a cause before its consequences, then that of the lowest rank.
-
-    If no rank has an error, the result is the minimum of each number over all ranks.
-    """
+    """If any rank has an error, raise that of the lowest on all, causes first; otherwise return the minima."""
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    mine = [rank if error is not None and not error.follows else size, rank if error is not None else size]
-    cause, first, *least = yield from agree(mpi, comm, np.array([*mine, *values], dtype=np.int64))
+    own = [rank if error is not None and not error.follows else size, rank if error is not None else size]
+    cause, first, *least = yield from agree(mpi, comm, np.array([*own, *values], dtype=np.int64))
     if first < size:
         agreed: MlflashError = yield from broadcast(comm, error, int(cause if cause < size else first))
         agreed.agreed = True

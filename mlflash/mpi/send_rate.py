@@ -13,7 +13,6 @@ class SendRate:
 
     Args:
         rate: bytes per second of this rank; 0: no limit.
-        clock: returns seconds.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):

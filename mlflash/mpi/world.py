@@ -20,8 +20,7 @@ from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismat
 from ..human_readable.wording import listed
 from ..placement.topology import Topology, from_node_ids
 from . import nonblocking
-from .deadlines import Waits
-from .liveness_pings import ASK_ALL, Pings
+from .deadlines import ASK_ALL, Pings, Waits
 from .nonblocking import Operation
 
 log = logging.getLogger("mlflash")
@@ -34,9 +33,7 @@ _FORWARDING_S = 1.0  # Hydra drops what it has not forwarded when an Abort arriv
 
 
 def find_comm(env: Mapping[str, str]) -> Any:
-    """Return COMM_WORLD if an MPI launcher or srun started this process, else None.
-
-    But importing mpi4py initializes MPI, which is collective.
+    """Return COMM_WORLD if a launcher started this process. Importing mpi4py initializes MPI, which is collective.
 
     Raises:
         MpiUnavailable: there is a launcher, but no MPI to load.
@@ -64,8 +61,6 @@ _SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM
 def find_world(env: Mapping[str, str]) -> Any:
     """Return the result of `find_comm`, for callers that need all ranks.
 
-    Collective only as far as `find_comm` is.
-
     Raises:
         MpiUnavailable: like `find_comm`.
         WorldMismatch: according to the launcher there are several ranks, but according to MPI there is one.
@@ -88,11 +83,7 @@ def find_world(env: Mapping[str, str]) -> Any:
 
 
 def load_mpi() -> Any:
-    """Import mpi4py.MPI, which initializes MPI.
-
-    Raises:
-        MpiUnavailable: mpi4py is not installed, or finds no MPI library.
-    """
+    """Import mpi4py.MPI, which initializes MPI. Raises MpiUnavailable if there is none, or no library for it."""
     try:
         from mpi4py import MPI
     except MpiUnavailable:  # its message already says why
@@ -110,12 +101,7 @@ def load_mpi() -> Any:
 
 
 def abort_all(mpi: Any, code: int) -> None:
-    """End all processes, and let the launcher forward what this one has printed.
-
-    Args:
-        mpi: mpi4py's module MPI.
-        code: exit code of the job.
-    """
+    """End all processes, and let the launcher forward what this one has printed."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_FORWARDING_S)
@@ -136,8 +122,6 @@ class World(Waits):
 
     Args:
         comm: an mpi4py communicator, or None for one process without MPI.
-        ranks_per_node: emulate nodes with this number of ranks; 0 for real nodes.
-        timeout_s: deadline of each job, seconds.
         among: the ranks of ``comm`` that these are, in their order; None: all. The other ranks need not take part.
         name: of this world, the same on all its ranks. Worlds that are made at the same time have different names.
         is_private: whether this process is a courier and nothing else. Then nobody else sends anything over ``comm``,
@@ -210,7 +194,6 @@ class World(Waits):
 
     @property
     def emulated(self) -> bool:
-        """Whether nodes are emulated."""
         return self.emulated_node is not None
 
     @property
@@ -257,7 +240,6 @@ class World(Waits):
                 comm.Free()
 
     def free(self) -> None:
-        """Free the communicators. Collective over the world."""
         if self.world is not None:
             self.drop(self.group, self.leaders, self.node, self.data, self.control, self.world)
             self.world = self.pings = None
@@ -268,8 +250,8 @@ class World(Waits):
         """Take the minimum of each number over all ranks. Collective over ``comm`` (the world): one allreduce."""
         if self.world is None:
             return list(values)
-        mine = np.array(values, dtype=np.int64)
-        return [int(value) for value in self._run(nonblocking.agree(self.mpi, comm or self.world, mine))]
+        own = np.array(values, dtype=np.int64)
+        return [int(value) for value in self._run(nonblocking.agree(self.mpi, comm or self.world, own))]
 
     def gather(self, value: Any, comm: Any = None) -> list[Any]:
         """Give every rank the (pickled) value of every rank. Collective over ``comm`` (the world)."""
@@ -295,21 +277,11 @@ class World(Waits):
         return self._run(nonblocking.broadcast(self.world, value, root))
 
     def raise_together(self, error: MlflashError | None) -> None:
-        """If any rank has an error, raise it on all ranks. Collective over the world.
-
-        Raises:
-            MlflashError: the error of the lowest rank that has one.
-        """
+        """If any rank has an error, raise on all that of the lowest rank with one. Collective over the world."""
         self.agree_or_raise([], error)
 
     def agree_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
-        """Take the minimum of each number over all ranks, or raise an error on all if any rank has one.
-
-        Collective over the world: one allreduce if there is no error.
-
-        Raises:
-            MlflashError: like `raise_together`.
-        """
+        """Take the minimum of each number over all ranks, or raise an error on all if any has one: one allreduce."""
         least: list[int] = self._run(nonblocking.raise_together(self.mpi, self.world, error, values))
         return least
 
@@ -332,11 +304,7 @@ class World(Waits):
         self.doing = what
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """Do something on each rank. If it fails on any rank, raise the error on all. Collective over the world.
-
-        Raises:
-            MlflashError: the error that was raised.
-        """
+        """Do something on each rank; if any fails, raise its MlflashError on all. Collective over the world."""
         error: MlflashError | None = None
         results: list[T] = []
         try:
@@ -357,7 +325,6 @@ class World(Waits):
     # Errors about waits that are too long
 
     def names_of(self, ranks: Sequence[int]) -> str:
-        """The ranks and their nodes, in words."""
         nodes = self.topology.node_names
         texts = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks]
         return listed(texts, _NAMED)
@@ -401,3 +368,17 @@ class World(Waits):
         asked = {*self.topology.ranks_on[self.node_index]} if self.local_rank == 0 else set()
         asked |= {*first_ranks} if self.rank == 0 else {0} if self.rank in first_ranks[1:2] else set()
         return sorted(asked - {self.rank})
+
+
+def gather(world: World, value: Any) -> list[Any]:
+    """Give rank 0 the value of the first process of each node; other ranks get []. Collective over the world."""
+    if world.local_rank != 0:
+        return []
+    values = world.gather(value, world.leaders)
+    return values if world.rank == 0 else []
+
+
+def gather_from_all(world: World, value: Any) -> list[Any]:
+    """Give rank 0 the value of each process; other ranks get []. Collective over the world."""
+    values = world.gather(value)
+    return values if world.rank == 0 else []

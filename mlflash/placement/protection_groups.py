@@ -18,18 +18,13 @@ from .topology import Topology, tied_together
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which rank protects which.
-
-    Attributes:
-        scheme: the scheme that was asked for.
-        node_groups: nodes that share their ranks' redundancy groups; a group of one node protects nothing.
-        partners: for each rank, the ranks that hold a copy of its slot.
-        parity_groups: ranks that hold parity of each other, ascending; each rank is in one or in none.
-    """
+    """Which rank protects which."""
 
     scheme: Scheme
+    # nodes that share their ranks' redundancy groups; a group of one node protects nothing
     node_groups: tuple[tuple[int, ...], ...]
-    partners: tuple[tuple[int, ...], ...]
+    partners: tuple[tuple[int, ...], ...]  # for each rank, the ranks that hold a copy of its slot
+    # ranks that hold parity of each other, ascending; each rank is in one or in none
     parity_groups: tuple[tuple[int, ...], ...]
 
     @cached_property
@@ -43,7 +38,6 @@ class Placement:
 
     @cached_property
     def parity_group_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, its parity group; empty if it is in none."""
         found: list[tuple[int, ...]] = [() for _ in self.partners]
         for group in self.parity_groups:
             for rank in group:
@@ -56,11 +50,7 @@ class Placement:
 
     @cached_property
     def connected(self) -> tuple[int, ...]:
-        """Number the sets of ranks that exchange copies or parity: equal numbers, one set.
-
-        Example:
-            Partners ((2,), (3,), (0,), (1,)) → (0, 1, 0, 1).
-        """
+        """Number the sets of ranks that exchange copies or parity: partners ((2,), (3,), (0,), (1,)) → (0, 1, 0, 1)."""
         ties = [(rank, partner) for rank, partners in enumerate(self.partners) for partner in partners]
         ties += [(group[0], rank) for group in self.parity_groups for rank in group[1:]]
         return tied_together(len(self.partners), ties)
@@ -93,8 +83,6 @@ def place(topology: Topology, scheme: Scheme, domains: Sequence[tuple[str, ...]]
     losses, or as there are other nodes. A rank whose node has more ranks than the others also gets copies.
 
     Args:
-        topology: ranks and nodes.
-        scheme: the scheme that was asked for.
         domains: for each node its failure domains, outermost first; empty: nothing is known.
         recorded: parity groups of the run before. They are kept if they still make sense, so that a spare takes the
             place of a dead node and all other groups stay as they were.
@@ -155,11 +143,7 @@ def _recorded(topology: Topology, scheme: Scheme, recorded: Sequence[tuple[int, 
 
 
 def made(placement: Placement) -> str:
-    """Name what is made from a scheme: groups grow if the nodes cannot be divided, and shrink if there are few.
-
-    Example:
-        xor:4 over 11 nodes → "xor:6 and xor:5"; rs:6+2 over 3 nodes → "copy:2".
-    """
+    """Name what is made from a scheme: xor:4 over 11 nodes → "xor:6 and xor:5"; rs:6+2 over 3 nodes → "copy:2"."""
     parity = Counter(len(group) for group in placement.parity_groups)
     forms = [str(placement.scheme.sized(members)) for members, _ in parity.most_common()]
     copies = Counter(len(ranks) for ranks in placement.partners if ranks)

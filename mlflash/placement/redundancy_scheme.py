@@ -22,25 +22,17 @@ EXPECTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One scheme, with the numbers of a full group.
+    """One scheme, with the numbers of a full group."""
 
-    Attributes:
-        kind: "none", "copy", "xor" or "rs".
-        members: ranks of a group, all on different nodes.
-        losses: how many of them may be lost.
-    """
-
-    kind: str
-    members: int
-    losses: int
+    kind: str  # "none", "copy", "xor" or "rs"
+    members: int  # ranks of a group, all on different nodes
+    losses: int  # how many of them may be lost
 
     @property
     def parity(self) -> bool:
-        """Whether parity is made, and not copies."""
         return self.kind in ("xor", "rs")
 
     def sized(self, members: int) -> Scheme:
-        """The same scheme for a group of another size; the losses stay."""
         return dataclasses.replace(self, members=members)
 
     @property
@@ -58,11 +50,7 @@ class Scheme:
 
 
 def parse(text: str) -> Scheme:
-    """Read a scheme: ``parse("rs:6+2") == Scheme("rs", members=8, losses=2)``.
-
-    Raises:
-        ConfigError: it is not a scheme, or its numbers are out of range.
-    """
+    """Read a scheme: ``parse("rs:6+2") == Scheme("rs", members=8, losses=2)``. Raises ConfigError if it is none."""
     form = _FORM.fullmatch(text)
     scheme = None
     if form is not None:

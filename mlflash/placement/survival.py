@@ -32,15 +32,10 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Survival:
-    """What may be lost.
-
-    Attributes:
-        nodes: how many nodes there are.
-        limits: the redundancy groups; a loss that breaks none is survived.
-    """
+    """What may be lost."""
 
     nodes: int
-    limits: frozenset[Limit]
+    limits: frozenset[Limit]  # the redundancy groups; a loss that breaks none is survived
 
     def survives(self, lost: Iterable[int]) -> bool:
         """Whether every rank's slot is still there, or can be rebuilt, once these nodes are lost."""
@@ -84,8 +79,6 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
     """What a placement survives. Pure.
 
     Args:
-        topology: ranks and nodes.
-        placement: which rank protects which.
         shares: for each rank that shares state, the set and the number of its share: one node of the set has to stay.
     """
     node_of = topology.node_of
@@ -108,7 +101,6 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
 
 
 def _components(nodes: int, limits: Iterable[Limit]) -> list[tuple[list[int], list[Limit]]]:
-    """Cut the nodes into sets that no limit ties to each other."""
     number = tied_together(nodes, ((min(limit.nodes), node) for limit in limits for node in limit.nodes))
     found: dict[int, tuple[list[int], list[Limit]]] = {}
     for node in range(nodes):
@@ -141,7 +133,6 @@ def describe(survival: Survival, domains: Mapping[str, Sequence[str]] | None = N
     """Say in one line what may die without a committed step being lost.
 
     Args:
-        survival: of the placement.
         domains: for each kind of failure domain ("rack"), the name of each node's domain.
 
     Example:
@@ -196,11 +187,6 @@ def any_domain(survival: Survival, names: Sequence[str]) -> bool:
 def _crowded(limits: Iterable[Limit], names: Sequence[str], together: int) -> dict[tuple[str, ...], tuple[int, int]]:
     """Find the sets of so many domains that hold more nodes of a redundancy group than it may lose.
 
-    Args:
-        limits: the redundancy groups.
-        names: for each node, the name of its domain.
-        together: number of domains that are lost at once.
-
     Returns:
         For each such set, beginning with the domain of the lowest node: the most nodes of a group, and how many may be
         lost.
@@ -223,11 +209,7 @@ def _plural(kind: str) -> str:
 
 
 def too_close(topology: Topology, placement: Placement, domains: Mapping[str, Sequence[str]]) -> list[str]:
-    """Name the failure domains that hold more nodes of a redundancy group than it may lose, by kind.
-
-    Example:
-        ["rack A holds 3 nodes of a group that may lose 1"]
-    """
+    """Name the domains that hold too many nodes of a group: ["rack A holds 3 nodes of a group that may lose 1"]."""
     found = []
     limits = of(topology, placement).limits
     for kind, names in domains.items():

@@ -12,14 +12,9 @@ from functools import cached_property
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Where the ranks are.
+    """Where the ranks are."""
 
-    Args:
-        node_of: node index of each rank, nodes numbered by their lowest rank.
-        node_names: name of each node.
-    """
-
-    node_of: tuple[int, ...]
+    node_of: tuple[int, ...]  # node index of each rank, nodes numbered by their lowest rank
     node_names: tuple[str, ...]
 
     @cached_property
@@ -31,7 +26,6 @@ class Topology:
         return tuple(tuple(r) for r in ranks)
 
     def name_of(self, rank: int) -> str:
-        """Name of the node of a rank."""
         return self.node_names[self.node_of[rank]]
 
     def reader(self, rank: int, node: int) -> int:
@@ -56,11 +50,7 @@ def from_node_ids(node_ids: Sequence[tuple[int, str]]) -> Topology:
 
 
 def tied_together(count: int, ties: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Number the sets that ties make from 0 to ``count - 1``: equal numbers, one set; the number is its lowest member.
-
-    Example:
-        4 and the ties (0, 2), (3, 1) → (0, 1, 0, 1).
-    """
+    """Number the sets that ties make, by their lowest member: 4 and the ties (0, 2), (3, 1) → (0, 1, 0, 1)."""
     number = list(range(count))
 
     def root(member: int) -> int:

@@ -20,8 +20,7 @@ import numpy as np
 import xxhash
 
 from ..state.leaves import Entry, Tree
-from ..state.old_ranks import Group, OldRanks
-from ..state.rank_structure import RankStructure
+from ..state.old_ranks import Group, OldRanks, RankStructure
 from .ranks import Collectives
 
 _MOST = int(np.iinfo(np.int64).max)
@@ -35,7 +34,7 @@ class Described:
     """A rank of a checkpoint, described by a rank that has its slot or file.
 
     Attributes:
-        structure, row: see `rank_structure`.
+        structure, row: see `RankStructure`.
         plain: its plain leaves, by number.
         checks: 64-bit checksums of the tensors that it holds whole, by number.
         more: other data for all ranks.

@@ -17,8 +17,8 @@ from ..memory.own_slots import SlotFile, SlotId
 from ..memory.slot_header import Attempt
 from ..memory.wanted_step import WantedStep
 from ..placement.topology import Topology
+from ..redundancy.deduplication import SharingNews
 from ..redundancy.rank_checkpoint import ShareFiles
-from ..redundancy.shareable_leaves import SharingNews
 from .save_request import SaveRequest
 from .wanted_parts import WantedPart
 
@@ -163,7 +163,7 @@ class FindReplicas(Message):
 
 @dataclasses.dataclass(frozen=True)
 class SettleShared(Message):
-    """Agree on what is shared of a state not yet saved; the trainer answers as `shareable_leaves.Shareable`."""
+    """Agree on what is shared of a state not yet saved; the trainer answers as `deduplication.Shareable`."""
 
     held: Mapping[tuple[int, ...], int]
 

@@ -8,9 +8,7 @@ from typing import Protocol
 
 from ..errors import MlflashError, SaveFailed
 from ..memory.own_slots import SlotId
-from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import Shareable
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, Shareable
 
 
 @dataclasses.dataclass(eq=False)

@@ -10,7 +10,7 @@ from ..config import Config
 from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots, SlotFile, SlotId
-from ..redundancy.shareable_leaves import SharingNews, key_of
+from ..redundancy.deduplication import SharingNews, key_of
 from ..state.leaves import Leaf
 from ..telemetry.recorder import TrainerRecorder
 from .client import Client

@@ -10,13 +10,18 @@ stores one *share* of what they hold alike. The files of a share are equal on al
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+import xxhash
 
 from ..memory.slot_header import MAX_GROUP
 from ..placement.topology import Topology
-from ..state.layout import ALIGN_NBYTES, Layout, round_up
+from ..state.layout import ALIGN_NBYTES, Extents, Layout, round_up
+from ..state.leaves import Entry, Flat, live_bytes, replica_ranks
 
 Share = tuple[int, int]
 """A share of what a set of ranks holds alike: the lowest of these ranks, and the number of the share."""
@@ -24,21 +29,14 @@ Share = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """A set of ranks that hold the same state, as one of them sees it.
+    """A set of ranks that hold the same state, as one of them sees it."""
 
-    Attributes:
-        ranks: all of them, ascending.
-        siblings: those on this rank's node, ascending; the position in it is the number of the share.
-        rank: this one.
-    """
-
-    ranks: tuple[int, ...]
-    siblings: tuple[int, ...]
+    ranks: tuple[int, ...]  # all of them, ascending
+    siblings: tuple[int, ...]  # those on this rank's node, ascending; the position in it is the number of the share
     rank: int
 
     @property
     def share(self) -> int:
-        """Number of the share that this rank stores."""
         return self.siblings.index(self.rank)
 
     @property
@@ -51,9 +49,6 @@ def find(topology: Topology, ranks: Sequence[int], rank: int, losses: int) -> Sh
     """Find a rank's place among those that hold the same state; None if sharing gains nothing.
 
     Args:
-        topology: ranks and nodes.
-        ranks: those that hold the same state, including this one.
-        rank: this rank.
         losses: nodes that the scheme may lose: the copies must be on more.
 
     Returns:
@@ -70,11 +65,7 @@ def find(topology: Topology, ranks: Sequence[int], rank: int, losses: int) -> Sh
 
 
 def cuts(nbytes: int, shares: int) -> list[int]:
-    """Where the shares of so many bytes begin and end, ``shares + 1`` numbers.
-
-    Example:
-        1000 bytes in 2 shares → [0, 512, 1024]: whole 256-byte units, as equal as can be.
-    """
+    """Where the shares of so many bytes begin and end, in units of 256 bytes: 1000 in 2 shares → [0, 512, 1024]."""
     units = round_up(nbytes, ALIGN_NBYTES) // ALIGN_NBYTES
     return [units * share // shares * ALIGN_NBYTES for share in range(shares + 1)]
 
@@ -91,12 +82,7 @@ class Piece:
 
 
 def pieces(layout: Layout, shares: int) -> list[Piece]:
-    """Cut the shared leaves at the borders of the shares, in the order of the leaves; tied ones count once.
-
-    Args:
-        layout: of a rank's state.
-        shares: number of shares on a node.
-    """
+    """Cut the shared leaves at the borders of the shares, in the order of the leaves; tied ones count once."""
     found = []
     bounds = cuts(layout.shared_nbytes, shares)
     seen = set()
@@ -110,3 +96,104 @@ def pieces(layout: Layout, shares: int) -> list[Piece]:
             if start < end:
                 found.append(Piece(leaf, start - first, end - first, share, start - low))
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where a state goes, and the manifest that describes it."""
+
+    layout: Layout
+    manifest: bytes
+    private: frozenset[str]  # names of tensors of which each rank has its own
+    sharing: Sharing | None = None  # the ranks that hold some of it alike; None: nothing is shared
+    pieces: tuple[Piece, ...] = ()
+    # bytes of the manifest; -1: its actual size. In a courier that is a process, the manifest itself is empty here: it
+    # is in the slot
+    manifest_nbytes: int = -1
+
+    def __post_init__(self) -> None:
+        if self.manifest_nbytes < 0:
+            object.__setattr__(self, "manifest_nbytes", len(self.manifest))
+
+    @property
+    def nbytes(self) -> int:
+        share = self.share_extents
+        return self.layout.extents.nbytes + (0 if share is None else share.nbytes)
+
+    @property
+    def share_extents(self) -> Extents | None:
+        """Of the file of this rank's share; None: nothing is shared."""
+        if self.sharing is None:
+            return None
+        low, high = cuts(self.layout.shared_nbytes, len(self.sharing.siblings))[self.sharing.share :][:2]
+        return Extents(0, high - low, self.layout.extents.block_nbytes)
+
+
+# What other ranks may hold alike of a state, as plain data: comparing it with theirs needs no tensor
+
+
+FromTorch = Callable[[Iterable[int]], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareableLeaf:
+    """A leaf that has bytes of its own, and is not private to its rank."""
+
+    key: int  # the same on all ranks that have the same shard of a tensor of this name; see `key_of`
+    name: str
+    # for a DTensor, the ranks that hold the same shard by its placements; otherwise None
+    replicas: tuple[int, ...] | None
+
+
+class Shareable(Protocol):
+    """The courier's questions about a state that ranks may share. Nothing here is collective."""
+
+    def shareable(self) -> list[ShareableLeaf]:
+        """List what other ranks may hold alike in a state that is not settled yet; the trainer does not change it."""
+
+    def digests(self, keys: Collection[int]) -> dict[int, int]:
+        """Make checksums of some of these leaves, by key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharingNews:
+    """What ranks share, as far as they have agreed on it."""
+
+    sharing: Sharing | None = None  # the ranks that share; None: each rank stores all of its own
+    agreed: frozenset[int] = frozenset()  # keys of the leaves that they hold alike; see `key_of`
+    version: int = 0  # grows when less is shared than before
+
+
+def shareable(flat: Flat, from_torch: FromTorch) -> list[ShareableLeaf]:
+    """List the leaves of a state that other ranks may hold alike."""
+    return [
+        ShareableLeaf(
+            key_of(leaf.entry), leaf.entry.name, None if leaf.whole is None else from_torch(replica_ranks(leaf.whole))
+        )
+        for leaf in flat.leaves
+        if leaf.tie < 0 and leaf.entry.nbytes and leaf.entry.name not in flat.structure.private
+    ]  # fmt: skip
+
+
+def digests(flat: Flat, keys: Collection[int]) -> dict[int, int]:
+    """Make a checksum of each leaf with one of some keys, as they are now. Not collective; it reads all their bytes."""
+    return {
+        key: xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
+        for leaf in flat.leaves
+        if leaf.tie < 0 and (key := key_of(leaf.entry)) in keys
+    }
+
+
+def replica_nbytes(flat: Flat | None, from_torch: FromTorch) -> dict[tuple[int, ...], int]:
+    """Count the bytes of DTensors by the ranks that hold the same of them."""
+    nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for leaf in flat.leaves if flat is not None else ():
+        if leaf.whole is not None and leaf.tie < 0:
+            nbytes[from_torch(replica_ranks(leaf.whole))] += leaf.entry.nbytes
+    return dict(nbytes)
+
+
+def key_of(entry: Entry) -> int:
+    """Return the key of a shard of a tensor, made from its name, type, shape and place in the whole."""
+    same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
+    return xxhash.xxh3_64_intdigest(repr(same).encode())

@@ -46,7 +46,6 @@ _POWER, _LOG = _powers()
 
 
 def _times(a: np.ndarray | int, b: np.ndarray | int) -> np.ndarray:
-    """Multiply in GF(256), element by element."""
     product: np.ndarray = _POWER[_LOG[a] + _LOG[b]]
     return product
 
@@ -64,9 +63,6 @@ def matrix(data: int, have: Sequence[int], want: Sequence[int]) -> np.ndarray:
 
     Example:
         ``matrix(3, (0, 1, 2), (3, 4))`` → ``[[1, 1, 1], [1, 2, 4]]``; ``matrix(3, (0, 2, 3), (1,))`` → ``[[1, 1, 1]]``.
-
-    Raises:
-        ValueError: too few or too many units, one of them twice, or one that does not exist.
     """
     return _matrix(operator.index(data), tuple(map(operator.index, have)), tuple(map(operator.index, want)))
 
@@ -96,7 +92,6 @@ def _parity(data: int, number: int) -> np.ndarray:
 
 
 def _invert(square: np.ndarray) -> np.ndarray:
-    """Invert a matrix by Gauss-Jordan elimination."""
     size = len(square)
     both = np.hstack([square, np.eye(size, dtype=np.uint8)])
     for i in range(size):
@@ -213,11 +208,7 @@ def _tables(isal: ctypes.CDLL, rows: bytes, wanted: int, units: int) -> ctypes.A
 
 
 def library() -> str:
-    """Say what :func:`combine` uses: ``ISA-L (file)`` or ``numpy``.
-
-    Raises:
-        ConfigError: MLFLASH_ISAL names a library that cannot be used.
-    """
+    """Say what :func:`combine` uses: ``ISA-L (file)`` or ``numpy``. Raises ConfigError if MLFLASH_ISAL is unusable."""
     isal = _isal()
     return "numpy" if isal is None else f"ISA-L ({isal[0]})"
 
@@ -236,11 +227,7 @@ def _isal() -> tuple[str, ctypes.CDLL] | None:
 
 
 def _tried(isal: ctypes.CDLL) -> ctypes.CDLL:
-    """Let a library encode a little, and compare: a library that computes something else must not be used.
-
-    Raises:
-        OSError: it computes something else.
-    """
+    """Let a library encode a little, and compare. Raises OSError if it computes something else: it must not be used."""
     units = np.arange(6 * 256, dtype=np.uint64).view(np.uint8).reshape(6, -1) * np.uint8(37)
     theirs, ours = np.empty((3, units.shape[1]), np.uint8), np.empty((3, units.shape[1]), np.uint8)
     coefficients = matrix(6, range(6), range(6, 9))

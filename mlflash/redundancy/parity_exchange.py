@@ -65,17 +65,11 @@ class Blocks(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What one rank does for a list of tasks.
+    """What one rank does for a list of tasks."""
 
-    Attributes:
-        sends: blocks that it sends: receiver, message tag, block.
-        codes: tasks that it codes, by number.
-        takes: blocks that it receives: sender, message tag, block.
-    """
-
-    sends: list[tuple[int, int, Unit]]
-    codes: list[tuple[int, Task]]
-    takes: list[tuple[int, int, Unit]]
+    sends: list[tuple[int, int, Unit]]  # blocks that it sends: receiver, message tag, block
+    codes: list[tuple[int, Task]]  # tasks that it codes, by number
+    takes: list[tuple[int, int, Unit]]  # blocks that it receives: sender, message tag, block
 
 
 def roles_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -> Roles:
@@ -96,13 +90,7 @@ def roles_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -
 
 
 class ParityExchange:
-    """Buffers of the blocks that are coded here.
-
-    Args:
-        world: the communicators.
-        block_nbytes: bytes of the longest block.
-        units: units of a stripe, data and parity.
-    """
+    """Buffers of the blocks that are coded here, for the ``units`` of a stripe, data and parity."""
 
     def __init__(self, world: World, block_nbytes: int, units: int):
         self.block_nbytes = block_nbytes
@@ -111,12 +99,7 @@ class ParityExchange:
         self._free = list(range(len(self._lanes)))
 
     def moves(self, roles: Roles, blocks: Blocks) -> list[Operation]:
-        """This rank's part in some tasks, as operations whose result is whether every block was whole.
-
-        Args:
-            roles: see `roles_of`.
-            blocks: the blocks that they are about.
-        """
+        """This rank's part in some tasks, as operations whose result is whether every block was whole."""
         sends = (self._send_block(coder, tag, unit, blocks) for coder, tag, unit in roles.sends)
         codes = (self._code(number, task, blocks) for number, task in roles.codes)
         takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in roles.takes)
@@ -185,7 +168,6 @@ class ParityExchange:
         return True
 
     def _send(self, peer: int, tag: int, raw: np.ndarray, check: int | None) -> Operation:
-        """Send a block, and its checksum if there is one."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.array([check or 0], dtype="<u8")
         requests = [comm.Isend([raw, mpi.BYTE], peer, tag + _BODY)]

@@ -21,23 +21,15 @@ ShareFiles = dict[tuple[int, Share], int]
 
 @dataclasses.dataclass
 class RankCheckpoint:
-    """One rank's checkpoint for reading: its slot, and the shares of what it holds like others.
+    """One rank's checkpoint for reading: its slot, and the shares of what it holds like others."""
 
-    Attributes:
-        slot: verified.
-        manifest: of the slot.
-        shares: files of this node, verified; empty if nothing is shared.
-        files: where the shares of all nodes are.
-    """
-
-    slot: Slot
+    slot: Slot  # verified
     manifest: Manifest
-    shares: list[Slot]
-    files: ShareFiles
+    shares: list[Slot]  # files of this node, verified; empty if nothing is shared
+    files: ShareFiles  # where the shares of all nodes are
 
     @property
     def header(self) -> Header:
-        """Of the slot."""
         assert self.slot.header is not None
         return self.slot.header
 
@@ -65,14 +57,7 @@ class RankCheckpoint:
 
 
 def open_rank_checkpoint(open_file: Callable[[int], Slot], node: int, slot: Slot, files: ShareFiles) -> RankCheckpoint:
-    """Combine a slot and its shares on this node, for reading; the caller unmaps them.
-
-    Args:
-        open_file: maps the file of a number.
-        node: index of this node.
-        slot: verified.
-        files: where shares are.
-    """
+    """Combine a slot and its shares on this node, for reading; the caller unmaps them."""
     home = RankCheckpoint(slot, slot.manifest(), [], files)
     shared = home.manifest.shared
     for number in range(0 if shared is None else shared.shares):

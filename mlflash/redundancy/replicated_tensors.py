@@ -23,8 +23,7 @@ from ..memory.slot import Slot
 from ..mpi.world import World
 from ..state.layout import Layout
 from . import deduplication
-from .shareable_leaves import ShareableLeaf, key_of
-from .slot_plan import Plan
+from .deduplication import Plan, ShareableLeaf, key_of
 
 log = logging.getLogger("mlflash")
 
@@ -38,19 +37,9 @@ class ReplicatedTensors:
     Collective over the world.
 
     Args:
-        world: the communicators.
         members: the ranks that hold the same state as this one, ascending.
         patterns: of the names of what they hold alike.
         placed: only those tensors are alike that are DTensors replicated on these ranks by their placements.
-
-    Attributes:
-        members: the ranks that hold the same state as this one, ascending.
-        sharing: how they share it; None: each stores all of its own.
-        shares: for each rank of the world that shares state, the set and the number of its share.
-        version: grows when less is shared than before.
-        agreed: keys of the leaves that all members hold alike.
-        diverged: how many tensors were found to differ.
-        differed_at: the newest step at which any did; None: none has.
 
     Raises:
         ConfigError: on all ranks, if the ranks do not name each other.
@@ -59,10 +48,10 @@ class ReplicatedTensors:
     def __init__(self, world: World, members: Sequence[int], patterns: Sequence[str] = ("*",), placed: bool = False):
         self._world, self._placed = world, placed
         self.members = list(members)
-        mine = (self.members[0], len(self.members), xxhash.xxh3_64_intdigest(repr(self.members).encode()))
-        given = world.gather(mine)
+        own = (self.members[0], len(self.members), xxhash.xxh3_64_intdigest(repr(self.members).encode()))
+        given = world.gather(own)
         error: MlflashError | None = None
-        if any(given[rank] != mine for rank in self.members):
+        if any(given[rank] != own for rank in self.members):
             error = ConfigError("replicated= differs between ranks that name each other", rank=world.rank,
                                 expected=f"{named(self.members)} on each of them")  # fmt: skip
         world.raise_together(error)
@@ -70,38 +59,36 @@ class ReplicatedTensors:
         self._comm = world.split(min(self.members))
         self._apart: set[str] = set()  # tensors not compared: private, not on all ranks, or reported already
         self._blocks: tuple[Layout, np.ndarray, list[tuple[int, int]]] | None = None
-        self.agreed: frozenset[int] = frozenset()
+        self.agreed: frozenset[int] = frozenset()  # keys of the leaves that all members hold alike
         self._provisional = False
-        self.sharing: deduplication.Sharing | None = None
+        self.sharing: deduplication.Sharing | None = None  # how they share it; None: each stores all of its own
+        # for each rank of the world that shares state, the set and the number of its share
         self.shares: dict[int, deduplication.Share] = {}
+        # diverged: how many tensors were found to differ
+        # version: grows when less is shared than before
         self.version = self.diverged = 0
-        self.differed_at: int | None = None
+        self.differed_at: int | None = None  # the newest step at which any did; None: none has
 
     def share(self, losses: int) -> None:
         """Share what is held alike, if the copies are on more nodes than may be lost. Collective over the world."""
         world = self._world
         self.sharing = deduplication.find(world.topology, self.members, world.rank, losses)
-        mine = None if self.sharing is None else (self.sharing.by, self.sharing.share)
-        self.shares = {rank: share for rank, share in enumerate(world.gather(mine)) if share is not None}
+        own = None if self.sharing is None else (self.sharing.by, self.sharing.share)
+        self.shares = {rank: share for rank, share in enumerate(world.gather(own)) if share is not None}
 
     def free(self) -> None:
-        """Free the communicator. Collective over the world."""
         if self._comm is not None:
             self._world.drop(self._comm)
 
     def settle(self, leaves: Sequence[ShareableLeaf] | None, digests: Callable[[Collection[int]], Mapping[int, int]],
                able: bool = True, step: int | None = None) -> bool:  # fmt: skip
-        """Agree on what of a state is shared: what all members have, and have alike now. Collective over the group.
+        """Agree on what all members have alike, and share it; whether that is settled. Collective over the group.
 
         Args:
             leaves: of a structure that was not settled before; None: there is nothing new on this rank.
-            digests: makes checksums of leaves, by their keys.
             able: False: this rank has no state, so that nothing can be settled.
             step: named in a warning about what differs. None: it is settled again before the first save, because ranks
                 may still get the same values.
-
-        Returns:
-            Whether it is settled.
         """
         if self._world.agree([int(leaves is None)], self._comm)[0]:
             return True
@@ -109,9 +96,9 @@ class ReplicatedTensors:
             self.agreed = frozenset()
         self._provisional = step is None
         names = {leaf.key: leaf.name for leaf in leaves or () if self._may_share(leaf) and leaf.key not in self.agreed}
-        mine = digests(names.keys()) if names else {}
+        checks = digests(names.keys()) if names else {}
         settled = bool(self._world.agree([int(able)], self._comm)[0])
-        alike, others = self._sort_out(mine)
+        alike, others = self._sort_out(checks)
         self.agreed |= alike
         if step is not None:
             differ = _differing(names, others)
@@ -132,19 +119,17 @@ class ReplicatedTensors:
         Collective over the group: usually one allreduce.
 
         Args:
-            plan: what is shared.
             checks: a number for each leaf that is shared; None: this rank could not save.
-            step: named in the warning.
 
         Returns:
             Why this step cannot be committed.
         """
-        mine = {}
+        own = {}
         names = {}
         if plan is not None and checks is not None:
             names = {key_of(entry): entry.name for entry in plan.layout.entries}
-            mine = {key_of(plan.layout.entries[leaf]): check for leaf, check in checks.items()}
-        number = xxhash.xxh3_64_intdigest(repr(sorted(mine.items())).encode()) & _POSITIVE
+            own = {key_of(plan.layout.entries[leaf]): check for leaf, check in checks.items()}
+        number = xxhash.xxh3_64_intdigest(repr(sorted(own.items())).encode()) & _POSITIVE
         low, high, able = self._world.agree([number, -number, int(checks is not None)], self._comm)
         if low == -high and able:
             return None
@@ -152,7 +137,7 @@ class ReplicatedTensors:
             failed = SaveFailed("a rank that shares state with this one could not save it", step=step)
             failed.follows = True
             return failed
-        _, others = self._sort_out(mine)
+        _, others = self._sort_out(own)
         self.version += bool(others.keys() & self.agreed)
         self.agreed -= others.keys()
         differ = _differing(names, others)
@@ -162,23 +147,23 @@ class ReplicatedTensors:
         return SaveFailed(f"ranks that share state hold different values of {what}: the step before is kept, and the "
                           "next save stores each rank's own", step=step)  # fmt: skip
 
-    def _sort_out(self, mine: Mapping[int, int]) -> tuple[set[int], dict[int, dict[int, list[int]]]]:
+    def _sort_out(self, own: Mapping[int, int]) -> tuple[set[int], dict[int, dict[int, list[int]]]]:
         """Find the keys for which all members have the same number; and for the others, which ranks have which.
 
         Collective over the group. If all have the same keys, which is usual, two allreduces are enough, however many
         members there are; only what differs is gathered.
         """
-        keys = sorted(mine)
+        keys = sorted(own)
         number = xxhash.xxh3_64_intdigest(np.array(keys, dtype="<u8").tobytes()) & _POSITIVE
         low, high = self._world.agree([number, -number], self._comm)
         alike: set[int] = set()
         if low == -high:
-            checks = [mine[key] & _POSITIVE for key in keys]
+            checks = [own[key] & _POSITIVE for key in keys]
             found = self._world.agree([*checks, *(-check for check in checks)], self._comm) if keys else []
             alike = {key for key, least, most in zip(keys, found, found[len(keys) :], strict=False) if least == -most}
             if len(alike) == len(keys):
                 return alike, {}
-        rest = [(key, check) for key, check in mine.items() if key not in alike]
+        rest = [(key, check) for key, check in own.items() if key not in alike]
         table = np.array(rest, dtype="<u8").reshape(-1, 2)
         holders: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
         for rank, theirs in zip(self.members, self._world.gather(table, self._comm), strict=True):
@@ -195,11 +180,6 @@ class ReplicatedTensors:
 
         Does nothing if ranks share, because they have compared before, or if nobody said what is alike. Collective over
         the group: usually one allreduce of two numbers.
-
-        Args:
-            slot: the committed slot.
-            plan: what is in it.
-            step: named in the warning.
         """
         if len(self.members) == 1 or self.sharing is not None or self._placed:
             return
@@ -208,8 +188,8 @@ class ReplicatedTensors:
         if not plan.private <= self._apart:
             self._apart |= plan.private
             self._blocks = None
-        mine = self._one_number(slot, layout)
-        low, high = self._world.agree([mine, -mine], self._comm)
+        number = self._one_number(slot, layout)
+        low, high = self._world.agree([number, -number], self._comm)
         if low != -high:
             self._compare_each(slot, layout, step)
         self._world.waiting_for = ()
@@ -225,16 +205,16 @@ class ReplicatedTensors:
 
     def _compare_each(self, slot: Slot, layout: Layout, step: int) -> None:
         payload = slot.payload(layout.extents)
-        mine = {}
+        checks = {}
         names = {}
         for entry in layout.entries:
             if entry.nbytes and entry.name not in self._apart:
                 key = key_of(entry)
                 names[key] = entry.name
-                mine[key] = xxhash.xxh3_64_intdigest(payload[entry.start : entry.start + entry.nbytes].data)
-        _, others = self._sort_out(mine)
+                checks[key] = xxhash.xxh3_64_intdigest(payload[entry.start : entry.start + entry.nbytes].data)
+        _, others = self._sort_out(checks)
         differ = _differing(names, others)
-        alone = {names[key] for key, by in others.items() if key in mine and not self._on_all(by)}
+        alone = {names[key] for key, by in others.items() if key in checks and not self._on_all(by)}
         self._apart |= alone | differ.keys()
         self._blocks = None
         self._warn(differ, step)
@@ -243,10 +223,10 @@ class ReplicatedTensors:
         self.diverged += len(differ)
         self.differed_at = step if differ else self.differed_at
         # The first rank that holds a tensor reports it.
-        told = {name: parties for name, parties in differ.items() if min(map(min, parties)) == self._world.rank}
-        if told:
+        reported = {name: parties for name, parties in differ.items() if min(map(min, parties)) == self._world.rank}
+        if reported:
             where = self._world.topology.name_of
-            texts = [f"{name} ({parties_in_words(parties, where)})" for name, parties in told.items()]
+            texts = [f"{name} ({parties_in_words(parties, where)})" for name, parties in reported.items()]
             log.warning(
                 "step %d is not the same on %s, though it should be: %s. A device may compute wrong "
                 "results, or the ranks may not exchange what they should. If it differs on purpose, ignore this; "
@@ -259,7 +239,6 @@ def whole_blocks(layout: Layout, apart: set[str]) -> tuple[np.ndarray, list[tupl
     """The blocks whose checksums can be compared as they are, and the other pieces of the body.
 
     Args:
-        layout: of the slot.
         apart: names of tensors that are not compared; the manifest is not compared either.
 
     Returns:
@@ -290,15 +269,10 @@ def _differing(names: Mapping[int, str], holders: Mapping[int, dict[int, list[in
 
 
 def parties_in_words(parties: list[list[int]], node_of: Callable[[int], str]) -> str:
-    """Say which ranks differ from which: the minority from the majority, and where these are if more than half agree.
-
-    Args:
-        parties: ranks that have the same values.
-        node_of: returns the name of a rank's node.
-    """
+    """Say which ranks differ from which: the minority from the majority, and where if more than half agree."""
     usual = max(parties, key=lambda ranks: (len(ranks), -min(ranks)))
     odd = sorted(rank for ranks in parties if ranks is not usual for rank in ranks)
     is_clear = 2 * len(usual) > sum(map(len, parties))
     where = ", ".join(sorted({node_of(rank) for rank in odd})[:_NAMED]) if is_clear else ""
-    said = f"{named(odd)} on {where}" if where else named(odd)
-    return f"{said} differ{'s' * (len(odd) == 1)} from {ranges(usual)}"
+    minority = f"{named(odd)} on {where}" if where else named(odd)
+    return f"{minority} differ{'s' * (len(odd) == 1)} from {ranges(usual)}"

@@ -19,8 +19,8 @@ from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.slot import Slot, Use, table_check
 from ..memory.slot_header import HEADER_NBYTES, Attempt, Header, Kind, unpack
+from ..mpi.fabric import OpenMemory
 from ..mpi.nonblocking import Operation, done
-from ..mpi.rma_windows import OpenMemory
 from ..mpi.send_rate import AT_ONCE, SendRate
 from ..mpi.world import World
 from ..state.layout import PAGE_NBYTES, Extents
@@ -40,11 +40,8 @@ class Source:
     """A slot that is sent; if it is not sealed yet, its checksums are made during the transfer.
 
     Args:
-        slot: the slot.
-        extents: its parts.
         seal: called with the checksum of the finished table; makes the header, or returns None if the slot must stay
             unsealed (then the receiver refuses it, too). None for a slot that is sealed already.
-        pace: how fast it is sent.
         look: told up to which block there are checksums: bytes that were just read are cheap to check.
     """
 
@@ -109,8 +106,6 @@ def send(world: World, peer: int, source: Source, window: Callable[[int], tuple[
     """Send a slot; the operation's result is whether the peer has it whole.
 
     Args:
-        peer: the receiver.
-        source: what to send.
         window: for the transport rma: gives, for the number that the receiver names, its window and target rank; None
             for p2p.
     """
@@ -157,10 +152,7 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
     """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
 
     Args:
-        peer: the sender.
         slot: where it goes; large enough for ``extents``.
-        extents: as offered.
-        is_wanted: whether its header is the expected one.
         window: for the transport rma: the window that exposes ``slot``, and the number that identifies it to the
             sender; None for p2p.
     """

@@ -14,8 +14,7 @@ from ..memory.slot_header import Verdict
 from ..memory.wanted_step import WantedStep
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
-from ..storage import other_formats
-from ..storage.store import Store, open_store
+from ..storage.store import Store, find_other_format, open_store
 from . import from_memory
 from .found import FoundElsewhere
 
@@ -88,7 +87,7 @@ class Sources:
         """Warn of checkpoints of other libraries in the directory: training would begin anew without a word."""
         if store is None or self._context.world.rank != 0 or self._context.config.fresh:
             return
-        if (found := other_formats.find(store)) is not None:
+        if (found := find_other_format(store)) is not None:
             log.warning("nothing is restored, but %s has a checkpoint of %s. mlflash restores what it saved itself: "
                         "load that checkpoint as before, or see mlflash import", *found)  # fmt: skip
 

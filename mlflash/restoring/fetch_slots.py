@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..memory.slot import Slot, Use
 from ..memory.slot_header import Header
-from ..mpi.rma_windows import OpenMemory
+from ..mpi.fabric import OpenMemory
 from ..redundancy.slot_transfer import Source, offer, receive, send
 from ..startup.context import Context
 

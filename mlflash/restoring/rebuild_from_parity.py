@@ -17,8 +17,7 @@ import numpy as np
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.inventory import Place
-from ..memory.parity_file import Head, heads_blocks, read_heads
-from ..memory.parity_layout import Stripes, Task, Unit
+from ..memory.parity_layout import Head, Stripes, Task, Unit, heads_blocks, read_heads
 from ..memory.slot import Slot, Use
 from ..memory.slot_header import unpack
 from ..mpi.send_rate import AT_ONCE

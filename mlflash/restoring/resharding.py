@@ -27,8 +27,8 @@ from ..memory.slot import Slot
 from ..protocol.messages import CommitRestored, MakeRoom
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart, items
+from ..redundancy.deduplication import Plan
 from ..redundancy.rank_checkpoint import RankCheckpoint
-from ..redundancy.slot_plan import Plan
 from ..saving.pending_save import PendingSave
 from ..saving.snapshot import Snapshot
 from ..saving.staging import Staging

@@ -14,26 +14,27 @@ becomes the one outcome that all ranks agree on, as text, and the next save cont
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from ..crash_points import reach
-from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
+from ..errors import CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Header, Verdict
 from ..protocol.save_request import SaveRequest, Trainer
+from ..redundancy.deduplication import Plan
 from ..redundancy.slot_transfer import Source
 from ..startup.certification import Saved
 from ..startup.context import Context
 from ..startup.grow_slots import needs_room
-from ..state.layout import Extents
-from ..value_checks.examiner import in_words
-from .phase_times import PhaseTimes
+from ..state.layout import Extents, Layout
+from ..value_checks.examiner import Examination, Finding, Stored, in_words
 from .staging import all_checks
-from .value_looks import ValueLooks, tell
 
 log = logging.getLogger("mlflash")
 
@@ -65,50 +66,35 @@ class CommitListener(Protocol):
 
 
 class Save:
-    """One save that the courier is working on.
-
-    Args:
-        request: what the trainer asks for.
-        trainer: answers questions during the save.
-        context: of this rank.
-
-    Attributes:
-        step: the training step.
-        attempt: its number, which the ranks agree on when they announce it.
-        slot, share: where the state is staged; None: nowhere.
-        plan, inode, checks, problem: of the request; made or found later if it says so.
-        skipped: whether all ranks skip it because the slots of one rank are busy.
-        drains_idle: whether no drain is running: at first on this rank, and on any rank once that was agreed on.
-        drain_asked: whether a drain was asked for: at first on this rank, and on any rank once that was agreed on.
-        mends: whether damage at rest is repaired before it; the same on all ranks.
-        is_restored: whether it is an older checkpoint that was put together again: what is newer in memory stays.
-        is_suspect: whether the values of any rank are suspect, once that was agreed on.
-        is_given_up: whether it may be overwritten at once, because an older step is kept.
-        due: what may be certified now that this save is committed.
-        looks: the checks of the values of this rank, once the save is announced.
-        times: how long each of its phases takes on this rank.
-    """
+    """One save that the courier is working on."""
 
     def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
         self.request, self.trainer, self.step = request, trainer, request.step
-        self.attempt = Attempt(bytes(16), 0)
+        self.attempt = Attempt(bytes(16), 0)  # its number, which the ranks agree on when they announce it
         handed = {name: slot for (name, _), slot in zip(request.filled, context.pool.receive(request.filled, request),
                                                         strict=True)}  # fmt: skip
+        # slot, share: where the state is staged; None: nowhere
         self.slot: Slot | None = next((slot for name, slot in handed.items() if not name.is_share), None)
         self.share: Slot | None = next((slot for name, slot in handed.items() if name.is_share), None)
+        # plan, inode, checks, problem: of the request; made or found later if it says so
         self.plan, self.inode, self.checks, self.problem = request.plan, request.inode, request.checks, request.problem
         self.is_settled = not request.is_unsettled
-        self.skipped = False
+        self.skipped = False  # whether all ranks skip it because the slots of one rank are busy
+        # mends: whether damage at rest is repaired before it; the same on all ranks
+        # drain_asked: whether a drain was asked for: at first on this rank, and on any rank once that was agreed on
+        # drains_idle: whether no drain is running: at first on this rank, and on any rank once that was agreed on
         self.drains_idle, self.drain_asked, self.mends = True, False, False
+        # whether it is an older checkpoint that was put together again: what is newer in memory stays
         self.is_restored = is_restored
+        # is_given_up: whether it may be overwritten at once, because an older step is kept
+        # is_suspect: whether the values of any rank are suspect, once that was agreed on
         self.is_suspect = self.is_given_up = False
-        self.due: Saved | None = None
+        self.due: Saved | None = None  # what may be certified now that this save is committed
         self.looks: ValueLooks | None = None
         self.times = PhaseTimes(lambda: context.world.waited_s, request.filled_s - request.begun_s)
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether the trainer waits for room in the slots."""
         return self.request.waits_for_room
 
     @property
@@ -123,8 +109,6 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
     """Run one save to its end. Collective over the world.
 
     Args:
-        save: the save.
-        context: of this rank.
         committed_now: called once it is committed, before the snapshot says so.
 
     Raises:
@@ -206,12 +190,12 @@ def _announce(save: Save, context: Context) -> bool:
     extents = save.extents
     demand = context.protection.offer(pool, extents)
     if extents is not None and save.slot is not None:
-        mine = [(save.slot, pool.own, extents)]
+        own = [(save.slot, pool.own, extents)]
         if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
-            mine.append((save.share, pool.shares, save.plan.share_extents))
-        demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # own slots first: training waits for them
+            own.append((save.share, pool.shares, save.plan.share_extents))
+        demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
         if save.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
-            demand += [(other, size.nbytes) for slot, pair, size in mine for other in pair if other is not slot]
+            demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.step
@@ -372,12 +356,12 @@ def _confirm(save: Save, context: Context) -> None:
 
 
 def _share_header(save: Save, context: Context, check: int) -> Header | None:
-    mine = _header(save, context, check)
+    header = _header(save, context, check)
     plan = save.plan
-    if mine is None or plan is None or plan.sharing is None or plan.share_extents is None:
+    if header is None or plan is None or plan.sharing is None or plan.share_extents is None:
         return None
     return dataclasses.replace(
-        mine, manifest_nbytes=0, extents=plan.share_extents, group=plan.sharing.siblings, share=plan.sharing.share
+        header, manifest_nbytes=0, extents=plan.share_extents, group=plan.sharing.siblings, share=plan.sharing.share
     )
 
 
@@ -399,3 +383,184 @@ def _header(save: Save, context: Context, check: int) -> Header | None:
         job=context.config.job, group=context.protection.group,
         shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by, mark=context.config.mark,
     )  # fmt: skip
+
+
+class PhaseTimes:
+    """The phases of one save; ``waited_s`` returns how long the courier has waited for anything so far."""
+
+    def __init__(self, waited_s: Callable[[], float], copy_s: float):
+        self._waited_s = waited_s
+        self._since, self._waited = time.perf_counter(), waited_s()
+        self.took = {"training": 0.0, "copy": max(0.0, copy_s), "deferred": 0.0, "checksums": 0.0, "transfer": 0.0}
+
+    @contextlib.contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Count the time of a ``with`` block as a phase, including its waits."""
+        began, waited = time.perf_counter(), self._waited_s()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self.took[phase] += seconds
+            self._since += seconds
+            self._waited += self._waited_s() - waited
+
+    def begin_announcing(self) -> None:
+        """Note that this rank is ready to save: from now on it waits for other ranks to come to the save."""
+        self._waited = self._waited_s()
+
+    def announced(self) -> None:
+        """Note that all ranks have come to this save."""
+        self.took["training"] = self._waited_s() - self._waited
+        self._since, self._waited = time.perf_counter(), self._waited_s()
+
+    def protected(self) -> None:
+        """Note that this rank is ready to agree on the commit."""
+        self.took["transfer"] = self._waited_s() - self._waited
+        self.took["checksums"] = max(0.0, time.perf_counter() - self._since - self.took["transfer"])
+
+
+class Commits:
+    """Runs saves to their end, for the courier. It is collective, and so are ``heal`` and ``mend``."""
+
+    def __init__(self, context: Context, drains: CommitListener, heal: Callable[[Slot], None],
+                 mend: Callable[[], None]):  # fmt: skip
+        self._context, self._drains, self._heal, self._mend = context, drains, heal, mend
+
+    def bring_to_end(self, request: SaveRequest, trainer: Trainer) -> None:
+        """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks."""
+        context, start = self._context, time.perf_counter()
+        save = Save(request, trainer, context)
+        save.mends = True
+        try:
+            while True:
+                if context.unhealed is not None:
+                    self._heal(context.unhealed)
+                save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
+                try:
+                    run(save, context, lambda: self._committed(save))
+                    break
+                except OneAhead:
+                    context.world.job_number += 1
+                except MendFirst:
+                    self._mend_first(trainer)
+            if save.is_given_up and self._context.world.rank == 0:
+                log.warning("step %d is not kept because its values are suspect, and memory keeps the good step "
+                            "before it; mark_good(%d) accepts the values", save.step, save.step)  # fmt: skip
+            if save.due is not None and certify(self._context, save.due):
+                self._drains.certified(save.due.attempt)
+            self._compare_replicas(save)
+        except MlflashError as error:
+            context.recorder.failed(request.step, error)
+            raise
+        except BaseException as error:
+            world = context.world
+            world.end_if_mpi_failed(error)
+            trainer.ended(SaveFailed(f"the courier failed: {text_of(error)}", rank=world.rank, node=world.node_name,
+                                     step=request.step))  # fmt: skip
+            raise
+        finally:
+            context.recorder.seconds["protect and commit"] += time.perf_counter() - start
+
+    def _mend_first(self, trainer: Trainer) -> None:
+        """Repair damage; afterwards no rank reports damage any more."""
+        try:
+            self._mend()
+        except MlflashError as error:
+            trainer.ended(error)
+            raise
+
+    def _committed(self, save: Save) -> None:
+        recorder = self._context.recorder
+        if not save.is_given_up:
+            self._context.unhealed = None  # a newer step has full redundancy
+        self._drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
+        recorder.holds(self._context.pool.nbytes)
+        age_s = time.perf_counter() - save.request.begun_s
+        recorder.committed(save.step, age_s, save.attempt.generation)
+
+    def _compare_replicas(self, save: Save) -> None:
+        replicas = self._context.replicas
+        is_there = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
+        if replicas is not None and is_there and save.slot is not None and save.plan is not None:
+            replicas.compare(save.slot, save.plan, save.step)
+
+
+# What is suspect in the values of a save, checked while their checksums are made
+
+
+class ValueLooks:
+    """The value checks of one save on this rank."""
+
+    def __init__(self, context: Context, generation: int):
+        self._examiner, self._generation = context.examiner, generation
+        self._begun: list[Examination] = []
+
+    def of_slot(self, plan: Plan, slot: Slot) -> Callable[[int], None]:
+        """Return a function that is told up to which block the slot has checksums."""
+        layout = plan.layout
+        return self._begin(slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout))
+
+    def of_share(self, plan: Plan, share: Slot) -> Callable[[int], None]:
+        """The same for this rank's share of what several ranks hold alike."""
+        return self._begin(share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan))
+
+    def _begin(self, slot: Slot, extents: Extents | None, key: object, stored: Callable[[], Iterator[Stored]]
+               ) -> Callable[[int], None]:  # fmt: skip
+        if not self._examiner.is_on or extents is None:
+            return lambda block: None
+        self._begun.append(self._examiner.begin(slot, extents, key, stored, self._generation))
+        return self._begun[-1].look
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for one in self._begun for finding in one.findings]
+
+
+def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
+    """Let the recorder report what is suspect on this rank, if anything is."""
+    if findings:
+        context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
+
+
+def certify(context: Context, due: Saved) -> bool:
+    """Check all values of an attempt that training continued from, and certify it. Collective over the world."""
+    findings = _findings_in_all(context, due)
+    differed = context.replicas is not None and context.replicas.differed_at == due.step
+    is_good, is_suspect = findings == [] and not differed, bool(findings) or differed
+    all_good, none_suspect = context.world.agree([int(is_good), int(not is_suspect)])
+    if all_good or not none_suspect:
+        for slot in context.pool.holding(due.attempt):
+            slot.record_verdict(due.attempt, Verdict.CERTIFIED if all_good else Verdict.SUSPECT)
+    context.certification.tried(bool(all_good))
+    if all_good:
+        context.recorder.certified(due.step)
+    context.pool.hold_only(context.certification.held)
+    return bool(all_good)
+
+
+def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
+    own = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
+    if own is None or own.header is None:
+        return None
+    try:
+        entries = own.manifest().entries
+    except CorruptSlot as error:  # the scrubber or a restore reports the details
+        log.warning("step %d is not certified because rank %d cannot read it: %s", due.step, context.world.rank, error)
+        return None
+    extents = own.header.extents
+    stored = [Stored(entry, entry.start, entry.nbytes) for entry in entries if entry.start < extents.payload_nbytes]
+    findings = context.examiner.look_at_all(own, extents, stored)
+    tell(context, due.step, findings)
+    return findings
+
+
+def _in_slot(layout: Layout) -> Iterator[Stored]:
+    return (Stored(one, one.start, one.nbytes) for one in layout.entries if not layout.is_shared(one))
+
+
+def _in_share(plan: Plan) -> Iterator[Stored]:
+    assert plan.sharing is not None
+    for piece in plan.pieces:
+        if piece.share == plan.sharing.share:
+            yield Stored(plan.layout.entries[piece.leaf], piece.at, piece.end - piece.start)

@@ -16,27 +16,17 @@ import numpy as np
 
 from ..errors import SaveFailed, StateError
 from ..memory.copy_threads import CopyThreads
+from ..memory.memory_limits import available, headroom
 from ..memory.shared_memory_segment import Segment
-from ..state.layout import Layout
+from ..state.layout import Layout, plan
 from ..state.leaves import Flat, Structure, as_bits, as_bytes, from_bytes, is_copied_as_bytes, kept_bytes, live_bytes
-from .deferred_copies import Work
-from .device_copies import DeviceCopies
-from .lazy_leaves import LARGE_NBYTES
-from .mutation_check import SampledBytes
+from .deferred_copies import LARGE_NBYTES, DeviceCopies, SampledBytes, Work
 
 _PIECE_NBYTES = 8 << 20  # the longest wait of training if the courier is in the middle of a piece
 
 
 class CopyPlan:
-    """Where the leaves go in one slot, and how.
-
-    Args:
-        layout: of the slot.
-        segments: of the slot, and of the share.
-        targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
-        copy_threads: threads that copy together.
-        timeout_s: how long devices may take, seconds.
-    """
+    """Where the leaves go in one slot, and how; ``targets``: a view for each; None: nowhere, or in pieces."""
 
     def __init__(
         self, layout: Layout, segments: list[Segment], targets: list[Any], copy_threads: CopyThreads, timeout_s: float
@@ -47,12 +37,7 @@ class CopyPlan:
         self._lazy: frozenset[int] = frozenset()
 
     def lead(self, flat: Flat, lazy: frozenset[int]) -> None:
-        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way.
-
-        Args:
-            flat: the state.
-            lazy: numbers of the leaves that are copied later.
-        """
+        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way."""
         if flat.structure is self._structure and lazy == self._lazy:
             return
         self._at_once, self._later = _Kinds(), _Kinds()
@@ -65,11 +50,7 @@ class CopyPlan:
         self._structure, self._lazy = flat.structure, lazy
 
     def copy(self, values: list[Any]) -> None:
-        """Copy what is copied at once; when it returns, that may be changed again.
-
-        Raises:
-            SaveFailed: a device takes too long.
-        """
+        """Copy what is copied at once; then that may be changed again. Raises SaveFailed if a device takes too long."""
         kinds = self._at_once
         transfers = kinds.transfers(values, {}, self.segments)
         for number, target in kinds.arrays:
@@ -85,8 +66,8 @@ class CopyPlan:
                 works += _in_pieces(raw, as_bytes(value))
         self._copy_threads.run(works)
         for dtype, (targets, numbers) in kinds.small.items():
-            its = [values[n] for n in numbers]
-            _copy_together(targets, list(map(as_bits, its)) if is_copied_as_bytes(dtype) else its)
+            leaves = [values[n] for n in numbers]
+            _copy_together(targets, list(map(as_bits, leaves)) if is_copied_as_bytes(dtype) else leaves)
         for transfer in transfers:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device did not finish its copies within {self._timeout_s:g} s")
@@ -96,10 +77,6 @@ class CopyPlan:
 
         Both use the places where the bytes are now, because a parameter may get other memory meanwhile (FSDP does
         that).
-
-        Args:
-            values: the leaves.
-            samples: gets bytes of these.
         """
         pieces: list[Work] = []
         for number, _, raw in self._later.large:
@@ -108,17 +85,14 @@ class CopyPlan:
             pieces += _in_pieces(raw, live)
         noted = {}
         for device, (targets, numbers) in self._later.on_devices.items():
-            names, its = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
-            noted[device] = samples.note_on(device, names, its, [as_bytes(target) for target in targets])
+            names, leaves = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
+            noted[device] = samples.note_on(device, names, leaves, [as_bytes(target) for target in targets])
         return pieces, self._later.transfers(values, noted, self.segments)
 
     def read_back(self, flat: Flat) -> None:
         """Read the smallest leaf of each kind as a restore would, and compare it with the live one.
 
         For a leaf that is copied later, only dtype and shape are compared: `SampledBytes` compares its bytes.
-
-        Raises:
-            StateError: a restore would find something else.
         """
         smallest: dict[tuple[Any, ...], int] = {}
         entries = self.layout.entries
@@ -151,20 +125,15 @@ def _how(value: Any) -> tuple[Any, ...]:
 
 
 class _Kinds:
-    """Leaves by how they are copied.
-
-    Attributes:
-        arrays: numbers and targets of those that numpy copies.
-        large: numbers of tensors, their targets, and the bytes of these, for memcpy.
-        small: for each dtype: targets and numbers of those that torch copies together.
-        on_devices: for each device: targets and numbers.
-    """
+    """Leaves by how they are copied."""
 
     def __init__(self) -> None:
-        self.arrays: list[tuple[int, Any]] = []
+        self.arrays: list[tuple[int, Any]] = []  # numbers and targets of those that numpy copies
+        # numbers of tensors, their targets, and the bytes of these, for memcpy
         self.large: list[tuple[int, Any, np.ndarray]] = []
+        # for each dtype: targets and numbers of those that torch copies together
         self.small: dict[Any, tuple[list[Any], list[int]]] = {}
-        self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}
+        self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}  # for each device: targets and numbers
 
     def add(self, number: int, value: Any, target: Any) -> None:
         if isinstance(value, np.ndarray):
@@ -184,20 +153,14 @@ class _Kinds:
     def transfers(
         self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
     ) -> list[DeviceCopies]:
-        """Let devices begin their copies.
-
-        Args:
-            values: the leaves.
-            more: a further target and value, by device.
-            segments: the files that they are copied to.
-        """
+        """Let devices begin their copies; ``more``: a further target and value, by device."""
         found = []
         for device, (targets, numbers) in self.on_devices.items():
-            its = [as_bits(values[n]) for n in numbers]
+            leaves = [as_bits(values[n]) for n in numbers]
             if device in more:
                 target, value = more[device]
-                targets, its = [*targets, target], [*its, value]
-            found.append(DeviceCopies(device, targets, its, segments))
+                targets, leaves = [*targets, target], [*leaves, value]
+            found.append(DeviceCopies(device, targets, leaves, segments))
         return found
 
 
@@ -210,3 +173,36 @@ def _copy_together(targets: list[Any], values: list[Any]) -> None:
     torch = sys.modules["torch"]
     with torch.no_grad():
         torch._foreach_copy_(targets, values)
+
+
+# Without slots of the right size: a copy in plain memory of this process, so that training need not wait. The pages
+# of a slot are made for all ranks of a node, are filled with zeros, and are mapped by two processes; plain memory
+# needs none of that.
+
+
+def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_threads: CopyThreads) -> Flat | None:
+    """Copy a state.
+
+    Args:
+        slots: bytes that all slots of a rank, and their redundancy, take for each byte of it.
+        local_size: ranks on this node, which may all do the same now.
+
+    Returns:
+        The same leaves with values of their own. None if some are on a device, which copies at full speed only to
+        page-locked memory, or if the node would not have the memory in addition to that of all slots.
+    """
+    if flat.is_on_device:
+        return None
+    layout = plan(flat, 0)
+    nbytes = layout.extents.payload_nbytes
+    wanted = int(local_size * nbytes * (1 + slots))
+    if wanted + headroom(wanted) > min(available(memory).values()):
+        return None
+    room = np.empty(nbytes, dtype=np.uint8)
+    values = [from_bytes(entry, room[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
+    ties = flat.structure.ties
+    way = CopyPlan(layout, [], [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)],
+                   copy_threads, timeout_s=0.0)  # no leaf is on a device  # fmt: skip
+    way.lead(flat, frozenset())
+    way.copy(flat.values)
+    return Flat(flat.structure, values, flat.plain, flat.wholes)

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..errors import DeadlineExceeded, MlflashError
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed
 from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
-from ..redundancy.deduplication import Piece
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
-from .lazy_leaves import Until
-from .lazy_saves import LazySaves
+from .lazy_saves import LazySaves, Until
 from .staging import Staging, has_room
 
 
 @dataclasses.dataclass(eq=False)
 class StagedState:
-    """A state that was staged before its step is known.
-
-    Attributes:
-        slot, share: where it is.
-        plan: how it is laid out.
-        inode, checks: as in `SaveRequest`.
-        later: what is still being copied into it.
-        given_up: whether the slot was given to other saves.
-    """
+    """A state that was staged before its step is known."""
 
     slot: Slot
     share: Slot
@@ -38,7 +32,7 @@ class StagedState:
     inode: int
     checks: dict[Piece, int]
     later: DeferredCopies
-    given_up: bool = False
+    given_up: bool = False  # whether the slot was given to other saves
     maker: int = dataclasses.field(default_factory=os.getpid)
 
     @property
@@ -47,11 +41,7 @@ class StagedState:
         return not self.later.is_empty
 
     def finish(self) -> None:
-        """Wait until all of it is there.
-
-        Raises:
-            StateError: it is not a copy of the state, because that was changed meanwhile; or it could not be copied.
-        """
+        """Wait until all of it is there. Raises StateError if the state was changed meanwhile or not copied."""
         self.later.finish()
         if self.later.error is not None:
             raise self.later.error
@@ -74,13 +64,7 @@ class StagedState:
 
 
 class StagedStates:
-    """The staged states of this rank.
-
-    Args:
-        stage: copies them.
-        pool: has the slots.
-        lazy: says which parts of them are copied later.
-    """
+    """The staged states of this rank."""
 
     def __init__(self, stage: Staging, pool: OwnSlots, lazy: LazySaves):
         self._stage, self._pool, self._lazy = stage, pool, lazy
@@ -125,7 +109,70 @@ class StagedStates:
                     pass  # a device still writes: nobody gets that slot
             self._pool.give_back((ahead.slot, ahead.share))
 
-    def give_up_all(self) -> None:
-        """Let other saves use all slots."""
-        for ahead in self.all:
-            self.give_up(ahead)
+
+# Saves that all ranks begin before it is known whether they follow: a framework plans first, and may fail. A rank on
+# which a save does not follow posts its failure: the jobs of all ranks must match.
+
+
+log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass(eq=False)
+class ReservedSave:
+    """A save that was begun on all ranks, and that this rank posts, or fails."""
+
+    step: int
+    thread: threading.Thread  # works for it, and has finished with it when it posts it, begins something else, or ends
+    staged_states: tuple[StagedState, ...]  # what had been staged ahead when it was begun; nothing else will use it
+    came: bool = False  # whether its thread has come back to save it, and will post it
+
+
+class ReservedSaves:
+    """The reserved saves of this rank."""
+
+    def __init__(self, post_failure: Callable[[ReservedSave], None], timeout_s: float):
+        self._post_failure, self._timeout_s = post_failure, timeout_s
+        self._all: list[ReservedSave] = []
+        self._lock = threading.Lock()
+
+    def add(self, step: int, thread: threading.Thread, staged_states: tuple[StagedState, ...]) -> ReservedSave:
+        """Announce that a save follows; see `Adapting.begin`."""
+        begun = ReservedSave(step, thread, staged_states)
+        with self._lock:
+            self._all.append(begun)
+        return begun
+
+    def end(self, at_once: bool = False) -> None:
+        """Post the failure of saves that their thread has left; ``at_once``: also of those whose thread still works."""
+        here = threading.current_thread()
+        with self._lock:
+            waiting = [begun for begun in self._all if not begun.came]
+            over = [one for one in waiting if at_once or one.thread is here or not one.thread.is_alive()]
+            self._all = [begun for begun in self._all if begun not in over]
+        for begun in over:
+            if at_once:
+                log.warning(
+                    "step %d is not saved: the thread that began this save did not come back to it in time", begun.step
+                )
+            self._post_failure(begun)
+
+    def wait(self) -> None:
+        """Wait until all saves, or their failures, are posted; what this thread posts next comes after them."""
+        end = time.monotonic() + self._timeout_s
+        self.end()
+        while self._all:
+            time.sleep(1e-3)
+            self.end(at_once=time.monotonic() > end)
+
+    @contextlib.contextmanager
+    def coming(self, begun: ReservedSave) -> Iterator[None]:
+        """Let other threads' posts wait until the block has posted this save. Raises SaveFailed if it was given up."""
+        with self._lock:
+            if begun not in self._all:
+                raise SaveFailed("this save was given up before its thread came back to it", step=begun.step)
+            begun.came = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._all.remove(begun)

@@ -10,21 +10,14 @@ from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
 from ..protocol.ranks import Ranks
 from ..protocol.save_request import SaveRequest
-from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import ShareableLeaf, digests, shareable
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, ShareableLeaf, digests, shareable
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
 from .snapshot import Snapshot
 
 
 class LiveState:
-    """Answers the courier's questions about a state that ranks may share: see `save_request.Shareable`.
-
-    Args:
-        flat: the state; None: it is gone.
-        ranks: of this run.
-    """
+    """Answers the courier's questions about a state that ranks may share: see `save_request.Shareable`."""
 
     def __init__(self, flat: Flat | None, ranks: Ranks):
         self.flat, self._ranks = flat, ranks
@@ -37,30 +30,21 @@ class LiveState:
 
 
 class PendingSave(LiveState):
-    """Answers the courier's questions during a save: see `save_request.Trainer`.
-
-    Attributes:
-        request: what the courier was asked.
-        snapshot: what the user has of it.
-        flat: the state, while the courier may still ask for it.
-        plan_now: makes the plan, once the ranks have agreed.
-        stage_now: fills the slots; returns the inode and the checksums of the request.
-        is_copied: whether the state is already in memory of its own, so that training continues before it is in the
-            slots.
-        later: what is copied after `save` has returned; None: everything is there.
-        left: why the main thread continues although the slots may not be filled yet, and may change the state: for
-            example an exception of a signal handler.
-        staged: set when the slots are filled and the courier has them, or when the save cannot be staged or has ended.
-    """
+    """Answers the courier's questions during a save: see `save_request.Trainer`."""
 
     def __init__(self, snapshot: Snapshot, slots: OwnSlots, ranks: Ranks):
         super().__init__(None, ranks)
         self.request, self.snapshot, self._slots = SaveRequest(snapshot.step), snapshot, slots
         self.plan_now: Callable[[], Plan] | None = None
+        # fills the slots; returns the inode and the checksums of the request
         self.stage_now: Callable[[], tuple[int, dict[Piece, int]]] | None = None
+        # whether the state is already in memory of its own, so that training continues before it is in the slots
         self.is_copied = False
         self.later: DeferredCopies | None = None
+        # why the main thread continues although the slots may not be filled yet, and may change the state: for example
+        # an exception of a signal handler
         self.left = ""
+        # set when the slots are filled and the courier has them, or when the save cannot be staged or has ended
         self.staged = Event()
 
     def note_slots(self, slot: Slot, share: Slot) -> None:
@@ -71,12 +55,7 @@ class PendingSave(LiveState):
         request.slot, request.share = (name.number for name in self._slots.ids_of([slot, share]))
 
     def take_over(self, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
-        """Save what is in own slots that were filled for something else.
-
-        Args:
-            plan: how they were filled.
-            inode: of the file that the slot had then.
-        """
+        """Save what is in own slots that were filled for something else."""
         self._slots.hand_over((slot, share), self.request)
         self.note_slots(slot, share)
         self.request.plan, self.request.inode = plan, inode
@@ -135,8 +114,8 @@ class PendingSave(LiveState):
             self._slots.committed(self.request)
         else:  # the courier has given back the slots that it got
             handed = {name for name, _ in self.request.filled}
-            mine = self._slots.taken_by(self.request)
-            self._slots.give_back(slot for slot in mine if self._slots.ids_of([slot])[0] not in handed)
+            taken = self._slots.taken_by(self.request)
+            self._slots.give_back(slot for slot in taken if self._slots.ids_of([slot])[0] not in handed)
         self.snapshot.skipped = skipped
         self.snapshot.end(error, at)
         self.staged.set()

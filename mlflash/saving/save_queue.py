@@ -32,17 +32,13 @@ from ..memory.slot import Slot
 from ..protocol.messages import Commit, FindReplicas, Reserve, SettleShared
 from ..protocol.torch_rank import check_torch_rank
 from ..protocol.trainer_context import TrainerContext
-from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import replica_nbytes
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, replica_nbytes
 from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
-from .early_staging import StagedState, StagedStates
-from .host_copies import copy_to_host
-from .lazy_leaves import Until
-from .lazy_saves import LazySaves
+from .copy_plan import copy_to_host
+from .early_staging import ReservedSave, ReservedSaves, StagedState, StagedStates
+from .lazy_saves import LazySaves, Until
 from .pending_save import LiveState, PendingSave
-from .reserved_saves import ReservedSave, ReservedSaves
 from .snapshot import Snapshot
 from .staging import NOTHING, Staging, has_room
 
@@ -53,19 +49,7 @@ _LEFT = "an exception, such as one of a signal handler, interrupted the copy of 
 
 
 class SaveQueue:
-    """Makes snapshots of states and keeps those that have not ended.
-
-    Args:
-        trainer: this rank's slots, and its courier, which does everything after staging.
-
-    Attributes:
-        last_step: the newest step saved or restored; the next one must be larger.
-        undefined: why the state is undefined: a restore failed after it had changed some of it.
-        stage: copies states into slots.
-        staged_states: states that were staged before their step was known.
-        begun: saves that were begun and may or may not follow.
-        lazy: decides which saves copy while training continues.
-    """
+    """Makes snapshots of states and keeps those that have not ended."""
 
     def __init__(self, trainer: TrainerContext):
         config = trainer.config
@@ -75,8 +59,8 @@ class SaveQueue:
         self._version = 0  # version of what ranks share
         self._staging: PendingSave | None = None  # the newest save that waits for room
         self.begun = ReservedSaves(self._post_failure, config.timeout_s)
-        self.last_step: int | None = None
-        self.undefined = ""
+        self.last_step: int | None = None  # the newest step saved or restored; the next one must be larger
+        self.undefined = ""  # why the state is undefined: a restore failed after it had changed some of it
         self._flattener = Flattener()
         self.lazy = LazySaves(config.lazy, speaks=trainer.ranks.rank == 0)
         self.stage = Staging(trainer.copy_threads, config.timeout_s, trainer.provenance)
@@ -137,7 +121,8 @@ class SaveQueue:
 
     def forget(self) -> None:
         """Forget the slots, which will be replaced, and what was staged ahead into them."""
-        self.staged_states.give_up_all()
+        for ahead in self.staged_states.all:
+            self.staged_states.give_up(ahead)
         self.stage.forget()
 
     def end(self) -> None:
@@ -292,11 +277,7 @@ class SaveQueue:
             self._slots.pin()
 
     def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
-        """Make slots of at least so many bytes. Collective over comm.
-
-        Raises:
-            MemoryTooSmall: they do not fit into the node's memory.
-        """
+        """Make slots of at least so many bytes. Collective over comm. Raises MemoryTooSmall if they do not fit."""
         self.settle()
         self._courier.call(Reserve(nbytes, share_nbytes, is_first=self.last_step is None))
 
@@ -381,9 +362,9 @@ class SaveQueue:
         self._pending = [s for s in self._pending if not s.done]
         for snapshot in wrong:
             snapshot.reported = True
-        told = [s.error for s in wrong if self._config.strict or isinstance(s.error, SuspectState)]
-        if told and told[0] is not None:
-            raise told[0]
+        errors = [s.error for s in wrong if self._config.strict or isinstance(s.error, SuspectState)]
+        if errors and errors[0] is not None:
+            raise errors[0]
 
 
 def _unreadable(why: str) -> StateError:

@@ -1,10 +1,8 @@
 """Tensors → slot: the only part of a save that training waits for.
 
 In the steady state nothing is planned, allocated or faulted in. The layout is cached by the structure of the state, and
-for each slot it is cached where each leaf goes, and how.
-
-For state that this rank shares with others, it copies its own share and makes checksums of the rest: with them the
-courier finds out whether all ranks hold the same.
+for each slot it is cached where each leaf goes, and how. For state that this rank shares with others, it copies its own
+share and makes checksums of the rest: with them the courier finds out whether all ranks hold the same.
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ from ..crash_points import reach
 from ..errors import SaveFailed
 from ..memory.copy_threads import CopyThreads
 from ..memory.slot import Slot
-from ..redundancy.deduplication import Piece, Sharing, pieces
-from ..redundancy.slot_plan import Plan
+from ..redundancy.deduplication import Piece, Plan, Sharing, pieces
 from ..state import manifest
 from ..state.layout import PAGE_NBYTES, Layout, plan
 from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
 from .copy_plan import CopyPlan
-from .deferred_copies import DeferredCopies, Work
-from .mutation_check import SampledBytes
+from .deferred_copies import DeferredCopies, SampledBytes, Work
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -55,13 +51,7 @@ def _whole_or_anew(method: Method) -> Method:
 
 
 class Staging:
-    """Copies states of (mostly) one structure into slots.
-
-    Args:
-        copy_threads: threads that copy together.
-        timeout_s: how long the pages of a new slot, or devices, may take, seconds.
-        provenance: of all states, see `Manifest`.
-    """
+    """Copies states of (mostly) one structure into slots."""
 
     def __init__(self, copy_threads: CopyThreads, timeout_s: float, provenance: Mapping[str, Any] = NOTHING):
         self._copy_threads, self._timeout_s = copy_threads, timeout_s
@@ -81,20 +71,14 @@ class Staging:
 
     def knows(self, flat: Flat) -> bool:
         """Whether a state is laid out already."""
-        its, mine = flat.structure, self._structure
-        if self._layout is None or mine is None:
+        structure, known = flat.structure, self._structure
+        if self._layout is None or known is None:
             return False
-        return its is mine or (its.entries, its.ties) == (mine.entries, mine.ties)
+        return structure is known or (structure.entries, structure.ties) == (known.entries, known.ties)
 
     @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
-        """Lay out a state, or find that it is laid out like the one before.
-
-        Args:
-            flat: the state.
-            sharing: the ranks that hold some of it alike.
-            is_shared: which parts these ranks hold alike; asked only for a state that is not known.
-        """
+        """Lay out a state, or find it laid out; ``is_shared``: which parts ranks hold alike, if it is new."""
         its, known = flat.structure, self.knows(flat)
         if not known or its.tree is not self._tree:
             self._tree_bytes = manifest.encode_tree(its.tree)  # not compared, because 1 == True == 1.0
@@ -142,9 +126,6 @@ class Staging:
         This unseals the slots, and they stay unsealed.
 
         Args:
-            flat: the state.
-            planned: where it goes.
-            slot: of this rank.
             share: gets this rank's share of what it holds like others.
             lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that contains it.
 
@@ -239,13 +220,7 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
 def _pieces_of(
     flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: Collection[int], samples: SampledBytes
 ) -> Iterator[tuple[int, Work]]:
-    """For leaves that are cut: work that copies the pieces of this rank's share, and work that checks those of others.
-
-    Args:
-        checks: gets the checksums of the others' pieces.
-        lazy: leaves for which the work is done later.
-        samples: gets bytes of their pieces.
-    """
+    """For leaves that are cut: work that copies pieces of this rank's share, or puts those of others in ``checks``."""
     assert planned.sharing is not None
 
     def check(value: Any, piece: Piece) -> None:
@@ -269,13 +244,7 @@ def _pieces_of(
 
 
 def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:
-    """For each shared leaf, one number for its bytes, both those stored here and those stored elsewhere.
-
-    Args:
-        planned: where the state was copied.
-        share: with this rank's share.
-        others: the checksums of the pieces that are not in it.
-    """
+    """One number for the bytes of each shared leaf; ``others``: checksums of the pieces of other shares."""
     known = {p: xxhash.xxh3_64_intdigest(room.data) for p, room in _own_pieces(planned, share)}
     every = others | known
     of_leaf: dict[int, list[int]] = {}

@@ -11,21 +11,19 @@ from ..config import Config
 from ..errors import MemoryTooSmall
 from ..memory.commit_records import Trace
 from ..memory.copy_threads import CopyThreads
-from ..memory.file_assignment import assign
 from ..memory.inventory import Inventory, file_number, of_headers
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Kind, Verdict
-from ..memory.slot_pool import SlotPool, TrainerSlots
+from ..memory.slot_pool import SlotPool, TrainerSlots, assign
 from ..mpi.send_rate import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
 from ..placement.redundancy_scheme import Scheme
 from ..redundancy import deduplication
-from ..redundancy.deduplication import Share
+from ..redundancy.deduplication import Share, Shareable, SharingNews
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
-from ..redundancy.shareable_leaves import Shareable, SharingNews
 from ..telemetry.recorder import CourierRecorder
 from ..value_checks.examiner import Examiner
 from . import earlier_runs
@@ -307,7 +305,7 @@ class Context:
     def free(self) -> None:
         """Free windows, communicators and threads. Collective over the world."""
         self.copy_threads.close()
-        self.protection.free()
+        self.protection.close_windows()
         if self.replicas is not None:
             self.replicas.free()
         self.world.free()

@@ -12,17 +12,16 @@ from ..errors import DeadlineExceeded, MlflashError
 from ..human_readable.wording import listed
 from ..memory import user_directory
 from ..memory.copy_threads import as_many_as_help
-from ..memory.mounts import slow_kind
+from ..memory.memory_limits import slow_kind
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot_pool import SlotPool
-from ..mpi.rma_windows import Poke
+from ..mpi.fabric import Poke
 from ..mpi.send_rate import SendRate
 from ..mpi.world import World
 from ..placement import redundancy_scheme
-from ..placement.failure_domains import Domains, from_argument
+from ..placement.failure_domains import Domains, ask_slurm, discover, from_argument
 from ..placement.failure_domains import join as join_domains
 from ..placement.protection_groups import Placement, made, place
-from ..placement.slurm_topology import ask_slurm, discover
 from ..placement.survival import too_close
 from ..redundancy import erasure_codes
 from ..redundancy.protection import Protection

@@ -1,8 +1,7 @@
 """Classes of containers, and the attributes of a state dict: what of a container is not its items.
 
-`torch.nn.Module.state_dict` returns an OrderedDict with an attribute `_metadata`: the version of each module, which
-loading asks for. A scheduler may hold a Counter. Reading a checkpoint makes no other class than those named here, and
-named tuples that the program has already loaded; it runs no code of these.
+Reading a checkpoint makes no other class than those named here, and named tuples that the program has already loaded;
+it runs no code of these.
 
 A container that is no plain dict, list or tuple is a node ``["k", container, class, attributes]`` of a tree: what it
 would be as a plain one; ``[name, ...]``, see `code_of`; and an encoded dict, or None. So is a tensor that wraps others:
@@ -35,11 +34,7 @@ _SIMPLE: Mapping[str, type[dict[Any, Any]]] = {"OrderedDict": collections.Ordere
 
 
 def code_of(value: dict[Any, Any] | Sequence[Any], path: str) -> Code | None:
-    """The class of a container, encoded; None: a plain dict, list or tuple.
-
-    Raises:
-        StateError: it would come back as something else.
-    """
+    """The class of a container, encoded; None: a plain one. Raises StateError if it would come back as another."""
     kind: Any = type(value)
     where = path or "(the state itself)"
     if kind in _PLAIN:
@@ -72,11 +67,7 @@ def _named_tuple(code: Code) -> Any:
 
 
 def as_class(items: Any, code: Code, attributes: Any) -> Any:
-    """Make a container of a class from a plain one.
-
-    Raises:
-        StructureMismatch: it is a named tuple, and its class is not loaded.
-    """
+    """Make a container of a class from a plain one. Raises StructureMismatch if a named tuple's class is not loaded."""
     if code[0] == "namedtuple":
         kind = _named_tuple(code)
         if kind is None:
@@ -153,11 +144,7 @@ def encode_attributes(attributes: Mapping[str, Any] | None, path: str) -> Any:
 
 
 class Pattern:
-    """Attributes as they were, to compare others with: in C, as there may be thousands of modules.
-
-    Args:
-        attributes: see `attributes_of`.
-    """
+    """Attributes as they were, to compare others with: in C, as there may be thousands of modules."""
 
     def __init__(self, attributes: Mapping[str, Any] | None):
         self._kept, self._text = copy.deepcopy(attributes), _text(attributes)

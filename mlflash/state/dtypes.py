@@ -47,11 +47,7 @@ def array_dtype(name: Any) -> np.dtype[Any]:
 
 
 def array_dtype_name(dtype: np.dtype[Any], path: str) -> str:
-    """The name under which a slot holds a NumPy dtype.
-
-    Raises:
-        StateError: it has no name, or would be read back as another dtype.
-    """
+    """The name under which a slot holds a NumPy dtype. Raises StateError if it would be read back as another."""
     if dtype.hasobject or dtype.names is not None:
         raise StateError("an array of objects or records cannot be saved", tensor=path, found=dtype)
     name: str = dtype.str

@@ -18,7 +18,6 @@ import numpy as np
 from ..errors import StateError
 from . import containers, wrapped_tensors
 from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_placed, is_tensor, tensor_entry
-from .loaders import has_not_begun
 from .paths import entry_names
 from .plain_values import MAX_DEPTH, encode_key, encode_plain
 
@@ -28,26 +27,15 @@ _BY_TYPE = frozenset((str, int, bool, bytes, type(None)))  # if two keys of such
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Node:
-    """A container in a state.
-
-    Attributes:
-        kind: its class.
-        keys: keys of a dict.
-        key_types: types of its keys: 1 == True == 1.0.
-        codes: its encoded keys, if two equal ones of one type may differ: 0.0 == -0.0.
-        code, attributes, pattern: see `containers`.
-        subs: what is in it, in order: a `_Node`, LEAF or PLAIN; for an object: what its ``state_dict()`` returned.
-        is_private: for an object: whether each rank has its own of it.
-        only: LEAF or PLAIN, if nothing else is in it.
-    """
+    """A container in a state."""
 
     kind: type
     keys: list[Any] | None
-    subs: list[Any]
-    is_private: bool | None = None
-    only: str | None = None
-    key_types: list[type] = dataclasses.field(init=False)
-    codes: str | None = None
+    subs: list[Any]  # what is in it, in order: a `_Node`, LEAF or PLAIN; for an object: what its state_dict() returned
+    is_private: bool | None = None  # for an object: whether each rank has its own of it
+    only: str | None = None  # LEAF or PLAIN, if nothing else is in it
+    key_types: list[type] = dataclasses.field(init=False)  # types of its keys: 1 == True == 1.0
+    codes: str | None = None  # its encoded keys, if two equal ones of one type may differ: 0.0 == -0.0
     code: containers.Code | None = None
     attributes: Any = None
     pattern: containers.Pattern | None = None
@@ -67,13 +55,10 @@ class _Node:
 
 
 def flatten(state: Any, unbegun: bool = True) -> Flat:
-    """Take a state apart without copying any tensor.
-
-    The leaves alias the live tensors.
+    """Take a state apart without copying any tensor; the leaves alias the live tensors.
 
     Args:
-        state: nested.
-        unbegun: ask loaders that have not begun for their state, see `loaders`; False, before it is filled: they have
+        unbegun: ask loaders that have not begun for their state; False, before it is filled: they have
             no leaves.
 
     Raises:
@@ -91,11 +76,7 @@ def flatten_or_none(state: Any) -> Flat | None:
 
 
 class Flattener:
-    """Takes the states of a training apart, one after the other.
-
-    Args:
-        objects: call ``state_dict()`` of objects; False: refuse a state that contains such an object.
-    """
+    """Takes the states of a training apart, in turn; without ``objects``, it refuses one that has to be asked."""
 
     def __init__(self, objects: bool = True) -> None:
         self._known: _Known | None = None
@@ -125,12 +106,7 @@ class _Changed(Exception):
 
 
 class _Known:
-    """A state that was taken apart, as a pattern for others.
-
-    Args:
-        walk: the walk through it.
-        flat: the result of that walk.
-    """
+    """A state that was taken apart, as a pattern for others."""
 
     def __init__(self, walk: _Walk, flat: Flat):
         self._root, self._kinds = walk.root, walk.kinds
@@ -146,12 +122,7 @@ class _Known:
         self._places = _places(_pick(flat.values, self._filled))
 
     def take(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
-        """Take a state apart that is like this one; None if it is not.
-
-        Args:
-            state: nested.
-            taken: gets what ``state_dict()`` of objects returned, by their ids.
-        """
+        """Take a state apart if it is like this one; ``taken`` gets what ``state_dict()`` of objects returned."""
         values: list[Any] = []
         plain: list[Any] = []
         try:
@@ -255,17 +226,7 @@ def _pick(values: list[Any], numbers: list[int]) -> list[Any]:
 
 
 class _Walk:
-    """One walk through a state.
-
-    Args:
-        taken: what ``state_dict()`` of objects, by their ids, has already returned: it is not called once more.
-        objects: see `Flattener`.
-        unbegun: ask loaders that have not begun for their state.
-
-    Attributes:
-        root: the state, as it was found.
-        kinds: classes of the leaves.
-    """
+    """One walk through a state; ``taken``: what ``state_dict()`` of objects, by id, has already returned."""
 
     def __init__(
         self, taken: Mapping[int, list[Any]] | None = None, objects: bool = True, unbegun: bool = True
@@ -282,7 +243,6 @@ class _Walk:
         self.kinds: list[type] = []
 
     def flatten(self, state: Any) -> Flat:
-        """Take a state apart; see `flatten`."""
         try:
             # Otherwise autograd records each shard that is taken out of a DTensor.
             with contextlib.nullcontext() if self.torch is None else self.torch.no_grad():
@@ -384,11 +344,7 @@ def _as_text(name: str) -> str:
 
 
 def _refuse_full_on_rank_0(module: Any, path: str) -> None:
-    """Refuse a model of FSDP1 whose ``state_dict()`` has everything on rank 0 and nothing on other ranks.
-
-    Raises:
-        StateError: such a state could not be loaded on other ranks.
-    """
+    """Refuse an FSDP1 model whose ``state_dict()`` has everything on rank 0: other ranks could not load it."""
     fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if fsdp1 is None:
         return
@@ -457,3 +413,58 @@ def _known_kinds() -> set[type]:
         return {np.ndarray}
     dtensor = sys.modules.get("torch.distributed.tensor")
     return {np.ndarray, torch.Tensor, torch.nn.Parameter, *([dtensor.DTensor] if dtensor is not None else [])}
+
+
+# Loaders of torchdata begin if they are asked for their state: a ``StatefulDataLoader`` starts its workers and draws a
+# random number for them; one of ``torchdata.nodes`` goes on with the iterator that it made for this, and ignores the
+# state that is loaded after it. Nothing imports torchdata here.
+
+
+_ITERATOR_AND_LOADED = {
+    ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader"): ("_iterator", "next_iter_state"),
+    ("torchdata.nodes.loader", "Loader"): ("_it", "_next_iter_state_dict"),
+}
+"""Names of a class, of the attribute with its iterator and of the one with a state that the next iterator will take."""
+
+
+def has_not_begun(live: Any) -> bool:
+    """Whether an object is such a loader, and has no iterator."""
+    names = _names(live)
+    return names is not None and getattr(live, names[0], live) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Unbegun:
+    """What a loader had that has not begun: the state that its first iterator will take, if one was loaded."""
+
+    loaded: Any
+
+    @classmethod
+    def of(cls, live: Any) -> Unbegun:
+        return cls(getattr(live, _attributes(live)[1]))
+
+    def put_back(self, live: Any) -> None:
+        """Let a loader be as it was, whatever it has loaded since."""
+        iterator, loaded = _attributes(live)
+        setattr(live, iterator, None)
+        setattr(live, loaded, self.loaded)
+
+
+def forget_early_iterator(live: Any) -> None:
+    """Let a loader go on with the state that it has loaded, not with the iterator that it made when it was asked."""
+    if _names(live) is not None and hasattr(live, "_iter_for_state_dict"):
+        live._iter_for_state_dict = False
+
+
+def _attributes(live: Any) -> tuple[str, str]:
+    names = _names(live)
+    assert names is not None, "a loader of torchdata"
+    return names
+
+
+def _names(live: Any) -> tuple[str, str] | None:
+    for (module, name), names in _ITERATOR_AND_LOADED.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(live, kind):
+            return names
+    return None

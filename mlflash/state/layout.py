@@ -65,20 +65,15 @@ class Extents:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent.
-
-    Attributes:
-        extents: of the rank's slot.
-        shared_nbytes: of state that this rank shares with others: it lies in files of its own, and its
-            entries start behind the payload, as if it followed there.
-    """
+    """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent."""
 
     entries: tuple[Entry, ...]
     extents: Extents
+    # of state that this rank shares with others: it lies in files of its own, and its entries start behind the payload,
+    # as if it followed there
     shared_nbytes: int = 0
 
     def is_shared(self, entry: Entry) -> bool:
-        """Whether an entry is in a file of shared state."""
         return entry.nbytes > 0 and entry.start >= self.extents.payload_nbytes
 
 
@@ -88,8 +83,6 @@ def plan(flat: Flat, manifest_nbytes: int, shared: Collection[int] = ()) -> Layo
     The manifest gets one and a half times the room that it needs now, so that plain leaves may grow.
 
     Args:
-        flat: the state taken apart.
-        manifest_nbytes: bytes of the encoded manifest, now.
         shared: numbers of leaves that other ranks hold, too; of tied ones all or none.
     """
     entries, ties = flat.structure.entries, flat.structure.ties

@@ -1,7 +1,5 @@
 """A state taken apart: tensors and arrays are *leaves* (bytes for the slot), everything else is a *tree* for JSON.
 
-`flatten` takes states apart, and `rebuild` puts them together again.
-
 Users who save only arrays must not pay for torch, so torch is looked up in ``sys.modules`` and never imported only to
 ask whether something is a tensor.
 """
@@ -35,29 +33,17 @@ def inside(tree: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a slot says about one tensor shard or array (the model of PyTorch DCP).
+    """What a slot says about one tensor shard or array (the model of PyTorch DCP)."""
 
-    Args:
-        name: path in the state, dict keys and list indices joined with ".".
-        kind: "tensor" or "array".
-        dtype: "float32", "bfloat16", … (torch) or numpy's dtype.str ("<f4").
-        global_shape: shape of the whole tensor.
-        offset: where this shard begins in it, one number per dimension.
-        shape: shape of this shard.
-        start: first byte, counted from the start of the payload.
-        nbytes: its bytes.
-        mesh: of a DTensor, which ranks hold it: see `meshes.name_of`; None: it is no DTensor.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
+    name: str  # path in the state, dict keys and list indices joined with "."
+    kind: str  # "tensor" or "array"
+    dtype: str  # "float32", "bfloat16", … (torch) or numpy's dtype.str ("<f4")
+    global_shape: tuple[int, ...]  # shape of the whole tensor
+    offset: tuple[int, ...]  # where this shard begins in it, one number per dimension
+    shape: tuple[int, ...]  # shape of this shard
+    start: int  # first byte, counted from the start of the payload
     nbytes: int
-    mesh: str | None = None
+    mesh: str | None = None  # of a DTensor, which ranks hold it: see `meshes.name_of`; None: it is no DTensor
 
 
 def ties_of(entries: Sequence[Entry]) -> tuple[int, ...]:
@@ -81,56 +67,42 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What usually does not change from save to save: equal structures have equal extents.
-
-    Attributes:
-        entries: of the leaves.
-        ties: for each leaf the number of an earlier one with the same memory, or -1.
-        tree: of the state.
-        private: names of leaves of which each rank has its own.
-    """
+    """What usually does not change from save to save: equal structures have equal extents."""
 
     entries: tuple[Entry, ...]
-    ties: tuple[int, ...]
+    ties: tuple[int, ...]  # for each leaf the number of an earlier one with the same memory, or -1
     tree: Tree
-    private: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()  # names of leaves of which each rank has its own
 
 
 @dataclasses.dataclass
 class Flat:
-    """A state taken apart.
+    """A state taken apart."""
 
-    Attributes:
-        structure: everything except the values.
-        values: of the leaves.
-        plain: values of the plain leaves, each in a form that JSON can hold.
-        wholes: the DTensors to which leaves belong as local shards, by number of the leaf.
-    """
-
-    structure: Structure
+    structure: Structure  # everything except the values
     values: list[Any]
-    plain: list[Any]
+    plain: list[Any]  # values of the plain leaves, each in a form that JSON can hold
+    # the DTensors to which leaves belong as local shards, by number of the leaf
     wholes: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], tree: Tree, plain: list[Any], private: frozenset[str] = frozenset()) -> Flat:
-        """Make a flat state from leaves."""
         structure = Structure(tuple(leaf.entry for leaf in leaves), tuple(leaf.tie for leaf in leaves), tree, private)
         wholes = {number: leaf.whole for number, leaf in enumerate(leaves) if leaf.whole is not None}
         return cls(structure, [leaf.value for leaf in leaves], plain, wholes)
 
     @property
     def is_on_device(self) -> bool:
-        """Whether any of it is not in the host's memory."""
         return any(is_tensor(value) and value.device.type != "cpu" for value in self.values)
 
     @functools.cached_property
     def leaves(self) -> list[Leaf]:
-        """The leaves, one by one."""
-        its = self.structure
+        structure = self.structure
         return [
             Leaf(entry, value, tie, self.wholes.get(number))
-            for number, (entry, value, tie) in enumerate(zip(its.entries, self.values, its.ties, strict=True))
+            for number, (entry, value, tie) in enumerate(
+                zip(structure.entries, self.values, structure.ties, strict=True)
+            )
         ]
 
 
@@ -144,11 +116,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
-    """Describe a tensor: its local shard, the entry, and what identifies its memory (None: nothing does).
-
-    Raises:
-        StateError: it cannot be saved.
-    """
+    """Describe a tensor: shard, entry, and what identifies its memory. Raises StateError if it cannot be saved."""
     try:
         return _tensor_entry(torch, tensor, path)
     except StateError:
@@ -213,11 +181,7 @@ def _placed_part(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[in
 
 
 def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
-    """The tensor itself, without a class of its own, if its class has storage of its own, like Parameter.
-
-    Raises:
-        StateError: it wraps others, so that its content is not in its own storage.
-    """
+    """The tensor itself, without a class of its own, like Parameter. Raises StateError if it wraps others."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         inner: tuple[Any, ...] = ()
@@ -282,11 +246,7 @@ def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[i
 
 
 def place_of(tensor: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str | None]:
-    """The global shape of a tensor, the offset and the shape of this rank's part of it, and the mesh of a DTensor.
-
-    Raises:
-        StateError: it is a DTensor that has no value yet.
-    """
+    """Global shape, offset and local shape of a tensor, and a DTensor's mesh. Raises StateError without a value."""
     if type(tensor).__name__ == "DTensor":
         _, shape, offset = dtensor_shard(tensor.detach(), path)
         return tuple(tensor.shape), offset, shape, meshes.name_of(tensor.device_mesh)
@@ -312,11 +272,7 @@ def replica_ranks(dtensor: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """That a tensor is a DTensor without shards, on the mesh of another.
-
-    Attributes:
-        near: the other one.
-    """
+    """A DTensor without shards, on the mesh of another one that is ``near``."""
 
     near: Any
 
@@ -396,9 +352,6 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
     """Some of the bytes of a tensor or array in C order, on the host: a view if they are so already, otherwise a copy.
 
     Args:
-        value: the tensor or array.
-        start: the first byte.
-        end: the byte behind the last one; None: all.
         kept: a view is used after `save` has returned.
     """
     if isinstance(value, np.ndarray):
@@ -411,11 +364,7 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
 
 
 def as_bits(tensor: Any) -> Any:
-    """View a tensor as bytes if torch does not copy its dtype exactly.
-
-    Torch turns each byte of a bool that is not 0 into 1, and copies some of the small floats only with the strides of
-    C.
-    """
+    """View a tensor as bytes if torch does not copy its dtype exactly: in a bool, it turns all but 0 into 1."""
     return tensor.view(sys.modules["torch"].uint8) if is_copied_as_bytes(tensor.dtype) else tensor
 
 

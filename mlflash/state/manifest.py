@@ -25,33 +25,22 @@ BAD_DOCUMENT = (ValueError, LookupError, TypeError, AttributeError, OverflowErro
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """State that a slot's rank shares with others, and that is in files of its own.
+    """State that a slot's rank shares with others, and that is in files of its own."""
 
-    Attributes:
-        by: the lowest of these ranks.
-        shares: number of files that it is divided into, on each node.
-        nbytes: its bytes.
-    """
-
-    by: int
-    shares: int
+    by: int  # the lowest of these ranks
+    shares: int  # number of files that it is divided into, on each node
     nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a slot holds: the entries, and the tree that puts them together again.
-
-    Attributes:
-        shared: where the entries are whose start is behind the payload; None if there are none.
-        provenance: ``versions`` of what the trainer had loaded, by name, and what the user has ``given`` as JSON; empty
-            if nothing is known.
-    """
+    """What a slot holds: the entries, and the tree that puts them together again."""
 
     entries: tuple[Entry, ...]
     tree: Tree
     plain: list[Any]
-    shared: Shared | None = None
+    shared: Shared | None = None  # where the entries are whose start is behind the payload; None if there are none
+    # `versions` of what the trainer had loaded, by name, and what the user has `given`; empty if nothing is known
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -67,12 +56,7 @@ def encode_tree(tree: Tree) -> bytes:
 
 
 def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
-    """Return where a state comes from: see `Manifest`.
-
-    Args:
-        versions: versions of what is loaded, by name.
-        given: the user's entries, a JSON object; "": nothing.
-    """
+    """Return the provenance of a `Manifest`; ``given``: the user's entries, a JSON object, or ""."""
     return {"versions": dict(versions), "given": json.loads(given) if given else {}}
 
 
@@ -92,14 +76,12 @@ def _json(value: Any) -> bytes:
 
 
 def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
-    """Read a manifest as a restore would, and compare it with what was written, type for type.
-
-    Raises:
-        StateError: a restore would refuse it, or find something else.
-    """
+    """Read a manifest as a restore would, and compare it, type for type. Raises StateError if anything would differ."""
     try:
         read = decode(raw, payload_nbytes)
-        texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # as texts, because 1 == True == 1.0
+        texts = [
+            (repr(manifest.tree), repr(manifest.plain)) for manifest in (written, read)
+        ]  # as texts, because 1 == True == 1.0
     except (CorruptSlot, RecursionError) as error:
         raise StateError(f"a restore would refuse this state: {error}") from None
     for one, other in zip(written.entries, read.entries, strict=True):
@@ -114,33 +96,21 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
 
 
 def decode(raw: bytes, payload_nbytes: int) -> Manifest:
-    """Read a manifest and check every number in it.
-
-    Args:
-        raw: the bytes of the document.
-        payload_nbytes: the size of the payload that its extents must lie in.
-
-    Raises:
-        CorruptSlot: it is not a manifest; the text says what is wrong first.
-    """
+    """Read a manifest and check every number in it. Raises CorruptSlot, whose text says what is wrong first."""
     try:
-        return from_document(json.loads(raw, parse_constant=_refuse), payload_nbytes)
+        document = json.loads(raw, parse_constant=_refuse)
+        listed, shared = document["entries"], _shared(document.get("shared"))
+        nbytes = 0 if shared is None else shared.nbytes
+        entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
+        plain = document["plain"]
+        if not isinstance(plain, list):
+            raise ValueError("'plain' is not a list")
+        for value in plain:
+            check_plain(value)
+        check_tree(document["tree"], len(entries), len(plain))
+        return Manifest(entries, document["tree"], plain, shared, _provenance(document.get("provenance", {})))
     except BAD_DOCUMENT as error:
         raise CorruptSlot(f"the manifest is damaged: {error!r}") from None
-
-
-def from_document(document: Any, payload_nbytes: int) -> Manifest:
-    """Read a manifest from a parsed JSON document as `decode` does; any error is one of `BAD_DOCUMENT`."""
-    listed, shared = document["entries"], _shared(document.get("shared"))
-    nbytes = 0 if shared is None else shared.nbytes
-    entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
-    plain = document["plain"]
-    if not isinstance(plain, list):
-        raise ValueError("'plain' is not a list")
-    for value in plain:
-        check_plain(value)
-    check_tree(document["tree"], len(entries), len(plain))
-    return Manifest(entries, document["tree"], plain, shared, _provenance(document.get("provenance", {})))
 
 
 def _refuse(name: str) -> None:

@@ -69,13 +69,6 @@ def on_several(tensors: Iterable[Named]) -> set[str]:
 
 
 def apart(tensors: Iterable[Named]) -> Callable[[str, str | None], str]:
-    """Tell tensors apart that ranks hold under one name on several meshes.
-
-    Args:
-        tensors: of all ranks.
-
-    Returns:
-        A function of a name and a mesh, which returns the name, with "@" and the mesh if others have the name, too.
-    """
+    """Tell tensors of one name on several meshes apart: a function of name and mesh, which adds "@" and the mesh."""
     several = on_several(tensors)
     return lambda name, mesh: f"{name}@{mesh or 'all ranks'}" if name in several and mesh is not None else name

@@ -12,15 +12,22 @@ data loaders), it does not reshard: a rank gets back what the old rank with its 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ..errors import StructureMismatch
-from .leaves import Entry, Tree
+from .dtypes import item_nbytes
+from .leaves import Entry, Tree, ties_of
+from .manifest import check_tree
 from .meshes import on_several
-from .rank_structure import RankStructure
+from .paths import plain_leaves
 from .shards import Box, Fragment, covers, overlap
 
 Spot = tuple[int, int]
@@ -32,53 +39,33 @@ _Part = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # ol
 
 @dataclasses.dataclass(frozen=True)
 class OldRank:
-    """What one old rank holds.
+    """What one old rank holds."""
 
-    Attributes:
-        entries, tree: of its manifest; the start of an entry only tells which entries are tied.
-        plain: its plain leaves by path, encoded.
-        told: the bytes of some entries, by name, if these were asked for.
-    """
-
+    # entries, tree: of its manifest; the start of an entry only tells which entries are tied
     entries: tuple[Entry, ...]
     tree: Tree
-    plain: dict[str, Any]
-    told: Mapping[str, bytes]
+    plain: dict[str, Any]  # its plain leaves by path, encoded
+    told: Mapping[str, bytes]  # the bytes of some entries, by name, if these were asked for
 
 
 @dataclasses.dataclass
 class Group:
-    """The ranks of one structure.
-
-    Attributes:
-        structure: the structure of all of them.
-        ranks: ascending, ``(n,)`` int64.
-        rows: a row for each rank, ``(n, width)`` int64.
-        plain: the plain leaves of the first rank.
-    """
+    """The ranks of one structure."""
 
     structure: RankStructure
-    ranks: np.ndarray
-    rows: np.ndarray
-    plain: list[Any]
+    ranks: np.ndarray  # ascending, (n,) int64
+    rows: np.ndarray  # a row for each rank, (n, width) int64
+    plain: list[Any]  # the plain leaves of the first rank
 
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """All that ranks hold of the tensors of a class, by rank.
+    """All that ranks hold of the tensors of a class, by rank."""
 
-    Attributes:
-        at: position of each rank among all, ``(n,)``.
-        spots: for each, the number of its spot, ``(n,)``.
-        boxes: offset and shape, ``(n, 2, dims)`` int64.
-        wholes: the distinct global shapes.
-        sharded: whether any is not whole.
-    """
-
-    at: np.ndarray
-    spots: np.ndarray
-    boxes: np.ndarray
-    wholes: tuple[tuple[int, ...], ...]
+    at: np.ndarray  # position of each rank among all, (n,)
+    spots: np.ndarray  # for each, the number of its spot, (n,)
+    boxes: np.ndarray  # offset and shape, (n, 2, dims) int64
+    wholes: tuple[tuple[int, ...], ...]  # the distinct global shapes
     sharded: bool
 
 
@@ -91,7 +78,6 @@ class Parts:
 
     @property
     def ranks(self) -> np.ndarray:
-        """The old rank of each part, ``(n,)``."""
         return np.fromiter((rank for rank, *_ in self.template), dtype=np.int64, count=len(self))
 
     def __len__(self) -> int:
@@ -113,16 +99,9 @@ class OldRanks(Mapping[int, OldRank]):
         differ: names of tensors that ranks hold whole, but not with the same bytes on all; None: they were not
             compared.
         plain_differ: paths of plain leaves that are not the same on all ranks.
-        plain_of: returns the plain leaves of a rank, by number.
         told: for some ranks the bytes of some entries, by name.
         near: ranks whose slots are on this node: they are taken first; otherwise new ranks take turns. None: all are
             near.
-
-    Attributes:
-        ranks: all of them, ascending, ``(n,)`` int64.
-        spots: where each tensor is, by name.
-        apart: names under which ranks held different tensors, each on a mesh of its own.
-        told: as given; more may be added.
     """
 
     def __init__(self, groups: Sequence[Group], differ: frozenset[str] | None, plain_differ: frozenset[str],
@@ -132,7 +111,7 @@ class OldRanks(Mapping[int, OldRank]):
         self._plain_of, self.told = plain_of, dict(told)
         ranks = np.concatenate([group.ranks for group in groups])
         order = np.argsort(ranks)
-        self.ranks = ranks[order]
+        self.ranks = ranks[order]  # all of them, ascending, (n,) int64
         self._group_of = np.repeat(np.arange(len(groups)), [len(group.ranks) for group in groups])[order]
         self._near = np.isin(self.ranks, self.ranks if near is None else list(near))
         self.spots: dict[str, list[Spot]] = {}
@@ -141,6 +120,7 @@ class OldRanks(Mapping[int, OldRank]):
                 self.spots.setdefault(name, []).append((nth, number))
         has_meshes = any(group.structure.meshes for group in groups)
         listed = ((name, self._mesh(spot)) for name, spots in self.spots.items() for spot in spots)
+        # names under which ranks held different tensors, each on a mesh of its own
         self.apart = on_several(listed) if has_meshes else set()
         self._columns: dict[_Key, _Column] = {}
         self._templates: dict[Any, tuple[list[_Part], bool]] = {}
@@ -176,7 +156,6 @@ class OldRanks(Mapping[int, OldRank]):
             yield self[int(group.ranks[0])]
 
     def group_of(self, rank: int) -> int:
-        """The number of the group that a rank is in."""
         return int(self._group_of[self.ranks.searchsorted(rank)])
 
     def _place(self, rank: int) -> tuple[Group, int]:
@@ -187,52 +166,56 @@ class OldRanks(Mapping[int, OldRank]):
         return self.groups[spot[0]].structure.mesh(spot[1])
 
     def spots_of(self, entry: Entry) -> list[Spot]:
-        """Where a tensor is. Under one name, ranks may have held another tensor on each of several meshes.
-
-        Raises:
-            StructureMismatch: none of these is the mesh of the entry.
-        """
-        there = self.spots.get(entry.name, [])
+        """Where a tensor is, by name and mesh. Raises StructureMismatch if ranks held it on other meshes only."""
+        spots = self.spots.get(entry.name, [])
         if entry.name not in self.apart:
-            return there
-        mine = [spot for spot in there if self._mesh(spot) == entry.mesh]
-        if not mine:
-            meshes = sorted("no mesh" if mesh is None else mesh or "all ranks" for mesh in {*map(self._mesh, there)})
+            return spots
+        on_mesh = [spot for spot in spots if self._mesh(spot) == entry.mesh]
+        if not on_mesh:
+            meshes = sorted("no mesh" if mesh is None else mesh or "all ranks" for mesh in {*map(self._mesh, spots)})
             raise StructureMismatch("ranks held different tensors under this name, each on a mesh of its own, and the "
                                     "state given has it on another", tensor=entry.name, expected="; ".join(meshes),
                                     found="no mesh" if entry.mesh is None else entry.mesh or "all ranks")  # fmt: skip
-        return mine
+        return on_mesh
 
     def like(self, rank: int, live: Collection[Entry]) -> int:
         """The old rank whose structure a new rank has: its own number, if that held its tensors on the same meshes."""
         first = rank if rank in self else int(self.ranks[rank % len(self)])
         if not self.apart:
             return first
-        mine = {entry.name: entry.mesh for entry in live if entry.name in self.apart}
+        mesh_of = {entry.name: entry.mesh for entry in live if entry.name in self.apart}
         usual = self.group_of(first)
         for nth in sorted(range(len(self.groups)), key=lambda nth: nth != usual):
-            its = self.groups[nth].structure
-            if all(its.mesh(its.numbers[name]) == mesh for name, mesh in mine.items() if name in its.numbers):
+            structure = self.groups[nth].structure
+            if all(
+                structure.mesh(structure.numbers[name]) == mesh
+                for name, mesh in mesh_of.items()
+                if name in structure.numbers
+            ):
                 return first if nth == usual else int(self.groups[nth].ranks[0])
         return first
 
     def is_private(self, spots: Iterable[Spot]) -> bool:
         """Whether ranks had a tensor whole, but not alike."""
-        there = list(spots)
-        if self._differ is None or self.is_sharded(there):
+        listed = list(spots)
+        if self._differ is None or self.is_sharded(listed):
             return False
-        its = [self.groups[group].structure for group, _ in there]
-        kinds = {(one.kinds[number], one.dtypes[number]) for one, (_, number) in zip(its, there, strict=True)}
-        if len(kinds) > 1 or any(one.names[n] in self._differ for one, (_, n) in zip(its, there, strict=True)):
+        structures = [self.groups[group].structure for group, _ in listed]
+        kinds = {
+            (structure.kinds[number], structure.dtypes[number])
+            for structure, (_, number) in zip(structures, listed, strict=True)
+        }
+        if len(kinds) > 1 or any(
+            structure.names[n] in self._differ for structure, (_, n) in zip(structures, listed, strict=True)
+        ):
             return True
-        return len(self._wholes(there)) > 1
+        return len(self._wholes(listed)) > 1
 
     def elements(self, spots: Iterable[Spot]) -> int:
         """How many elements of a tensor all ranks have together; what several have counts for each."""
         return sum(int(column.boxes[:, 1].prod(axis=1).sum()) for column in self._by_dims(spots))
 
     def is_sharded(self, spots: Iterable[Spot]) -> bool:
-        """Whether any rank had a shard of a tensor."""
         return any(column.sharded for column in self._by_dims(spots))
 
     @property
@@ -245,10 +228,7 @@ class OldRanks(Mapping[int, OldRank]):
         """Find what makes up a new shard.
 
         Args:
-            want: the new shard.
-            rank: the new rank.
             spots: where the tensor is; None: look it up by its name.
-            only: use only this old rank.
 
         Returns:
             Its parts; None if each old rank had its own and there was no rank of this number.
@@ -282,8 +262,8 @@ class OldRanks(Mapping[int, OldRank]):
 
     def _refuse_others(self, want: Entry, spots: Sequence[Spot], only: int | None) -> None:
         """Refuse a tensor of another kind, dtype or global shape."""
-        its = [(self.groups[group].structure, number) for group, number in spots]
-        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in its)
+        structures = [(self.groups[group].structure, number) for group, number in spots]
+        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in structures)
         for kind, dtype in kinds:
             for whole in self._wholes(spots, only):
                 if (kind, dtype, whole) != (want.kind, want.dtype, want.global_shape):
@@ -292,7 +272,6 @@ class OldRanks(Mapping[int, OldRank]):
                                             found=f"{want.kind} {want.dtype} {want.global_shape}")  # fmt: skip
 
     def _wholes(self, spots: Iterable[Spot], only: int | None = None) -> list[tuple[int, ...]]:
-        """The distinct global shapes of a tensor."""
         if only is None:
             return [*dict.fromkeys(whole for column in self._by_dims(spots) for whole in column.wholes)]
         group, at = self._place(only)
@@ -329,8 +308,8 @@ class OldRanks(Mapping[int, OldRank]):
         """What ranks hold of a tensor, which may have other dimensions on each."""
         sorts: dict[int, list[Spot]] = {}
         for group, number in spots:
-            its = self.groups[group].structure
-            sorts.setdefault(its.dims[its.classes[number]], []).append((group, number))
+            structure = self.groups[group].structure
+            sorts.setdefault(structure.dims[structure.classes[number]], []).append((group, number))
         return [self._column(self._key(those)) for those in sorts.values()]
 
     def _column(self, key: _Key) -> _Column:
@@ -352,13 +331,7 @@ class OldRanks(Mapping[int, OldRank]):
         return self._columns[key]
 
     def merge_plain(self, live: Sequence[Any], paths: Mapping[str, int], rank: int) -> list[Any]:
-        """Choose the plain leaves of a new rank: what all old ranks have, or what the old rank with its number has.
-
-        Args:
-            live: the values that this rank has, by number: they stay if there was no such rank.
-            paths: their numbers, by path.
-            rank: the new rank.
-        """
+        """Choose the plain leaves of a new rank: what all old ranks have, or that of its number, or ``live`` ones."""
         values, held = list(live), self[rank].plain if rank in self else {}
         for path, number in paths.items():
             if path not in self.plain_differ:
@@ -377,3 +350,131 @@ def _alike(rows: np.ndarray) -> list[np.ndarray]:
     _, first, inverse, counts = np.unique(flat, axis=0, return_index=True, return_inverse=True, return_counts=True)
     places = np.split(np.argsort(inverse.reshape(-1), kind="stable"), np.cumsum(counts)[:-1])
     return [places[n] for n in np.argsort(first)]
+
+
+# Thousands of ranks differ in which box of each tensor they hold, and thousands of tensors have a dozen distinct boxes.
+
+
+MOST = 1 << 60
+"""No number of a checkpoint, such as a dimension or a size, is larger, so that sums of some fit in 64 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStructure:
+    """What ranks have in common."""
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    ties: tuple[int, ...]  # for each leaf the number of the first one with the same memory: usually its own
+    # for each leaf the number of its class; leaves of a class have the same box on any one rank
+    classes: tuple[int, ...]
+    dims: tuple[int, ...]  # for each class the number of dimensions
+    tree: Tree
+    # the leaves that all ranks hold alike, in the order in which they were dealt out to files
+    alike: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()  # those that the rank's set shares, in that order
+    meshes: tuple[str | None, ...] = ()  # for each leaf, see `leaves.Entry`; empty: none is a DTensor
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], tree: Tree) -> tuple[RankStructure, np.ndarray]:
+        """Describe a rank: its structure, and its row, ``(width,)`` int64."""
+        known: dict[Any, int] = {}
+        classes = tuple(known.setdefault((e.global_shape, e.offset, e.shape), len(known)) for e in entries)
+        meshes = tuple(e.mesh for e in entries)
+        made = cls(tuple(e.name for e in entries), tuple(e.kind for e in entries), tuple(e.dtype for e in entries),
+                   ties_of(entries), classes, tuple(len(box[0]) for box in known), tree,
+                   meshes=meshes if any(mesh is not None for mesh in meshes) else ())  # fmt: skip
+        numbers = [n for box in known for part in box for n in part]
+        return made, np.array(numbers, dtype="<i8")
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the numbers of each class begin in a row; the last one is the width of a row."""
+        return tuple(itertools.accumulate((3 * dims for dims in self.dims), initial=0))
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        return {name: number for number, name in reversed([*enumerate(self.names)])}
+
+    @functools.cached_property
+    def places(self) -> tuple[dict[int, int], dict[int, int]]:
+        """For each leaf in `alike`, and each in `shared`, its position there."""
+        alike, shared = ({number: nth for nth, number in enumerate(leaves)} for leaves in (self.alike, self.shared))
+        return alike, shared
+
+    @functools.cached_property
+    def paths(self) -> dict[str, int]:
+        return plain_leaves(self.tree)
+
+    @property
+    def document(self) -> list[Any]:
+        listed = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return listed if self.meshes else listed[:-1]
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """16 bytes that identify it."""
+        text = json.dumps(self.document, separators=(",", ":"))
+        return xxhash.xxh3_128_digest(text.encode())
+
+    def entries(self, row: np.ndarray) -> tuple[Entry, ...]:
+        """The entries of a rank; the start of an entry only tells which entries are tied."""
+        boxes = [tuple(map(tuple, row[at : at + 3 * d].reshape(3, d).tolist()))
+                 for at, d in zip(self.starts, self.dims, strict=False)]  # fmt: skip
+        found: list[Entry] = []
+        at = 0
+        for n, nth in enumerate(self.classes):
+            whole, offset, shape = boxes[nth]
+            nbytes = math.prod(shape) * item_nbytes(self.kinds[n], self.dtypes[n])
+            start = at if self.ties[n] == n else found[self.ties[n]].start
+            found.append(Entry(self.names[n], self.kinds[n], self.dtypes[n], whole, offset, shape, start, nbytes,
+                               self.mesh(n)))  # fmt: skip
+            at += nbytes
+        return tuple(found)
+
+    def mesh(self, number: int) -> str | None:
+        return self.meshes[number] if self.meshes else None
+
+    def shape(self, row: np.ndarray, number: int) -> tuple[int, ...]:
+        at, dims = self.starts[self.classes[number]], self.dims[self.classes[number]]
+        return tuple(row[at + 2 * dims : at + 3 * dims].tolist())
+
+    def nbytes(self, row: np.ndarray, number: int) -> int:
+        return math.prod(self.shape(row, number)) * item_nbytes(self.kinds[number], self.dtypes[number])
+
+    def check_rows(self, rows: np.ndarray) -> None:
+        """Raise ValueError if rows, ``(ranks, width)``, have a box that is not inside its tensor."""
+        for at, d in zip(self.starts, self.dims, strict=False):
+            whole, offset, shape = (rows[:, at + n * d : at + (n + 1) * d] for n in range(3))
+            wrong = (whole < 0) | (whole > MOST) | (offset < 0) | (shape < 0) | (shape > whole)
+            if (wrong | (offset > whole - shape)).any():
+                raise ValueError("a shard is not inside its tensor")
+
+
+def structure_from_document(document: Any, plain: int) -> RankStructure:
+    """Read a structure from parsed JSON and check every number; any error is one of `manifest.BAD_DOCUMENT`."""
+    names, kinds, dtypes, ties, classes, dims, tree, alike, shared, *more = document
+    meshes = tuple(more[0]) if more else ()
+    made = RankStructure(tuple(names), tuple(kinds), tuple(dtypes), tuple(ties), tuple(classes), tuple(dims), tree,
+                         tuple(alike), tuple(shared), meshes)  # fmt: skip
+    leaves = len(made.names)
+    if not all(isinstance(name, str) for name in made.names) or not {*map(len, (kinds, dtypes, ties, classes))} <= {
+        leaves
+    }:
+        raise ValueError("leaves without a name, a dtype or a class")
+    if len(more) > 1 or (more and len(meshes) != leaves) or not all(isinstance(m, str | None) for m in meshes):
+        raise ValueError("a leaf without a mesh")
+    for pair in set(zip(made.kinds, made.dtypes, strict=True)):
+        item_nbytes(*pair)
+    for numbers, end in ((made.classes, len(made.dims)), (made.ties, leaves), (made.dims, 65),
+                         (made.alike, leaves), (made.shared, leaves)):  # fmt: skip
+        if not all(type(n) is int and 0 <= n < end for n in numbers):
+            raise ValueError("a leaf, a class or its dimensions are not there")
+    if any(tie > n or made.ties[tie] != tie for n, tie in enumerate(made.ties)):
+        raise ValueError("a leaf is tied to a later one")
+    dealt = (*made.alike, *made.shared)
+    if len(set(dealt)) != len(dealt):
+        raise ValueError("a leaf was dealt out twice")
+    check_tree(tree, leaves, plain)
+    return made

@@ -39,11 +39,7 @@ def _unique(tree: Tree, tag: str, short: list[tuple[int, str]]) -> list[tuple[in
 
 
 def unique(paths: Sequence[Path]) -> list[str]:
-    """Choose the short one of each, or the exact one if the short one is not the only one.
-
-    Raises:
-        StateError: two exact paths are the same.
-    """
+    """Choose the short path of each, or the exact one if others have it, too. Raises StateError if two are equal."""
     chosen = [short for short, _ in paths]
     while True:
         count = collections.Counter(chosen)

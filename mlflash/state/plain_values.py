@@ -23,14 +23,7 @@ MAX_DEPTH = 200
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Plain leaves that JSON has no form for: they are written as ``[tag, *texts]``.
-
-    Attributes:
-        texts: number of texts.
-        holds: whether a value is such a leaf.
-        encode: returns the texts; arguments: the value, its path.
-        decode: returns the value; arguments: the texts.
-    """
+    """Plain leaves that JSON has no form for: they are written as ``[tag, *texts]``."""
 
     texts: int
     holds: Callable[[Any], bool]
@@ -165,11 +158,7 @@ def check_plain(value: Any, depth: int = 0) -> None:
 
 
 def encode_key(key: Any, path: str) -> Any:
-    """Convert a dict key (a plain leaf or a tuple of them) to a form that JSON can hold.
-
-    Raises:
-        StateError: there is no such form, or the value could not be found under the key that is read back.
-    """
+    """Convert a dict key (a plain leaf, or a tuple of them) to JSON. Raises StateError if it is lost by that."""
     if type(key) is str and key.isascii():
         return key
     where = f"{path} (a key)"

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import StructureMismatch
 from . import containers, paths, torch_objects, wrapped_tensors
-from .flatten import is_object
+from .flatten import Unbegun, has_not_begun, is_object
 from .leaves import (
     Entry,
     Replica,
@@ -27,7 +27,6 @@ from .leaves import (
     is_tensor,
     tensor_entry,
 )
-from .loaders import Unbegun, has_not_begun
 from .plain_values import decode_plain
 
 Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
@@ -38,11 +37,7 @@ _CONTAINERS = {"d": "a dict", "l": "a list", "t": "a tuple"}
 
 
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
-    """List how a live state differs in structure from a saved one; empty if it does not.
-
-    For objects with ``load_state_dict``, only what those of torch would certainly refuse is listed:
-    they decide for themselves.
-    """
+    """List how a live state differs from a saved one; of objects only what torch would certainly refuse to load."""
     found: list[str] = []
     _compare(live, tree, entries, "", found)
     return found
@@ -146,11 +141,6 @@ class Filling:
 
     Args:
         live: tensors and arrays are overwritten, plain leaves replaced, objects get copies through ``load_state_dict``.
-        tree, entries, plain: of the manifest.
-        read: returns the bytes.
-
-    Attributes:
-        objects: those in the state that load by themselves, and what was saved of each, by path.
     """
 
     def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
@@ -159,6 +149,7 @@ class Filling:
         objects: list[tuple[paths.Path, tuple[Any, Tree]]] = []
         self._find(live, tree, ("", ""), objects)
         names = paths.unique([path for path, _ in objects])
+        # those in the state that load by themselves, and what was saved of each, by path
         self.objects = dict(zip(names, (one for _, one in objects), strict=True))
         self._kept: dict[str, Any] = {}
         self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, former value
@@ -167,9 +158,10 @@ class Filling:
         self._for_good = False  # whether something without a copy has changed
 
     def nbytes_of(self, path: str) -> int:
-        """Size of the saved state of an object."""
-        its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
-        return sum(its.values())
+        nbytes_at = {
+            entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))
+        }
+        return sum(nbytes_at.values())
 
     def keep(self, names: Collection[str]) -> None:
         """Copy the present state of objects, so that it can be put back; some may not give it."""
@@ -227,11 +219,7 @@ class Filling:
         return None
 
     def fill_leaves(self) -> None:
-        """Fill tensors and arrays, and replace plain leaves.
-
-        Raises:
-            StructureMismatch: the state itself is a tensor-free leaf or tuple, which cannot be changed in place.
-        """
+        """Fill tensors, arrays and plain leaves. Raises StructureMismatch if the state itself cannot be changed."""
         if self._into(self._live, self._tree) is not self._live:
             raise StructureMismatch("the state given cannot be changed in place", expected="a dict, list or object",
                                     found=type(self._live).__name__)  # fmt: skip
@@ -329,7 +317,6 @@ def _entry_numbers(tree: Tree) -> Iterator[int]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a state: tensors without their history."""
     if is_tensor(value):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -343,13 +330,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Made:
-    """Leaves and nodes of a checkpoint that are built anew; tied leaves stay tied.
-
-    Args:
-        entries, plain: of the manifest.
-        read: returns the bytes.
-        copy: whether to return copies, or what ``read`` returns.
-    """
+    """Leaves and nodes of a checkpoint that are built anew; tied leaves stay tied."""
 
     def __init__(self, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True):
         self._entries, self._plain, self._read, self._copy = entries, plain, read, copy
@@ -359,7 +340,6 @@ class _Made:
         """Build a state anew.
 
         Args:
-            tree: its tree.
             like: DTensors, by number of the entry: an entry becomes a DTensor like that; by ``~number`` of the first
                 entry of a tensor that wraps others: that tensor does.
             own: tensors that get the bytes of an entry, and are then used for it.
@@ -389,15 +369,7 @@ class _Made:
 
 
 def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True) -> Any:
-    """Build the saved state anew: CPU tensors, arrays, dicts, lists, tuples.
-
-    Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
-
-    Args:
-        tree, entries, plain: of the manifest.
-        read: returns the bytes.
-        copy: whether to return copies, or what ``read`` returns.
-    """
+    """Build the saved state anew, on the CPU: objects as what ``state_dict`` returned, and tied tensors tied again."""
     return _Made(entries, plain, read, copy).make(tree, {})
 
 

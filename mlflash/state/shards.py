@@ -15,20 +15,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Fragment(NamedTuple):
-    """A part of a new shard.
+    """A part of a new shard."""
 
-    Attributes:
-        rank: the old rank that has it.
-        number: number of the entry there.
-        source: where it begins in the old shard.
-        target: where it begins in the new one.
-        shape: its shape.
-    """
-
-    rank: int
-    number: int
-    source: tuple[int, ...]
-    target: tuple[int, ...]
+    rank: int  # the old rank that has it
+    number: int  # number of the entry there
+    source: tuple[int, ...]  # where it begins in the old shard
+    target: tuple[int, ...]  # where it begins in the new one
     shape: tuple[int, ...]
 
 
@@ -71,11 +63,7 @@ def box(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice[int, int, No
 
 
 def cut(shape: tuple[int, ...], item_nbytes: int, most_nbytes: int) -> Iterator[Box]:
-    """Cut a box into runs of at most so many bytes, along its first dimensions, in C order.
-
-    Example:
-        (10, 8) of 4 bytes each, at most 100 → rows 0-2, 3-5, 6-8, 9.
-    """
+    """Cut a box into runs of so many bytes, in C order: (10, 8) of 4 bytes, at most 100 → rows 0-2, 3-5, 6-8, 9."""
     if not shape or math.prod(shape) * item_nbytes <= most_nbytes:
         yield (0,) * len(shape), shape
         return

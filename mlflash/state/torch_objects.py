@@ -1,7 +1,5 @@
 """Modules and optimizers of torch, as they load: what they would refuse, and what they make of tensors.
 
-It also says what the state of an optimizer will be like that has not made any yet.
-
 These questions must be answered without changing anything, and without refusing what loading would have accepted: if a
 class or a hook may treat something differently from torch, nothing is reported.
 """
@@ -16,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import MlflashError, StateError, StructureMismatch, text_of
-from .flatten import is_object
+from .flatten import forget_early_iterator, has_not_begun, is_object
 from .leaves import Entry, Tree, inside, is_tensor, place_of, tensor_entry
-from .loaders import forget_early_iterator, has_not_begun
 from .plain_values import decode_plain
 from .wrapped_tensors import WRAPPED, found_in
 
@@ -27,14 +24,7 @@ _PER_STEP = {"step", "eta", "mu", "mu_product"}  # 0-d, whatever the parameter i
 
 
 def refusals(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
-    """List why an object would refuse to load what was saved of it, as far as that can be known.
-
-    Args:
-        live: the object.
-        tree: what its ``state_dict()`` was when it was saved.
-        entries: of the checkpoint.
-        name: path of the object in the state.
-    """
+    """List why an object would refuse to load what was saved of it, as far as that can be known."""
     torch = sys.modules.get("torch")
     tree = inside(tree)
     if tree[0] == "p":
@@ -135,7 +125,6 @@ def _refused_by_optimizer(live: Any, tree: Tree, entries: tuple[Entry, ...], nam
 
 
 def _item(tree: Tree, key: str) -> Tree:
-    """What is saved under a key of a dict; an empty node if there is nothing."""
     tree = inside(tree)
     return next((sub for saved, sub in tree[1] if saved == key), [""]) if tree[0] == "d" else [""]
 
@@ -198,19 +187,7 @@ def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, 
 
 
 def load(live: Any, saved: Any, name: str) -> None:
-    """Load a saved state into an object, with every bit of it.
-
-    torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
-    one on purpose.
-
-    Args:
-        live: the object.
-        saved: what its ``state_dict()`` returned.
-        name: path of the object in the state.
-
-    Raises:
-        StructureMismatch: the object could not load it, or it is on the meta device.
-    """
+    """Load a saved state into an object, bit for bit. Raises StructureMismatch if it does not load, or is on meta."""
     try:
         live.load_state_dict(saved)
     except MlflashError:
@@ -240,6 +217,7 @@ def _refuse_meta(live: Any, saved: Any, name: str) -> None:
 
 
 def _uncast(loaded: Any, saved: Any) -> Any:
+    """Undo torch's cast of an optimizer's state to the dtype of the parameter: moments may have another on purpose."""
     if is_tensor(saved) and is_tensor(loaded):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):
@@ -262,7 +240,6 @@ class _StateOf:
     made: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     def get(self, key: Any) -> Any:
-        """What is there under a key, or what it will be like."""
         return self.made.get(key, None if key in _PER_STEP else _StateOf(self.parameter))
 
 
@@ -291,12 +268,7 @@ def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any
 
 @dataclasses.dataclass(frozen=True)
 class _Wrapped:
-    """A DTensor that was saved, and is made of tensors that wrap others.
-
-    Attributes:
-        like: the live tensor, or the state that will be it.
-        attributes: see `wrapped_tensors`.
-    """
+    """A DTensor that was saved, and is made of tensors that wrap others."""
 
     like: Any
     attributes: Mapping[str, Any]
@@ -329,10 +301,7 @@ def wrapped_patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[
 
 
 def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
-    """DTensors in containers, parameters of modules and of optimizers, by mesh, global shape, offset and shape.
-
-    Not collective: no ``state_dict()`` is called.
-    """
+    """DTensors in containers, modules and optimizers, by mesh, global shape, offset and shape; no ``state_dict()``."""
     found: dict[Any, Any] = {}
     torch = sys.modules["torch"]
     left = list(lives)
@@ -354,10 +323,7 @@ def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
 
 
 def parameters(state: Any, tree: Tree) -> dict[int, Any]:
-    """Find the parameter of each tensor that was saved of an optimizer's state, by number of its entry.
-
-    Not collective, but calls ``state_dict()`` of optimizers.
-    """
+    """Find the parameter of each tensor that was saved of an optimizer's state, by entry. Calls ``state_dict()``."""
     return {n: like.parameter for n, like in _matched(state, tree, optimizers=True) if isinstance(like, _StateOf)}
 
 

@@ -51,11 +51,7 @@ def is_wrapped(tensor: Any) -> bool:
 
 
 def found_in(tensor: Any, path: str) -> tuple[Any, Shard | None] | None:
-    """The tensor of one of `CLASSES` that a tensor is, or whose DTensor it is; None: it is neither.
-
-    Raises:
-        StateError: a DTensor has no value yet.
-    """
+    """The tensor of one of `CLASSES` that a tensor is, or whose DTensor it is. Raises StateError without a value."""
     if is_wrapped(tensor):
         return tensor, None
     if type(tensor).__name__ != "DTensor" or not is_wrapped(tensor._local_tensor):
@@ -75,16 +71,7 @@ def code_of(tensor: Any) -> Code:
 
 
 def attributes_of(tensor: Any, path: str, shard: Shard | None = None) -> Attributes:
-    """What a tensor is besides its inner tensors.
-
-    Args:
-        tensor: of one of `CLASSES`.
-        path: its path in the state.
-        shard: of which it is the local shard; None: of no DTensor.
-
-    Raises:
-        StateError: its context holds something that cannot be encoded.
-    """
+    """What a tensor of `CLASSES` is besides its inner tensors. Raises StateError if its context cannot be encoded."""
     package = type(tensor).__module__.partition(".")[0]
     made: Attributes = {"context": _encode(tensor.__tensor_flatten__()[1], package, path),
                         "size": list(tensor.shape), "stride": list(tensor.stride())}  # fmt: skip

@@ -33,20 +33,14 @@ Path = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Which of a slot's entries belong to the checkpoint.
-
-    Attributes:
-        tensors: those this rank writes.
-        parts: the parts that are bytes, by name: where each begins and ends in the blob.
-        planner_data: what the planner stores with the checkpoint, as `torch.save` wrote it, in base64; on one rank.
-    """
+    """Which of a slot's entries belong to the checkpoint."""
 
     tensors: tuple[Key, ...]
-    parts: dict[str, tuple[int, int]]
+    parts: dict[str, tuple[int, int]]  # the parts that are bytes, by name: where each begins and ends in the blob
+    # what the planner stores with the checkpoint, as `torch.save` wrote it, in base64; on one rank
     planner_data: str | None = None
 
     def encode(self) -> bytes:
-        """As JSON."""
         return json.dumps(vars(self), separators=(",", ":")).encode()
 
     @staticmethod
@@ -61,7 +55,6 @@ class Index:
             raise CorruptSlot(f"the index of a DCP checkpoint is damaged: {error!r}") from None
 
     def names(self) -> Iterator[str]:
-        """The names of what this rank writes."""
         yield from dict.fromkeys(name for name, _ in self.tensors)
         yield from self.parts
 
@@ -105,10 +98,7 @@ def names_of(tree: Tree, entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def values(index: Index, blob: bytes) -> dict[str, tuple[Tree, list[Any]]]:
-    """What a rank wrote that is not a tensor, by name: a tree, and its plain leaves.
-
-    Entries that hold more than data and tensors are left out.
-    """
+    """What a rank wrote that is not a tensor, by name: a tree, and its plain leaves; without what is more than data."""
     found = {}
     for name, (start, end) in index.parts.items():
         plain: list[Any] = []

@@ -29,13 +29,10 @@ class _Place(NamedTuple):
 
 
 class FileWithHoles:
-    """A file being put together in memory.
-
-    Attributes:
-        file: a library may write into it, from the start, leaving the places of tensors out.
-    """
+    """A file being put together in memory."""
 
     def __init__(self) -> None:
+        # a library may write into it, from the start, leaving the places of tensors out
         self.file = io.FileIO(os.memfd_create("mlflash-skeleton", os.MFD_CLOEXEC), "w+b")
         self._places: list[_Place] = []
 

@@ -16,22 +16,14 @@ _PUBLIC = "an Ed25519 public key in PEM (openssl pkey -pubout)"
 
 
 def private_key(path: str) -> tuple[Sign, str]:
-    """Read a private key; return what signs with it, and its public key as 64 hexadecimal digits.
-
-    Raises:
-        ConfigError: it cannot be read, or is not such a key; or ``cryptography`` is not installed.
-    """
+    """Read a private key: what signs with it, and its public key in hexadecimal. Raises ConfigError if it cannot."""
     kind, load = _of("Ed25519PrivateKey", "load_pem_private_key")
     key = _read(path, lambda raw: load(raw, password=None), kind, _PRIVATE)
     return key.sign, key.public_key().public_bytes_raw().hex()
 
 
 def public_key(path: str) -> tuple[Callable[[bytes, bytes], bool], str]:
-    """Read a public key; return what checks whether a signature of some bytes is good, and the key.
-
-    Raises:
-        ConfigError: it cannot be read, or is not such a key; or ``cryptography`` is not installed.
-    """
+    """Read a public key: what checks a signature of some bytes, and the key. Raises ConfigError if it cannot."""
     kind, load = _of("Ed25519PublicKey", "load_pem_public_key")
     key = _read(path, load, kind, _PUBLIC)
     invalid = importlib.import_module("cryptography.exceptions").InvalidSignature

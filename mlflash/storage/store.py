@@ -13,8 +13,9 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ..crash_points import reach
@@ -29,54 +30,8 @@ _S3_CONNECT_S, _S3_READ_S = 3.0, 20.0
 _S3_TRIES = 2  # tries of botocore, and of each of the two loops of s3fs around it
 
 
-class Store(Protocol):
-    """What a directory can do. Nothing is collective. Errors of the file system are OSError."""
-
-    path: str
-
-    def at(self, name: str) -> Store:
-        """The directory of that name below this one."""
-
-    def make(self, parents: bool = True) -> None:
-        """Make this directory if it does not exist; with ``parents`` also those above it."""
-
-    def names(self) -> list[str]:
-        """What is in it, sorted; empty if it does not exist."""
-
-    def write(self, name: str, content: Iterable[Any], tag: str = "") -> int:
-        """Write a file, whole or not at all, and durably; return its bytes.
-
-        Args:
-            name: of the file; an existing one is replaced.
-            content: its bytes, in pieces.
-            tag: part of its temporary name.
-        """
-
-    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """Read a part of a file; fewer bytes if it ends before."""
-
-    def open(self, name: str) -> Any:
-        """Open a file for reading in any order."""
-
-    def nbytes(self, name: str) -> int:
-        """Size of a file."""
-
-    def remove(self, name: str) -> None:
-        """Delete a file of this directory; do nothing if it does not exist."""
-
-    def remove_directory(self) -> bool:
-        """Delete this directory if it is empty; return whether it is gone."""
-
-    def why_not_writable(self) -> str:
-        """Why nothing can be written to it, as far as is known without writing; "" if no reason is known."""
-
-
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """Open a directory, or a URL that fsspec knows. Nothing is made yet.
-
-    Raises:
-        ConfigError: a package that fsspec needs for such URLs is not installed.
-    """
+    """Open a directory, or a URL that fsspec knows; nothing is made. Raises ConfigError if a package is missing."""
     path = without_file_scheme(os.fspath(place))
     return Remote(path) if is_url(path) else Directory(os.path.abspath(path))
 
@@ -92,16 +47,21 @@ def without_file_scheme(path: str) -> str:
 
 
 class Directory:
-    """A directory of a file system. New directories are 0700, new files 0600; links in it are not followed."""
+    """A directory of a file system. New directories are 0700, new files 0600; links in it are not followed.
+
+    Nothing is collective. Errors of the file system are OSError.
+    """
 
     def __init__(self, path: str, below: bool = False):
         self.path = path
         self._below = below  # a link to the directory itself is left to the user
 
     def at(self, name: str) -> Directory:
+        """The directory of that name below this one."""
         return Directory(os.path.join(self.path, name), below=True)
 
     def make(self, parents: bool = True) -> None:
+        """Make this directory if it does not exist; with ``parents`` also those above it."""
         if os.path.isdir(self.path):
             return
         above = Directory(os.path.dirname(self.path))
@@ -112,6 +72,7 @@ class Directory:
         above._sync()
 
     def names(self) -> list[str]:
+        """What is in it, sorted; empty if it does not exist."""
         self._refuse_link()
         try:
             return sorted(os.listdir(self.path))
@@ -119,6 +80,7 @@ class Directory:
             return []
 
     def write(self, name: str, content: Iterable[Any], tag: str = "") -> int:
+        """Write a file, whole or not at all, and durably; return its bytes. An existing one is replaced."""
         self._refuse_link()
         temporary, path = os.path.join(self.path, f".{name}.{tag}.tmp"), os.path.join(self.path, name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -148,6 +110,7 @@ class Directory:
         return written
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """Read a part of a file; fewer bytes if it ends before."""
         fd = self._open(name)
         try:
             left = max(0, os.fstat(fd).st_size - start) if nbytes is None else nbytes
@@ -163,12 +126,15 @@ class Directory:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def open(self, name: str) -> Any:
+        """Open a file for reading in any order."""
         return os.fdopen(self._open(name), "rb")
 
     def nbytes(self, name: str) -> int:
+        """Size of a file."""
         return os.stat(os.path.join(self.path, name), follow_symlinks=False).st_size
 
     def remove(self, name: str) -> None:
+        """Delete a file of this directory; do nothing if it does not exist."""
         self._refuse_link()
         try:
             os.unlink(os.path.join(self.path, name))
@@ -177,6 +143,7 @@ class Directory:
         log.info("deleted %s", os.path.join(self.path, name))
 
     def remove_directory(self) -> bool:
+        """Delete this directory if it is empty; return whether it is gone."""
         try:
             os.rmdir(self.path)
         except FileNotFoundError:
@@ -187,6 +154,7 @@ class Directory:
         return True
 
     def why_not_writable(self) -> str:
+        """Why nothing can be written to it, as far as is known without writing; "" if no reason is known."""
         path = self.path
         while not os.path.lexists(path):  # a missing directory can be made if the one above is writable
             path = os.path.dirname(path)
@@ -340,5 +308,83 @@ class Remote:
 def _patience(options: Mapping[str, Any]) -> dict[str, Any]:
     """How long to wait for S3, and how often to try; the user's settings of fsspec or botocore take precedence."""
     tries = {} if "AWS_MAX_ATTEMPTS" in os.environ else {"retries": {"total_max_attempts": _S3_TRIES}}
-    mine = {"connect_timeout": _S3_CONNECT_S, "read_timeout": _S3_READ_S, **tries}
-    return {"config_kwargs": {**mine, **options.get("config_kwargs", {})}}
+    defaults = {"connect_timeout": _S3_CONNECT_S, "read_timeout": _S3_READ_S, **tries}
+    return {"config_kwargs": {**defaults, **options.get("config_kwargs", {})}}
+
+
+Store = Directory | Remote
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+THREADS = 16
+_LEAST = 8  # items per thread, at least: for fewer, starting it takes longer
+
+
+def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Do something with each item, in any order, and wait until all is done.
+
+    The threads end with the process: a file system that hangs delays nobody else.
+
+    Raises:
+        Exception: what the work raised for one of the items; no other item is begun after that.
+    """
+    results: list[Result | None] = [None] * len(items)
+    errors: list[Exception] = []
+    left = iter(range(len(items)))
+
+    def run() -> None:
+        try:
+            for at in left:  # each number goes to one thread
+                if errors:
+                    return
+                results[at] = work(items[at])
+        except Exception as error:  # raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, name="mlflash-files", daemon=True)
+               for _ in range(min(THREADS, len(items) // _LEAST) - 1)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    run()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]
+
+
+# Checkpoints of other libraries, by the names of their files
+
+
+DCP = "PyTorch DCP"
+SAFETENSORS = "Hugging Face safetensors"
+TORCH_CHECKPOINTING = "torch_checkpointing"
+
+_NEWEST = 3  # folders that are looked into
+_OF_FIRST_RANK = re.compile(r".+_0\.pt")
+_OWN = (".h5", ".mlflash")
+
+
+def format_of(names: Collection[str]) -> str:
+    """Name the format of a checkpoint by the names in its folder; "": none of these, or mlflash's own."""
+    if any(name.endswith(_OWN) for name in names):
+        return ""
+    if ".metadata" in names:
+        return DCP
+    if any(name.endswith(".safetensors") for name in names):
+        return SAFETENSORS
+    is_theirs = "metadata.pkl" in names or any(map(_OF_FIRST_RANK.fullmatch, names))
+    return TORCH_CHECKPOINTING if is_theirs else ""
+
+
+def find_other_format(store: Store) -> tuple[str, str] | None:
+    """Look for another library's checkpoint in a directory and its last folders: where it is, and its format."""
+    with contextlib.suppress(OSError):
+        names = store.names()
+        for place in [store, *(store.at(name) for name in reversed(names[-_NEWEST:]))]:
+            with contextlib.suppress(OSError):
+                if form := format_of(place.names()):
+                    return place.path, form
+    return None

@@ -21,27 +21,18 @@ BATCH_NBYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A checkpoint in which every tensor is whole, whatever ranks saved it.
+    """A checkpoint in which every tensor is whole, whatever ranks saved it."""
 
-    Attributes:
-        entries: each tensor or array by its name, in the order of the state.
-        ties: name → the earlier name that has the same memory; both are in ``entries``.
-        tree: the structure of the state. Its numbers are places in ``entries`` and ``plain``.
-        plain: its plain leaves, encoded.
-        read: reads tensors by name, ``(nbytes,)`` uint8 each, in C order. May be collective: all ranks read the same.
-        left_out: names of values that are not in it.
-    """
-
-    entries: Mapping[str, Entry]
-    ties: Mapping[str, str]
-    tree: Tree
-    plain: Sequence[Any]
+    entries: Mapping[str, Entry]  # each tensor or array by its name, in the order of the state
+    ties: Mapping[str, str]  # name → the earlier name that has the same memory; both are in `entries`
+    tree: Tree  # the structure of the state. Its numbers are places in `entries` and `plain`
+    plain: Sequence[Any]  # its plain leaves, encoded
+    # reads tensors by name, (nbytes,) uint8 each, in C order. May be collective: all ranks read the same
     read: Callable[[Sequence[str]], dict[str, np.ndarray]] = lambda _: {}
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # names of values that are not in it
 
     @property
     def own(self) -> list[Entry]:
-        """The entries that have memory of their own."""
         return [entry for name, entry in self.entries.items() if name not in self.ties]
 
     def sources(self, entries: Sequence[Entry], batch_nbytes: int = BATCH_NBYTES) -> dict[str, Source]:
@@ -51,7 +42,6 @@ class Whole:
         order, each batch is read once, and in the same order on all ranks.
 
         Args:
-            entries: the tensors, in the order of the calls.
             batch_nbytes: most bytes of a batch. A larger tensor is a batch.
         """
         held: dict[str, np.ndarray] = {}
@@ -81,19 +71,13 @@ def cut(nbytes: Mapping[str, int], most_nbytes: int) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What an export wrote.
+    """What an export wrote."""
 
-    Attributes:
-        files: name → bytes.
-        tensors: number of tensors and arrays in them.
-        ties: name → the name under which its bytes are; the module of a format says what it does with them.
-        left_out: names of plain leaves that the format cannot hold.
-    """
-
-    files: Mapping[str, int]
+    files: Mapping[str, int]  # name → bytes
     tensors: int
+    # name → the name under which its bytes are; the module of a format says what it does with them
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # names of plain leaves that the format cannot hold
 
 
 def build(tree: Tree, tensor: Callable[[int], Any], plain: Callable[[int], Any]) -> Any:
@@ -124,11 +108,7 @@ _ARRAY_DTYPES = (
 
 
 def tensor_dtype(entry: Entry) -> str:
-    """Name of the torch dtype that a tensor has, or that an array has as a tensor.
-
-    Raises:
-        StateError: there is none, its bytes are in the other order, or torch has the dtype but cannot load it.
-    """
+    """Torch dtype of a tensor, or of an array as a tensor. Raises StateError if ``torch.load`` knows none for it."""
     if entry.kind == "tensor":
         if re.fullmatch("u?int[1-7]", entry.dtype):
             raise StateError("torch.load knows no tensors of this dtype: leave it out with --drop",

@@ -20,8 +20,8 @@ import time
 from typing import Any, NamedTuple
 
 from ..errors import UnsafePath
+from ..memory.courier_process import read_stat
 from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
-from ..memory.process_stat import read_stat
 from ..version import __version__
 from .heartbeat_format import FORMAT, PART_NBYTES, carried_on, courier_part, encode, is_orphan, together, trainer_part
 

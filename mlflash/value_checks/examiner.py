@@ -8,15 +8,16 @@ magnitude is far beyond everything before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..memory.slot import Slot
 from ..state.layout import Extents
-from .checked_parts import CheckedParts, Run, Stored, find
-from .float_formats import FloatFormat, count, largest
+from ..state.leaves import Entry
 
 _LEAST_STRETCHES = 16  # each save checks at least so many, or all if there are fewer
 _LEAP = 7  # a magnitude is suspect if it is larger than all before by a factor of two to this power
@@ -30,16 +31,10 @@ _NEVER = -1
 
 
 class Finding(NamedTuple):
-    """Something suspect.
-
-    Attributes:
-        tensor: its path in the state.
-        what: "NaN" | "infinite" | "zero" | "large".
-        text: in words.
-    """
+    """Something suspect."""
 
     tensor: str
-    what: str
+    what: str  # "NaN" | "infinite" | "zero" | "large"
     text: str
 
 
@@ -59,13 +54,7 @@ class _Held:
         parts_of = [sum(run.bounds.size // 2 for run in runs) for runs in parts.runs]
         self.stretch_of = np.repeat(np.arange(len(parts_of)), parts_of)
 
-    @property
-    def infinite_from_the_start(self) -> set[str]:
-        """Names of tensors that had infinities when they were first looked at."""
-        return {self.parts.names[part] for part in np.flatnonzero(self.most >= self.infinity)}
-
     def _each(self, number: Callable[[FloatFormat], int]) -> np.ndarray:
-        """A number of each part, by its format."""
         return np.array([number(form) for form in self.parts.formats], np.int64)
 
 
@@ -84,7 +73,6 @@ class Examiner:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is checked."""
         return self._every > 0
 
     def begin(self, slot: Slot, extents: Extents, key: object, stored: Callable[[], Iterable[Stored]],
@@ -92,10 +80,7 @@ class Examiner:
         """Begin to check what a save has put into a slot or a share.
 
         Args:
-            slot: the slot or share.
-            extents: its extents.
             key: key of what ``stored`` returns: the same or an equal one for the same tensors in the same places.
-            stored: returns the tensors in it.
             generation: of the attempt: it decides which blocks are checked.
         """
         held = next((one for one in self._known if one.parts.extents == extents and one.key == key), None)
@@ -108,17 +93,12 @@ class Examiner:
         return Examination(held, slot, wanted | {int(held.stretch_of[part]) for part in held.suspect})
 
     def look_at_all(self, slot: Slot, extents: Extents, stored: Iterable[Stored]) -> list[Finding]:
-        """Check everything that a slot holds for NaN, and for infinities where all was finite, whatever it held before.
-
-        Args:
-            slot: the slot.
-            extents: its extents.
-            stored: the tensors in it.
-        """
+        """Check all that a slot holds for NaN, and for infinities where all was finite, whatever it held before."""
         parts = find(stored, extents, self._skip)
         payload = slot.payload(extents)
         findings: list[Finding] = []
-        usual = {name for held in self._known for name in held.infinite_from_the_start}
+        usual = {held.parts.names[part] for held in self._known  # infinite when it was first looked at
+                 for part in np.flatnonzero(held.most >= held.infinity)}  # fmt: skip
         for run in (run for runs in parts.runs for run in runs):
             if len(findings) >= _ENOUGH:
                 break
@@ -154,23 +134,27 @@ class Examination:
         self._next = max(self._next, stretches)
 
     def _compare(self, run: Run) -> None:
-        held, its = self._held, slice(run.first, run.first + run.bounds.size // 2)
+        held, parts = self._held, slice(run.first, run.first + run.bounds.size // 2)
         now = largest(self._payload[run.start : run.end], run.form, run.bounds)
-        most, last, infinity, many = held.most[its], held.last[its], held.infinity[its], held.parts.counts[its] >= _FEW
+        most, last, infinity, many = (
+            held.most[parts],
+            held.last[parts],
+            held.infinity[parts],
+            held.parts.counts[parts] >= _FEW,
+        )
         was_looked_at = most != _NEVER
-        nan = now >= held.nan[its]
+        nan = now >= held.nan[parts]
         infinite = ~nan & (now >= infinity) & was_looked_at & (most < infinity)
-        zero = (now == 0) & many & (last >= held.values[its])
-        usual = np.maximum(most, held.least[its])
-        large = (now < infinity) & many & was_looked_at & (now > usual + held.leap[its])
+        zero = (now == 0) & many & (last >= held.values[parts])
+        usual = np.maximum(most, held.least[parts])
+        large = (now < infinity) & many & was_looked_at & (now > usual + held.leap[parts])
         wrong = nan | infinite | zero | large
         if wrong.any() or held.suspect:
             self._judge(run, now, {"NaN": nan, "infinite": infinite, "zero": zero, "large": large})
-        held.most[its] = np.where(wrong, most, np.maximum(most, now))
-        held.last[its] = np.where(wrong, last, now)
+        held.most[parts] = np.where(wrong, most, np.maximum(most, now))
+        held.last[parts] = np.where(wrong, last, now)
 
     def _judge(self, run: Run, now: np.ndarray, wrong: dict[str, np.ndarray]) -> None:
-        """Note what is suspect, and what is not suspect any more."""
         held = self._held
         for nth in range(run.bounds.size // 2):
             part = run.first + nth
@@ -198,7 +182,177 @@ class Examination:
 
 def in_words(findings: Sequence[Finding]) -> str:
     """Describe the first few findings; a tensor that is in several blocks counts once."""
-    told = {finding.tensor: finding.text for finding in reversed(findings)}
-    named = [told[tensor] for tensor in dict.fromkeys(finding.tensor for finding in findings)]
+    text_of = {finding.tensor: finding.text for finding in reversed(findings)}
+    named = [text_of[tensor] for tensor in dict.fromkeys(finding.tensor for finding in findings)]
     more = len(named) - _NAMED
     return "; ".join(named[:_NAMED]) + (f"; and {more} more tensors" if more > 0 else "")
+
+
+# Which bytes of a slot are values to be checked, and of which tensor
+
+
+STRETCH_NBYTES = 1 << 20
+"""What is looked at at a time, so that numpy's calls take no time: a block or, where these are small, some."""
+
+
+class Stored(NamedTuple):
+    """Bytes of a tensor in a slot or in a share."""
+
+    entry: Entry
+    start: int  # where they begin, bytes from the start of the payload
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Values of one format in a stretch."""
+
+    form: FloatFormat
+    # start, end: where they are, bytes from the start of the payload
+    start: int
+    end: int
+    bounds: np.ndarray  # where the values of each tensor begin and end, in values from `start`
+    first: int  # number of the first of these parts; the others follow
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedParts:
+    """The parts of tensors in each stretch of a body."""
+
+    extents: Extents
+    stretch: int  # number of blocks in a stretch
+    runs: tuple[tuple[Run, ...], ...]
+    names: tuple[str, ...]  # the tensor of each part
+    counts: np.ndarray  # number of values of each part
+    formats: tuple[FloatFormat, ...]
+
+
+def find(stored: Iterable[Stored], extents: Extents, skip: Sequence[str]) -> CheckedParts:
+    """Find what has to be checked: floats with values, but those named in ``skip``; tied tensors may come twice."""
+    wanted = {
+        one.start: one for one in stored if one.nbytes and one.entry.dtype in FORMATS and
+        not any(fnmatch.fnmatchcase(one.entry.name, pattern) for pattern in skip)
+    }  # fmt: skip
+    stretch = max(1, STRETCH_NBYTES // extents.block_nbytes)
+    parts: list[Stored] = []
+    runs = tuple(
+        tuple(_runs(its, parts)) for its in _by_stretch([wanted[at] for at in sorted(wanted)], extents, stretch)
+    )
+    formats = tuple(FORMATS[part.entry.dtype] for part in parts)
+    counts = np.array([part.nbytes // form.nbytes for part, form in zip(parts, formats, strict=True)], np.int64)
+    return CheckedParts(extents, stretch, runs, tuple(part.entry.name for part in parts), counts, formats)
+
+
+def _by_stretch(stored: Sequence[Stored], extents: Extents, stretch: int) -> list[list[Stored]]:
+    """Cut tensors where stretches end."""
+    nbytes = stretch * extents.block_nbytes
+    cut: list[list[Stored]] = [[] for _ in range(-(-extents.body_nbytes // nbytes))]
+    for one in stored:
+        at, end = one.start + extents.manifest_room, one.start + one.nbytes + extents.manifest_room
+        while at < end:
+            upto = min(end, (at // nbytes + 1) * nbytes)
+            cut[at // nbytes].append(Stored(one.entry, at - extents.manifest_room, upto - at))
+            at = upto
+    return cut
+
+
+def _runs(stored: Sequence[Stored], parts: list[Stored]) -> Iterator[Run]:
+    at = 0
+    while at < len(stored):
+        form, end = FORMATS[stored[at].entry.dtype], at
+        while end < len(stored) and FORMATS[stored[end].entry.dtype] is form:
+            end += 1
+        run = stored[at:end]
+        start, stop = run[0].start, run[-1].start + run[-1].nbytes
+        edges = [edge for part in run for edge in (part.start, part.start + part.nbytes)]
+        bounds = (np.array(edges, np.int64) - start) // form.nbytes
+        yield Run(form, start, stop, bounds, len(parts))
+        parts += run
+        at = end
+
+
+# Magnitudes of floats grow with their bits, read as integers (IEEE 754-2019, 3.4; OCP's 8-bit formats, too). So two
+# maxima are enough: of the bits as signed integers for the largest positive value, and as unsigned ones for the most
+# negative one. Infinity and NaN are larger than everything finite.
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatFormat:
+    """A format of floats."""
+
+    nbytes: int
+    mantissa: int
+    bias: int
+    infinity: int  # bits of infinity; if the format has none, the same as `nan`
+    nan: int  # the smallest bits, without the sign, that are not a number
+    negative_zero_is_nan: bool = False  # whether the only NaN is what would be -0
+
+    @property
+    def sign(self) -> int:
+        return 1 << (8 * self.nbytes - 1)
+
+    def value(self, bits: int) -> float:
+        """The number that bits without a sign stand for."""
+        if bits >= self.infinity:
+            return float("inf") if bits < self.nan else float("nan")
+        exponent, rest = bits >> self.mantissa, (bits & ((1 << self.mantissa) - 1)) / (1 << self.mantissa)
+        return float(rest * 2.0 ** (1 - self.bias) if not exponent else (1 + rest) * 2.0 ** (exponent - self.bias))
+
+    def bits(self, exponent: int) -> int:
+        """The bits of two to the power of ``exponent``, or those of the nearest power that the format has."""
+        return min(max(1, (exponent + self.bias) << self.mantissa), self.infinity - 1)
+
+
+_FLOAT64 = FloatFormat(8, 52, 1023, 0x7FF0 << 48, (0x7FF0 << 48) + 1)
+_FLOAT32 = FloatFormat(4, 23, 127, 0x7F800000, 0x7F800001)
+_FLOAT16 = FloatFormat(2, 10, 15, 0x7C00, 0x7C01)
+_ONLY_FINITE = 0x80  # larger than all 8-bit magnitudes: there is no infinity
+
+FORMATS = {
+    "float64": _FLOAT64, "float32": _FLOAT32, "float16": _FLOAT16,
+    "bfloat16": FloatFormat(2, 7, 127, 0x7F80, 0x7F81),
+    "float8_e4m3fn": FloatFormat(1, 3, 7, 0x7F, 0x7F),
+    "float8_e5m2": FloatFormat(1, 2, 15, 0x7C, 0x7D),
+    "float8_e4m3fnuz": FloatFormat(1, 3, 8, _ONLY_FINITE, _ONLY_FINITE, negative_zero_is_nan=True),
+    "float8_e5m2fnuz": FloatFormat(1, 2, 16, _ONLY_FINITE, _ONLY_FINITE, negative_zero_is_nan=True),
+    "complex32": _FLOAT16, "complex64": _FLOAT32, "complex128": _FLOAT64,
+    "<f2": _FLOAT16, "<f4": _FLOAT32, "<f8": _FLOAT64, "<c8": _FLOAT32, "<c16": _FLOAT64,
+}  # fmt: skip
+"""By the dtype of an entry, see `state.leaves.Entry`."""
+
+
+def largest(raw: np.ndarray, form: FloatFormat, bounds: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The largest magnitudes in runs of values, as bits: ``(runs,)`` int64.
+
+    Args:
+        raw: the bytes, ``(nbytes,)`` uint8, contiguous and aligned to the format.
+        bounds: where each run begins and ends, in values, one after the other, ascending: ``(2 * runs,)``. No run is
+            empty.
+    """
+    unsigned = raw.view(f"<u{form.nbytes}")
+    signed = unsigned.view(f"<i{form.nbytes}")
+    if len(bounds) == 2:
+        low, high = bounds
+        most, least = signed[low:high].max(keepdims=True), unsigned[low:high].max(keepdims=True)
+    else:
+        # Every other result is of the bytes between two runs: drop it. The last bound may be the end of the array.
+        at = bounds[:-1] if bounds[-1] == unsigned.size else bounds
+        most, least = np.maximum.reduceat(signed, at)[::2], np.maximum.reduceat(unsigned, at)[::2]
+    least = least.astype(np.uint64)
+    negative = np.where(least & np.uint64(form.sign), least & np.uint64(form.sign - 1), np.uint64(0))
+    found: np.ndarray = np.maximum(most.astype(np.int64), negative.astype(np.int64))
+    if form.negative_zero_is_nan:
+        for nth, (low, high) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
+            if (unsigned[low:high] == form.sign).any():
+                found[nth] = form.nan
+    return found
+
+
+def count(raw: np.ndarray, form: FloatFormat) -> tuple[int, int]:
+    """How many of some values are NaN, and how many are infinite."""
+    unsigned = raw.view(f"<u{form.nbytes}")
+    if form.negative_zero_is_nan:
+        return int(np.count_nonzero(unsigned == form.sign)), 0
+    magnitudes = unsigned & np.array(form.sign - 1, unsigned.dtype)
+    nans = int(np.count_nonzero(magnitudes >= form.nan))
+    return nans, int(np.count_nonzero(magnitudes >= form.infinity)) - nans

@@ -167,9 +167,9 @@ put("software", "_CHECKS", parity)
 
 def test_a_transport_that_does_not_work_is_an_error_and_nothing_is_left(shm: Path) -> None:
     refuse = """
-from mlflash.mpi import rma_windows
+from mlflash.mpi import fabric
 def refuse(self, *given): raise RuntimeError("MPI_ERR_RMA_SYNC")
-rma_windows.OpenMemory.put, os.environ["MLFLASH_TRANSPORT"] = refuse, "rma"
+fabric.OpenMemory.put, os.environ["MLFLASH_TRANSPORT"] = refuse, "rma"
 """
     found = examine(shm, 2, code=1, change=refuse)
     (line,) = lines_of(found, "network")

@@ -30,11 +30,10 @@ from mlflash.exports.imports import read_dcp
 from mlflash.exports.selection import Selection, tensors_by_name, whole_of
 from mlflash.state.leaves import from_bytes
 from mlflash.state.plain_values import decode_plain
-from mlflash.storage.dcp_keys import keys_of
+from mlflash.storage.dcp_files import hollow, keys_of
+from mlflash.storage.dcp_files import save as save_hollow
 from mlflash.storage.file_holes import FileWithHoles
 from mlflash.storage.store import open_store
-from mlflash.storage.torch_files import hollow
-from mlflash.storage.torch_files import save as save_hollow
 from mlflash.storage.whole_state import build
 
 pytestmark = [

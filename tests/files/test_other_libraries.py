@@ -19,7 +19,7 @@ from mlflash.adapters.dcp import MemoryReader
 from mlflash.cli import main
 from mlflash.errors import ConfigError, StructureMismatch
 from mlflash.exports.imports import read_dcp
-from mlflash.storage import other_formats
+from mlflash.storage.store import DCP, SAFETENSORS, TORCH_CHECKPOINTING, format_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 QUIET = "ignore:TypedStorage is deprecated:UserWarning"
@@ -252,14 +252,14 @@ def test_files_of_torch_checkpointing_are_refused_by_name(library: Any, tmp_path
 @pytest.mark.parametrize(
     ("names", "form"),
     [
-        ([".metadata", "__0_0.distcp"], other_formats.DCP),
-        (["model.safetensors"], other_formats.SAFETENSORS),
-        (["metadata.pkl", "model_3.pt"], other_formats.TORCH_CHECKPOINTING),
-        (["model_0.pt", "model_1.pt"], other_formats.TORCH_CHECKPOINTING),
+        ([".metadata", "__0_0.distcp"], DCP),
+        (["model.safetensors"], SAFETENSORS),
+        (["metadata.pkl", "model_3.pt"], TORCH_CHECKPOINTING),
+        (["model_0.pt", "model_1.pt"], TORCH_CHECKPOINTING),
         ([".metadata", "__0_0.distcp", "checkpoint.mlflash"], ""),
         (["checkpoint.h5"], ""),
         (["epoch_7.pt", "notes"], ""),
     ],
 )
 def test_the_names_of_files_say_who_has_written_them(names: list[str], form: str) -> None:
-    assert other_formats.format_of(names) == form
+    assert format_of(names) == form

@@ -22,7 +22,7 @@ from mlflash.errors import SaveFailed, Unrestorable
 from mlflash.memory.parity_layout import Stripes, Unit
 from mlflash.memory.slot import Slot, table_check
 from mlflash.memory.slot_header import Header
-from mlflash.redundancy.parity import _GroupBlocks
+from mlflash.redundancy.protection import _GroupBlocks
 from mlflash.state.layout import PAGE_NBYTES
 
 COMM = MPI.COMM_WORLD

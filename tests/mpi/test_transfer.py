@@ -12,7 +12,7 @@ from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot, read_header
 from mlflash.memory.slot_header import Attempt, Header
-from mlflash.mpi.rma_windows import OpenMemory, Poke
+from mlflash.mpi.fabric import OpenMemory, Poke
 from mlflash.mpi.world import World
 from mlflash.redundancy.slot_transfer import Source, receive, send, slot_of
 from mlflash.state.layout import Extents

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, SuspectState
-from mlflash.memory import marks
+from mlflash.memory.inventory import write_verdict
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import Verdict
 
@@ -200,7 +200,7 @@ def test_a_step_that_is_marked_bad_on_one_node_is_passed_over_though_it_was_mark
         ckpt.mark_good(2)
     if RANK == 0:
         held = NodeDirectory(str(root), "t", 0, make=False)
-        assert marks.mark(held, 2, Verdict.BAD)
+        assert write_verdict(held, 2, Verdict.BAD)
         held.close()
     MPI.COMM_WORLD.Barrier()
     assert restored(options) == 1

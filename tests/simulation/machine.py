@@ -63,11 +63,11 @@ def install() -> None:
     _fill_new_arrays()
     _replace_modules()
     from mlflash.memory import copy_threads
-    from mlflash.mpi import rma_windows
+    from mlflash.mpi import fabric
     from mlflash.redundancy import slot_transfer
 
     slot_transfer.CHUNK_BLOCKS = copy_threads._MOST = 1
-    rma_windows.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
+    fabric.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
     import couriers
     import rounds
 
@@ -154,11 +154,11 @@ def process_globals() -> dict[tuple[Any, str], Any]:
     import mlflash.courier.linked as linked
     import mlflash.in_place.decider_link as decider_link
     import mlflash.memory.node_directory as node_directory
-    import mlflash.saving.optimizer_steps as optimizer_steps
+    import mlflash.saving.lazy_saves as lazy_saves
 
     return {
         (linked, "_link"): None, (linked, "_making"): None, (linked, "_left"): set(),
         (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
-        (optimizer_steps.HOOK, "listeners"): weakref.WeakSet(), (optimizer_steps.HOOK, "heard"): weakref.WeakSet(),
+        (lazy_saves.HOOK, "listeners"): weakref.WeakSet(), (lazy_saves.HOOK, "heard"): weakref.WeakSet(),
         (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),
     }  # fmt: skip

@@ -110,12 +110,12 @@ MUTANTS = [
     ),
     # Transfer
     Mutant(
-        "window-of-the-other-slot", "a Put goes to the other slot of the pair", "redundancy/partner_copies.py",
+        "window-of-the-other-slot", "a Put goes to the other slot of the pair", "redundancy/protection.py",
         "        return self._windows[index][nth], ",
         "        return self._windows[1 - index][nth], ",
     ),
     Mutant(
-        "window-of-the-first-owner", "a Put goes to the inbox of another rank", "redundancy/partner_copies.py",
+        "window-of-the-first-owner", "a Put goes to the inbox of another rank", "redundancy/protection.py",
         "        nth = self._owners_of[partner].index(self._world.rank)\n", "        nth = 0\n",
     ),
     Mutant(
@@ -141,7 +141,7 @@ MUTANTS = [
         "True, row * self.losses + nth))", "True, row * self.losses))",
     ),
     Mutant(
-        "heads-not-in-table", "the table of a parity file does not have its heads", "redundancy/parity.py",
+        "heads-not-in-table", "the table of a parity file does not have its heads", "redundancy/protection.py",
         "        table[:first] = target.check_blocks(extents, 0, first)\n", "",
     ),
     Mutant(
@@ -197,7 +197,7 @@ MUTANTS = [
         "    whole = world.agree([int(not lacking)])[0]\n", "    whole = not lacking\n",
     ),
     Mutant(
-        "copies-not-verified", "a damaged copy counts as whole", "redundancy/partner_copies.py",
+        "copies-not-verified", "a damaged copy counts as whole", "redundancy/protection.py",
         "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
         "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy", "launches": 4},
     ),

@@ -31,11 +31,11 @@ from mlflash.errors import CorruptSlot, MlflashError
 from mlflash.memory import inventory, slot_header
 from mlflash.memory.inventory import FOUND, Inventory
 from mlflash.memory.slot_header import Attempt, Header
-from mlflash.state import manifest, rank_structure
+from mlflash.state import manifest, old_ranks
 from mlflash.state.dtypes import TORCH_ITEM_NBYTES
 from mlflash.state.layout import PAGE_NBYTES, Extents
 from mlflash.state.leaves import Entry
-from mlflash.state.rank_structure import RankStructure
+from mlflash.state.old_ranks import RankStructure
 from mlflash.storage import canonical_json
 from mlflash.telemetry import heartbeat_format
 from mlflash.wireup.frames import BadFrame, Frames
@@ -186,7 +186,7 @@ def write_json(document: Any) -> bytes:
 
 
 def read_structure(raw: bytes) -> RankStructure:
-    return rank_structure.from_document(json.loads(raw), PLAIN_LEAVES)
+    return old_ranks.from_document(json.loads(raw), PLAIN_LEAVES)
 
 
 def write_structure(its: RankStructure) -> bytes:

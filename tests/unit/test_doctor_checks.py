@@ -15,8 +15,7 @@ from mlflash.doctor import mpi_checks, node_checks, software_checks
 from mlflash.doctor.context import Context
 from mlflash.doctor.findings import Finding, Level
 from mlflash.launcher.on_slurm import LaunchFailed
-from mlflash.memory.memory_limits import headroom
-from mlflash.memory.mounts import Mount, find_mount
+from mlflash.memory.memory_limits import Mount, find_mount, headroom
 from mlflash.planning import scheme_comparison
 from mlflash.redundancy import erasure_codes
 from mlflash.wireup.launcher_variables import Launched, launched

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash.errors import ConfigError
-from mlflash.placement.host_list import LONGEST_NAME, MOST_HOSTS, expand_hosts
+from mlflash.placement.failure_domains import LONGEST_NAME, MOST_HOSTS, expand_hosts
 
 LITERALS = st.text("abcxyz-_.", min_size=1, max_size=5)
 

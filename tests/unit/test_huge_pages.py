@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 import pytest
 
-from mlflash.memory import huge_pages
+from mlflash.memory import shared_memory_segment
 
 SHM = "/dev/shm"
 NBYTES = 5 << 20  # two huge pages and a half, where these are of 2 MiB
@@ -48,17 +48,17 @@ def huge_kib(address: int) -> int:
 
 
 def test_a_file_begins_where_a_huge_page_does(file: IO[bytes]) -> None:
-    view = huge_pages.map_file(file.fileno(), NBYTES)
+    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
     assert (view.shape, view.dtype, view.flags.writeable) == ((NBYTES,), np.uint8, True)
-    assert view.ctypes.data % (huge_pages.huge_nbytes() or 4096) == 0
+    assert view.ctypes.data % (shared_memory_segment.huge_nbytes() or 4096) == 0
     view[:] = np.arange(NBYTES, dtype=np.uint8)
     assert os.pread(file.fileno(), 3, 257) == bytes([1, 2, 3])
-    assert np.array_equal(huge_pages.map_file(file.fileno(), NBYTES), view)
+    assert np.array_equal(shared_memory_segment.map_file(file.fileno(), NBYTES), view)
 
 
 def test_it_is_unmapped_when_the_last_view_goes(file: IO[bytes]) -> None:
     inode = os.fstat(file.fileno()).st_ino
-    view = huge_pages.map_file(file.fileno(), NBYTES)
+    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
     part = view[100:200].view(np.int32)
     del view
     gc.collect()
@@ -70,12 +70,14 @@ def test_it_is_unmapped_when_the_last_view_goes(file: IO[bytes]) -> None:
 
 
 def test_an_empty_file_gets_huge_pages_where_the_kernel_gives_them(file: IO[bytes]) -> None:
-    view = huge_pages.map_file(file.fileno(), NBYTES)
-    if not huge_pages.fill(file.fileno(), view):
-        assert not huge_pages.huge_nbytes() or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1)
+    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
+    if not shared_memory_segment.fill_with_huge_pages(file.fileno(), view):
+        assert not shared_memory_segment.huge_nbytes() or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1)
         return
     assert not view.any()
-    assert huge_kib(view.ctypes.data) << 10 >= huge_pages.huge_nbytes()  # all of it, but for fragmented memory
+    assert (
+        huge_kib(view.ctypes.data) << 10 >= shared_memory_segment.huge_nbytes()
+    )  # all of it, but for fragmented memory
     os.posix_fallocate(file.fileno(), 0, NBYTES)
     assert os.fstat(file.fileno()).st_blocks * 512 >= NBYTES
 
@@ -83,13 +85,13 @@ def test_an_empty_file_gets_huge_pages_where_the_kernel_gives_them(file: IO[byte
 def test_a_kernel_without_them_leaves_the_rest_of_the_file_a_hole(
     file: IO[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huge_pages, "_MADV_COLLAPSE", 12345)  # unknown: EINVAL, as older kernels say
-    view = huge_pages.map_file(file.fileno(), NBYTES)
-    assert not huge_pages.fill(file.fileno(), view)
+    monkeypatch.setattr(shared_memory_segment, "_MADV_COLLAPSE", 12345)  # unknown: EINVAL, as older kernels say
+    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
+    assert not shared_memory_segment.fill_with_huge_pages(file.fileno(), view)
     assert not view.any()
-    monkeypatch.setattr(huge_pages, "huge_nbytes", lambda: 0)
-    view = huge_pages.map_file(file.fileno(), NBYTES)
-    assert not huge_pages.fill(file.fileno(), view)
+    monkeypatch.setattr(shared_memory_segment, "huge_nbytes", lambda: 0)
+    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
+    assert not shared_memory_segment.fill_with_huge_pages(file.fileno(), view)
     view[-1] = 7
     assert os.pread(file.fileno(), 1, NBYTES - 1) == b"\x07"
 
@@ -99,7 +101,7 @@ def test_a_file_that_cannot_be_mapped_is_an_error_and_leaves_nothing(tmp_path: P
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(OSError) as info:
-            huge_pages.map_file(fd, NBYTES)
+            shared_memory_segment.map_file(fd, NBYTES)
     finally:
         os.close(fd)
     assert info.value.errno in (errno.ENODEV, errno.EACCES)

@@ -15,10 +15,8 @@ from mlflash import Checkpointer
 from mlflash.errors import DeadlineExceeded, StateError
 from mlflash.events import Event
 from mlflash.mpi.job_thread import Job
-from mlflash.saving.deferred_copies import DeferredCopies
-from mlflash.saving.device_copies import DeviceCopies
-from mlflash.saving.lazy_leaves import LazyLeaves
-from mlflash.saving.optimizer_steps import HOOK, Steps
+from mlflash.saving.deferred_copies import DeferredCopies, DeviceCopies
+from mlflash.saving.lazy_saves import HOOK, LazyLeaves, Steps
 from mlflash.state.flatten import Flattener
 
 DEADLINE = 60.0

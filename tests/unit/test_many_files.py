@@ -7,7 +7,7 @@ import threading
 import pytest
 from waiting import PATIENCE_S
 
-from mlflash.storage.many_files import THREADS, each
+from mlflash.storage.store import THREADS, each
 
 
 def test_as_many_go_on_at_a_time_as_there_are_threads() -> None:

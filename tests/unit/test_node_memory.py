@@ -14,11 +14,10 @@ from click.testing import CliRunner
 
 from mlflash import errors
 from mlflash.cli import main
-from mlflash.memory.file_assignment import AssignedFiles
 from mlflash.memory.memory_limits import available
 from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of, too_small
 from mlflash.memory.shared_memory_segment import attach, create, grow, lend
-from mlflash.memory.slot_pool import SlotPool
+from mlflash.memory.slot_pool import AssignedFiles, SlotPool
 from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
 
 UID = os.getuid()

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mlflash.saving.deferred_copies import DeferredCopies
-from mlflash.saving.optimizer_steps import HOOK, Steps
+from mlflash.saving.lazy_saves import HOOK, Steps
 
 DEADLINE = 60.0
 # All that torch has; each steps as it is made by default.

@@ -14,7 +14,7 @@ from mlflash.config import from_environment
 from mlflash.doctor.context import Context
 from mlflash.doctor.findings import Level
 from mlflash.doctor.node_checks import left_over, room
-from mlflash.memory.other_files import mapped_files, other_files
+from mlflash.memory.user_directory import mapped_files, other_files
 from mlflash.wireup.launcher_variables import launched
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from rooms import ROOMS, TOOLS
 
 import mlflash
 from mlflash import Checkpointer, config, errors
-from mlflash.memory import mounts
+from mlflash.memory import memory_limits
 
 REPO = Path(__file__).parents[2]
 
@@ -210,7 +210,7 @@ def test_a_checkpointer_warns_of_them_and_of_memory_that_is_a_disk(
                     "of mlflash")  # fmt: skip
     monkeypatch.delenv("MLFLASH_DRAIN_EVRY")
     caplog.clear()
-    monkeypatch.setattr(mounts, "MEMORY_KINDS", ("ramfs",))
+    monkeypatch.setattr(memory_limits, "MEMORY_KINDS", ("ramfs",))
     Checkpointer(job="j", memory=str(shm), redundancy="none", courier="thread").close()
     (text,) = caplog.messages
     assert text.startswith(f"{shm} is not in memory: it is tmpfs on ") and "memory='/dev/shm'" in text

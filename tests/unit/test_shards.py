@@ -19,9 +19,8 @@ from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state import shards
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry
-from mlflash.state.old_ranks import OldRanks
+from mlflash.state.old_ranks import OldRanks, RankStructure
 from mlflash.state.paths import plain_leaves
-from mlflash.state.rank_structure import RankStructure
 from mlflash.state.shards import Fragment, cut, overlap
 
 ALONE = World(None, 0, math.inf)

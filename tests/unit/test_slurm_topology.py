@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash.errors import ConfigError
-from mlflash.placement.failure_domains import Domains
-from mlflash.placement.slurm_topology import ask_slurm, discover, from_scontrol, from_slurm_address
+from mlflash.placement.failure_domains import Domains, ask_slurm, discover, from_scontrol, from_slurm_address
 
 TREE = ("switch", "leaf switch")
 

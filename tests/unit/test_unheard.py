@@ -25,7 +25,7 @@ ERRORS = {
     "launcher/processes.py": "to callers of ask_within; mpiexec --version is asked for a word, and shows its errors "
                              "again when it starts ranks",
     "launcher/ranks_by_ssh.py": "to the errors of mlflash run, with the node's name",
-    "placement/slurm_topology.py": "to nobody: without a topology, doctor says that there are no failure domains",
+    "placement/failure_domains.py": "to nobody: without a topology, doctor says that there are no failure domains",
     "wireup/zygote_client.py": "to the trainer's own errors",
 }  # fmt: skip
 # What is done with the time of day, which differs from node to node.
@@ -40,9 +40,9 @@ CLOCKS = {
     "launcher/run_log.py": "shown",
     "launcher/supervisor.py": "parts of an outage in the log of a run",
     "live_monitor/rank_status.py": "ages are shown",
-    "memory/marks.py": "shown",
+    "memory/inventory.py": "shown",
     "memory/slot.py": "shown",
-    "redundancy/parity.py": "shown",
+    "redundancy/protection.py": "shown",
     "saving/commit.py": "shown",
     "telemetry/event_log.py": "shown",
     "telemetry/heartbeat.py": "mlflash run asks only whether it is another one than before; ages are shown",

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from mlflash.memory.slot import Slot
 from mlflash.state.layout import PAGE_NBYTES, Extents
 from mlflash.state.leaves import Entry
-from mlflash.value_checks.checked_parts import Stored, find
-from mlflash.value_checks.examiner import Examiner, Finding
-from mlflash.value_checks.float_formats import FORMATS, count, largest
+from mlflash.value_checks.examiner import FORMATS, Examiner, Finding, Stored, count, find, largest
 
 TORCH = [name for name in FORMATS if not name.startswith("<") and not name.startswith("complex")]
 NAN = float("nan")
