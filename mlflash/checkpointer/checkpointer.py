@@ -15,8 +15,7 @@ from typing import Any
 
 from .. import config
 from ..courier.connect import connect
-from ..draining.drain import Drain
-from ..draining.drains import Drains
+from ..draining.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 
 from ..background_files.staged import BackgroundFiles
 from ..config import Config
-from ..draining.drains import Drains
+from ..draining.drain import Drains
 from ..errors import MlflashError, StateError, StepOrderError, Unrestorable
 from ..protocol.client import one_unit
 from ..protocol.ranks import Ranks
 from ..protocol.wanted_parts import WantedPart
-from ..restoring.all_or_nothing import Loading
 from ..restoring.open_in_memory import OpenCheckpoint
-from ..restoring.restore import Restores
+from ..restoring.restore import Loading, Restores
 from ..saving.early_staging import StagedState
 from ..saving.reserved_saves import ReservedSave
 from ..saving.save_queue import SaveQueue

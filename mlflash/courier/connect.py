@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import Config
-from ..draining.drains import Drains
+from ..draining.drain import Drains
 from ..errors import MlflashError
 from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory

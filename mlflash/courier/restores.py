@@ -23,8 +23,8 @@ from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
 from ..restoring import from_memory
 from ..restoring.choose_source import Sources
 from ..restoring.exchange_fragments import exchange
-from ..restoring.found import FoundElsewhere
 from ..restoring.heal import heal_or_remember
+from ..restoring.open_in_memory import FoundElsewhere
 from ..startup.certification import Saved
 from ..startup.context import Context
 

@@ -18,8 +18,7 @@ from ..protocol import messages as asked
 from ..protocol.messages import Message, Started
 from ..protocol.save_request import Trainer
 from ..redundancy.shareable_leaves import Shareable
-from ..restoring.heal import heal_or_remember, protect_left
-from ..restoring.mend import mend
+from ..restoring.heal import heal_or_remember, mend, protect_left
 from ..restoring.rescue import heal, scavenge
 from ..restoring.scrubber import Scrubber
 from ..saving import commit

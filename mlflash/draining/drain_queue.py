@@ -40,14 +40,9 @@ class DrainQueue:
     """Drains checkpoints to the directory.
 
     Args:
-        config: of the job.
-        context: this rank's slots and communicators.
-        courier: makes the MPI calls.
         told: called with each drain that begins.
-        signer: signs the provenance of what is drained.
 
     Attributes:
-        last: the newest drain, running or ended; None before the first.
         store: the directory; None if there is none.
     """
 
@@ -71,33 +66,25 @@ class DrainQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no drain is on its way on this rank."""
         return self.last is None or self.last.done
 
     @property
     def is_on(self) -> bool:
-        """Whether checkpoints are drained automatically."""
         return self._config.drain_every > 0
 
     @property
     def asked(self) -> bool:
-        """Whether somebody has asked for a drain on this node (`mlflash drain`)."""
         world, memory = self._context.world, self._context.memory
         self._asked = self._asked or (self.store is not None and world.local_rank == 0 and memory.take_request())
         return self._asked
 
     def ask(self) -> None:
-        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit."""
         self._asked = True
 
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
         """Count a checkpoint that was just committed, and begin to drain it if it is due; for the courier.
 
         Collective over the world.
-
-        Args:
-            slot, share: of this rank; None: it has none.
-            asked, idle: whether a drain was asked for, and whether none is running; agreed on by all ranks.
         """
         self._since += 1
         due = asked or (self.is_on and self._since >= self._config.drain_every)
@@ -118,7 +105,6 @@ class DrainQueue:
         self._note_certified()
 
     def _note_certified(self) -> None:
-        """Let rank 0 note which attempt is certified, if that is in the directory by now."""
         attempt, store, rank = self._certified, self.store, self._context.world.rank
         if attempt is None or store is None or attempt not in self._folders:
             return
@@ -157,17 +143,13 @@ class DrainQueue:
         self._begin(slot, share)
 
     def _lacks_restored(self) -> bool:
-        """Whether this run restored a checkpoint from memory that is not in the directory. Collective over the world.
-
-        It is, for example, the last one of a run that was killed before its end.
-        """
+        """Whether this run restored a checkpoint from memory that is not in the directory. Collective."""
         attempt = self._restored
         if not self._context.world.agree([int(attempt is not None)])[0]:
             return False
         return attempt not in [one.card.attempt for one in self.listed()]
 
     def give_up(self) -> None:
-        """Make a running drain end soon, and delete what it wrote."""
         if self.last is not None:
             self.last.given_up.set()
 
@@ -206,10 +188,7 @@ class DrainQueue:
             log.warning("no checkpoint can be drained to %s: %s", store.path, why)
 
     def listed(self, store: Store | None = None) -> list[Listed]:
-        """List the committed checkpoints of the directory (or of another), newest first; see `look`.
-
-        Collective over the world.
-        """
+        """List the committed checkpoints of the directory (or of another), newest first. Collective over the world."""
         return [*self.look(store).listed]
 
     def look(self, store: Store | None = None) -> Listing:
@@ -225,7 +204,6 @@ class DrainQueue:
         return Listing(ours, {}, there.problem)  # if a checkpoint cannot be read, its job is unknown
 
     def _list(self, store: Store | None) -> Listing:
-        """The same; a directory that does not answer in half the time that the other ranks wait is a problem, too."""
         if store is None:
             return Listing()
         world = self._context.world
@@ -251,7 +229,6 @@ class DrainQueue:
         return told
 
     def free(self) -> None:
-        """Free the communicator. Collective over the world."""
         if self._collectives is not None:
             self._collectives.free()
 
@@ -261,7 +238,6 @@ class DrainQueue:
         Collective over the world; for a job of the courier, and only if no drain is running.
 
         Args:
-            drain_input: what it hands in.
             held: slots of this rank in it, which saves must not write meanwhile.
         """
         context, store = self._context, self.store
@@ -298,13 +274,11 @@ class DrainQueue:
         return current
 
     def _look(self) -> None:
-        """Let drains make progress if there is no thread for it; for callers that wait."""
         self._courier.go_on_behind()
         if self._courier.broken is not None:
             raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
 
     def _begin(self, slot: Slot, share: Slot | None) -> None:
-        """Begin to drain what is in slots of this rank."""
         context, header = self._context, slot.header
         assert header is not None
 

@@ -22,7 +22,6 @@ class Form(Protocol):
     """A file format. Nothing is collective.
 
     Attributes:
-        name: "hdf5" or "dcp".
         most_pieces: how many pieces, of all ranks, its last file lists; if there are more, it lists none.
     """
 

@@ -51,14 +51,8 @@ class Terms:
     """How drains are done.
 
     Attributes:
-        form: "hdf5" or "dcp", see `file_format.Form`.
-        owner, job: go into the files.
-        block_nbytes: bytes per checksum.
-        compression: of HDF5, see `config.COMPRESSIONS`.
         rate: bytes per second of all ranks together; 0: no limit.
         writers: ranks that write at a time; 0: all.
-        keep_last, keep_every: which older checkpoints stay, see `checkpoint_directory.surplus`.
-        signer: signs the provenance.
     """
 
     form: str
@@ -81,10 +75,6 @@ def run(
 
     Args:
         drain: is told how far the drain is, but not that it has ended.
-        drain_input: what this process hands in.
-        world, collectives: the ranks, and their communicators for this.
-        store: the directory.
-        terms: how the drain is done.
         clean: first delete what interrupted drains of earlier runs left.
 
     Returns:
@@ -133,8 +123,6 @@ def _run(
 
 
 class _OnItsWay:
-    """The state of one drain on one rank."""
-
     form: Form  # set by `_look`
 
     def __init__(
@@ -199,7 +187,6 @@ class _OnItsWay:
             yield from self._attempt(self.inside.remove_directory)
 
     def _attempt(self, work: Callable[[], Any]) -> Operation:
-        """Do something on a thread; return its result, and what went wrong."""
         error: MlflashError | None = None
         result: Any = None
         try:
@@ -234,7 +221,6 @@ class _OnItsWay:
         return look(self.drain_input), folder
 
     def _gather(self) -> Operation:
-        """Tell all ranks what each rank holds, see `describe_ranks`."""
         steps, answer = gathering(self.described), None
         while True:
             try:
@@ -247,10 +233,7 @@ class _OnItsWay:
                 answer = yield from self.collectives.agree(np.array(value, dtype=np.int64))
 
     def _list_no_more_than_it_may(self, gathered: Gathered, sets: int) -> None:
-        """Do not list pieces of tensors for rank 0 if all ranks together have too many of them.
-
-        What all ranks hold alike counts as a piece once, and what a set of them shares counts once for each set.
-        """
+        """Do not list pieces of tensors for rank 0 if all ranks together have too many of them."""
         pieces = 0
         for group in gathered.groups:
             its = group.structure
@@ -263,7 +246,6 @@ class _OnItsWay:
             log.info("step %d: the last file shows no tensor whole, as ranks hold %d pieces", self.drain.step, pieces)
 
     def _write(self, rank: int, loaded: Load) -> None:
-        """Write the files of a rank."""
         self.described[rank] = loaded.rank
         self.drain.progress += 1
         files, stored, receipt = self.form.rank_files(
@@ -332,7 +314,6 @@ class _OnItsWay:
             log.warning("what was drained of step %d could not be deleted: %s", self.drain.step, problem)
 
     def _delete_leftovers(self) -> None:
-        """Delete what interrupted drains of earlier runs left; if that fails, the next drain tries again."""
         try:
             checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
             self.drain.clean = True
@@ -340,7 +321,6 @@ class _OnItsWay:
             log.warning("what interrupted drains left could not be deleted: %s", problem)
 
     def _delete_surplus(self) -> None:
-        """Delete the checkpoints of this job that need not be kept; if that fails, the next drain tries again."""
         try:
             listed = checkpoint_directory.list_checkpoints(self.store)
             for one in checkpoint_directory.surplus(
@@ -352,12 +332,11 @@ class _OnItsWay:
 
 
 def _form(terms: Terms) -> Form:
-    """Return the file format. Loads the library that it needs."""
     if terms.form == "dcp":
         from .dcp_format import Dcp
 
         return Dcp()
-    from .hdf5_format import Hdf5
+    from .hdf5_files import Hdf5
 
     return Hdf5(terms.compression)
 
@@ -372,7 +351,6 @@ def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ..
 
 @contextlib.contextmanager
 def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
-    """Free the memory of files that were laid out, however the block ends."""
     try:
         yield
     finally:
@@ -381,7 +359,6 @@ def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
 
 
 def _paced(content: Iterable[memoryview], drain: Drain, rate: float) -> Iterator[memoryview]:
-    """Yield content no faster than so many bytes per second; 0: no limit."""
     start, sent = time.monotonic(), 0
     for piece in content:
         if drain.given_up.is_set():

@@ -17,7 +17,7 @@ from ..startup.context import Context
 from ..storage import other_formats
 from ..storage.store import Store, open_store
 from . import from_memory
-from .found import FoundElsewhere
+from .open_in_memory import FoundElsewhere
 
 log = logging.getLogger("mlflash")
 
@@ -25,12 +25,7 @@ _NAMED = 4  # steps that are lost, in one line
 
 
 class Sources:
-    """Chooses what is restored; for the courier.
-
-    Args:
-        context: this rank's slots and communicators.
-        drains: knows what is in the directory.
-    """
+    """Chooses what the courier restores."""
 
     def __init__(self, context: Context, drains: DrainQueue):
         self._context, self._drains = context, drains
@@ -40,7 +35,6 @@ class Sources:
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
-            wanted: which checkpoint is asked for.
             bad: folders of the directory that are passed over, and why.
             checked: verify every byte of what is in memory.
 
@@ -97,7 +91,6 @@ class Sources:
         """Raise if there are checkpoints, but none of them can be used. Collective over the world.
 
         Args:
-            there: what is in the directory.
             bad, struck: folders there, and files in memory, that were found to be damaged, and how.
         """
         reasons, begun = from_memory.why_not(self._context, struck) if source is None else ({}, [])

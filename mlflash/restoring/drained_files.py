@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -17,14 +19,81 @@ import xxhash
 from ..draining import file_index
 from ..draining.checkpoint_directory import Listed
 from ..draining.file_index import CARD_NBYTES, Card, Index, Place, Places, Stored, blocks, read_card
-from ..errors import ConfigError, CorruptSlot
+from ..errors import ConfigError, CorruptSlot, DeadlineExceeded
+from ..events import Event
+from ..protocol.ranks import Collectives
 from ..state.shards import Box, box
 from ..storage.store import Store
-from .timely_reads import Reads
 
+T = TypeVar("T")
+
+_TELL_S = 1.0  # a read that takes longer is told to the ranks that wait
+_SHARE = 0.9  # of `timeout_s` for a read: then this rank says what it could not read before others wait no more
 RUN_NBYTES = 64 << 20  # per read
 _GAP_NBYTES = 64 << 10  # gaps up to this size are read along
 _KEPT = 4  # indexes of files to keep
+
+
+class Reads:
+    """Reads without a deadline, for threads that nobody waits for."""
+
+    hang = False
+    """Whether a read has not ended in time, and may still use what it reads from."""
+
+    def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
+        """Read something from a file, and return it.
+
+        Args:
+            done, nbytes: how much of the file was read before, and how much is needed; 0: unknown.
+        """
+        return read()
+
+
+class TimelyReads(Reads):
+    """Reads that end within ``timeout_s`` of the ranks; other ranks hear what this one reads if it takes long."""
+
+    def __init__(self, world: Collectives, path: str):
+        self._world, self._path, self._limit_s = world, path, _SHARE * world.timeout_s
+
+    def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
+        """Read something from a file, and return it. Raises DeadlineExceeded if that takes too long."""
+        if self.hang:
+            raise self._late(name, "")
+        result: list[T] = []
+        error: list[BaseException] = []
+        has_ended = Event()
+
+        def work() -> None:
+            try:
+                result.append(read())
+            except BaseException as problem:  # raised below
+                error.append(problem)
+            has_ended.set()
+
+        threading.Thread(target=work, name="mlflash-read", daemon=True).start()
+        end = time.monotonic() + self._limit_s
+        how_far = f", {done / 1e6:.1f} of {nbytes / 1e6:.1f} MB" if nbytes else ""
+        is_told = False
+        while not has_ended.wait(min(_TELL_S, end - time.monotonic())):
+            if time.monotonic() >= end:
+                self.hang = True
+                raise self._late(name, how_far)
+            if not is_told:
+                self._world.tell_doing(f"reading {self._path}/{name}{how_far}")
+                is_told = True
+        if is_told:
+            self._world.tell_doing("restoring")
+        if error:
+            raise error[0]
+        return result[0]
+
+    def _late(self, name: str, how_far: str) -> DeadlineExceeded:
+        world = self._world
+        where: dict[str, Any] = {"rank": world.rank, "node": world.node_name, "ranks": [world.rank]}
+        return DeadlineExceeded(
+            f"a read of {self._path}/{name}{how_far} did not end within {self._limit_s:g} s. Nothing was restored: "
+            "look at the file system on that node, and start the job again", **where, nodes=[world.node_name],
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +101,6 @@ class Run:
     """A box of the rows of a leaf that a file has, and where it goes.
 
     Attributes:
-        place: where the rows are.
-        name: name of the leaf.
         shape: shape of all the rows in the file.
         part: the box of them.
         target: ``(*box, item bytes)`` uint8.
@@ -53,21 +120,13 @@ class Run:
         return (offset[0] * row, (offset[0] + shape[0]) * row) if shape else (0, row)
 
     def fill(self, raw: np.ndarray) -> None:
-        """Copy those bytes to the target."""
         offset, shape = self.part
         rows = raw.reshape(*shape[:1], *self.shape[1:], self.target.shape[-1])
         self.target[...] = rows[box((0, *offset[1:]), shape)] if shape else rows
 
 
 class DrainedFiles:
-    """Reads the files of a checkpoint. Nothing is collective.
-
-    Args:
-        inside: its folder.
-        listed: the checkpoint.
-        files: the files of each rank, or of those ranks that are read.
-        reads: how each part is read; None: at once.
-    """
+    """Reads the files of a checkpoint, each part by ``reads``. Nothing is collective."""
 
     def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored],
                  reads: Reads | None = None):  # fmt: skip
@@ -77,14 +136,12 @@ class DrainedFiles:
         self._indexes: dict[int, Index] = {}
 
     def close(self) -> None:
-        """Close the files. May be called twice."""
         for opened in () if self._reads.hang else self._open.values():  # HDF5 holds its lock while a read hangs
             for file in opened:
                 file.close()
         self._open.clear()
 
     def index(self, rank: int) -> Index:
-        """Read what the file of a rank says about itself."""
         if rank not in self._indexes:
             while len(self._indexes) >= _KEPT:
                 self._indexes.pop(next(iter(self._indexes)))
@@ -107,7 +164,6 @@ class DrainedFiles:
             raise CorruptSlot(f"{self._inside.path} cannot be read: {problem}", step=self._listed.step) from None
 
     def name_of(self, rank: int) -> str:
-        """The file of a rank that contains its card and its index."""
         return self._files[rank].card
 
     def _card(self, rank: int) -> Card:
@@ -125,7 +181,6 @@ class DrainedFiles:
         return card
 
     def _read_card(self, stored: Stored) -> tuple[int, bytes, int]:
-        """Read the bytes of a card, with the sizes of both files of its rank."""
         nbytes, raw = self._inside.nbytes(stored.card), self._inside.read(stored.card, 0, CARD_NBYTES)
         return nbytes, raw, nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
 
@@ -146,7 +201,6 @@ class DrainedFiles:
         return file_index.decode_places(raw, its.data, its.data_nbytes)[0]
 
     def content(self, rank: int, name: str, place: Place, at_once: int = RUN_NBYTES) -> Iterator[np.ndarray]:
-        """Read the bytes of some rows in a rank's file, so many at a time."""
         its = self.index(rank).places
         run = max(its.block_nbytes, at_once // its.block_nbytes * its.block_nbytes)
         for at in range(0, place.nbytes, run):
@@ -224,7 +278,6 @@ class DrainedFiles:
         return raw[low - first * row : high - first * row]
 
     def _read_rows(self, its: Places, name: str, row: int, first: int, last: int) -> np.ndarray:
-        """Read rows that HDF5 has compressed; each has so many bytes."""
         from ..draining import hdf5_files
 
         try:

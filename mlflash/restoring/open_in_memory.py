@@ -5,6 +5,7 @@ A rank reads what is on its own node from the files there, and asks ranks of oth
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
@@ -13,6 +14,7 @@ import numpy as np
 import xxhash
 
 from ..memory.inventory import file_number
+from ..memory.slot_header import Attempt
 from ..protocol.describe_ranks import Described, gather_ranks
 from ..protocol.messages import Exchange
 from ..protocol.trainer_context import TrainerContext
@@ -21,9 +23,25 @@ from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_c
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
 from ..state.shards import box
-from .found import FoundElsewhere
 
 _PARTS = 8192  # requested from other ranks at a time
+
+
+@dataclasses.dataclass
+class FoundElsewhere:
+    """A restorable checkpoint in the slots of its old ranks.
+
+    Attributes:
+        homes: what this rank has or reads, by old rank; verified.
+        same_ranks: whether its ranks are the ranks of this run, each with its own slot.
+    """
+
+    attempt: Attempt
+    step: int
+    restores: int
+    homes: dict[int, RankCheckpoint]
+    files: ShareFiles
+    same_ranks: bool = False
 
 
 class OpenCheckpoint(Protocol):
@@ -34,17 +52,13 @@ class OpenCheckpoint(Protocol):
     olds: OldRanks
     home: RankCheckpoint | None
 
-    def is_near(self, rank: int) -> bool:
-        """See `OpenInMemory`."""
+    def is_near(self, rank: int) -> bool: ...
 
-    def distance(self, rank: int) -> int:
-        """See `OpenInMemory`."""
+    def distance(self, rank: int) -> int: ...
 
-    def read(self, wanted: Iterable[WantedPart]) -> bool:
-        """See `OpenInMemory`."""
+    def read(self, wanted: Iterable[WantedPart]) -> bool: ...
 
-    def close(self) -> None:
-        """See `OpenInMemory`."""
+    def close(self) -> None: ...
 
 
 class OpenInMemory:
@@ -53,14 +67,11 @@ class OpenInMemory:
     Collective over the world.
 
     Args:
-        trainer: of this rank.
-        found: where the checkpoint is.
         checks: make checksums of all tensors that are whole.
         told: names of small entries whose bytes all ranks need.
 
     Attributes:
         olds: what each old rank had; the same on all ranks.
-        step: the step of the checkpoint.
         restores: how many runs have restored it, including this one.
         home: this rank's own slot, if the ranks are those of this run; otherwise None.
     """
@@ -82,7 +93,6 @@ class OpenInMemory:
         self.olds = gathered.old_ranks(checks, texts, [rank for rank in self._places if self.is_near(rank)])
 
     def is_near(self, rank: int) -> bool:
-        """Whether the slot of an old rank is on this node."""
         server, _ = self._places[rank]
         return self._ranks.topology.node_of[server] == self._ranks.node_index
 
@@ -139,7 +149,6 @@ class OpenInMemory:
         return count
 
     def close(self) -> None:
-        """Unmap what does not belong to this rank."""
         for home in self.found.homes.values():
             self._unmap(home)
 
@@ -148,12 +157,7 @@ class OpenInMemory:
 
 
 def open_home(trainer: TrainerContext, file: int, files: ShareFiles) -> RankCheckpoint:
-    """Map the slot of an old rank of this node, and its shares, for reading.
-
-    Args:
-        file: number of its file.
-        files: where the shares are.
-    """
+    """Map the slot of an old rank of this node, and its shares, for reading."""
     return open_rank_checkpoint(trainer.slots.open, trainer.ranks.node_index, trainer.slots.open(file), files)
 
 

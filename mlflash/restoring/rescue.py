@@ -47,17 +47,7 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
 
 
 def heal(context: Context) -> int | None:
-    """Make the lost copies and parity of the newest checkpoint in memory again.
-
-    Collective over the world, which must have as many ranks as the job; for a job of the courier.
-
-    Returns:
-        Its step; None if memory has no checkpoint.
-
-    Raises:
-        WorldSizeChanged: this is another number of ranks.
-        MemoryTooSmall, SaveFailed: healing failed; what was in memory is untouched.
-    """
+    """Heal the newest checkpoint in memory, on as many ranks as the job has; return its step."""
     found = from_memory.find_and_verify(context, NEWEST)
     if not isinstance(found, RankCheckpoint):
         return None

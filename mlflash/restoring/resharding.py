@@ -73,7 +73,6 @@ class Resharded:
     flat: Flat
 
     def filling(self, state: Any) -> Filling:
-        """Fill a live state with it, in place."""
         layout = self.plan.layout
         read = self.slot.reader(layout.extents)
         return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
@@ -81,12 +80,6 @@ class Resharded:
 
 def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way: bool = False) -> Resharded:
     """Put this rank's state together. Collective over the world; nothing in ``state`` is changed.
-
-    Args:
-        trainer: of this rank.
-        old: the checkpoint.
-        state: the live state.
-        gives_way: files that are left aside may be deleted for it.
 
     Raises:
         StructureMismatch: on all ranks, if the state of any does not match the checkpoint.
@@ -122,7 +115,6 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
 
 
 def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives_way: bool) -> tuple[Slot, Slot]:
-    """Take own slots for what is put together, with room for so many bytes. Collective over the world."""
     slots = trainer.slots
 
     def take() -> tuple[Slot, Slot]:
@@ -170,7 +162,7 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
 
 
 def give_up(trainer: TrainerContext, made: Resharded) -> None:
-    """Let saves write the slots in which a state was put together, because it was not loaded."""
+    """Let saves write the slots again, because what was put together in them was not loaded."""
     trainer.slots.give_back([made.slot, made.share])
 
 

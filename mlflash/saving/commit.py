@@ -27,8 +27,7 @@ from ..memory.slot_header import Attempt, Header, Verdict
 from ..protocol.save_request import SaveRequest, Trainer
 from ..redundancy.slot_transfer import Source
 from ..startup.certification import Saved
-from ..startup.context import Context
-from ..startup.grow_slots import needs_room
+from ..startup.context import Context, needs_room
 from ..state.layout import Extents
 from ..value_checks.examiner import in_words
 from .phase_times import PhaseTimes

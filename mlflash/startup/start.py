@@ -31,8 +31,8 @@ from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder
 from ..value_checks.examiner import Examiner
-from . import earlier_runs
 from .certification import Certification, Saved
+from .choose_checkpoint import look_at_earlier_runs
 from .context import Context, losses_of
 
 log = logging.getLogger("mlflash")
@@ -48,12 +48,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
     Collective over comm.
 
     Args:
-        config: of the job.
-        world: of this rank.
-        problem: why this rank cannot take part; it is raised on all ranks.
         replicas: the ranks that hold the same state as this one, and patterns for the names of that state.
-        domains: see `find_domains`.
-        start: name of this rank's trainer; see `heartbeat.RankFacts`.
         trains_on: the cores of the trainer, if it is another process; None: it is this one.
 
     Raises:
@@ -97,7 +92,7 @@ def _assemble(
     start: str, trains_on: frozenset[int] | None,
 ) -> Context:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
-    left = earlier_runs.look(config, world, memory)
+    left = look_at_earlier_runs(config, world, memory)
     recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
@@ -143,7 +138,6 @@ def _assemble(
 
 
 def _claim(config: Config) -> str:
-    """Find or make this user's directory; "" if that fails: each rank then finds out why."""
     try:
         return user_directory.claim(config.memory, config.job)
     except (OSError, MlflashError):
@@ -162,13 +156,7 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
 
 
 def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:
-    """Warn if there are too few nodes for the requested redundancy.
-
-    Args:
-        placement: the actual redundancy.
-        names: of the nodes.
-        part: whether the job has other ranks that do not take part in this.
-    """
+    """Warn if there are too few nodes for the requested redundancy."""
     asked, copied, nodes, ranks = placement.scheme, any(placement.partners), len(names), len(placement.partners)
     if asked.kind == "none":
         return
@@ -201,9 +189,6 @@ def find_domains(world: World, given: Any) -> Domains | None:
     """Find the failure domains of the nodes: the given ones, else what Slurm tells each node, else Slurm's topology.
 
     Collective over the world.
-
-    Args:
-        given: see `failure_domains.from_argument`.
 
     Raises:
         ConfigError: on all ranks, if ``given`` makes no sense.

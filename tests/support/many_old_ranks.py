@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from mlflash.draining import file_index, rank_table
+from mlflash.draining.drain_input import deal
 from mlflash.draining.file_index import CARD_NBYTES, Card, Place, Places, Stored
-from mlflash.draining.work_division import deal
 from mlflash.memory.slot_header import Attempt
 from mlflash.mpi.world import World
 from mlflash.protocol.describe_ranks import Described, gather_ranks
