@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..background_files.staged import BackgroundFiles
 from ..config import Config
 from ..draining.drain import Drains
-from ..errors import MlflashError, StateError, StepOrderError, Unrestorable
+from ..errors import MlflashError, SaveFailed, StateError, StepOrderError, Unrestorable
 from ..protocol.client import one_unit
 from ..protocol.ranks import Ranks
 from ..protocol.wanted_parts import WantedPart
@@ -23,19 +26,120 @@ from ..saving.reserved_saves import ReservedSave
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat
-from .own_files import OwnFiles
 
 log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
 
 
-class Adapting:
-    """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`.
+class OwnFiles:
+    """The own checkpoints of one training. Close it."""
 
-    Attributes:
-        ranks: the ranks of the Checkpointer.
-    """
+    def __init__(self, files: BackgroundFiles, ranks: Ranks, strict: bool):
+        self._files, self._ranks, self._strict = files, ranks, strict
+        self._later: list[Callable[[], None]] = []
+        self._coming: set[str] = set()  # on their way to disk; `_going`: to be deleted after that
+        self._going: set[str] = set()
+
+    def begin(self, target: str) -> bool:
+        """Whether all ranks can write the next checkpoint to memory; otherwise the framework writes it to disk itself.
+
+        The framework also writes to disk if a directory of this name already exists: it writes the newer files into
+        that. This call waits until the previous checkpoint is on disk, and then runs what was postponed until then.
+        Collective over comm.
+
+        Raises:
+            SaveFailed: with ``strict``, on all ranks, if the previous checkpoint was not moved on some of them.
+        """
+        mine = [self._files.has_room(), self._is_well(), self._ranks.rank != 0 or not os.path.isdir(target)]
+        has_room, is_well, is_new = map(bool, self._ranks.agree(list(map(int, mine))))
+        if self._strict and not is_well:
+            raise SaveFailed("a checkpoint of the framework was not moved to disk: the log says why")
+        self._do_later()
+        if not has_room and self._ranks.rank == 0:
+            log.warning(
+                "memory has no room, or the process that moves files has ended: the framework writes %s to disk itself",
+                target,
+            )
+        return has_room and is_new
+
+    @contextlib.contextmanager
+    def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None, alone: bool = False
+                  ) -> Iterator[Path]:  # fmt: skip
+        """Return a directory to write to in place of another one; see `BackgroundFiles.directory`.
+
+        Inside, `torch.save` makes no checksums, which take most of its time: the files get them while they are moved to
+        disk. Not collective, but all ranks that have a part of it write the same ones in the same order.
+        """
+        with _without_checksums() as checks, self._files.directory(target, notes, alone, checks) as path:
+            yield path
+
+    def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
+        """Make a link once everything that was written so far is on disk. Not collective, and for one rank only."""
+        self._files.link(path, to)
+
+    def expect(self, path: str | os.PathLike[str]) -> None:
+        """Note on a rank that a path is being moved to disk, until somebody waits for it."""
+        self._coming.add(os.path.abspath(path))
+
+    def expects(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a path is being moved to disk."""
+        return os.path.abspath(path) in self._coming
+
+    def would_be_there(self, path: str | os.PathLike[str], is_there: Callable[[], bool]) -> bool:
+        """Whether a path would exist if all writes and deletions had ended. Collective as ``is_there`` is."""
+        return self.expects(path) or (os.path.abspath(path) not in self._going and is_there())
+
+    def remove_when_moved(self, path: str | os.PathLike[str], remove: Callable[[], None]) -> None:
+        """Delete something once everything that was written so far is on disk, see `when_moved`."""
+        self._going.add(os.path.abspath(path))
+        self.when_moved(remove)
+
+    def when_moved(self, do: Callable[[], None]) -> None:
+        """Run a function once all that was written is on disk: the next time that somebody waits for it."""
+        self._later.append(do)
+
+    def finish(self) -> None:
+        self._files.wait()
+        self._is_well()
+        self._do_later()
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _is_well(self) -> bool:
+        failed = self._files.failures()
+        for target, why in failed.items():
+            log.warning("%s was not moved to disk: %s", target, why)
+        if failed:
+            self._later.clear()  # older checkpoints are kept then
+        return not failed
+
+    def _do_later(self) -> None:
+        self._coming.clear()
+        self._going.clear()
+        later, self._later = self._later, []
+        for do in later:
+            do()
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[bool]:
+    """Keep `torch.save` from making checksums; yields whether it would have made them."""
+    torch: Any = sys.modules.get("torch")
+    serialization: Any = getattr(torch, "serialization", None)
+    if not hasattr(serialization, "set_crc32_options") or not serialization.get_crc32_options():
+        yield False
+        return
+    serialization.set_crc32_options(False)
+    try:
+        yield True
+    finally:
+        serialization.set_crc32_options(True)
+
+
+class Adapting:
+    """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`."""
 
     def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, config: Config,
                  check_open: Callable[[], None]):  # fmt: skip
@@ -66,9 +170,6 @@ class Adapting:
         """Let rank 0 read what other ranks might see in another state, such as files, and send it to all of them.
 
         Collective over comm.
-
-        Args:
-            look: called on rank 0 only, inside this call; what it returns is pickled.
 
         Raises:
             StateError: on the other ranks, if ``look`` raised something on rank 0.
@@ -181,10 +282,6 @@ class Adapting:
         """Warn that the existing checkpoints cannot be used, if training can continue from something else.
 
         Not collective.
-
-        Args:
-            error: says which checkpoints cannot be used, and why.
-            instead: see `newest_step`.
 
         Raises:
             Unrestorable: ``error``, if ``instead`` is None.

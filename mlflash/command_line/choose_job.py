@@ -27,9 +27,6 @@ def choose(world: World, given: Config, job: str | None, is_live: bool = True) -
     Collective over the world.
 
     Args:
-        world: the processes.
-        given: the settings.
-        job: the given name.
         is_live: False takes the only dead one instead.
 
     Raises:
@@ -73,11 +70,7 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
     """Choose one of the jobs that have memory here.
 
     Args:
-        there: the jobs that have memory here, best the newest first.
-        env: the environment.
         job: the given name. With a directory, a job of this name need not have memory here.
-        directory: the absolute path that the job drains to.
-        memory: the memory file system that holds the jobs.
         preferred: those of them of which the only one is taken, such as the live ones.
 
     Example:
@@ -109,6 +102,5 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
 
 
 def _few(jobs: Collection[str]) -> str:
-    """Name jobs, but not too many."""
     names = ", ".join(list(jobs)[:_NAMED])
     return names if len(jobs) <= _NAMED else f"{names}, ... ({len(jobs)} jobs: mlflash jobs)"

@@ -44,9 +44,6 @@ def settings(memory: str | None, job: str | None, directory: str | None) -> Conf
     """Read the settings of a job from options and environment, as a Checkpointer would.
 
     Commands ignore MLFLASH_DISABLE, which turns off checkpoints of a training.
-
-    Raises:
-        UsageError: a setting is not valid.
     """
     os.environ.pop(config.DISABLE, None)
     try:

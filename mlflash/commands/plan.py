@@ -112,7 +112,6 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | Non
 
 
 def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str]]:
-    """Make the job, and notes for the user, from the options and from what a run has measured."""
     from ..planning.scheme_comparison import Job
 
     nbytes, alike = given["nbytes"], given["alike"] or 0
@@ -137,7 +136,6 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
 
 def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
             ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
-    """Return the names of the nodes, their failure domains, and notes for the user."""
     from ..placement.failure_domains import from_argument
     from ..placement.host_list import expand_hosts
     from ..placement.slurm_topology import ask_slurm
@@ -195,8 +193,6 @@ class _Slot(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """What a plan needs of ``Checkpointer.report()``."""
-
     node: str
     counts: dict[str, int]
     seconds: dict[str, float]

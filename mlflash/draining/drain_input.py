@@ -286,8 +286,8 @@ def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]
     return found
 
 
-# What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor is
-# cut along its first dimension only, so that a part is one run of its bytes.
+# What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor
+# is cut along its first dimension only, so that a part is one run of its bytes.
 
 
 def digest(entry: Entry, content: int) -> bytes:

@@ -54,7 +54,6 @@ def _write(store: Store, name: str, skeleton: FileWithHoles) -> int:
 
 
 def _python(value: Any) -> Any:
-    """Turn a number of numpy into one of Python, if Python has one."""
     if isinstance(value, np.generic) and isinstance(item := value.item(), (bool, int, float, complex, str, bytes)):
         return item
     return value
@@ -78,8 +77,6 @@ def write_dcp(whole: Whole, store: Store, file_nbytes: int = FILE_NBYTES) -> Wri
     (numbers, strings, arrays, tuples) are pickled, as in DCP.
 
     Args:
-        whole: the checkpoint.
-        store: where the files go.
         file_nbytes: most bytes of tensors in a file. A larger tensor gets its own file.
 
     Raises:
@@ -116,14 +113,12 @@ def write_dcp(whole: Whole, store: Store, file_nbytes: int = FILE_NBYTES) -> Wri
 
 
 def _inside(entries: Sequence[Entry], tree: Tree) -> list[Entry]:
-    """Return the tensors and arrays in a part of the state."""
     inside: list[Entry] = []
     build(tree, lambda number: inside.append(entries[number]), lambda _: None)
     return inside
 
 
 def _object(whole: Whole, entries: Sequence[Entry], tree: Tree) -> Any:
-    """Build a part of the state with its values."""
     names = [entry.name for entry in _inside(entries, tree)]
     raw = whole.read(names) if names else {}
     return build(tree, lambda number: from_bytes(entries[number], np.array(raw[entries[number].name])),

@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from .node_assignment import NodeAssignment
 from .processes import KILL_WAIT_S, kill
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeAssignment:
+    """The nodes of a run."""
+
+    hosts: tuple[str, ...]
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.hosts) * self.ranks_per_node
+
+    def hosts_of_ranks(self) -> Iterator[str]:
+        for host in self.hosts:
+            for _ in range(self.ranks_per_node):
+                yield host
+
+
+def assign_nodes(hosts: Sequence[str], nodes: int, ranks_per_node: int, least: int = 0) -> NodeAssignment | None:
+    """Choose the nodes of the first run.
+
+    Args:
+        least: smallest number of nodes that is enough; 0: all that are wanted.
+    """
+    return None if len(hosts) < (least or nodes) else NodeAssignment(tuple(hosts[:nodes]), ranks_per_node)
+
+
+def reassign_nodes(before: NodeAssignment, fit: Sequence[str], nodes: int, least: int = 0) -> NodeAssignment | None:
+    """Choose the nodes of the next run: nodes that can stay keep their seats, and spares take the empty ones.
+
+    If there are not enough spares, the run has fewer nodes. It grows again as soon as there are enough.
+
+    Args:
+        fit: nodes that are fit to train, in the order of the allocation. Those without a seat are spares.
+
+    Example:
+        (a, b, c) with a, c, d, e fit → (a, d, c); with a and c fit, and ``least=2`` → (a, c).
+    """
+    stay: Collection[str] = set(before.hosts) & set(fit)
+    spares = iter([host for host in fit if host not in before.hosts])
+    seats: list[str | None] = [host if host in stay else next(spares, None) for host in before.hosts]
+    seats += [next(spares, None) for _ in range(nodes - len(seats))]
+    taken = tuple(host for host in seats if host is not None)
+    return None if len(taken) < (least or nodes) else NodeAssignment(taken, before.ranks_per_node)
 
 
 class Ranks(Protocol):
@@ -27,50 +74,31 @@ class Ranks(Protocol):
         return 1
 
     def seats(self, began: NodeAssignment) -> NodeAssignment:
-        """Where the ranks are now.
-
-        Args:
-            began: where they were when they were started.
-        """
+        """Where the ranks are now, given where they were when they were started."""
         return began
 
     def poll(self) -> int | None:
         """Exit code as in a shell; None while it runs."""
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and what started them. May be called twice.
-
-        Args:
-            wait_s: seconds from SIGTERM to SIGKILL.
-        """
+        """End all ranks that can be reached, and what started them; SIGKILL comes ``wait_s`` after SIGTERM."""
 
 
 class Step(Ranks):
-    """The ranks that one process has started (see `Ranks`): that process, and how to end it.
-
-    Args:
-        process: srun or mpiexec, in a session of its own.
-    """
+    """The ranks that one process has started (see `Ranks`): that process, and how to end it."""
 
     def __init__(self, process: subprocess.Popen[Any]):
         self._process = process
 
     def poll(self) -> int | None:
-        """Exit code as in a shell; None while it runs."""
         code = self._process.poll()
         return None if code is None else code if code >= 0 else 128 - code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the launcher, which passes it on to the ranks."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and the launcher. May be called twice.
-
-        Args:
-            wait_s: seconds from SIGTERM to SIGKILL.
-        """
         self.signal(signal.SIGTERM)
         try:
             self._process.wait(wait_s)
@@ -79,25 +107,18 @@ class Step(Ranks):
 
 
 class Patience:
-    """How long to wait for answers: until a deadline, or a shorter time once half of them have arrived.
-
-    Args:
-        hosts: number of answers that may come.
-        timeout_s, behind_s: see `Launcher.on_each`.
-    """
+    """How long to wait for answers: until a deadline, or a shorter time once half of them have arrived."""
 
     def __init__(self, hosts: int, timeout_s: float, behind_s: float | None):
         self._half, self._behind_s = (hosts + 1) // 2, behind_s
         self._end = time.monotonic() + timeout_s
 
     def answered(self, count: int) -> None:
-        """Note how many answers have come so far."""
         if self._behind_s is not None and count >= self._half:
             self._end, self._behind_s = min(self._end, time.monotonic() + self._behind_s), None
 
     @property
     def left_s(self) -> float:
-        """Seconds left to wait."""
         return self._end - time.monotonic()
 
 
@@ -128,9 +149,58 @@ class Launcher(Protocol):
         """Run a program once on each of the given nodes, in addition to the ranks. Return its output where it ended.
 
         Args:
-            hosts: the nodes.
-            argv: the program.
-            timeout_s: deadline.
             behind_s: how much longer to wait for the others once half of the nodes have answered; None: no limit but
                 the deadline.
         """
+
+
+# The options of `mlflash run`.
+
+
+class RunLog:
+    """Adds lines to a file; None: nowhere. A file that cannot be written does not stop a run."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+
+    def note(self, event: str, **fields: Any) -> None:
+        if self._path is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError:
+            self._path = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What to run, and how.
+
+    Attributes:
+        least: smallest number of nodes that is enough, for training that reshards; 0: all.
+        job, memory: where the ranks keep their slots.
+        directory: where to copy the newest checkpoint at the end; None: nowhere.
+        keep_memory: whether the slots stay in memory at the end.
+        hang_timeout_s: seconds without a save after which a run counts as hanging; 0: never.
+        look_every_s: seconds between two looks at the nodes.
+        grace_s: seconds that training has for one more checkpoint after a signal to end.
+        interface: the network interface that must be up; "": no check.
+    """
+
+    argv: Sequence[str]
+    nodes: int
+    ranks_per_node: int
+    least: int
+    max_restarts: int
+    job: str
+    memory: str
+    directory: str | None
+    keep_memory: bool
+    hang_timeout_s: float
+    look_every_s: float
+    grace_s: float
+    gpus: int
+    interface: str

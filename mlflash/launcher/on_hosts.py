@@ -15,20 +15,19 @@ from collections.abc import Mapping, Sequence
 
 from ..events import Queue
 from ..human_readable.wording import last_words
-from .launch_system import Patience, Ranks, Step
-from .node_assignment import NodeAssignment
+from .launch_system import NodeAssignment, Patience, Ranks, Step
 from .processes import find_mpiexec, signal_group, spawn
 
 log = logging.getLogger("mlflash")
+
+_Answers = Queue[tuple[str, "str | None", str]]
 
 
 class OnHosts:
     """Starts ranks by mpiexec, see `launch_system.Launcher`.
 
     Args:
-        hosts: the nodes, including spares.
         shell: ssh, or a program with the arguments of ssh.
-        extra: further arguments for mpiexec.
     """
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh", extra: Sequence[str] = ()):
@@ -94,9 +93,6 @@ class OnHosts:
     def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:
         words = list(argv) if host in self._local else [self._shell, host, shlex.join(argv)]
         return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-
-
-_Answers = Queue[tuple[str, "str | None", str]]
 
 
 def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:

@@ -48,11 +48,6 @@ def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = Non
 
     There may be more ranks than cores. OpenMP gets one thread, because spinning ranks starve each
     other.
-
-    Args:
-        ranks: number of ranks.
-        argv: the program and its arguments.
-        env: further environment variables.
     """
     path, vendor = find_mpiexec()
     command = [path, "-n", str(ranks)]
@@ -70,10 +65,6 @@ def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = Non
 def spawn(command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
     """Start a process in a session of its own, without standard input.
 
-    Args:
-        command: program and arguments.
-        more: for `subprocess.Popen`.
-
     Raises:
         LaunchFailed: it cannot be started.
     """
@@ -90,12 +81,6 @@ def ask_within(
 
     Unlike `subprocess.run`, this does not wait for a process that SIGKILL does not end. If this call is interrupted, it
     ends everything in the session.
-
-    Args:
-        command: program and arguments.
-        timeout_s: how long it may take.
-        term_wait_s: see `end_session`.
-        more: for `subprocess.Popen`.
 
     Raises:
         LaunchFailed: it cannot be started, or took too long.
@@ -115,11 +100,7 @@ def ask_within(
 
 
 class LastLines:
-    """The last lines that a process prints as errors, which a thread reads as long as it runs.
-
-    Args:
-        process: with a pipe for its errors.
-    """
+    """The last lines that a process prints as errors, which a thread reads as long as it runs."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._lines = collections.deque[str](maxlen=20)

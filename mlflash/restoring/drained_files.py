@@ -50,7 +50,11 @@ class Reads:
 
 
 class TimelyReads(Reads):
-    """Reads that end within ``timeout_s`` of the ranks; other ranks hear what this one reads if it takes long."""
+    """Reads that end within ``timeout_s`` of the ranks; other ranks hear what this one reads if it takes long.
+
+    A read that hangs cannot be interrupted. So each read runs on a thread of its own, and its caller stops waiting for
+    it. The thread only has the bytes that it reads: what they are copied to may be used again at once.
+    """
 
     def __init__(self, world: Collectives, path: str):
         self._world, self._path, self._limit_s = world, path, _SHARE * world.timeout_s

@@ -142,7 +142,7 @@ def protect_again(context: Context, home: Slot, lacking: bool) -> None:
 
 # Damage at rest, repaired before the next save is protected: first header and block table, where the blocks agree
 # with them; then blocks of own slots, from copies and parity, in place; then copies and parity files, next to the
-# damaged ones. Nothing damaged is given up before there is something better: a restore finds what it would have found before.
+# damaged ones. Nothing damaged is given up before there is something better: a restore finds what it found before.
 
 
 def mend(context: Context, scrubber: Scrubber) -> None:

@@ -54,7 +54,12 @@ _Gives = TypeVar("_Gives")
 
 
 class Loading:
-    """Fills states on all ranks or on none; tells ``saves`` if a state is undefined."""
+    """Fills states on all ranks or on none: an error on any rank is raised on all, and what was loaded is put back.
+
+    First come objects whose saved state is small; their previous values are kept meanwhile. For large objects, tensors
+    and arrays there is no room for that, nor for objects of a framework (`changing`): if their load fails, the state is
+    undefined, and nothing is saved until a restore has succeeded.
+    """
 
     def __init__(self, ranks: Ranks, saves: SaveQueue):
         self._ranks, self._saves = ranks, saves
@@ -139,6 +144,9 @@ def _half_loaded(step: int) -> str:
 
 class Newest:
     """Finds steps of which every byte is verified; the courier remembers the result until the next load.
+
+    Headers say what was saved, not what can be loaded. So a step that is damaged beyond repair is passed over once, and
+    neither the load nor a relaunch meets it again.
 
     Args:
         find_whole: chooses a checkpoint of which every byte is verified, and remembers it: `Restores._find_whole`.

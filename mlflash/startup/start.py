@@ -27,9 +27,8 @@ from ..placement.survival import too_close
 from ..redundancy import erasure_codes
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
-from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
-from ..telemetry.recorder import CourierRecorder
+from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..value_checks.examiner import Examiner
 from .certification import Certification, Saved
 from .choose_checkpoint import look_at_earlier_runs

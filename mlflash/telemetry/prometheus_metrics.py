@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..events import Event
-from .heartbeat import Heard
-from .heartbeat_format import has_own_courier
+from .heartbeat import Heard, has_own_courier
 
 log = logging.getLogger("mlflash")
 
@@ -52,8 +51,6 @@ class Metrics:
 
     Args:
         where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
-        job: name of the job.
-        look: returns what the ranks of the node report.
     """
 
     def __init__(self, where: str, job: str, look: Callable[[], Heard]):
@@ -81,7 +78,6 @@ class Metrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Show the last values, and then nothing any more. May be called twice."""
         self._over.set()
         if self._server is not None:
             self._server.shutdown()
@@ -97,7 +93,6 @@ class Metrics:
         self._thread = self._server = None
 
     def _keep_up(self, write: Callable[[], None]) -> None:
-        """Write again and again, and once more at the end."""
         wrong = over = False
         while not over:
             over = self._over.wait(_EVERY_S)
@@ -112,8 +107,6 @@ class Metrics:
 
 
 class _Collector:
-    """What prometheus_client calls when metrics are requested."""
-
     def __init__(self, job: str, look: Callable[[], Heard]):
         self._job, self._look = job, look
         self._warned: set[str] = set()
@@ -147,7 +140,6 @@ class _Collector:
         yield _late(labels, values)
 
     def _heard(self) -> Heard:
-        """Read the heartbeats, and warn once about each file that cannot be read."""
         try:
             heard = self._look()
         except Exception as error:  # the next request tries again
@@ -160,7 +152,6 @@ class _Collector:
 
 
 def _late(labels: Sequence[str], values: Sequence[tuple[list[str], dict[str, Any]]]) -> Any:
-    """How late ranks were in the last commit, and in which phase."""
     from prometheus_client.core import GaugeMetricFamily
 
     text = "How much longer than most ranks this one took in the last commit, in the phase in which it was latest."

@@ -22,11 +22,9 @@ from waiting import PATIENCE_S, until
 import mlflash.commands.run as run_command
 from mlflash.errors import LaunchFailed, MpiUnavailable
 from mlflash.launcher import ranks_by_ssh
-from mlflash.launcher.host_agent import Spec
-from mlflash.launcher.line_stream import Lines
-from mlflash.launcher.node_assignment import NodeAssignment
-from mlflash.launcher.on_ssh import OnSsh, address_of
-from mlflash.launcher.ranks_by_ssh import RanksBySsh
+from mlflash.launcher.host_agent import Lines, Spec
+from mlflash.launcher.launch_system import NodeAssignment
+from mlflash.launcher.ranks_by_ssh import OnSsh, RanksBySsh, address_of
 
 # As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere.
 SHELL = """#!/bin/sh
@@ -52,8 +50,8 @@ with open(sys.argv[1] + os.environ["RANK"], "w") as said:
 raise SystemExit(3)
 """
 SUPERVISOR = """
-from mlflash.launcher.node_assignment import NodeAssignment
-from mlflash.launcher.on_ssh import OnSsh
+from mlflash.launcher.launch_system import NodeAssignment
+from mlflash.launcher.ranks_by_ssh import OnSsh
 ranks = OnSsh(["a"], {shell!r}).start(NodeAssignment(("a",), 2), {argv!r}, {{}})
 ranks._over.wait()
 """

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from mlflash.commands.run import run
 from mlflash.launcher import first_node_guard
-from mlflash.launcher.downtime import failure, recovery
-from mlflash.launcher.node_assignment import NodeAssignment, assign_nodes, reassign_nodes
-from mlflash.launcher.node_watch import Looks, Watch, ask
+from mlflash.launcher.launch_system import NodeAssignment, assign_nodes, reassign_nodes
+from mlflash.launcher.node_watch import Looks, Watch, ask, failure, recovery
 from mlflash.launcher.on_hosts import OnHosts
 from mlflash.launcher.on_slurm import OnSlurm, is_lost, own_id
-from mlflash.launcher.restart_policy import Restarts
+from mlflash.launcher.supervisor import Restarts
 
 HOSTS = [f"n{number}" for number in range(8)]
 
