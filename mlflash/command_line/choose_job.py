@@ -24,8 +24,6 @@ _Known = tuple[str, int, bool]
 def choose(world: World, given: Config, job: str | None, is_live: bool = True) -> str:
     """Choose the job: the named one, else the one of the directory, else the only one in memory, or the only live one.
 
-    Collective over the world.
-
     Args:
         is_live: False takes the only dead one instead.
 

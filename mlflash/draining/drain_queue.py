@@ -82,10 +82,7 @@ class DrainQueue:
         self._asked = True
 
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
-        """Count a checkpoint that was just committed, and begin to drain it if it is due; for the courier.
-
-        Collective over the world.
-        """
+        """Count a checkpoint that was just committed, and begin to drain it if it is due; for the courier."""
         self._since += 1
         due = asked or (self.is_on and self._since >= self._config.drain_every)
         if self.store is None or slot is None or not due:

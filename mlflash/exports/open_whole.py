@@ -32,12 +32,11 @@ Spots = dict[str, list[Spot]]
 """Where each tensor is in the structures of the old ranks."""
 
 Convert = Callable[[dict[str, Any]], Any]
+"""Gets tensors and arrays by name. Returns a state, such as other tensors by name."""
 
 
 def export(world: Collectives, opened: OpenCheckpoint, write: Callable[[Whole], Any]) -> Any:
-    """Let the first rank export a checkpoint. Return its result there, and None on the others.
-
-    Collective over the world.
+    """Let the first rank export a checkpoint. Return its result there, and None on the others. Collective.
 
     Args:
         opened: the checkpoint, with the data that `dcp_plans.TOLD` names.
@@ -213,9 +212,6 @@ def _merged(first: Tree, second: Tree) -> Tree:
 
 
 # Which values of a checkpoint are exported, under which names, and what the user's own function makes of them.
-
-
-"""Gets tensors and arrays by name. Returns a state, such as other tensors by name."""
 
 
 @dataclasses.dataclass(frozen=True)

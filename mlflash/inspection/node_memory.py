@@ -132,8 +132,6 @@ def look_at_job(memory: str, job: str) -> JobMemory:
 def look_around(world: World, memory: str, job: str, as_restored: bool = False) -> list[Node]:
     """Look at the memory of all nodes of the world. A single process looks at this node and all that it emulates.
 
-    Collective over the world.
-
     Args:
         as_restored: look only where a Checkpointer of these processes would.
 

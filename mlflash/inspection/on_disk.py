@@ -37,6 +37,7 @@ _CHUNK_NBYTES = 8 << 20
 _NAMED = 4  # hosts in a line
 IsGood = Callable[[bytes, bytes], bool]
 Key = tuple[IsGood, str]
+"""A function that checks a signature of some bytes, and the key as `signatures.public_key` returns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +138,7 @@ def stored_nbytes(store: Store, one: Listed) -> int:
 
 def verify(world: World, store: Store, one: Listed, advance: Callable[[int], None], key: Key | None = None
            ) -> tuple[int, list[tuple[str, str]], Provenance | None]:  # fmt: skip
-    """Read every byte of a checkpoint; each process reads the files of some ranks.
-
-    Collective over the world.
+    """Read every byte of a checkpoint; each process reads the files of some ranks. Collective.
 
     Args:
         advance: gets the number of bytes after each read.
@@ -180,9 +179,6 @@ def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[
 
 
 # The provenance of a drained checkpoint: its record, and whether the files match it.
-
-
-"""A function that checks a signature of some bytes, and the key as `signatures.public_key` returns it."""
 
 
 @dataclasses.dataclass

@@ -41,9 +41,9 @@ BEATS = 8
 _CONNECT_S = 10.0
 _LEASE = 0.8  # after this share of that time the agent kills its processes, before others take their ranks
 _LONGEST_NBYTES = 1 << 20
-READY = "mlflash-ready:"
-LOST = 255
-SILENCE_S = 60.0
+READY = "mlflash-ready:"  # start of the line that says that the agent accepts orders; a port follows
+LOST = 255  # exit code if nobody gives orders any more. ssh uses the same
+SILENCE_S = 60.0  # seconds without an order or a sign of life after which `mlflash run` counts as gone
 _MEETS = ("MASTER_ADDR", "MASTER_PORT")
 _END_S = 5.0  # time from SIGTERM to SIGKILL
 _FLUSH_S = 5.0  # limit to write the remaining output
@@ -173,11 +173,6 @@ class Sink:
             left = memoryview(lines)
             while left:
                 left = left[os.write(self._fd, left) :]
-
-
-"""Start of the line that says that the agent accepts orders; a port follows."""
-"""Exit code if nobody gives orders any more. ssh uses the same."""
-"""Seconds without an order or a sign of life after which `mlflash run` counts as gone."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .launch_system import Launcher, NodeAssignment
 log = logging.getLogger("mlflash")
 
 Heartbeat = dict[str, Any]  # what a rank reported last, see `mlflash.telemetry.heartbeat`
-LOOK_S = 20.0
+LOOK_S = 20.0  # deadline of a look at the nodes, in seconds
 _BEHIND_S = 8.0  # a node that answers this much later than most others counts as silent
 _STACKS_S = 1.0
 _LOOKS = 10_000  # after so many looks, they become half as frequent
@@ -82,9 +82,6 @@ def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: f
     spans = [round(after - first, 3) for first, after in itertools.pairwise(marks)]
     names = ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s")
     return found | {"outage_s": round(saved - before.last_beat, 3)} | dict(zip(names, spans, strict=True))
-
-
-"""Deadline of a look at the nodes, in seconds."""
 
 
 def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str, dict[str, Any]], list[str]]:

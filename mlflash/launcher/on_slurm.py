@@ -35,8 +35,8 @@ _CORES = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
 _ASK_S = 30.0  # deadline of a question to Slurm
 _ENVIRONMENT = "--export=ALL"  # in a job of `sbatch --export=NONE`, too: ranks need what mlflash run tells them
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot")
-STEPS = "mlflash-"
-COURIERS = f"{STEPS}couriers"
+STEPS = "mlflash-"  # prefix of the names of our steps
+COURIERS = f"{STEPS}couriers"  # name of the step that starts the couriers
 _TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # pause after each signal to ranks of a `mlflash run` that is gone
 _TOLD = "mlflash-told:"  # prefix of each line that a program on a node prints
 
@@ -91,10 +91,6 @@ class CourierHosts:
     def __exit__(self, *failure: object) -> None:
         if self._step is not None:
             self._step.let_end(_END_S)
-
-
-"""Prefix of the names of our steps."""
-"""Name of the step that starts the couriers."""
 
 
 class OnSlurm:

@@ -41,7 +41,7 @@ _STAYS = frozenset({
 })  # fmt: skip
 _STAY = ("DBUS_", "SSH_", "SUDO_", "TMUX", "XDG_")
 _OF_PYTHON = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")  # the agent itself may need them
-ANSWER_S = 60.0
+ANSWER_S = 60.0  # deadline for all hosts to answer. It includes the connection and a Python from a slow file system
 _BEAT_S = SILENCE_S / 12
 _OTHERS_S = 15.0  # limit for the other hosts to end after one has failed
 _CLOSED_S = 3.0  # limit for agents to kill their ranks after their input was closed
@@ -119,9 +119,6 @@ def travelling(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of this environment that ranks on other hosts get, as from mpiexec: all but those of this host."""
     return {name: value for name, value in without_rank(environment).items()
             if name not in _STAYS and not name.startswith(_STAY)}  # fmt: skip
-
-
-"""Deadline for all hosts to answer. It includes the connection and a Python from a slow file system."""
 
 
 @dataclasses.dataclass

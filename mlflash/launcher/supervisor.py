@@ -27,8 +27,8 @@ log = logging.getLogger("mlflash")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _SAME_STEP = 2  # failures without a newer checkpoint between them, after which the job is not started again
-UNRESTORABLE = 65
-GONE_S = 3.0
+UNRESTORABLE = 65  # exit code if there are checkpoints and none can be restored: another start would find the same
+GONE_S = 3.0  # seconds between two checks whether nodes are in service
 _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
@@ -87,10 +87,6 @@ class Restarts:
     def pause_s(self) -> float:
         """Seconds to wait before the next start: twice as long after each failure without a newer checkpoint."""
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._since - 2)) if self._since > 1 else 0.0
-
-
-"""Exit code if there are checkpoints and none can be restored: another start would find the same."""
-"""Seconds between two checks whether nodes are in service."""
 
 
 @dataclasses.dataclass

@@ -56,9 +56,7 @@ def find_and_verify(
     context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
     struck: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
-    """Bring the newest restorable attempt that fits the request into this rank's own slot.
-
-    Collective over the world.
+    """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
 
     Args:
         others: if another number of ranks saved it, bring it to where it can be read.
@@ -302,9 +300,7 @@ def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int,
 
 def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
           is_wanted: Callable[[Header], bool]) -> bool:  # fmt: skip
-    """Send files to other ranks and receive one; the receiver checks every byte once more.
-
-    Collective over the world.
+    """Send files to other ranks and receive one; the receiver checks every byte once more. Collective.
 
     Args:
         serves: for each rank that this one sends a file to, the file.
@@ -370,9 +366,7 @@ class _Errand:
 def gather_shares(
     context: Context, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
 ) -> tuple[ShareFiles, list[Place]]:
-    """Bring the shares that slots need to the nodes where these slots are read.
-
-    Collective over the world.
+    """Bring the shares that slots need to the nodes where these slots are read. Collective.
 
     Args:
         slots: the verified slots that this rank has or reads, by the rank that they belong to.

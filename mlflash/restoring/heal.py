@@ -36,10 +36,7 @@ def give_receipts(*slots: Slot) -> None:
 
 
 def heal_or_remember(context: Context, home: Slot) -> None:
-    """Heal, with a few retries. What cannot be healed now is remembered, and each later save first tries again.
-
-    Collective over the world.
-    """
+    """Heal, with a few retries. What cannot be healed now is remembered, and each later save first tries again."""
     for _ in range(_HEAL_TRIES):
         try:
             heal(context, home)
@@ -84,9 +81,7 @@ def protect_left(context: Context) -> tuple[int | None, int]:
 
 
 def heal(context: Context, home: Slot) -> None:
-    """Make the copies and parity of the restored attempt in their new places; then free everything else.
-
-    Collective over the world.
+    """Make the copies and parity of the restored attempt in their new places; then free everything else. Collective.
 
     Raises:
         MemoryTooSmall, SaveFailed: on all ranks; what was there before is untouched.

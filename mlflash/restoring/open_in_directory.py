@@ -50,9 +50,7 @@ class _Asked:
 
 
 class OpenInDirectory:
-    """A committed checkpoint of a directory.
-
-    Collective over the world.
+    """A committed checkpoint of a directory. Collective.
 
     Args:
         told: names of small entries whose bytes all ranks need.

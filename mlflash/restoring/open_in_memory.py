@@ -62,9 +62,7 @@ class OpenCheckpoint(Protocol):
 
 
 class OpenInMemory:
-    """Reads parts of tensors of all old ranks.
-
-    Collective over the world.
+    """Reads parts of tensors of all old ranks. Collective.
 
     Args:
         checks: make checksums of all tensors that are whole.
@@ -101,9 +99,7 @@ class OpenInMemory:
         return 2 if not self.is_near(rank) else int(rank != self._ranks.rank)
 
     def read(self, wanted: Iterable[WantedPart]) -> bool:
-        """Read parts of tensors to where they are needed; return whether all of them arrived whole.
-
-        Collective over the world.
+        """Read parts of tensors to where they are needed; return whether all of them arrived whole. Collective.
 
         Raises:
             MlflashError: on all ranks, if one could not read its part or ``wanted`` failed there.

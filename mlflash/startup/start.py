@@ -42,9 +42,7 @@ _NAMED = 3  # hosts or domains named in a warning
 def make(config: Config, world: World, problem: MlflashError | None = None,
          replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
          trains_on: frozenset[int] | None = None) -> Context:  # fmt: skip
-    """Connect the ranks, lock the job, find what earlier runs left, and take their files over.
-
-    Collective over comm.
+    """Connect the ranks, lock the job, find what earlier runs left, and take their files over. Collective.
 
     Args:
         replicas: the ranks that hold the same state as this one, and patterns for the names of that state.
@@ -186,8 +184,6 @@ def _say_what_is_slow(world: World, memory: str) -> None:
 
 def find_domains(world: World, given: Any) -> Domains | None:
     """Find the failure domains of the nodes: the given ones, else what Slurm tells each node, else Slurm's topology.
-
-    Collective over the world.
 
     Raises:
         ConfigError: on all ranks, if ``given`` makes no sense.

@@ -83,6 +83,7 @@ _RANK_MAY = (
     }
 )
 SHOW_STACKS = signal.SIGRTMIN + 7
+"""The signal at which trainer and courier of a rank that `mlflash run` has started print where each thread is."""
 _LETTERS = 512  # most characters of a text; each may take six bytes
 
 
@@ -207,9 +208,6 @@ def _is_a(value: object, kind: Any) -> bool:
 
 def _cut(value: object) -> str:
     return str(value)[:_SHORT]
-
-
-"""The signal at which trainer and courier of a rank that `mlflash run` has started print where each thread is."""
 
 
 @dataclasses.dataclass(frozen=True)
