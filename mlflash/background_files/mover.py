@@ -158,11 +158,7 @@ class Mover:
             shutil.rmtree(source, ignore_errors=True)
 
     def link(self, target: Path, to: str) -> None:
-        """Link to what was moved before, in place of whatever has this name.
-
-        Raises:
-            MoveFailed: its target does not exist, and what had the name still has it.
-        """
+        """Link to what was moved before, in place of whatever has this name. Raises MoveFailed."""
         if not (target.parent / to).exists():
             raise MoveFailed(f"{to} is not there")
         beside = self._beside(target)

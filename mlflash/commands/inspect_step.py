@@ -214,15 +214,11 @@ class Tensor:
 
 @dataclasses.dataclass
 class Checkpoint:
-    """A checkpoint that is shown.
-
-    Attributes:
-        source: "memory", or the path in the directory.
-    """
+    """A checkpoint that is shown."""
 
     step: int
     ranks: int
-    source: str
+    source: str  # "memory", or the path in the directory
     about: str
     missing: tuple[int, ...]
     contents: Contents

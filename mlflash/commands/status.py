@@ -118,17 +118,13 @@ def jobs(memory: str, as_json: bool) -> None:
 
 @dataclasses.dataclass
 class JobState:
-    """What memory and the directory hold of a job.
-
-    Attributes:
-        is_moving: whether the job commits so fast that each look finds another step that seems to be lost.
-    """
+    """What memory and the directory hold of a job."""
 
     job: str
     nodes: list[Node]
     outlook: Restorability
     stored: on_disk.DirectoryContents | None
-    is_moving: bool = False
+    is_moving: bool = False  # whether the job commits so fast that each look finds another step that seems to be lost
 
     @property
     def lost(self) -> Prospect | None:

@@ -32,18 +32,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Checked:
-    """What the command read in one place: a node, or a checkpoint in the directory.
-
-    Attributes:
-        files, nbytes: how many files and bytes were read.
-        being_written: files that the job wrote while they were read.
-    """
+    """What the command read in one place: a node, or a checkpoint in the directory."""
 
     where: str
-    files: int = 0
+    files: int = 0  # files, nbytes: how many files and bytes were read
     nbytes: int = 0
     damaged: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    being_written: list[str] = dataclasses.field(default_factory=list)
+    being_written: list[str] = dataclasses.field(default_factory=list)  # files that the job wrote while they were read
     provenance: Provenance | None = None
 
     def add(self, other: Checked) -> None:

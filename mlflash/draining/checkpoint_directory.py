@@ -35,16 +35,12 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<tag>(?P<run>[0-9a-f]{32})-\d+-(?P<
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """A committed checkpoint in a directory.
-
-    Attributes:
-        verdict: what is known about its values.
-    """
+    """A committed checkpoint in a directory."""
 
     folder: str
     master: str
     card: Card
-    verdict: Verdict = Verdict.UNKNOWN
+    verdict: Verdict = Verdict.UNKNOWN  # what is known about its values
 
     @property
     def step(self) -> int:
@@ -96,11 +92,7 @@ def list_checkpoints(store: Store) -> list[Listed]:
 
 
 def look(store: Store) -> Listing:
-    """List what is in a directory. Reads only the first bytes of each checkpoint.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """List what is in a directory. Reads only the first bytes of each checkpoint. Raises OSError."""
     found: list[Listed] = []
     damaged: dict[str, str] = {}
     for folder in store.names():
@@ -163,11 +155,7 @@ def _names(inside: Store) -> list[str] | None:
 
 
 def read_index(inside: Store, listed: Listed) -> bytes:
-    """Read the index of the file that commits a checkpoint; ``inside`` is its folder.
-
-    Raises:
-        CorruptSlot: it is damaged, or the file changed after it was written.
-    """
+    """Read the index of the file that commits a checkpoint; ``inside`` is its folder. Raises CorruptSlot."""
     card = listed.card
     raw = inside.read(listed.master, card.index_start, card.index_nbytes)
     if len(raw) != card.index_nbytes or xxhash.xxh3_64_intdigest(raw) != card.index_check:

@@ -109,16 +109,12 @@ class Drain:
 
 
 class Drains:
-    """The drains of this rank.
-
-    Attributes:
-        restored: the step that was restored last; None before the first.
-    """
+    """The drains of this rank."""
 
     def __init__(self, courier: Client, ranks: Ranks, has_directory: bool):
         self._courier, self._ranks, self._has_directory = courier, ranks, has_directory
         self.last: Drain | None = None
-        self.restored: int | None = None
+        self.restored: int | None = None  # the step that was restored last; None before the first
 
     @property
     def idle(self) -> bool:

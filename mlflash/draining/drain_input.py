@@ -69,15 +69,11 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a tensor that goes into a file.
-
-    Attributes:
-        common: the lowest of the ranks that hold it alike; -1: only this one does.
-    """
+    """A part of a tensor that goes into a file."""
 
     entry: Entry
     tensor: Entry
-    common: int
+    common: int  # the lowest of the ranks that hold it alike; -1: only this one does
 
 
 @dataclasses.dataclass
@@ -206,15 +202,11 @@ def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class FileDigest:
-    """The digest of a file of a checkpoint.
-
-    Attributes:
-        sha256: of those of its bytes that belong to no tensor, see `FileWithHoles.digest_beside_tensors`.
-    """
+    """The digest of a file of a checkpoint."""
 
     name: str
     nbytes: int
-    sha256: str
+    sha256: str  # of those of its bytes that belong to no tensor, see `FileWithHoles.digest_beside_tensors`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,25 +37,19 @@ _RECORD = np.dtype([("leaf", "<u4"), ("packed", "<u4"), ("start", "<u8"), ("nbyt
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The first bytes of a drained file.
-
-    Attributes:
-        rank: whose file this is; -1: the file that commits the checkpoint.
-        owner: which job wrote it, see `config.Config.owner`.
-        mark: mark of what was drained, see `slot_header.Header`.
-    """
+    """The first bytes of a drained file."""
 
     attempt: Attempt
     step: int
-    rank: int
+    rank: int  # whose file this is; -1: the file that commits the checkpoint
     world_size: int
     file_nbytes: int
     index_start: int
     index_nbytes: int
     index_check: int
     unix_ns: int
-    owner: str
-    mark: int = 0
+    owner: str  # which job wrote it, see `config.Config.owner`
+    mark: int = 0  # mark of what was drained, see `slot_header.Header`
 
     def pack(self) -> bytes:
         body = _CARD.pack(
@@ -111,34 +105,23 @@ class Stored:
 
 
 class Place(NamedTuple):
-    """Where some rows of a leaf are in a file.
-
-    Attributes:
-        begin, rows: the first row, and their number; 0 and 1 for a leaf without dimensions.
-        first_check: number of the checksum of the first block.
-        packed: whether HDF5 has compressed them, in chunks; then ``start`` means nothing.
-    """
+    """Where some rows of a leaf are in a file."""
 
     start: int
     nbytes: int
-    begin: int
+    begin: int  # begin, rows: the first row, and their number; 0 and 1 for a leaf without dimensions
     rows: int
-    first_check: int
-    packed: bool
+    first_check: int  # number of the checksum of the first block
+    packed: bool  # whether HDF5 has compressed them, in chunks; then ``start`` means nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where everything is in a rank's file: all that a reader needs if it knows the shapes.
-
-    Attributes:
-        block_nbytes: bytes per checksum; the rows of each leaf begin a new block.
-        checks: XXH3-64 of each block, ``(blocks,)`` uint64.
-    """
+    """Where everything is in a rank's file: all that a reader needs if it knows the shapes."""
 
     data: str
-    block_nbytes: int
-    checks: np.ndarray
+    block_nbytes: int  # bytes per checksum; the rows of each leaf begin a new block
+    checks: np.ndarray  # XXH3-64 of each block, ``(blocks,)`` uint64
     of: Mapping[int, Place]
 
     def check(self, place: Place) -> int:
@@ -148,13 +131,9 @@ class Places:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What a rank's file holds.
+    """What a rank's file holds."""
 
-    Attributes:
-        manifest: the manifest of the rank's slot, as it was there.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # the manifest of the rank's slot, as it was there
     places: Places
 
     @property

@@ -54,16 +54,11 @@ exponent for infinities, where those have numbers up to 448."""
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How the elements of an entry are stored.
-
-    Attributes:
-        shape: of one element; () but where an element is stored as bytes.
-        raw: whether a reader has to know what the bytes mean.
-    """
+    """How the elements of an entry are stored."""
 
     dtype: Any
-    shape: tuple[int, ...] = ()
-    raw: bool = False
+    shape: tuple[int, ...] = ()  # of one element; () but where an element is stored as bytes
+    raw: bool = False  # whether a reader has to know what the bytes mean
 
 
 def rank_file_name(rank: int) -> str:

@@ -42,13 +42,9 @@ _LISTS: dict[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Signer:
-    """What signs the provenance of a job's checkpoints.
+    """What signs the provenance of a job's checkpoints."""
 
-    Attributes:
-        sign: makes the signature; None: nothing is signed.
-    """
-
-    sign: Sign | None = None
+    sign: Sign | None = None  # makes the signature; None: nothing is signed
     key: str = ""
 
 
@@ -118,11 +114,7 @@ def _time(unix_ns: int) -> str:
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """Decode a provenance and check everything that is read from it, including its digest.
-
-    Raises:
-        CorruptSlot: it is not a provenance, or it was changed; the text says how.
-    """
+    """Decode a provenance and check everything that is read from it, including its digest. Raises CorruptSlot."""
     try:
         document = canonical_json.decode(raw)
     except ValueError as error:

@@ -77,11 +77,7 @@ def _filled(dealt: np.ndarray) -> np.ndarray:
 
 
 def decode(raw: bytes, world_size: int) -> RankTable:
-    """Read the index and check every number in it.
-
-    Raises:
-        CorruptSlot: it is not an index; the text says what is wrong first.
-    """
+    """Read the index and check every number in it. Raises CorruptSlot."""
     try:
         (length,) = _COUNT.unpack_from(raw)
         document = json.loads(raw[_COUNT.size : _COUNT.size + length])

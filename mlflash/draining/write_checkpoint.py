@@ -48,20 +48,15 @@ _LOOK_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """How drains are done.
-
-    Attributes:
-        rate: bytes per second of all ranks together; 0: no limit.
-        writers: ranks that write at a time; 0: all.
-    """
+    """How drains are done."""
 
     form: str
     owner: str
     job: str
     block_nbytes: int
     compression: str = ""
-    rate: float = 0.0
-    writers: int = 0
+    rate: float = 0.0  # bytes per second of all ranks together; 0: no limit
+    writers: int = 0  # ranks that write at a time; 0: all
     keep_last: int = 0
     keep_every: int = 0
     signer: Signer = dataclasses.field(default_factory=Signer)

@@ -36,18 +36,13 @@ class RoundOver(MlflashError, ConnectionError):
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """The rank that this process has.
-
-    Attributes:
-        lost_s: a lost rank is noticed after at most this many seconds.
-        ready_s: a rank that has not begun the round after this many seconds counts as lost.
-    """
+    """The rank that this process has."""
 
     round: int
     rank: int
     size: int
-    lost_s: float
-    ready_s: float
+    lost_s: float  # a lost rank is noticed after at most this many seconds
+    ready_s: float  # a rank that has not begun the round after this many seconds counts as lost
 
 
 class DeciderLink:

@@ -36,12 +36,7 @@ _BY_TORCH = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz
 
 @dataclasses.dataclass
 class Statistics:
-    """Statistics of numbers. For complex numbers they are of the magnitudes.
-
-    Attributes:
-        squares: sum of the squared distances from the mean.
-        check: XXH3-64 of the bytes.
-    """
+    """Statistics of numbers. For complex numbers they are of the magnitudes."""
 
     count: int = 0
     nan: int = 0
@@ -50,8 +45,8 @@ class Statistics:
     low: float | None = None
     high: float | None = None
     mean: float = 0.0
-    squares: float = 0.0
-    check: int = 0
+    squares: float = 0.0  # sum of the squared distances from the mean
+    check: int = 0  # XXH3-64 of the bytes
 
     @property
     def std(self) -> float | None:
@@ -127,30 +122,21 @@ def _values(entry: Entry, raw: np.ndarray) -> np.ndarray | None:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Bytes of a file.
-
-    Attributes:
-        start: position of the first byte; -1 if the bytes are compressed.
-    """
+    """Bytes of a file."""
 
     file: str
-    start: int
+    start: int  # position of the first byte; -1 if the bytes are compressed
     nbytes: int
 
 
 @dataclasses.dataclass
 class Shard:
-    """A part of a tensor, in one place.
+    """A part of a tensor, in one place."""
 
-    Attributes:
-        entry: the part; its ``start`` has no meaning.
-        runs: its bytes, in order. Empty if some of them are on other nodes.
-    """
-
-    entry: Entry
+    entry: Entry  # the part; its ``start`` has no meaning
     rank: int
     node: str
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # its bytes, in order. Empty if some of them are on other nodes
     numbers: Statistics | None = None
 
 

@@ -45,36 +45,26 @@ RUN_NBYTES = 8 << 20  # read at a time
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file of a node.
-
-    Attributes:
-        verdict: what is known of its values.
-        damage: why it cannot be used, although it should hold something; "" if nothing is wrong.
-    """
+    """A file of a node."""
 
     name: str
     nbytes: int
     header: Header | None = None
     committed: bool = False
     restores: int = 0
-    verdict: Verdict = Verdict.UNKNOWN
-    damage: str = ""
+    verdict: Verdict = Verdict.UNKNOWN  # what is known of its values
+    damage: str = ""  # why it cannot be used, although it should hold something; "" if nothing is wrong
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node, real or emulated.
-
-    Attributes:
-        emulated: its number among the emulated nodes. None: it is a real node.
-        drain_asked: whether a drain was requested and no process has noticed it yet.
-    """
+    """A node, real or emulated."""
 
     name: str
     path: str = ""
-    emulated: int | None = None
+    emulated: int | None = None  # its number among the emulated nodes. None: it is a real node
     pid: int | None = None
-    drain_asked: bool = False
+    drain_asked: bool = False  # whether a drain was requested and no process has noticed it yet
     files: tuple[File, ...] = ()
 
     @property
@@ -88,16 +78,11 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class JobMemory:
-    """What a job holds in the memory of this node.
-
-    Attributes:
-        nodes: this node, and the nodes that are emulated on it.
-        error: why the job cannot be looked at. Empty if it can.
-    """
+    """What a job holds in the memory of this node."""
 
     job: str
-    nodes: tuple[Node, ...] = ()
-    error: str = ""
+    nodes: tuple[Node, ...] = ()  # this node, and the nodes that are emulated on it
+    error: str = ""  # why the job cannot be looked at. Empty if it can
 
     @property
     def pid(self) -> int | None:

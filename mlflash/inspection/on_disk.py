@@ -183,16 +183,11 @@ def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[
 
 @dataclasses.dataclass
 class Provenance:
-    """The provenance of a checkpoint, and what is wrong with it.
-
-    Attributes:
-        signature: "none", "not checked" (no key was given), "good" or "bad".
-        wrong: files, and what is wrong with each.
-    """
+    """The provenance of a checkpoint, and what is wrong with it."""
 
     document: dict[str, Any] | None = None
-    signature: str = "none"
-    wrong: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    signature: str = "none"  # "none", "not checked" (no key was given), "good" or "bad"
+    wrong: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # files, and what is wrong with each
     has_verdict: bool = False
 
     def count(self, ranks: int, damaged: Iterable[str]) -> int:

@@ -25,12 +25,7 @@ _NAMED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Prospect:
-    """An attempt to save a step that has files in memory.
-
-    Attributes:
-        choice: how to restore it. None: it cannot be restored.
-        missing: the ranks that have no slot, whether or not parity can rebuild it.
-    """
+    """An attempt to save a step that has files in memory."""
 
     attempt: Attempt
     step: int
@@ -41,20 +36,16 @@ class Prospect:
     restores: int
     nbytes: int
     verdict: Verdict
-    choice: Choice | None
-    missing: tuple[int, ...]
+    choice: Choice | None  # how to restore it. None: it cannot be restored
+    missing: tuple[int, ...]  # the ranks that have no slot, whether or not parity can rebuild it
 
 
 @dataclasses.dataclass(frozen=True)
 class Restorability:
-    """What the nodes can restore.
-
-    Attributes:
-        unseen: nodes that headers name, but that were not looked at.
-    """
+    """What the nodes can restore."""
 
     prospects: tuple[Prospect, ...]
-    unseen: tuple[str, ...]
+    unseen: tuple[str, ...]  # nodes that headers name, but that were not looked at
 
     @property
     def newest(self) -> Prospect | None:

@@ -32,11 +32,7 @@ class NodeAssignment:
 
 
 def assign_nodes(hosts: Sequence[str], nodes: int, ranks_per_node: int, least: int = 0) -> NodeAssignment | None:
-    """Choose the nodes of the first run.
-
-    Args:
-        least: smallest number of nodes that is enough; 0: all that are wanted.
-    """
+    """Choose the nodes of the first run. ``least``: smallest number of nodes that is enough; 0: all that are wanted."""
     return None if len(hosts) < (least or nodes) else NodeAssignment(tuple(hosts[:nodes]), ranks_per_node)
 
 
@@ -177,30 +173,19 @@ class RunLog:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """What to run, and how.
-
-    Attributes:
-        least: smallest number of nodes that is enough, for training that reshards; 0: all.
-        job, memory: where the ranks keep their slots.
-        directory: where to copy the newest checkpoint at the end; None: nowhere.
-        keep_memory: whether the slots stay in memory at the end.
-        hang_timeout_s: seconds without a save after which a run counts as hanging; 0: never.
-        look_every_s: seconds between two looks at the nodes.
-        grace_s: seconds that training has for one more checkpoint after a signal to end.
-        interface: the network interface that must be up; "": no check.
-    """
+    """What to run, and how."""
 
     argv: Sequence[str]
     nodes: int
     ranks_per_node: int
-    least: int
+    least: int  # smallest number of nodes that is enough, for training that reshards; 0: all
     max_restarts: int
-    job: str
+    job: str  # job, memory: where the ranks keep their slots
     memory: str
-    directory: str | None
-    keep_memory: bool
-    hang_timeout_s: float
-    look_every_s: float
-    grace_s: float
+    directory: str | None  # where to copy the newest checkpoint at the end; None: nowhere
+    keep_memory: bool  # whether the slots stay in memory at the end
+    hang_timeout_s: float  # seconds without a save after which a run counts as hanging; 0: never
+    look_every_s: float  # seconds between two looks at the nodes
+    grace_s: float  # seconds that training has for one more checkpoint after a signal to end
     gpus: int
-    interface: str
+    interface: str  # the network interface that must be up; "": no check

@@ -51,26 +51,17 @@ class Acts(Protocol):
 
 @dataclasses.dataclass
 class Member:
-    """A process.
-
-    Attributes:
-        host, local: the host, and the number of the process on it.
-        rank: that it has, or had when it ended; None while it waits for one.
-        is_ready: whether it has reported that it waits.
-        left: the last round that it has reported to have left; 0 before the first round.
-        is_here: whether it has reached this round with the rank that it has in it.
-        is_done: whether its training has finished and the process has not ended yet.
-    """
+    """A process."""
 
     name: str
-    host: str
+    host: str  # host, local: the host, and the number of the process on it
     local: int
-    rank: int | None = None
-    is_ready: bool = False
-    left: int = 0
-    is_here: bool = False
+    rank: int | None = None  # that it has, or had when it ended; None while it waits for one
+    is_ready: bool = False  # whether it has reported that it waits
+    left: int = 0  # the last round that it has reported to have left; 0 before the first round
+    is_here: bool = False  # whether it has reached this round with the rank that it has in it
     is_in: bool = False
-    is_done: bool = False
+    is_done: bool = False  # whether its training has finished and the process has not ended yet
     code: int | None = None
 
 

@@ -32,16 +32,11 @@ _STUCK_S = 3 * LOOK_S  # limit for a look and everything that it waits for
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The end of a start.
-
-    Attributes:
-        noticed: when `mlflash run` had noticed the failure and ended the remaining ranks, Unix time.
-        saved: the last step that any rank gave to a save; None if there was none, or if it is unknown.
-    """
+    """The end of a start."""
 
     last_beat: float
-    noticed: float
-    saved: int | None
+    noticed: float  # when `mlflash run` had noticed the failure and ended the remaining ranks, Unix time
+    saved: int | None  # the last step that any rank gave to a save; None if there was none, or if it is unknown
 
 
 def failure(heartbeats: Sequence[Heartbeat], noticed: float) -> Failure:

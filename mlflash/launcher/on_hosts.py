@@ -24,11 +24,7 @@ _Answers = Queue[tuple[str, "str | None", str]]
 
 
 class OnHosts:
-    """Starts ranks by mpiexec, see `launch_system.Launcher`.
-
-    Args:
-        shell: ssh, or a program with the arguments of ssh.
-    """
+    """Starts ranks by mpiexec, see `launch_system.Launcher`. ``shell``: ssh, or a program with the arguments of ssh."""
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh", extra: Sequence[str] = ()):
         self._hosts, self._shell, self._extra = list(hosts), shell, list(extra)

@@ -94,11 +94,7 @@ class CourierHosts:
 
 
 class OnSlurm:
-    """Starts ranks by srun, see `launch_system.Launcher`.
-
-    Args:
-        mpi: the value of srun's --mpi; "" leaves it to Slurm.
-    """
+    """Starts ranks by srun, see `launch_system.Launcher`. ``mpi``: the value of srun's --mpi; "" leaves it to Slurm."""
 
     def __init__(self, job: str, mpi: str = "", extra: Sequence[str] = ()):
         self.job, self.mpi, self.extra = job, mpi, list(extra)

@@ -63,11 +63,7 @@ def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = Non
 
 
 def spawn(command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
-    """Start a process in a session of its own, without standard input.
-
-    Raises:
-        LaunchFailed: it cannot be started.
-    """
+    """Start a process in a session of its own, without standard input. Raises LaunchFailed: it cannot be started."""
     try:
         return subprocess.Popen(command, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **more})
     except OSError as error:

@@ -91,35 +91,20 @@ class Restarts:
 
 @dataclasses.dataclass
 class Outcome:
-    """How one start ended.
+    """How one start ended."""
 
-    Attributes:
-        why: the reason; "" if all ranks finished.
-        told: number of the signal that ended it; 0: none did.
-        hangs: whether ranks run but make no progress.
-        unrestorable: why none of the existing checkpoints could be restored, as ranks reported; "" if not so.
-        certified: the newest certified step that ranks reported; None if there is none.
-    """
-
-    why: str = ""
+    why: str = ""  # the reason; "" if all ranks finished
     code: int | None = None
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
-    told: int = 0
-    hangs: bool = False
-    unrestorable: str = ""
-    certified: int | None = None
+    told: int = 0  # number of the signal that ended it; 0: none did
+    hangs: bool = False  # whether ranks run but make no progress
+    unrestorable: str = ""  # why none of the existing checkpoints could be restored, as ranks reported; "" if not so
+    certified: int | None = None  # the newest certified step that ranks reported; None if there is none
     is_suspect: bool = False
 
 
 class Supervisor:
-    """Runs a job.
-
-    Args:
-        train: starts the ranks that train; None: `Launcher.start` does.
-
-    Attributes:
-        told: a signal handler puts the number of the signal here, to end the run.
-    """
+    """Runs a job. ``train``: starts the ranks that train; None: `Launcher.start` does."""
 
     def __init__(self, launcher: Launcher, options: RunOptions, run_log: RunLog, train: Start | None = None):
         self._launcher, self._options, self._run_log = launcher, options, run_log
@@ -127,7 +112,7 @@ class Supervisor:
         self._restarts = Restarts(options.max_restarts)
         self._looks = Looks(launcher, options.memory, options.job, options.gpus, options.interface)
         self._failure: Failure | None = None  # how the start before this one ended
-        self.told = 0
+        self.told = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
         """Run until the end."""

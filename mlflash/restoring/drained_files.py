@@ -102,19 +102,13 @@ class TimelyReads(Reads):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A box of the rows of a leaf that a file has, and where it goes.
-
-    Attributes:
-        shape: shape of all the rows in the file.
-        part: the box of them.
-        target: ``(*box, item bytes)`` uint8.
-    """
+    """A box of the rows of a leaf that a file has, and where it goes."""
 
     place: Place
     name: str
-    shape: tuple[int, ...]
-    part: Box
-    target: np.ndarray
+    shape: tuple[int, ...]  # shape of all the rows in the file
+    part: Box  # the box of them
+    target: np.ndarray  # ``(*box, item bytes)`` uint8
 
     @property
     def bounds(self) -> tuple[int, int]:

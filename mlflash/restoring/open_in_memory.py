@@ -29,19 +29,14 @@ _PARTS = 8192  # requested from other ranks at a time
 
 @dataclasses.dataclass
 class FoundElsewhere:
-    """A restorable checkpoint in the slots of its old ranks.
-
-    Attributes:
-        homes: what this rank has or reads, by old rank; verified.
-        same_ranks: whether its ranks are the ranks of this run, each with its own slot.
-    """
+    """A restorable checkpoint in the slots of its old ranks."""
 
     attempt: Attempt
     step: int
     restores: int
-    homes: dict[int, RankCheckpoint]
+    homes: dict[int, RankCheckpoint]  # what this rank has or reads, by old rank; verified
     files: ShareFiles
-    same_ranks: bool = False
+    same_ranks: bool = False  # whether its ranks are the ranks of this run, each with its own slot
 
 
 class OpenCheckpoint(Protocol):

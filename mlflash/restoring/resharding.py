@@ -52,15 +52,10 @@ _PARTS = 4096  # parts whose numbers become Python objects at a time
 
 @dataclasses.dataclass
 class _Wanted:
-    """The state of a new rank: where it goes, and what it is made of.
+    """The state of a new rank: where it goes, and what it is made of."""
 
-    Attributes:
-        flat: its leaves; the values are live ones, or None if there are none yet.
-        made_of: for each leaf that is brought, by number, the parts of old shards that make it up.
-    """
-
-    flat: Flat
-    made_of: dict[int, Parts]
+    flat: Flat  # its leaves; the values are live ones, or None if there are none yet
+    made_of: dict[int, Parts]  # for each leaf that is brought, by number, the parts of old shards that make it up
 
 
 @dataclasses.dataclass

@@ -188,11 +188,7 @@ class Newest:
         return "it does not exist" if found is None else None
 
     def verify(self, drained: OpenInDirectory) -> None:
-        """Read every byte of a checkpoint in the directory, once. Collective over the world.
-
-        Raises:
-            CorruptSlot: on all ranks, if something is damaged.
-        """
+        """Read every byte of a checkpoint in the directory, once. Collective over the world. Raises CorruptSlot."""
         if drained.listed not in self._whole:
             drained.verify_together()
             self._whole.add(drained.listed)

@@ -25,19 +25,15 @@ class Certification:
 
     Args:
         keeps: whether a suspect step is dropped instead of the step before it.
-
-    Attributes:
-        certified: the newest certified attempt; None if there is none.
-        held: the attempts that no save may overwrite.
     """
 
     def __init__(self, after: int, keeps: bool):
         self._after, self._keeps = after, keeps
-        self.certified: Saved | None = None
+        self.certified: Saved | None = None  # the newest certified attempt; None if there is none
         self._newest: Saved | None = None
         self._good: Saved | None = None  # the newest that is not suspect
         self._tried: Saved | None = None
-        self.held: frozenset[Attempt] = frozenset()
+        self.held: frozenset[Attempt] = frozenset()  # the attempts that no save may overwrite
 
     def certified_attempt(self) -> Attempt | None:
         return None if self.certified is None else self.certified.attempt

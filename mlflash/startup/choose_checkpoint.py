@@ -24,16 +24,11 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass(frozen=True)
 class ParityGroup:
-    """The existing parity files of a group, for one attempt.
-
-    Attributes:
-        losses: how many of them may be lost.
-        files: for each of these ranks, the place of its parity; None: lost.
-    """
+    """The existing parity files of a group, for one attempt."""
 
     ranks: tuple[int, ...]
-    losses: int
-    files: tuple[Place | None, ...]
+    losses: int  # how many of them may be lost
+    files: tuple[Place | None, ...]  # for each of these ranks, the place of its parity; None: lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,21 +132,15 @@ def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object])
 
 @dataclasses.dataclass(frozen=True)
 class EarlierRuns:
-    """What earlier runs left in memory.
-
-    Attributes:
-        whole: the newest complete attempt, whatever its values are.
-        floor, unusable: see `Context`.
-        aside: numbers of this node's files that must not be touched.
-    """
+    """What earlier runs left in memory."""
 
     found: Inventory
     choice: Choice | None
-    whole: Choice | None
+    whole: Choice | None  # the newest complete attempt, whatever its values are
     newest: int
-    floor: int = 0
+    floor: int = 0  # floor, unusable: see `Context`
     unusable: bool = False
-    aside: set[int] = dataclasses.field(default_factory=set)
+    aside: set[int] = dataclasses.field(default_factory=set)  # numbers of this node's files that must not be touched
     certified: Choice | None = None
 
 

@@ -50,14 +50,10 @@ class Late(NamedTuple):
 
 
 class Lateness(NamedTuple):
-    """What each rank knows when a commit was agreed on.
-
-    Attributes:
-        own: this rank, in the phase in which it was latest.
-    """
+    """What each rank knows when a commit was agreed on."""
 
     slowest: Late
-    own: Late
+    own: Late  # this rank, in the phase in which it was latest
     node: str
 
 
@@ -135,14 +131,10 @@ def is_worth_a_word(late_s: float, commit_s: float) -> bool:
 
 
 class Straggler(NamedTuple):
-    """A rank that commits keep waiting for.
-
-    Attributes:
-        times, of: in how many of how many commits.
-    """
+    """A rank that commits keep waiting for."""
 
     late: Late
-    times: int
+    times: int  # times, of: in how many of how many commits
     of: int
 
 
