@@ -151,13 +151,7 @@ class Adapting:
         return self.ranks.unit()
 
     def own_files(self) -> OwnFiles:
-        """Make the object that writes a framework's own checkpoints to memory and then to disk. Collective over comm.
-
-        Together the ranks move as many bytes per second as they drain (``drain_rate``).
-
-        Raises:
-            UnsafePath: on some node, the directory for it belongs to somebody else.
-        """
+        """Make what writes a framework's own checkpoints to memory and then to disk. Collective over comm."""
         run = self.ranks.broadcast(uuid.uuid4().hex[:8], 0)
         where, rank, size = self._config, self.ranks.rank, self.ranks.size
         files = self.ranks.together(
@@ -198,7 +192,6 @@ class Adapting:
         another.
 
         Args:
-            step, state: see :meth:`.Checkpointer.save`.
             until: the framework's optimizers. If they are torch optimizers, what they hold is copied while training
                 continues. If the framework changes it outside their steps, the framework must call `wait_staged` before
                 that. Or a text that says why this is not safe; the log says it once. Default: no optimizers.
@@ -253,23 +246,17 @@ class Adapting:
             instead: what else training can continue from, such as a path; the same on all ranks. None: nothing. If
                 there is something else, checkpoints that cannot be used are only a warning.
 
-        Returns:
-            The step. None if nothing was ever committed, or if nothing can be used and ``instead`` is given.
-
         Raises:
             Unrestorable: there are checkpoints, none of them can be loaded, and ``instead`` is None.
         """
         self._check_open()
-        return self._or_instead(self._restores.newest.step, instead)
+        return self._or_instead(self._restores.newest_step, instead)
 
     @one_unit
     def newest_alike(self, instead: object = None) -> int | None:
-        """Find the largest step that can really be loaded on the number of ranks that saved it; see `newest_step`.
-
-        Collective over comm.
-        """
+        """Find the largest step that the number of ranks that saved it can really load. Collective over comm."""
         self._check_open()
-        return self._or_instead(self._restores.newest.step_alike, instead)
+        return self._or_instead(self._restores.newest_alike, instead)
 
     def _or_instead(self, find: Callable[[], int | None], instead: object) -> int | None:
         try:
@@ -279,13 +266,7 @@ class Adapting:
             return None
 
     def go_on_instead(self, error: Unrestorable, instead: object) -> None:
-        """Warn that the existing checkpoints cannot be used, if training can continue from something else.
-
-        Not collective.
-
-        Raises:
-            Unrestorable: ``error``, if ``instead`` is None.
-        """
+        """Warn that the existing checkpoints cannot be used, if training can continue from something else."""
         if instead is None:
             raise error
         if self.ranks.rank == 0:
@@ -306,7 +287,6 @@ class Adapting:
         another.
 
         Args:
-            step: training step, not smaller than the one before: the newest one may be saved once more.
             thread: the thread that calls :meth:`save_again`, or that waits for another process which makes it call
                 that.
         """
@@ -314,10 +294,7 @@ class Adapting:
         return self._saves.begin(step, thread)
 
     def end_begun(self) -> None:
-        """Fail the saves that were begun by this thread or by dead threads, if these have not come back to them.
-
-        Not collective. All collective calls do this by themselves.
-        """
+        """Fail the saves that were begun by this thread or by dead threads, if these have not come back to them."""
         self._check_open()
         self._saves.begun.end()
 
@@ -331,7 +308,6 @@ class Adapting:
         Args:
             state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` returned; or
                 the reason why this rank cannot save, and then no rank does.
-            begun: what :meth:`begin` returned.
 
         Raises:
             SaveFailed: its thread had already ended.
@@ -345,10 +321,6 @@ class Adapting:
         """Copy leaves into a slot before their step is known, for :meth:`save_again`.
 
         Not collective. The snapshot's stall does not count this.
-
-        Args:
-            state: the leaves.
-            until, owned: see :meth:`save_or_warn`.
 
         Returns:
             What was staged. None if this would need other ranks: the first time, if the state has grown, or if
@@ -384,7 +356,6 @@ class Adapting:
         Collective over comm. For adapters: read it only with :meth:`read`, which closes it.
 
         Args:
-            step: open this step instead of the newest.
             told: names of small entries whose bytes every rank needs.
             source: another directory that checkpoints were drained to. It is only read, and memory is not used.
 
@@ -407,12 +378,8 @@ class Adapting:
         the other ranks would train on with a state that this rank does not have, or would wait for it.
 
         Args:
-            step: the step of the checkpoint.
             work: called inside this call. It may raise anything. If it waits for other ranks, they wait with it.
             anew: ``work`` changes nothing that training continues from: it makes an object, or only reads.
-
-        Returns:
-            What ``work`` returns.
 
         Raises:
             MlflashError: on all ranks, what went wrong on any of them; StructureMismatch if it was not an error of
@@ -429,10 +396,7 @@ class Adapting:
         return self._saves.undefined
 
     def loaded_elsewhere(self) -> None:
-        """Note that the whole state was loaded from something else: after a failed load, it may be saved again.
-
-        Not collective.
-        """
+        """Note that the whole state was loaded from something else: after a failed load, it may be saved again."""
         self._saves.undefined = ""
 
     @one_unit
@@ -448,7 +412,6 @@ class Adapting:
         Collective over comm.
 
         Args:
-            opened: what :meth:`open` returned.
             wanted: returns which parts of which entries this rank needs, and where they go.
             done: called when they have arrived.
             anew: the parts go to memory of their own: nothing changes that training continues from.

@@ -11,6 +11,7 @@ import click
 from .. import config
 from ..config import Config
 from ..errors import ConfigError
+from ..human_readable.units import read_bytes, read_seconds
 from . import shell_completion
 
 job_option = click.option(
@@ -33,6 +34,19 @@ certify_after_option = click.option(
     help="Count the additional slots of a job with certify_after=STEPS.  [default: none]"
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def _quantity(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    def callback(_: click.Context, option: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else read(text)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), param=option) from None
+
+    return callback
+
+
+BYTES, SECONDS = _quantity(read_bytes), _quantity(read_seconds)  # callbacks of options: "12GiB", "30min"
 
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,10 +75,11 @@ def run(
     Returns:
         Why it failed; None if it did not. It raises nothing.
     """
+    on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
     ended: list[MlflashError | None] = []
 
     def main() -> Operation:
-        ended.append((yield from _run(drain, drain_input, world, collectives, store, terms, clean)))
+        ended.append((yield from on_its_way.run_or_undo(clean)))
 
     def silent(ranks: Sequence[int]) -> None:
         drain.silent = tuple(ranks), world.names_of(ranks)
@@ -89,52 +90,36 @@ def run(
     return ended[0]
 
 
-def _run(
-    drain: Drain,
-    drain_input: DrainInput,
-    world: World,
-    collectives: BackgroundCollectives,
-    store: Store,
-    terms: Terms,
-    clean: bool,
-) -> Operation:
-    error: MlflashError | None = None
-    try:
-        on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
-        try:
-            yield from on_its_way.run(clean)
-        except MlflashError as problem:  # the same on all ranks
-            error = problem
-            yield from on_its_way.undo()
-    except Exception as problem:  # the courier must continue
-        log.exception("the drain of step %d failed on rank %d", drain.step, world.rank)
-        error = DrainFailed(f"the drain failed: {text_of(problem)}", rank=world.rank, step=drain.step)
-    if error is None and world.rank == 0:
-        log.info("step %d was drained to %s", drain.step, drain.path)
-    elif error is not None and world.rank in (0, error.rank):
-        log.warning("step %d was not drained: %s", drain.step, error)
-    reach("drain.ended")
-    return error
-
-
 class _OnItsWay:
     form: Form  # set by `_look`
 
-    def __init__(
-        self,
-        drain: Drain,
-        drain_input: DrainInput,
-        world: World,
-        collectives: BackgroundCollectives,
-        store: Store,
-        terms: Terms,
-    ):
+    def __init__(self, drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives,
+                 store: Store, terms: Terms):  # fmt: skip
         self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
         self.store, self.inside, self.terms = store, store, terms
         self.written: list[str] = []
         self.commits: list[str] = []  # those of them that mark the checkpoint as complete
         self.receipts: list[tuple[Stored, Receipt]] = []
         self.described: dict[int, Described] = {}  # ranks whose files this rank writes
+
+    def run_or_undo(self, clean: bool) -> Operation:
+        error: MlflashError | None = None
+        step, world = self.drain.step, self.world
+        try:
+            try:
+                yield from self.run(clean)
+            except MlflashError as problem:  # the same on all ranks
+                error = problem
+                yield from self.undo()
+        except Exception as problem:  # the courier must continue
+            log.exception("the drain of step %d failed on rank %d", step, world.rank)
+            error = DrainFailed(f"the drain failed: {text_of(problem)}", rank=world.rank, step=step)
+        if error is None and world.rank == 0:
+            log.info("step %d was drained to %s", step, self.drain.path)
+        elif error is not None and world.rank in (0, error.rank):
+            log.warning("step %d was not drained: %s", step, error)
+        reach("drain.ended")
+        return error
 
     def run(self, clean: bool) -> Operation:
         reach("drain.begun")
@@ -165,7 +150,7 @@ class _OnItsWay:
         gathered = yield from self._gather()
         self._list_no_more_than_it_may(gathered, len({*sets.values()}))
         told = yield from collectives.collect(self.receipts)
-        receipts = sorted((r for those in told for r in those), key=_by_rank)
+        receipts = sorted((r for those in told for r in those), key=lambda pair: pair[1].rank)
         yield from self._together(lambda: self._commit(receipts, gathered))
         reach("drain.committed")
         if world.rank == 0:
@@ -302,28 +287,28 @@ class _OnItsWay:
         self.drain.progress += 1
 
     def _delete(self, names: list[str]) -> None:
-        try:
+        with _deleting(f"what was drained of step {self.drain.step}"):
             for name in names:
                 self.inside.remove(name)
-        except Exception as problem:  # the next run tries again
-            log.warning("what was drained of step %d could not be deleted: %s", self.drain.step, problem)
 
     def _delete_leftovers(self) -> None:
-        try:
+        with _deleting("what interrupted drains left"):
             checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
             self.drain.clean = True
-        except Exception as problem:
-            log.warning("what interrupted drains left could not be deleted: %s", problem)
 
     def _delete_surplus(self) -> None:
-        try:
-            listed = checkpoint_directory.list_checkpoints(self.store)
-            for one in checkpoint_directory.surplus(
-                listed, self.terms.owner, self.terms.keep_last, self.terms.keep_every
-            ):
+        with _deleting("older checkpoints"):
+            listed, terms = checkpoint_directory.list_checkpoints(self.store), self.terms
+            for one in checkpoint_directory.surplus(listed, terms.owner, terms.keep_last, terms.keep_every):
                 checkpoint_directory.delete(self.store, one)
-        except Exception as problem:
-            log.warning("older checkpoints could not be deleted: %s", problem)
+
+
+@contextlib.contextmanager
+def _deleting(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:  # the next drain, or the next run, tries again
+        log.warning("%s could not be deleted: %s", what, problem)
 
 
 def _form(terms: Terms) -> Form:
@@ -334,10 +319,6 @@ def _form(terms: Terms) -> Form:
     from .hdf5_files import Hdf5
 
     return Hdf5(terms.compression)
-
-
-def _by_rank(told: tuple[Stored, Receipt]) -> int:
-    return told[1].rank
 
 
 def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ...]:

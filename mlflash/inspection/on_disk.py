@@ -100,18 +100,18 @@ def look_into(world: World, directory: str | None) -> DirectoryContents | None:
     """
     if directory is None:
         return None
-    found: DirectoryContents | None = None
-    error: MlflashError | None = None
-    if world.rank == 0:
+
+    def look() -> DirectoryContents:
         try:
-            found = _look_into(open_store(directory))
-        except MlflashError as problem:
-            error = problem
+            return _look_into(open_store(directory))
+        except MlflashError:
+            raise
         except Exception as problem:  # fsspec may raise anything
-            error = CorruptSlot(f"{directory} cannot be read: {problem!r}")
-    world.raise_together(error)
-    stored: DirectoryContents | None = world.broadcast(found, 0)
-    return stored
+            raise CorruptSlot(f"{directory} cannot be read: {problem!r}") from problem
+
+    found = world.on_all(lambda: look() if world.rank == 0 else None)
+    contents: DirectoryContents | None = world.broadcast(found, 0)
+    return contents
 
 
 def _look_into(store: Store) -> DirectoryContents:

@@ -142,68 +142,6 @@ def _half_loaded(step: int) -> str:
     return f"the load of step {step} did not finish"
 
 
-class Newest:
-    """Finds steps of which every byte is verified; the courier remembers the result until the next load.
-
-    Headers say what was saved, not what can be loaded. So a step that is damaged beyond repair is passed over once, and
-    neither the load nor a relaunch meets it again.
-
-    Args:
-        find_whole: chooses a checkpoint of which every byte is verified, and remembers it: `Restores._find_whole`.
-        look: raises if the existing checkpoints cannot be used.
-    """
-
-    def __init__(self, trainer: TrainerContext, find_whole: Callable[..., Found], look: Callable[[], Found],
-                 steps_alike: Callable[[], list[int]]):  # fmt: skip
-        self._trainer, self._find_whole, self._look, self._steps_alike = trainer, find_whole, look, steps_alike
-        self._whole: set[Listed] = set()  # verified checkpoints of the directory
-
-    def step(self) -> int | None:
-        """Find the newest step that can be loaded; see `Adapting.newest_step`."""
-        return self._close(self._find_whole(NEWEST, others=True))
-
-    def step_alike(self) -> int | None:
-        """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
-        reasons: dict[int, str] = {}
-        for step in reversed(self._steps_alike()):
-            why = self.why_not(step)
-            if why is None:
-                return step
-            reasons[step] = why
-        if reasons:
-            raise Unrestorable(
-                "there are checkpoints of this number of ranks, but none of them can be loaded", reasons=reasons
-            )
-        self._close(self._look())
-        return None
-
-    def why_not(self, step: int) -> str | None:
-        """Return why a step cannot be loaded on the number of ranks that saved it; None if it can."""
-        try:
-            found = self._close(self._find_whole(WantedStep(step)))
-        except (CorruptSlot, StepNotFound, WorldSizeChanged) as error:  # the same on all ranks
-            if self._trainer.ranks.rank == 0:
-                log.warning("step %d cannot be loaded: %s", step, error)
-            return str(error)
-        return "it does not exist" if found is None else None
-
-    def verify(self, drained: OpenInDirectory) -> None:
-        """Read every byte of a checkpoint in the directory, once. Collective over the world. Raises CorruptSlot."""
-        if drained.listed not in self._whole:
-            drained.verify_together()
-            self._whole.add(drained.listed)
-
-    def _close(self, found: Found) -> int | None:
-        if isinstance(found, OpenInDirectory):
-            found.close()
-        elif found is not None:
-            for home in [found] if isinstance(found, RankCheckpoint) else found.homes.values():
-                self._trainer.slots.unmap_others([home.slot, *home.shares])
-        if isinstance(found, RankCheckpoint):
-            return found.header.step
-        return None if found is None else found.step
-
-
 def _told(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[Concatenate[Restores, _Takes], _Gives]:
     """Let other ranks know that this one restores as long as a method runs, and log for whom it waits in the method."""
 
@@ -219,15 +157,7 @@ def _told(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[C
 
 
 class Restores:
-    """Fills states with what memory or the directory holds.
-
-    Args:
-        saves: told the step that was restored.
-        drains: waited for before a restore.
-
-    Attributes:
-        newest: finds the step that can really be loaded.
-    """
+    """Fills states with what memory or the directory holds."""
 
     def __init__(self, trainer: TrainerContext, saves: SaveQueue, drains: Drains):
         self._trainer, self._courier, self._saves, self._drains = trainer, trainer.courier, saves, drains
@@ -237,8 +167,7 @@ class Restores:
         self._from = ""  # where the newest checkpoint was found
         self._rolled_forward = False
         self._restores = 0
-        look = functools.partial(self._find, NEWEST, others=True, checked=False)
-        self.newest = Newest(trainer, functools.partial(self._find_whole, remember=True), look, self.steps_alike)
+        self._whole: set[Listed] = set()  # checkpoints of the directory of which every byte is verified
 
     @_told
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
@@ -363,6 +292,51 @@ class Restores:
         """List the steps that the same number of ranks has saved; see `Adapting.steps_alike`."""
         return self._steps(alike=True)
 
+    def newest_step(self) -> int | None:
+        """Find the newest step that can be loaded; see `Adapting.newest_step`."""
+        return self._close(self._find_whole(NEWEST, others=True, remember=True))
+
+    def newest_alike(self) -> int | None:
+        """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
+        reasons: dict[int, str] = {}
+        for step in reversed(self.steps_alike()):
+            why = self._why_not(step)
+            if why is None:
+                return step
+            reasons[step] = why
+        if reasons:
+            raise Unrestorable(
+                "there are checkpoints of this number of ranks, but none of them can be loaded", reasons=reasons
+            )
+        self._close(self._find(NEWEST, others=True, checked=False))  # raises if what exists cannot be used
+        return None
+
+    def _why_not(self, step: int) -> str | None:
+        """Return why a step cannot be loaded on the number of ranks that saved it; None if it can."""
+        try:
+            found = self._close(self._find_whole(WantedStep(step), remember=True))
+        except (CorruptSlot, StepNotFound, WorldSizeChanged) as error:  # the same on all ranks
+            if self._ranks.rank == 0:
+                log.warning("step %d cannot be loaded: %s", step, error)
+            return str(error)
+        return "it does not exist" if found is None else None
+
+    def _verify_once(self, drained: OpenInDirectory) -> None:
+        """Read every byte of a checkpoint in the directory, once. Collective over the world. Raises CorruptSlot."""
+        if drained.listed not in self._whole:
+            drained.verify_together()
+            self._whole.add(drained.listed)
+
+    def _close(self, found: Found) -> int | None:
+        if isinstance(found, OpenInDirectory):
+            found.close()
+        elif found is not None:
+            for home in [found] if isinstance(found, RankCheckpoint) else found.homes.values():
+                self._slots.unmap_others([home.slot, *home.shares])
+        if isinstance(found, RankCheckpoint):
+            return found.header.step
+        return None if found is None else found.step
+
     def _prepare_or_warn(self, state: Any) -> None:
         try:
             self._saves.prepare(state)
@@ -380,7 +354,7 @@ class Restores:
             if not isinstance(old, OpenInDirectory):
                 raise
             # What memory holds is of no use now. But delete it only for a checkpoint that is known to be whole.
-            self.newest.verify(old)
+            self._verify_once(old)
             made = resharding.reshard(self._trainer, old, state, gives_way=True)
         try:
             self._loading.fill(old.step, made.filling(state))
@@ -408,7 +382,7 @@ class Restores:
     def _find(
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
-    ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
+    ) -> Found:  # fmt: skip
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.settle()
@@ -447,12 +421,12 @@ class Restores:
     def _find_whole(
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         remember: bool = False,
-    ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
+    ) -> Found:  # fmt: skip
         """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
         bad: dict[str, str] = {}
         while isinstance(found := self._find(wanted, others, source, told, bad, remember=remember), OpenInDirectory):
             try:
-                self.newest.verify(found)
+                self._verify_once(found)
                 break
             except CorruptSlot as error:  # the same on all ranks
                 self._pass_over(found.listed, found.damage or str(error), bad)

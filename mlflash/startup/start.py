@@ -188,14 +188,8 @@ def find_domains(world: World, given: Any) -> Domains | None:
     Raises:
         ConfigError: on all ranks, if ``given`` makes no sense.
     """
-    error: MlflashError | None = None
-    found: Domains | None = None
-    if world.rank == 0:  # only one rank reads the file, so that all ranks have the same version of it
-        try:
-            found = from_argument(given)
-        except MlflashError as problem:
-            error = problem
-    world.raise_together(error)
+    # Only one rank reads the file, so that all ranks have the same version of it.
+    found: Domains | None = world.on_all(lambda: from_argument(given) if world.rank == 0 else None)
     if given is None:
         own = discover(os.environ, world.node_name) if world.local_rank == 0 else None
         told = world.gather_nodes(own)
@@ -206,5 +200,5 @@ def find_domains(world: World, given: Any) -> Domains | None:
     unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
     if unknown and given is not None and world.rank == 0:
         log.warning("the failure domains of %s are not given: each of these nodes counts as a domain of its own",
-                    ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else ""))  # fmt: skip
+                    listed(unknown, _NAMED))  # fmt: skip
     return found

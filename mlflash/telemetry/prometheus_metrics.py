@@ -42,6 +42,8 @@ _COUNTERS = (
     ("damaged_files", "Files of this run that were found damaged at rest.", "damaged"),
     ("stalled_seconds", "How long saves of this run kept training waiting.", "stalled_s"),
 )
+_LATE = "How much longer than most ranks this one took in the last commit, in the phase in which it was latest."
+_Values = Sequence[tuple[list[str], dict[str, Any]]]  # labels and heartbeat of each rank
 
 
 class Metrics:
@@ -114,30 +116,20 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        heartbeats = self._heard().heartbeats
         labels = ["job_name", "node", "rank"]
-        values = [
-            ([self._job, str(heartbeat.get("node", "")), str(heartbeat["rank"])], heartbeat) for heartbeat in heartbeats
-        ]
+        values: _Values = [([self._job, str(heartbeat.get("node", "")), str(heartbeat["rank"])], heartbeat)
+                           for heartbeat in self._heard().heartbeats]  # fmt: skip
         up = GaugeMetricFamily("mlflash_up", "Whether the process of the rank is alive.", labels=labels)
-        for label, heartbeat in values:
-            up.add_metric(label, float(bool(heartbeat["alive"])))
-        yield up
-        own = [(label, heartbeat) for label, heartbeat in values if has_own_courier(heartbeat)]
-        if own:
+        yield _filled(up, values, "alive")
+        if own := [(label, heartbeat) for label, heartbeat in values if has_own_courier(heartbeat)]:
             up = GaugeMetricFamily("mlflash_courier_up", "Whether the courier of the rank is alive.", labels=labels)
-            for label, heartbeat in own:
-                up.add_metric(label, float(bool(heartbeat["courier_alive"])))
-            yield up
+            yield _filled(up, own, "courier_alive")
         for families, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, text, key in families:
-                family = kind(f"mlflash_{name}", text, labels=labels)
-                for label, heartbeat in values:
-                    if heartbeat.get(key) is not None:
-                        family.add_metric(label, float(heartbeat[key]))
-                yield family
-
-        yield _late(labels, values)
+                yield _filled(kind(f"mlflash_{name}", text, labels=labels), values, key)
+        by_phase = [([*label, str(heartbeat.get("late_in", ""))], heartbeat) for label, heartbeat in values]
+        late = GaugeMetricFamily("mlflash_late_seconds", _LATE, labels=[*labels, "phase"])
+        yield _filled(late, by_phase, "late_s")
 
     def _heard(self) -> Heard:
         try:
@@ -151,14 +143,10 @@ class _Collector:
         return heard
 
 
-def _late(labels: Sequence[str], values: Sequence[tuple[list[str], dict[str, Any]]]) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    text = "How much longer than most ranks this one took in the last commit, in the phase in which it was latest."
-    family = GaugeMetricFamily("mlflash_late_seconds", text, labels=[*labels, "phase"])
+def _filled(family: Any, values: _Values, key: str) -> Any:
     for label, heartbeat in values:
-        if heartbeat.get("late_s") is not None:
-            family.add_metric([*label, str(heartbeat.get("late_in", ""))], float(heartbeat["late_s"]))
+        if heartbeat.get(key) is not None:
+            family.add_metric(label, float(heartbeat[key]))
     return family
 
 
