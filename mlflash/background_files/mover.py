@@ -104,19 +104,15 @@ class Job:
     """What a mover is told first.
 
     Attributes:
-        rank, size: of this rank, and the number of ranks.
-        run: tells this run's moves from those of another one.
-        rate: bytes per second; 0: no limit.
-        patience_s: how long to wait for the files of other ranks.
-        place: the directory in memory that all of it comes from. This process has a descriptor that locks it, so that
-            it is not taken for a leftover.
+        place: the directory in memory that all of it comes from. This process has a descriptor that locks it,
+            so that it is not taken for a leftover.
     """
 
-    rank: int
+    rank: int  # rank, size: of this rank, and the number of ranks
     size: int
-    run: str
-    rate: float
-    patience_s: float
+    run: str  # tells this run's moves from those of another one
+    rate: float  # bytes per second; 0: no limit
+    patience_s: float  # how long to wait for the files of other ranks
     place: str
 
 

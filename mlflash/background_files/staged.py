@@ -31,9 +31,6 @@ class BackgroundFiles:
 
     Not collective, but all ranks make one, and write the same directories in the same order. Close it.
 
-    Args:
-        run: tells this run from another one of the same job; the same on all ranks.
-
     Raises:
         UnsafePath: the directory for it belongs to somebody else.
     """

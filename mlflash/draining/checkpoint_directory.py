@@ -239,11 +239,7 @@ def _turn(name: str) -> int:
 
 
 def _is_of(inside: Store, name: str, of: Card) -> bool:
-    """Whether a file was written by the drain that a card belongs to.
-
-    Its own card says so, or the card of its rank, which was written before it; otherwise its temporary name, or the id
-    in it.
-    """
+    """Whether the drain of a card has written a file, by its own card, that of its rank, or its temporary name."""
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         return match["tag"] == tag(of.attempt, of.owner)
     if name in (".metadata", VERDICT, PROVENANCE, SIGNATURE):

@@ -56,14 +56,12 @@ class Look:
 
     Attributes:
         digests: for each rank, the digests of its whole tensors, and the numbers of their entries.
-        table: the digests of the lowest rank, in order.
-        sets: for each rank that shares state, the lowest of the ranks that it shares it with.
         checks: for each rank, 64 bits made of the bytes of each whole tensor that is not shared, by number.
     """
 
     digests: dict[int, dict[bytes, int]]
-    table: list[bytes]
-    sets: dict[int, int]
+    table: list[bytes]  # the digests of the lowest rank, in order
+    sets: dict[int, int]  # for each rank that shares state, the lowest of the ranks that it shares it with
     checks: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
 
 
@@ -138,11 +136,7 @@ def look(drain_input: DrainInput) -> Look:
 
 def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
          world_size: int, block_nbytes: int) -> Load:  # fmt: skip
-    """Return what a rank writes: what only it holds, and its part of what several hold; every byte of it is verified.
-
-    Raises:
-        CorruptSlot: a block of the slot or of a share is damaged.
-    """
+    """Return what a rank writes: what only it holds, and its part of what several hold, all of it verified."""
     entries, behind = home.manifest.entries, home.header.extents.payload_nbytes
     names = first_names(entries)
     firsts = [entry for entry, name in zip(entries, names, strict=True) if entry.name == name]
@@ -236,8 +230,6 @@ class Receipt:
 
     Attributes:
         pieces: pieces of tensors; whether several ranks hold each alike; and one number made of its bytes.
-        names: names in the file of the tensors that a DCP plan has written; otherwise empty.
-        more: what else the file format needs to know.
     """
 
     rank: int

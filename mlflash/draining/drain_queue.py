@@ -37,14 +37,7 @@ _LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 
 
 class DrainQueue:
-    """Drains checkpoints to the directory.
-
-    Args:
-        told: called with each drain that begins.
-
-    Attributes:
-        store: the directory; None if there is none.
-    """
+    """Drains checkpoints to the directory."""
 
     def __init__(self, config: Config, context: Context, courier: JobThread, told: Callable[[Drain], None],
                  signer: Signer):  # fmt: skip
@@ -233,9 +226,6 @@ class DrainQueue:
         """Begin to drain what this process hands in.
 
         Collective over the world; for a job of the courier, and only if no drain is running.
-
-        Args:
-            held: slots of this rank in it, which saves must not write meanwhile.
         """
         context, store = self._context, self.store
         if store is None:

@@ -82,17 +82,14 @@ class Stored:
     """The files of one rank.
 
     Attributes:
-        card: the file with card and index.
-        nbytes, index_check: its size and the checksum of its index when the checkpoint was committed.
-        data: the file with the pieces, which may be the same.
-        places_start, places_nbytes, places_check: the part of the index that says where everything is, and its
-            checksum.
+        places_start, places_nbytes, places_check: the part of the index that says where everything is, and
+            its checksum.
     """
 
-    card: str
-    nbytes: int
+    card: str  # the file with card and index
+    nbytes: int  # nbytes, index_check: its size and the checksum of its index when the checkpoint was committed
     index_check: int
-    data: str
+    data: str  # the file with the pieces, which may be the same
     data_nbytes: int
     places_start: int = 0
     places_nbytes: int = 0
@@ -179,11 +176,7 @@ def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[by
 
 
 def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]:
-    """Read the first part of an index and check every number in it; return it, and where the manifest begins.
-
-    Raises:
-        CorruptSlot: it is not an index; the text says what is wrong first.
-    """
+    """Read the first part of an index and check every number in it; return it, and where the manifest begins."""
     try:
         block_nbytes, count, sums, _ = _HEAD.unpack_from(raw)
         end = _HEAD.size + count * _RECORD.itemsize + sums * 8

@@ -105,10 +105,6 @@ def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[st
             compression: str = "") -> tuple[FileWithHoles, list[int | None]]:  # fmt: skip
     """Lay out the file of a rank.
 
-    Args:
-        ties: further names, and the names of the pieces that they mean.
-        objects: everything else in the state, for `json`.
-
     Returns:
         The file, without index and card; and where each piece begins in it, None if it is compressed.
     """
@@ -137,12 +133,7 @@ def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[st
 
 def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
           about: Mapping[str, Any]) -> FileWithHoles:  # fmt: skip
-    """Lay out the master file, without index and card.
-
-    Args:
-        ranks: for each rank, the pieces in its file: name of the tensor, and whether that has one value.
-        ties: further names of tensors.
-    """
+    """Lay out the master file, without index and card."""
     skeleton = FileWithHoles()
     places: dict[str, list[tuple[int, Entry]]] = {}
     for rank, pieces in ranks.items():

@@ -57,11 +57,7 @@ def signer_of(config: Config) -> Signer:
 
 def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], last: Iterable[FileDigest], form: str,
           job: str, owner: str, now_ns: int) -> list[tuple[str, bytes]]:  # fmt: skip
-    """Return the files that are written before the one that commits a checkpoint, by name.
-
-    Args:
-        last: the files that are written after these.
-    """
+    """Return the files that are written before the one that commits a checkpoint, by name."""
     origins = [receipt.origin for receipt in receipts if receipt.origin is not None]
     digests = [digest for receipt in receipts for digest in receipt.digests]
     said = next((origin.said for origin in origins if origin.said), {})

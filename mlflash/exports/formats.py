@@ -60,10 +60,7 @@ def _python(value: Any) -> Any:
 
 
 def write_hdf5(whole: Whole, store: Store, name: str = "state.h5") -> Written:
-    """Write a checkpoint as one HDF5 file: ``/tensors/<name>``, and everything else as JSON in ``/objects``.
-
-    Collective if reading the checkpoint is. Tied tensors are hard links.
-    """
+    """Write a checkpoint as one HDF5 file: ``/tensors/<name>``, and everything else as JSON in ``/objects``."""
     own, sources = whole.own, whole.sources(whole.own)
     objects = hdf5_files.readable(whole.tree, list(whole.entries), whole.plain)
     skeleton, _ = hdf5_files.tensors(own, [sources[entry.name] for entry in own], whole.ties, objects)

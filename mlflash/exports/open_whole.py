@@ -39,7 +39,6 @@ def export(world: Collectives, opened: OpenCheckpoint, write: Callable[[Whole], 
     """Let the first rank export a checkpoint. Return its result there, and None on the others. Collective.
 
     Args:
-        opened: the checkpoint, with the data that `dcp_plans.TOLD` names.
         write: writes the checkpoint. If ranks had different values, it gets those of the lowest rank.
 
     Raises:
@@ -219,15 +218,13 @@ class Selection:
     """What to export of a checkpoint. It is applied in the order of the attributes.
 
     Attributes:
-        keep: patterns such as ``model.*``. Nothing else is exported, unless there are none.
         rename: regular expressions, each with what replaces it in names, as ``re.sub`` does.
-        convert: makes another state of it.
     """
 
-    keep: Sequence[str] = ()
+    keep: Sequence[str] = ()  # patterns such as ``model.*``. Nothing else is exported, unless there are none
     drop: Sequence[str] = ()
     rename: Sequence[tuple[str, str]] = ()
-    convert: Convert | None = None
+    convert: Convert | None = None  # makes another state of it
 
     def of(self, whole: Whole) -> Whole:
         """Return what is to be exported: a flat dict by name if anything is selected, else the state as it is.

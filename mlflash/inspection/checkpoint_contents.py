@@ -181,9 +181,7 @@ def read_memory(memory: str, job: str, here: Sequence[Node], way: Itinerary, wan
     """Read the parts of a checkpoint that are on some nodes.
 
     Args:
-        here: the nodes that this process looks at.
         wanted: name or pattern of tensors and plain leaves. None: all.
-        numbers: make statistics.
 
     Raises:
         Changed: a file was written while it was read.

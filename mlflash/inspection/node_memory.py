@@ -226,9 +226,6 @@ class Sealed(contextlib.AbstractContextManager["Sealed"]):
     """A file of this node that is open for reading.
 
     `memory.slot.Slot` maps its file and belongs to the job. This one reads what another process may rewrite.
-
-    Raises:
-        Changed: the file now holds something else.
     """
 
     def __init__(self, memory: NodeDirectory, name: str, header: Header):

@@ -45,15 +45,13 @@ class DirectoryContents:
     """What a directory holds.
 
     Attributes:
-        listed: committed checkpoints, newest first, including those marked bad.
         unfinished: folders without the file that commits a checkpoint. A drain is writing them, or it died.
-        damaged: folders whose commit cannot be read.
     """
 
     path: str
-    listed: tuple[Listed, ...]
+    listed: tuple[Listed, ...]  # committed checkpoints, newest first, including those marked bad
     unfinished: tuple[str, ...]
-    damaged: tuple[str, ...]
+    damaged: tuple[str, ...]  # folders whose commit cannot be read
     is_missing: bool
 
     @property
@@ -140,9 +138,6 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
            ) -> tuple[int, list[tuple[str, str]], Provenance | None]:  # fmt: skip
     """Read every byte of a checkpoint; each process reads the files of some ranks. Collective.
 
-    Args:
-        advance: gets the number of bytes after each read.
-
     Returns:
         The bytes that this process has read, the damaged files with what is wrong with each, and on rank 0 the
         provenance.
@@ -206,11 +201,7 @@ class Provenance:
 
 
 def provenance_of(store: Store, listed: Listed, key: Key | None = None) -> Provenance:
-    """Read the provenance of a checkpoint, and check it and its signature. `verify_files` checks the files.
-
-    Args:
-        key: the key that must have signed it. None: do not check.
-    """
+    """Read the provenance of a checkpoint, and check it and its signature. `verify_files` checks the files."""
     inside = store.at(listed.folder)
     found = Provenance(has_verdict=listed.verdict is not Verdict.UNKNOWN)
     if not found.has_verdict and _is_there(inside, VERDICT):
@@ -265,9 +256,6 @@ def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], min
     """Compare files with a provenance. Return the files that differ, and how.
 
     This reads no tensors, because the checksums of their blocks are compared.
-
-    Args:
-        mine, among: this process takes every ``among``-th file, from number ``mine`` on.
     """
     said = document["files"]
     wrong = []

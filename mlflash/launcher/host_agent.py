@@ -180,20 +180,17 @@ class Spec:
     """What to start on a host.
 
     Attributes:
-        environment: variables for it, in addition to those of the host.
-        first, count, size: the first rank of this host, the number of its ranks, and the number of all ranks.
-        used: ports that the agent must not propose.
-        keeps: if processes stay when others are lost (`KeptProcesses`): how to reach the service that decides. None:
-            if one rank fails, all end.
+        keeps: if processes stay when others are lost (`KeptProcesses`): how to reach the service that
+            decides. None: if one rank fails, all end.
     """
 
     argv: list[str]
-    environment: dict[str, str]
+    environment: dict[str, str]  # variables for it, in addition to those of the host
     directory: str
-    first: int
+    first: int  # first, count, size: the first rank of this host, the number of its ranks, and the number of all ranks
     count: int
     size: int
-    used: list[int]
+    used: list[int]  # ports that the agent must not propose
     keeps: dict[str, Any] | None = None
     host: str = ""
     spares: int = 0

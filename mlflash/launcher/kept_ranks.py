@@ -69,9 +69,6 @@ class MemberService:
     Args:
         over: called on the thread of the service when there is no next round, or when all have finished.
         lost: called on the same thread with the name of a lost host.
-
-    Raises:
-        LaunchFailed: this process may not have so many connections.
     """
 
     def __init__(self, address: str, members: Sequence[Member], deadlines: Deadlines, run_log: RunLog,
@@ -350,9 +347,6 @@ class KeptRanks(RanksBySsh):
     """The ranks of one start, see `launch_system.Ranks`. The start goes on as long as lost ranks are replaced.
 
     It checks from time to time whether a lost host is back, and then starts spare processes there.
-
-    Args:
-        address: of this host, as all others reach it.
     """
 
     replaces = True

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,9 +41,6 @@ def reassign_nodes(before: NodeAssignment, fit: Sequence[str], nodes: int, least
     """Choose the nodes of the next run: nodes that can stay keep their seats, and spares take the empty ones.
 
     If there are not enough spares, the run has fewer nodes. It grows again as soon as there are enough.
-
-    Args:
-        fit: nodes that are fit to train, in the order of the allocation. Those without a seat are spares.
 
     Example:
         (a, b, c) with a, c, d, e fit → (a, d, c); with a and c fit, and ``least=2`` → (a, c).
@@ -130,15 +128,18 @@ class Launcher(Protocol):
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         """The given nodes that are out of service, with their state, as far as the system knows. Returns quickly."""
+        return {}
 
     def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
         """The given nodes on which no new run should start, with the reason. A run that is there may go on."""
+        return {}
 
     def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
         """Start a program on all ranks. ``env`` is added to the environment of this process."""
 
     def with_mpi(self, words: Sequence[str]) -> list[str]:
         """The command with which `start` runs ``python WORDS`` on each rank, for a program that uses MPI."""
+        return [sys.executable, "-m", "mpi4py", *words]
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip

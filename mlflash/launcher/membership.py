@@ -68,9 +68,6 @@ class Member:
 class Membership:
     """The processes of one start of a job.
 
-    Args:
-        members: first those that are started with ranks, in order of rank, then the spares.
-
     Attributes:
         over: why there is no next round; "" while there may be one.
         code: exit code, if it is over or all have finished.

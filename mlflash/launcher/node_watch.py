@@ -85,9 +85,6 @@ def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str
     Returns:
         The status of each node, without nodes that do not answer or whose answer is unusable; and messages about what
         cannot be read.
-
-    Raises:
-        LaunchFailed: no node can be asked.
     """
     argv = [*running("mlflash.launcher.node_status"), *words]
     said: dict[str, dict[str, Any]] = {}

@@ -9,13 +9,12 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 
 from ..events import Queue
 from ..human_readable.wording import last_words
-from .launch_system import NodeAssignment, Patience, Ranks, Step
+from .launch_system import Launcher, NodeAssignment, Patience, Ranks, Step
 from .processes import find_mpiexec, signal_group, spawn
 
 log = logging.getLogger("mlflash")
@@ -23,7 +22,7 @@ log = logging.getLogger("mlflash")
 _Answers = Queue[tuple[str, "str | None", str]]
 
 
-class OnHosts:
+class OnHosts(Launcher):
     """Starts ranks by mpiexec, see `launch_system.Launcher`. ``shell``: ssh, or a program with the arguments of ssh."""
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh", extra: Sequence[str] = ()):
@@ -33,12 +32,6 @@ class OnHosts:
 
     def hosts(self) -> list[str]:
         return list(self._hosts)
-
-    def gone(self, hosts: Sequence[str]) -> dict[str, str]:
-        return {}  # only a look at each node can tell
-
-    def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
-        return {}
 
     def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
         path, vendor = find_mpiexec()
@@ -54,9 +47,6 @@ class OnHosts:
             command = [path, *way, "-hosts", ",".join(seats.hosts), "-ppn", per_node, "-n", count]
         whole = {**os.environ, **env}
         return Step(spawn([*command, *self._extra, *argv], env=whole))
-
-    def with_mpi(self, words: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "mpi4py", *words]
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip

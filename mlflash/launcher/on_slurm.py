@@ -22,7 +22,7 @@ from ..events import Event, Queue
 from ..human_readable.wording import many
 from ..wireup.own_process import running
 from ..wireup.zygote_host import READY
-from .launch_system import NodeAssignment, Patience, RunOptions, Step
+from .launch_system import Launcher, NodeAssignment, Patience, RunOptions, Step
 from .processes import KILL_WAIT_S, LastLines, ask_within, spawn
 
 log = logging.getLogger("mlflash")
@@ -93,7 +93,7 @@ class CourierHosts:
             self._step.let_end(_END_S)
 
 
-class OnSlurm:
+class OnSlurm(Launcher):
     """Starts ranks by srun, see `launch_system.Launcher`. ``mpi``: the value of srun's --mpi; "" leaves it to Slurm."""
 
     def __init__(self, job: str, mpi: str = "", extra: Sequence[str] = ()):
@@ -144,9 +144,6 @@ class OnSlurm:
                 ask(["scancel", f"--signal={name}", *ours], check=False)
                 time.sleep(wait_s)
 
-    def with_mpi(self, words: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "mpi4py", *words]
-
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
         """See `Launcher.on_each`. Each line gets the name of its node, because Slurm does not say where it is from."""
@@ -175,12 +172,7 @@ class OnSlurm:
 
 
 class SlurmStep(Step):
-    """A step of srun. If one of its nodes is dead, srun itself does not end by a signal.
-
-    Args:
-        name: of the step, unique in the job.
-        hosts: a file to delete when the step ends; None: none.
-    """
+    """A step of srun. If one of its nodes is dead, srun itself does not end by a signal."""
 
     def __init__(self, process: subprocess.Popen[Any], job: str, name: str, hosts: Path | None = None):
         super().__init__(process)

@@ -44,11 +44,7 @@ def find_mpiexec() -> tuple[str, str]:
 
 
 def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
-    """Build the command and environment that start ``argv`` on several ranks of this machine.
-
-    There may be more ranks than cores. OpenMP gets one thread, because spinning ranks starve each
-    other.
-    """
+    """Build the command and environment that start ``argv`` on several ranks of this machine."""
     path, vendor = find_mpiexec()
     command = [path, "-n", str(ranks)]
     if vendor == "mpich":
@@ -118,7 +114,6 @@ def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> Non
     """End a process that leads a session, if it still runs, and all in its group. May be called twice.
 
     Args:
-        process: from `spawn`.
         term_wait_s: seconds from SIGTERM to SIGKILL; mpiexec passes SIGTERM on to ranks in other sessions. 0: SIGKILL.
     """
     if process.poll() is not None:

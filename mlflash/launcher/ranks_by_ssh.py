@@ -54,9 +54,6 @@ class OnSsh(OnHosts):
 
     Ranks find each other as under torchrun, by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR (the host of
     rank 0) and MASTER_PORT (a free port, another one for each start). Their couriers still use MPI (`wireup`).
-
-    Args:
-        shell: ssh, or a program with the arguments of ssh.
     """
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
@@ -131,11 +128,7 @@ class HostOfRanks:
 
 
 class Agent:
-    """An agent that was started, with the orders not yet sent to it and its answers.
-
-    Args:
-        is_again: whether the host was lost. Then its output is not passed on before the agent has answered.
-    """
+    """An agent that was started, with the orders not yet sent to it and its answers."""
 
     def __init__(self, host: HostOfRanks, is_again: bool = False):
         self.host, self.is_again, self.began = host, is_again, time.monotonic()
@@ -176,14 +169,7 @@ class Agent:
 
 
 class RanksBySsh(Ranks):
-    """The ranks of one start, see `launch_system.Ranks`.
-
-    Args:
-        shared: a function from a free port of the first host to environment variables for all ranks.
-
-    Raises:
-        LaunchFailed: the remote shell does not exist.
-    """
+    """The ranks of one start, see `launch_system.Ranks`."""
 
     def __init__(self, hosts: Sequence[HostOfRanks], shared: Callable[[int], dict[str, str]]):
         self._shared = shared

@@ -58,10 +58,7 @@ class Restarts:
         step.
 
         Args:
-            newest: step of the newest committed checkpoint; None if there is none, or if it is unknown.
             node_lost: whether a node was lost. Then the training is not to blame.
-            certified: the newest certified step; None if there is none, or if it is unknown.
-            is_suspect: whether the values of the last save are suspect.
         """
         if self.goes_back and newest in (self._left, self._back_to):  # nothing was saved since then
             newest = self._back_to

@@ -38,9 +38,6 @@ class Sources:
             bad: folders of the directory that are passed over, and why.
             checked: verify every byte of what is in memory.
 
-        Returns:
-            What was found; None if nothing was ever committed.
-
         Raises:
             Unrestorable, StepNotFound: on all ranks; nothing was changed.
         """
@@ -88,11 +85,7 @@ class Sources:
 
     def _refuse_unusable(self, wanted: WantedStep, source: str | None, there: Listing, bad: Mapping[str, str],
                          struck: Mapping[Place, str]) -> None:  # fmt: skip
-        """Raise if there are checkpoints, but none of them can be used. Collective over the world.
-
-        Args:
-            bad, struck: folders there, and files in memory, that were found to be damaged, and how.
-        """
+        """Raise if there are checkpoints, but none of them can be used. Collective over the world."""
         reasons, begun = from_memory.why_not(self._context, struck) if source is None else ({}, [])
         in_memory = bool(reasons)
         marked = {one.folder: "it was marked bad" for one in there.listed if one.verdict is Verdict.BAD}

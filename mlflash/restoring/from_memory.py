@@ -61,7 +61,6 @@ def find_and_verify(
     Args:
         others: if another number of ranks saved it, bring it to where it can be read.
         oldest: pass over attempts of a smaller generation, because there is something newer elsewhere.
-        checked: verify every byte, not only headers and tables.
         struck: gets the files that were found to be damaged, and how; the same on all ranks.
 
     Returns:
@@ -152,9 +151,6 @@ def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:
 def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
     """Return why memory gives nothing. Collective over the world.
 
-    Args:
-        struck: files that were found to be damaged, and how.
-
     Returns:
         Why each committed step cannot be restored, the newest first; and the steps of saves that did not end.
     """
@@ -216,9 +212,6 @@ def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, 
 def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
             ) -> tuple[dict[int, list[int]], dict[Place, str]]:  # fmt: skip
     """Verify every byte of the slots of a choice, on all ranks.
-
-    Args:
-        slots: gets those that this rank reads.
 
     Returns:
         Bad blocks that parity may repair, by rank; files that cannot be restored from, and why.
@@ -305,8 +298,6 @@ def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, targ
     Args:
         serves: for each rank that this one sends a file to, the file.
         server: the rank that sends to this one; None: nothing comes.
-        target: a free slot that receives the file and then holds it; it is made large enough.
-        is_wanted: whether the header that arrives is the expected one.
 
     Returns:
         Whether the file arrived whole.
@@ -367,9 +358,6 @@ def gather_shares(
     context: Context, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
 ) -> tuple[ShareFiles, list[Place]]:
     """Bring the shares that slots need to the nodes where these slots are read. Collective.
-
-    Args:
-        slots: the verified slots that this rank has or reads, by the rank that they belong to.
 
     Returns:
         Where the shares are; and the files to do without, if that failed.

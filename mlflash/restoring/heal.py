@@ -221,10 +221,8 @@ def _bad_blocks(context: Context, home: Slot) -> list[int] | None:
 
 
 def _still_bad(home: Slot, blocks: Sequence[int] | None) -> list[int]:
-    assert home.header is not None
-    extents = home.header.extents
-    table = home.table(extents)
-    return [b for b in blocks or () if home.check_blocks(extents, b, b + 1)[0] != table[b]]
+    good = _good(home, blocks or ())
+    return [block for block in blocks or () if block not in good]
 
 
 def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, list[int]]) -> None:
@@ -286,7 +284,6 @@ def repair(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int,
 
     Args:
         home: the own slot; its table is whole if any of its blocks are damaged.
-        damaged: by rank, the bad blocks of its own slot; the same on all ranks.
     """
     world, placement = context.world, context.protection.placement
     held = {rank: copy for rank in damaged if (copy := _copy_of(context, rank, attempt)) is not None}

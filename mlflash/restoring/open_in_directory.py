@@ -57,7 +57,6 @@ class OpenInDirectory:
 
     Attributes:
         damage: why the last `read` failed, from the lowest rank on which it failed; the same on all.
-        olds: what each old rank had; the same on all ranks.
 
     Raises:
         CorruptSlot: on all ranks, if a file is missing, damaged, or was changed since.
@@ -113,12 +112,7 @@ class OpenInDirectory:
             raise CorruptSlot(f"{self.path} is damaged: {self.damage}", step=self.step)
 
     def _in_rounds(self, reading: Iterator[int]) -> bool:
-        """Read as long as all goes well on all ranks; return whether it did. Collective over the world.
-
-        Raises:
-            ConfigError: on all ranks, if one has not the library that reads a compression.
-            DeadlineExceeded: on all ranks, if a read does not end on some rank.
-        """
+        """Read as long as all goes well on all ranks; return whether it did. Collective over the world."""
         good, more, why = True, True, ""
         problem: MlflashError | None = None
         while True:
@@ -226,10 +220,7 @@ class OpenInDirectory:
         return {name: its.tobytes() for name, its in raw.items()}
 
     def _read(self, wanted: Iterable[WantedPart]) -> Iterator[int]:
-        """Read parts, so many at a time because each takes memory; yield the number of bytes each time.
-
-        Each file is read once if the parts of an old rank come one after the other.
-        """
+        """Read parts, so many at a time because each takes memory; yield the number of bytes each time."""
         asked: dict[int, list[tuple[int, _Asked]]] = {}
         come: set[int] = set()
         count = 0

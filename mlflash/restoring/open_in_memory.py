@@ -61,11 +61,8 @@ class OpenInMemory:
 
     Args:
         checks: make checksums of all tensors that are whole.
-        told: names of small entries whose bytes all ranks need.
 
     Attributes:
-        olds: what each old rank had; the same on all ranks.
-        restores: how many runs have restored it, including this one.
         home: this rank's own slot, if the ranks are those of this run; otherwise None.
     """
 
@@ -110,11 +107,7 @@ class OpenInMemory:
                 return bool(all_whole)
 
     def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
-        """Read what is on this node; add the rest to what other ranks are asked for.
-
-        Returns:
-            The number of parts that other ranks are asked for; limited, because each takes memory.
-        """
+        """Read what is on this node, and ask other ranks for the rest; return the number of parts asked for."""
         count = 0
         homes = dict(self.found.homes)
         reads: dict[int, Read] = {}

@@ -54,12 +54,9 @@ class Repairs:
 
     Args:
         serves: for each rank of the choice, the rank that reads its slot, or that has the slot after it was rebuilt.
-        slots: slots that this rank reads, by the rank that they belong to.
-        damaged: bad blocks of the slots that have some, by rank.
 
     Attributes:
         beyond: the files of groups that have lost too much; if there are any, nothing can be repaired.
-        rebuilt: the slots that were rebuilt here, by rank of the choice.
     """
 
     def __init__(self, context: Context, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],

@@ -19,13 +19,7 @@ BY = "scavenge"
 
 
 def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
-    """Begin to drain the newest checkpoint that memory has.
-
-    Collective over the world; for a job of the courier.
-
-    Returns:
-        The drain. None if the directory has what memory has, or something newer that is not marked bad.
-    """
+    """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
     listed = drains.listed()
     restorable = (one for one in listed if NEWEST.fits(one.step, one.verdict))
     newest = max((one.card.attempt.generation for one in restorable), default=0)

@@ -120,10 +120,7 @@ class Loading:
         self._saves.undefined = ""
 
     def _small(self, filling: Filling) -> list[str]:
-        """The objects that are kept, the same on all ranks: what they do may be collective. Collective over the world.
-
-        If the ranks have different objects, none is kept.
-        """
+        """The objects that are kept, the same on all ranks, as what they do may be collective; none if they differ."""
         sizes = {path: filling.nbytes_of(path) for path in filling.objects}
         name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # to fit an int64
 
@@ -454,10 +451,7 @@ class Restores:
         self._recorder.restored(step, time.perf_counter() - self._began, where, came_from, nbytes, how)
 
     def _hold_until_healed(self, home: RankCheckpoint) -> None:
-        """If a step was rolled forward, keep saves from writing the step before, whether this one can be loaded or not.
-
-        Until its copies are made, only the step before covers a lost node. Collective over the world.
-        """
+        """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
         if self._rolled_forward:
             self._courier.call(HoldOlder(self._number_of(home)))
 

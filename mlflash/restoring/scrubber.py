@@ -45,10 +45,6 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
 
     Not collective; for a thread that may hang.
 
-    Args:
-        drain: a drain that has ended well.
-        over: set if the result is not needed any more.
-
     Returns:
         For each file that is damaged or cannot be read: the rank whose state it has, its name, and why.
     """
@@ -85,7 +81,6 @@ class Scrubber:
 
     Args:
         rate: bytes per second that are read; a drained file is read at the same rate at the same time.
-        newest_drain: returns the newest drain of this run, running or ended; None: there is none.
     """
 
     def __init__(self, context: Context, rate: float, newest_drain: Callable[[], Drain | None],

@@ -65,7 +65,6 @@ def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST
     Args:
         node_of: current node of each rank. A slot on the rank's own node is preferred, then one on the lowest node.
         skip_stuck: skip attempts that this many runs have restored, if there is an older one; 0: never.
-        skip_suspect: skip attempts whose values are suspect, if there is an older one.
     """
     newest: Choice | None = None
     for attempt, its_step, world_size in found.attempts():

@@ -55,19 +55,12 @@ class Context:
 
     Attributes:
         replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
-        generation: number of the newest known attempt; the next one is larger.
         rolled_forward: whether no rank saw the commit of the restored attempt. Its copies may never have been made.
         unhealed: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
-        restored_from: node whose memory had the state that this rank restored; "" before a restore.
-        restores: how many runs have restored the attempt that this run restored, including this run.
-        left_at: this rank's step when the ranks last were found to save different steps; None: never.
-        floor: attempts with a smaller generation are skipped, because this run goes back to a fresh start.
         left_step: the step that earlier runs have left in memory, according to headers; None if there is none.
         left: the newest attempt of as many ranks that earlier couriers have left in memory; None if there is none.
-        unusable: whether memory has a committed step that cannot be restored, according to headers.
         looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
             only intact one.
-        damaged: whether the scrubber has found damage here that a mend may repair.
     """
 
     config: Config
@@ -83,21 +76,21 @@ class Context:
     certification: Certification
     replicas: ReplicatedTensors | None = None
     run_id: bytes = b""
-    generation: int = 0
-    restored_from: str = ""
+    generation: int = 0  # number of the newest known attempt; the next one is larger
+    restored_from: str = ""  # node whose memory had the state that this rank restored; "" before a restore
     rolled_forward: bool = False
     unhealed: Slot | None = None
-    restores: int = 0
+    restores: int = 0  # how many runs have restored the attempt that this run restored, including this run
     restored_verdict: Verdict = Verdict.UNKNOWN
     counted: Attempt | None = None
-    left_at: int | None = None
-    floor: int = 0
+    left_at: int | None = None  # this rank's step when the ranks last were found to save different steps; None: never
+    floor: int = 0  # attempts with a smaller generation are skipped, because this run goes back to a fresh start
     left_step: int | None = None
     left: Attempt | None = None
-    unusable: bool = False
+    unusable: bool = False  # whether memory has a committed step that cannot be restored, according to headers
     looked: bool = False
     gives_way: bool = False
-    damaged: bool = False
+    damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
     trainer: TrainerEnd | None = None
     _told: tuple[SharingNews, bool] = (SharingNews(), False)
 
@@ -217,7 +210,6 @@ class Context:
         Busy slots are left alone, because the trainer may be staging into one right now.
 
         Args:
-            demand: slots and the size that each must have.
             waiting: busy slots that the trainer waits for and does not touch.
             pairs: also enlarge the other inbox slot of each pair, which is needed next.
 

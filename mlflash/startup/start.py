@@ -46,7 +46,6 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
 
     Args:
         replicas: the ranks that hold the same state as this one, and patterns for the names of that state.
-        trains_on: the cores of the trainer, if it is another process; None: it is this one.
 
     Raises:
         ConfigError: on all ranks, if replicas or domains make no sense.

@@ -215,7 +215,6 @@ class RankFacts:
     """The rank that a heartbeat belongs to: plain values, which the trainer makes and sends to its courier.
 
     Attributes:
-        run: which start of `mlflash run` this is; "" without it.
         start: identifies this trainer and its Checkpointer: what couriers of others have left in the file is passed
             over.
     """
