@@ -21,12 +21,15 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..crash_points import reach
+from ..draining.drain import Drain
+from ..draining.drain_input import DrainInput
+from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot, WorldSizeChanged
 from ..memory import commit_records
 from ..memory.inventory import Inventory, Place, file_number
 from ..memory.slot import Slot, Use
 from ..memory.slot_header import Attempt, Header, Kind, Verdict
-from ..memory.wanted_step import WantedStep
+from ..memory.wanted_step import NEWEST, WantedStep
 from ..mpi.rma_windows import OpenMemory
 from ..redundancy.deduplication import Share, cuts
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
@@ -34,7 +37,7 @@ from ..redundancy.slot_transfer import Source, offer, receive, send, slot_of
 from ..startup.choose_checkpoint import Choice, choose
 from ..startup.context import Context
 from ..state.manifest import Shared
-from .heal import give_receipts
+from .heal import give_receipts, heal
 from .open_in_memory import FoundElsewhere
 from .rebuild_from_parity import Repairs
 
@@ -486,3 +489,37 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
             arrived[world.topology.node_of[rank], share] = number
             bad += [] if good else [place]
     return arrived, bad
+
+
+# Without training, on any number of processes: each can hand in the state of several ranks of the job. Lost slots are
+# first rebuilt from copies or parity, and stay in memory.
+
+
+def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
+    """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
+    listed = drains.listed()
+    restorable = (one for one in listed if NEWEST.fits(one.step, one.verdict))
+    newest = max((one.card.attempt.generation for one in restorable), default=0)
+    found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
+    if found is None:
+        return None
+    if isinstance(found, RankCheckpoint):
+        homes, header = {context.world.rank: found}, found.header
+        attempt, step, world_size, mark = header.attempt, header.step, header.world_size, header.mark
+    else:
+        attempt, step, homes = found.attempt, found.step, found.homes
+        headers = [home.header for home in homes.values()]
+        told = [max((header.world_size for header in headers), default=0), max((h.mark for h in headers), default=0)]
+        world_size, mark = (-number for number in context.world.agree([-number for number in told]))
+    drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
+                             verdict=lambda: context.restored_verdict)  # fmt: skip
+    return drains.begin(drain_input)
+
+
+def heal_newest(context: Context) -> int | None:
+    """Heal the newest checkpoint in memory, on as many ranks as the job has; return its step."""
+    found = find_and_verify(context, NEWEST)
+    if not isinstance(found, RankCheckpoint):
+        return None
+    heal(context, found.slot)
+    return found.header.step
