@@ -6,7 +6,6 @@ What all ranks hold alike, and what sets of them share, is dealt out, so that it
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, ties_of
 from ..state.meshes import apart
 from ..state.rebuild import Read
-from .file_index import Place, Places, encode, first_names, numbers_of
+from .file_index import Place, Places, encode, first_names, numbers_of, rows_of
 
 _CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
 _WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
@@ -304,13 +303,5 @@ def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
 
 def part_of(entry: Entry, begin: int, end: int) -> Entry:
     """Rows of a tensor, as an entry; ``start`` is where they begin in it."""
-    if not entry.shape or (begin, end) == (0, entry.shape[0]):
-        return _moved(entry, entry.offset, entry.shape, 0)
-    offset = (entry.offset[0] + begin, *entry.offset[1:])
-    shape = (end - begin, *entry.shape[1:])
-    return _moved(entry, offset, shape, begin * (entry.nbytes // entry.shape[0]))
-
-
-def _moved(entry: Entry, offset: tuple[int, ...], shape: tuple[int, ...], start: int) -> Entry:
-    item = entry.nbytes // max(1, math.prod(entry.shape))
-    return dataclasses.replace(entry, offset=offset, shape=shape, start=start, nbytes=item * math.prod(shape))
+    row_nbytes = entry.nbytes // max(1, entry.shape[0]) if entry.shape else 0
+    return dataclasses.replace(rows_of(entry, begin, end - begin), start=begin * row_nbytes)

@@ -6,8 +6,8 @@
     tell      what each rank holds becomes one table (see `describe_ranks`)                       3 gathers, 1 allreduce
     commit    rank 0 writes the provenance, and the file that commits; it deletes older ones       1 gather, 1 broadcast
 
-What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time
-(see `background`). Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
+What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time.
+Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
 checkpoints in the directory stay, and the next drain begins anew.
 """
 

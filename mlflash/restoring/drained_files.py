@@ -34,22 +34,7 @@ _GAP_NBYTES = 64 << 10  # gaps up to this size are read along
 _KEPT = 4  # indexes of files to keep
 
 
-class Reads:
-    """Reads without a deadline, for threads that nobody waits for."""
-
-    hang = False
-    """Whether a read has not ended in time, and may still use what it reads from."""
-
-    def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
-        """Read something from a file, and return it.
-
-        Args:
-            done, nbytes: how much of the file was read before, and how much is needed; 0: unknown.
-        """
-        return read()
-
-
-class TimelyReads(Reads):
+class TimelyReads:
     """Reads that end within ``timeout_s`` of the ranks; other ranks hear what this one reads if it takes long.
 
     A read that hangs cannot be interrupted. So each read runs on a thread of its own, and its caller stops waiting for
@@ -58,9 +43,14 @@ class TimelyReads(Reads):
 
     def __init__(self, world: Collectives, path: str):
         self._world, self._path, self._limit_s = world, path, _SHARE * world.timeout_s
+        self.hang = False  # whether a read has not ended in time, and may still use what it reads from
 
     def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
-        """Read something from a file, and return it. Raises DeadlineExceeded if that takes too long."""
+        """Read something from a file of which ``done`` of ``nbytes`` were read before (0: unknown).
+
+        Raises:
+            DeadlineExceeded: it takes too long.
+        """
         if self.hang:
             raise self._late(name, "")
         result: list[T] = []
@@ -124,20 +114,23 @@ class Run:
 
 
 class DrainedFiles:
-    """Reads the files of a checkpoint, each part by ``reads``. Nothing is collective."""
+    """Reads the files of a checkpoint, without a deadline where there are no ``reads``. Nothing is collective."""
 
     def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored],
-                 reads: Reads | None = None):  # fmt: skip
-        self._reads = reads or Reads()
-        self._inside, self._listed, self._files = inside, listed, files
+                 reads: TimelyReads | None = None):  # fmt: skip
+        self._inside, self._listed, self._files, self._reads = inside, listed, files, reads
         self._open: dict[str, tuple[Any, Any]] = {}  # compressed files, which are read through HDF5
         self._indexes: dict[int, Index] = {}
 
     def close(self) -> None:
-        for opened in () if self._reads.hang else self._open.values():  # HDF5 holds its lock while a read hangs
+        hangs = self._reads is not None and self._reads.hang  # HDF5 holds its lock then
+        for opened in () if hangs else self._open.values():
             for file in opened:
                 file.close()
         self._open.clear()
+
+    def _run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
+        return read() if self._reads is None else self._reads.run(name, read, done, nbytes)
 
     def index(self, rank: int) -> Index:
         if rank not in self._indexes:
@@ -167,7 +160,7 @@ class DrainedFiles:
     def _card(self, rank: int) -> Card:
         """Read the card of a rank's file, and compare it, and the sizes of the files, with what was committed."""
         stored, path = self._files[rank], self._inside.path
-        nbytes, raw, data_nbytes = self._reads.run(stored.card, lambda: self._read_card(stored))
+        nbytes, raw, data_nbytes = self._run(stored.card, lambda: self._read_card(stored))
         try:
             card = read_card(raw)
         except CorruptSlot as error:
@@ -183,7 +176,7 @@ class DrainedFiles:
         return nbytes, raw, nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
 
     def _read(self, name: str, start: int, nbytes: int, check: int) -> bytes:
-        raw = self._reads.run(name, lambda: self._inside.read(name, start, nbytes))
+        raw = self._run(name, lambda: self._inside.read(name, start, nbytes))
         if len(raw) != nbytes or xxhash.xxh3_64_intdigest(raw) != check:
             raise CorruptSlot(f"the index of {self._inside.path}/{name} is damaged", step=self._listed.step)
         return raw
@@ -251,7 +244,7 @@ class DrainedFiles:
         return last - first
 
     def _read_part(self, name: str, start: int, nbytes: int, far: tuple[int, int] = (0, 0)) -> np.ndarray:
-        raw = self._reads.run(name, lambda: self._inside.read(name, start, nbytes), *far)
+        raw = self._run(name, lambda: self._inside.read(name, start, nbytes), *far)
         return np.frombuffer(raw, dtype=np.uint8)
 
     def _check_and_fill(self, its: Places, run: Run, low: int, raw: np.ndarray, nbytes: int) -> None:
@@ -272,7 +265,7 @@ class DrainedFiles:
                   ) -> np.ndarray:  # fmt: skip
         """Read bytes of rows that HDF5 has compressed; each row has so many bytes."""
         first, last = low // row, -(-high // row)
-        raw = self._reads.run(its.data, lambda: self._read_rows(its, name, row, first, last), *far)
+        raw = self._run(its.data, lambda: self._read_rows(its, name, row, first, last), *far)
         return raw[low - first * row : high - first * row]
 
     def _read_rows(self, its: Places, name: str, row: int, first: int, last: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """An open checkpoint in memory, in the slots of its old ranks: any rank reads any part of any tensor.
 
-A rank reads what is on its own node from the files there, and asks ranks of other nodes for the rest (see `fragments`).
+A rank reads what is on its own node from the files there, and asks ranks of other nodes for the rest.
 """
 
 from __future__ import annotations
