@@ -278,7 +278,7 @@ class Adapting:
         Collective over comm. It reads headers only: `newest_alike` chooses one.
         """
         self._check_open()
-        return self._restores.steps_alike()
+        return self._restores.steps(alike=True)
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
         """Announce that a :meth:`save_again` follows. If the thread continues without it, the save fails on all ranks.

@@ -188,7 +188,7 @@ class FoundCheckpoints:
 
         world.on_all(write)
         found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)
-        listed, store = self._drains.listed(), self._drains.store
+        listed, store = self._drains.look().listed, self._drains.store
 
         def write_folders() -> None:
             if world.rank == 0 and store is not None:
@@ -203,5 +203,5 @@ class FoundCheckpoints:
     def _steps(self, message: asked.Steps) -> list[int]:
         context, alike = self._context, message.alike
         size = context.world.size
-        drained = {one.step for one in self._drains.listed() if not alike or one.card.world_size == size}
+        drained = {one.step for one in self._drains.look().listed if not alike or one.card.world_size == size}
         return sorted(drained.union(from_memory.restorable_steps(context, alike=alike)))

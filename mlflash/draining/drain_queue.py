@@ -24,7 +24,7 @@ from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_c
 from ..startup.context import Context
 from ..storage.store import Store, is_url, open_store
 from . import checkpoint_directory, write_checkpoint
-from .checkpoint_directory import Listed, Listing
+from .checkpoint_directory import Listing
 from .drain import Drain
 from .drain_input import DrainInput
 from .provenance import Signer
@@ -137,7 +137,7 @@ class DrainQueue:
         attempt = self._restored
         if not self._context.world.agree([int(attempt is not None)])[0]:
             return False
-        return attempt not in [one.card.attempt for one in self.listed()]
+        return attempt not in [one.card.attempt for one in self.look().listed]
 
     def give_up(self) -> None:
         if self.last is not None:
@@ -176,10 +176,6 @@ class DrainQueue:
                      store.path)  # fmt: skip
         if why := store.why_not_writable():
             log.warning("no checkpoint can be drained to %s: %s", store.path, why)
-
-    def listed(self, store: Store | None = None) -> list[Listed]:
-        """List the committed checkpoints of the directory (or of another), newest first. Collective over the world."""
-        return [*self.look(store).listed]
 
     def look(self, store: Store | None = None) -> Listing:
         """List what is in the directory, except what a fresh start passes over; or everything that is in another one.

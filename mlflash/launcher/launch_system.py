@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from ..events import Queue
 from .processes import KILL_WAIT_S, kill
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +115,13 @@ class Patience:
         if self._behind_s is not None and count >= self._half:
             self._end, self._behind_s = min(self._end, time.monotonic() + self._behind_s), None
 
-    @property
-    def left_s(self) -> float:
-        return self._end - time.monotonic()
+    def received(self, answers: Queue[T]) -> Iterator[T]:
+        while (left_s := self._end - time.monotonic()) > 0:
+            try:
+                answer = answers.get(timeout=left_s)
+            except queue.Empty:
+                return
+            yield answer
 
 
 Start = Callable[[NodeAssignment, Sequence[str], Mapping[str, str]], Ranks]

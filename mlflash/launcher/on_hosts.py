@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import shlex
 import signal
 import socket
@@ -59,17 +58,15 @@ class OnHosts(Launcher):
                 running[host] = process = self._run_on(host, argv)
                 given = (host, process, answers)
                 threading.Thread(target=_listen, args=given, name="mlflash-lines", daemon=True).start()
-            while running and (left := patience.left_s) > 0:
-                try:
-                    host, text, wrong = answers.get(timeout=left)
-                except queue.Empty:
-                    break
+            for host, text, wrong in patience.received(answers) if running else ():
                 del running[host]
                 if text is not None:
                     told[host] = text
                 elif (host, wrong) not in self._shown:
                     self._shown.add((host, wrong))
                     log.warning("%s does not answer: %s", host, wrong)
+                if not running:
+                    break
                 patience.answered(len(told))
         finally:
             for process in running.values():  # the threads end when these end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -219,11 +218,7 @@ def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
             lines.put(None)
 
     threading.Thread(target=read, name="mlflash-look-lines", daemon=True).start()
-    while (left := patience.left_s) > 0:
-        try:
-            line = lines.get(timeout=left)
-        except queue.Empty:
-            continue
+    for line in patience.received(lines):
         if line is None:
             return
         yield line

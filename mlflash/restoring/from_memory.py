@@ -497,8 +497,7 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
 
 def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
-    listed = drains.listed()
-    restorable = (one for one in listed if NEWEST.fits(one.step, one.verdict))
+    restorable = (one for one in drains.look().listed if NEWEST.fits(one.step, one.verdict))
     newest = max((one.card.attempt.generation for one in restorable), default=0)
     found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
     if found is None:

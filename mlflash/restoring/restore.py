@@ -275,19 +275,11 @@ class Restores:
         self._count(step, opened)
 
     @_told
-    def steps(self) -> list[int]:
-        """List the steps that can be restored; see `Checkpointer.steps`."""
-        return self._steps(alike=False)
-
-    def _steps(self, alike: bool) -> list[int]:
+    def steps(self, alike: bool = False) -> list[int]:
+        """List the steps that can be restored; with ``alike`` those that the same number of ranks has saved."""
         self._saves.settle()
         steps: list[int] = self._courier.call(Steps(alike))
         return steps
-
-    @_told
-    def steps_alike(self) -> list[int]:
-        """List the steps that the same number of ranks has saved; see `Adapting.steps_alike`."""
-        return self._steps(alike=True)
 
     def newest_step(self) -> int | None:
         """Find the newest step that can be loaded; see `Adapting.newest_step`."""
@@ -296,7 +288,7 @@ class Restores:
     def newest_alike(self) -> int | None:
         """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
         reasons: dict[int, str] = {}
-        for step in reversed(self.steps_alike()):
+        for step in reversed(self.steps(alike=True)):
             why = self._why_not(step)
             if why is None:
                 return step

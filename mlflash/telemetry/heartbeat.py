@@ -52,7 +52,6 @@ _TRAINER_MAY: dict[str, Any] = {"redundancy": str} | dict.fromkeys(
     ("nodes", "stall_s", "stalled_s", "nbytes", "restored_at"), _NUMBER
 )
 _COURIER = _OF_BOTH | {"committed": int | None}
-_LATE = ("late_s", "late_in", "slowest", "slowest_on", "slowest_s", "slowest_in")
 _COURIER_MAY: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
 _COURIER_MAY |= dict.fromkeys((
     "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable_at", "late_s", "slowest_s", "suspect",
@@ -60,10 +59,7 @@ _COURIER_MAY |= dict.fromkeys((
 ), _NUMBER)  # fmt: skip
 _COURIER_MAY |= {"slowest": int, "damaged": int}
 # What only the courier knows of a rank, and with which of these fields the next courier of this trainer continues.
-_COURIER_TELLS = (
-    "committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "damaged", "unrestorable", "suspect",
-    "suspect_tensors", "certified", *_LATE,
-)  # fmt: skip
+_COURIER_TELLS = ("committed", *(name for name in _COURIER_MAY if name != "unrestorable_at"))
 _GOES_ON = (
     "committed", "drained", "saves", "failed", "damaged", "unrestorable", "unrestorable_at", "suspect", "certified",
     "times",
