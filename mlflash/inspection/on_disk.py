@@ -65,25 +65,13 @@ class DirectoryContents:
         return tuple(itertools.takewhile(lambda one: not NEWEST.fits(one.step, one.verdict), self.listed))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "checkpoints": [checkpoint_to_json(self.path, one) for one in self.listed],
-            "unfinished": list(self.unfinished),
-            "damaged": list(self.damaged),
-        }
-
-
-def checkpoint_to_json(path: str, one: Listed) -> dict[str, Any]:
-    """Return a checkpoint of a directory as plain values."""
-    return {
-        "step": one.step,
-        "path": f"{path}/{one.folder}",
-        "ranks": one.card.world_size,
-        "generation": one.card.attempt.generation,
-        "run": one.card.attempt.run_id.hex(),
-        "age_s": age_s(one.card.unix_ns),
-        "values": one.verdict.name.lower(),
-    }
+        checkpoints = [{
+            "step": listed.step, "path": f"{self.path}/{listed.folder}", "ranks": listed.card.world_size,
+            "generation": listed.card.attempt.generation, "run": listed.card.attempt.run_id.hex(),
+            "age_s": age_s(listed.card.unix_ns), "values": listed.verdict.name.lower(),
+        } for listed in self.listed]  # fmt: skip
+        return {"path": self.path, "checkpoints": checkpoints, "unfinished": list(self.unfinished),
+                "damaged": list(self.damaged)}  # fmt: skip
 
 
 def age_s(unix_ns: int) -> float:
