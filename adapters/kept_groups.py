@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from mlflash.in_place import groups
-from mlflash.in_place.decider_link import Seat, is_spare
+from mlflash.in_place.decider_link import Seat, is_spare, registered_groups
 from mlflash.in_place.forked_spare import begin_anew
 from mlflash.wireup.own_address import own_address
 
@@ -32,7 +31,7 @@ _MEETS = timedelta(seconds=10)  # limit for all ranks to come to the store
 
 
 class TorchGroups:
-    """All process groups of this process, see `mlflash.in_place.groups`.
+    """All process groups of this process, see `mlflash.in_place.decider_link`.
 
     Args:
         timeout: timeout of the collectives of torch.distributed.
@@ -117,4 +116,4 @@ def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
         exchangeable_group.presume()
         store = dist.HashStore()
     dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=timeout, store=store)
-    groups.registered[:] = [TorchGroups(timeout)]
+    registered_groups[:] = [TorchGroups(timeout)]

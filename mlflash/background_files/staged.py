@@ -31,14 +31,6 @@ class BackgroundFiles:
 
     Not collective, but all ranks make one, and write the same directories in the same order. Close it.
 
-    Args:
-        memory: a file system of memory, such as "/dev/shm".
-        job: whose files they are.
-        run: tells this run from another one of the same job; the same on all ranks.
-        rank, size: of this process.
-        rate: bytes per second that this rank moves; 0: no limit.
-        patience_s: how long a rank waits for the files of others.
-
     Raises:
         UnsafePath: the directory for it belongs to somebody else.
     """
@@ -95,8 +87,7 @@ class BackgroundFiles:
             target: the other one; it gets its name when all files of all ranks are there. Or a file, which is written
                 into the directory under its name.
             notes: files to write then, by their paths, and their text.
-            alone: no other rank writes a part of it.
-            checks: `torch.save` leaves its checksums out, and the files get them when they are moved (`zip_checksums`).
+            checks: `torch.save` leaves its checksums out, and the files get them when they are moved.
         """
         path = self._place / str(self._count) / Path(target).name
         self._count += 1
@@ -112,21 +103,12 @@ class BackgroundFiles:
                             "checks": checks})  # fmt: skip
 
     def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
-        """Make a link once everything that was written so far is on disk; for one rank only.
-
-        Args:
-            path: the link; it replaces whatever has this name then.
-            to: its target.
-        """
+        """Make a link once everything that was written so far is on disk; for one rank only."""
         there = os.path.relpath(to, os.path.dirname(path))
         self._order(os.path.abspath(path), {"link": os.path.abspath(path), "to": there})
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything that was written is on disk, or has failed; return whether it is.
-
-        Args:
-            timeout_s: how long. None: as long as it takes; the patience of the movers limits it.
-        """
+        """Wait until everything that was written is on disk, or has failed; return whether it is."""
         return self._news.wait_for(lambda: not self._on_their_way, timeout_s)
 
     def failures(self) -> dict[str, str]:
@@ -177,13 +159,7 @@ class BackgroundFiles:
 
 
 def leftovers(memory: str, job: str, dry_run: bool = False) -> int:
-    """Remove what runs of a job left in memory, if their movers have ended; return its bytes.
-
-    Args:
-        memory: see `BackgroundFiles`.
-        job: likewise.
-        dry_run: do not remove it.
-    """
+    """Remove what runs of a job left in memory, if their movers have ended; return its bytes."""
     of_job = _of_user(memory) / job
     nbytes = _remove_leftovers(of_job, dry_run) if of_job.is_dir() else 0
     with contextlib.suppress(OSError):  # a mover may still be working there

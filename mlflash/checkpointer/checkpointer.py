@@ -16,8 +16,7 @@ from typing import Any
 
 from .. import config
 from ..courier.connect import connect
-from ..draining.drain import Drain
-from ..draining.drains import Drains
+from ..draining.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
@@ -96,7 +95,6 @@ class Checkpointer:
         self._courier = self._drains = self._saves = self._restores = self.adapting = off
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
-        """Make the parts that do the work. Collective over comm."""
         uncaught.show_briefly()
         self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
         trainer, self._courier = self._trainer, self._trainer.courier
@@ -430,7 +428,6 @@ class Checkpointer:
             steps.callback(self._trainer.recorder.end, state)
 
     def _end_alone(self, state: str, why: str) -> None:
-        """End it without any other rank, and say if this leaves out the drain that `close` begins. Not collective."""
         step, config = self._saves.last_step, self._config
         if config.drain_every and self._trainer.ranks.rank == 0 and self._drains.lacks(step):
             log.warning("step %d is in memory only, and not in %s: %s, so close() did not drain it. A relaunch "
@@ -495,11 +492,7 @@ def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep
 
 
 def _number(step: int) -> int:
-    """The number of a step, whatever class it has.
-
-    Raises:
-        StepNotFound: no step can have it.
-    """
+    """The number of a step, whatever class it has."""
     number = operator.index(step)
     if not 0 <= number < 1 << 63:
         raise StepNotFound("no step has such a number", expected="0 to 2**63 - 1", found=number)

@@ -4,38 +4,141 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..background_files.staged import BackgroundFiles
 from ..config import Config
-from ..draining.drains import Drains
-from ..errors import MlflashError, StateError, StepOrderError, Unrestorable
+from ..draining.drain import Drains
+from ..errors import MlflashError, SaveFailed, StateError, StepOrderError, Unrestorable
 from ..protocol.client import one_unit
 from ..protocol.ranks import Ranks
 from ..protocol.wanted_parts import WantedPart
-from ..restoring.all_or_nothing import Loading
 from ..restoring.open_in_memory import OpenCheckpoint
-from ..restoring.restore import Restores
+from ..restoring.restore import Loading, Restores
 from ..saving.early_staging import ReservedSave, StagedState
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat
-from .own_files import OwnFiles
 
 log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
 
 
-class Adapting:
-    """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`.
+class OwnFiles:
+    """The own checkpoints of one training. Close it."""
 
-    Attributes:
-        ranks: the ranks of the Checkpointer.
-    """
+    def __init__(self, files: BackgroundFiles, ranks: Ranks, strict: bool):
+        self._files, self._ranks, self._strict = files, ranks, strict
+        self._later: list[Callable[[], None]] = []
+        self._coming: set[str] = set()  # on their way to disk; `_going`: to be deleted after that
+        self._going: set[str] = set()
+
+    def begin(self, target: str) -> bool:
+        """Whether all ranks can write the next checkpoint to memory; otherwise the framework writes it to disk itself.
+
+        The framework also writes to disk if a directory of this name already exists: it writes the newer files into
+        that. This call waits until the previous checkpoint is on disk, and then runs what was postponed until then.
+        Collective over comm.
+
+        Raises:
+            SaveFailed: with ``strict``, on all ranks, if the previous checkpoint was not moved on some of them.
+        """
+        mine = [self._files.has_room(), self._is_well(), self._ranks.rank != 0 or not os.path.isdir(target)]
+        has_room, is_well, is_new = map(bool, self._ranks.agree(list(map(int, mine))))
+        if self._strict and not is_well:
+            raise SaveFailed("a checkpoint of the framework was not moved to disk: the log says why")
+        self._do_later()
+        if not has_room and self._ranks.rank == 0:
+            log.warning(
+                "memory has no room, or the process that moves files has ended: the framework writes %s to disk itself",
+                target,
+            )
+        return has_room and is_new
+
+    @contextlib.contextmanager
+    def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None, alone: bool = False
+                  ) -> Iterator[Path]:  # fmt: skip
+        """Return a directory to write to in place of another one; see `BackgroundFiles.directory`.
+
+        Inside, `torch.save` makes no checksums, which take most of its time: the files get them while they are moved to
+        disk. Not collective, but all ranks that have a part of it write the same ones in the same order.
+        """
+        with _without_checksums() as checks, self._files.directory(target, notes, alone, checks) as path:
+            yield path
+
+    def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
+        """Make a link once everything that was written so far is on disk. Not collective, and for one rank only."""
+        self._files.link(path, to)
+
+    def expect(self, path: str | os.PathLike[str]) -> None:
+        """Note on a rank that a path is being moved to disk, until somebody waits for it."""
+        self._coming.add(os.path.abspath(path))
+
+    def expects(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a path is being moved to disk."""
+        return os.path.abspath(path) in self._coming
+
+    def would_be_there(self, path: str | os.PathLike[str], is_there: Callable[[], bool]) -> bool:
+        """Whether a path would exist if all writes and deletions had ended. Collective as ``is_there`` is."""
+        return self.expects(path) or (os.path.abspath(path) not in self._going and is_there())
+
+    def remove_when_moved(self, path: str | os.PathLike[str], remove: Callable[[], None]) -> None:
+        """Delete something once everything that was written so far is on disk, see `when_moved`."""
+        self._going.add(os.path.abspath(path))
+        self.when_moved(remove)
+
+    def when_moved(self, do: Callable[[], None]) -> None:
+        """Run a function once all that was written is on disk: the next time that somebody waits for it."""
+        self._later.append(do)
+
+    def finish(self) -> None:
+        self._files.wait()
+        self._is_well()
+        self._do_later()
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _is_well(self) -> bool:
+        failed = self._files.failures()
+        for target, why in failed.items():
+            log.warning("%s was not moved to disk: %s", target, why)
+        if failed:
+            self._later.clear()  # older checkpoints are kept then
+        return not failed
+
+    def _do_later(self) -> None:
+        self._coming.clear()
+        self._going.clear()
+        later, self._later = self._later, []
+        for do in later:
+            do()
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[bool]:
+    """Keep `torch.save` from making checksums; yields whether it would have made them."""
+    torch: Any = sys.modules.get("torch")
+    serialization: Any = getattr(torch, "serialization", None)
+    if not hasattr(serialization, "set_crc32_options") or not serialization.get_crc32_options():
+        yield False
+        return
+    serialization.set_crc32_options(False)
+    try:
+        yield True
+    finally:
+        serialization.set_crc32_options(True)
+
+
+class Adapting:
+    """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`."""
 
     def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, config: Config,
                  check_open: Callable[[], None]):  # fmt: skip
@@ -47,13 +150,7 @@ class Adapting:
         return self.ranks.unit()
 
     def own_files(self) -> OwnFiles:
-        """Make the object that writes a framework's own checkpoints to memory and then to disk. Collective over comm.
-
-        Together the ranks move as many bytes per second as they drain (``drain_rate``).
-
-        Raises:
-            UnsafePath: on some node, the directory for it belongs to somebody else.
-        """
+        """Make what writes a framework's own checkpoints to memory and then to disk. Collective over comm."""
         run = self.ranks.broadcast(uuid.uuid4().hex[:8], 0)
         where, rank, size = self._config, self.ranks.rank, self.ranks.size
         files = self.ranks.together(
@@ -66,9 +163,6 @@ class Adapting:
         """Let rank 0 read what other ranks might see in another state, such as files, and send it to all of them.
 
         Collective over comm.
-
-        Args:
-            look: called on rank 0 only, inside this call; what it returns is pickled.
 
         Raises:
             StateError: on the other ranks, if ``look`` raised something on rank 0.
@@ -97,7 +191,6 @@ class Adapting:
         another.
 
         Args:
-            step, state: see :meth:`.Checkpointer.save`.
             until: the framework's optimizers. If they are torch optimizers, what they hold is copied while training
                 continues. If the framework changes it outside their steps, the framework must call `wait_staged` before
                 that. Or a text that says why this is not safe; the log says it once. Default: no optimizers.
@@ -152,23 +245,17 @@ class Adapting:
             instead: what else training can continue from, such as a path; the same on all ranks. None: nothing. If
                 there is something else, checkpoints that cannot be used are only a warning.
 
-        Returns:
-            The step. None if nothing was ever committed, or if nothing can be used and ``instead`` is given.
-
         Raises:
             Unrestorable: there are checkpoints, none of them can be loaded, and ``instead`` is None.
         """
         self._check_open()
-        return self._or_instead(self._restores.newest.step, instead)
+        return self._or_instead(self._restores.newest_step, instead)
 
     @one_unit
     def newest_alike(self, instead: object = None) -> int | None:
-        """Find the largest step that can really be loaded on the number of ranks that saved it; see `newest_step`.
-
-        Collective over comm.
-        """
+        """Find the largest step that the number of ranks that saved it can really load. Collective over comm."""
         self._check_open()
-        return self._or_instead(self._restores.newest.step_alike, instead)
+        return self._or_instead(self._restores.newest_alike, instead)
 
     def _or_instead(self, find: Callable[[], int | None], instead: object) -> int | None:
         try:
@@ -178,17 +265,7 @@ class Adapting:
             return None
 
     def go_on_instead(self, error: Unrestorable, instead: object) -> None:
-        """Warn that the existing checkpoints cannot be used, if training can continue from something else.
-
-        Not collective.
-
-        Args:
-            error: says which checkpoints cannot be used, and why.
-            instead: see `newest_step`.
-
-        Raises:
-            Unrestorable: ``error``, if ``instead`` is None.
-        """
+        """Warn that the existing checkpoints cannot be used, if training can continue from something else."""
         if instead is None:
             raise error
         if self.ranks.rank == 0:
@@ -200,7 +277,7 @@ class Adapting:
         Collective over comm. It reads headers only: `newest_alike` chooses one.
         """
         self._check_open()
-        return self._restores.steps_alike()
+        return self._restores.steps(alike=True)
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
         """Announce that a :meth:`save_again` follows. If the thread continues without it, the save fails on all ranks.
@@ -209,7 +286,6 @@ class Adapting:
         another.
 
         Args:
-            step: training step, not smaller than the one before: the newest one may be saved once more.
             thread: the thread that calls :meth:`save_again`, or that waits for another process which makes it call
                 that.
         """
@@ -217,10 +293,7 @@ class Adapting:
         return self._saves.begin(step, thread)
 
     def end_begun(self) -> None:
-        """Fail the saves that were begun by this thread or by dead threads, if these have not come back to them.
-
-        Not collective. All collective calls do this by themselves.
-        """
+        """Fail the saves that were begun by this thread or by dead threads, if these have not come back to them."""
         self._check_open()
         self._saves.begun.end()
 
@@ -234,7 +307,6 @@ class Adapting:
         Args:
             state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` returned; or
                 the reason why this rank cannot save, and then no rank does.
-            begun: what :meth:`begin` returned.
 
         Raises:
             SaveFailed: its thread had already ended.
@@ -248,10 +320,6 @@ class Adapting:
         """Copy leaves into a slot before their step is known, for :meth:`save_again`.
 
         Not collective. The snapshot's stall does not count this.
-
-        Args:
-            state: the leaves.
-            until, owned: see :meth:`save_or_warn`.
 
         Returns:
             What was staged. None if this would need other ranks: the first time, if the state has grown, or if
@@ -287,7 +355,6 @@ class Adapting:
         Collective over comm. For adapters: read it only with :meth:`read`, which closes it.
 
         Args:
-            step: open this step instead of the newest.
             told: names of small entries whose bytes every rank needs.
             source: another directory that checkpoints were drained to. It is only read, and memory is not used.
 
@@ -310,12 +377,8 @@ class Adapting:
         the other ranks would train on with a state that this rank does not have, or would wait for it.
 
         Args:
-            step: the step of the checkpoint.
             work: called inside this call. It may raise anything. If it waits for other ranks, they wait with it.
             anew: ``work`` changes nothing that training continues from: it makes an object, or only reads.
-
-        Returns:
-            What ``work`` returns.
 
         Raises:
             MlflashError: on all ranks, what went wrong on any of them; StructureMismatch if it was not an error of
@@ -332,10 +395,7 @@ class Adapting:
         return self._saves.undefined
 
     def loaded_elsewhere(self) -> None:
-        """Note that the whole state was loaded from something else: after a failed load, it may be saved again.
-
-        Not collective.
-        """
+        """Note that the whole state was loaded from something else: after a failed load, it may be saved again."""
         self._saves.undefined = ""
 
     @one_unit
@@ -351,7 +411,6 @@ class Adapting:
         Collective over comm.
 
         Args:
-            opened: what :meth:`open` returned.
             wanted: returns which parts of which entries this rank needs, and where they go.
             done: called when they have arrived.
             anew: the parts go to memory of their own: nothing changes that training continues from.

@@ -23,12 +23,7 @@ _Known = tuple[str, int, bool]
 def choose(world: World, given: Config, job: str | None, is_live: bool = True) -> str:
     """Choose the job: the named one, else the one of the directory, else the only one in memory, or the only live one.
 
-    Collective over the world.
-
     Args:
-        world: the processes.
-        given: the settings.
-        job: the given name.
         is_live: False takes the only dead one instead.
 
     Raises:
@@ -72,11 +67,7 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
     """Choose one of the jobs that have memory here.
 
     Args:
-        there: the jobs that have memory here, best the newest first.
-        env: the environment.
         job: the given name. With a directory, a job of this name need not have memory here.
-        directory: the absolute path that the job drains to.
-        memory: the memory file system that holds the jobs.
         preferred: those of them of which the only one is taken, such as the live ones.
 
     Example:
@@ -108,6 +99,5 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
 
 
 def _few(jobs: Collection[str]) -> str:
-    """Name jobs, but not too many."""
     names = ", ".join(list(jobs)[:_NAMED])
     return names if len(jobs) <= _NAMED else f"{names}, ... ({len(jobs)} jobs: mlflash jobs)"

@@ -11,6 +11,7 @@ import click
 from .. import config
 from ..config import Config
 from ..errors import ConfigError
+from ..human_readable.units import read_bytes, read_seconds
 from . import shell_completion
 
 job_option = click.option(
@@ -35,6 +36,19 @@ certify_after_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
+def _quantity(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    def callback(_: click.Context, option: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else read(text)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), param=option) from None
+
+    return callback
+
+
+BYTES, SECONDS = _quantity(read_bytes), _quantity(read_seconds)  # callbacks of options: "12GiB", "30min"
+
+
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options that choose the job, and --json."""
     return directory_option(job_option(memory_option(json_option(command))))
@@ -44,9 +58,6 @@ def settings(memory: str | None, job: str | None, directory: str | None) -> Conf
     """Read the settings of a job from options and environment, as a Checkpointer would.
 
     Commands ignore MLFLASH_DISABLE, which turns off checkpoints of a training.
-
-    Raises:
-        UsageError: a setting is not valid.
     """
     os.environ.pop(config.DISABLE, None)
     try:

@@ -90,9 +90,7 @@ def progress_bar(work: str, total: int = 0, on: bool = True) -> Iterator[Callabl
     """Show a progress bar on stderr. It appears after a second, and only on a terminal.
 
     Args:
-        work: the name of the work.
         total: bytes; 0: not known yet.
-        on: whether this process shows the bar.
 
     Yields:
         A function that gets the number of further bytes, or what `rich.progress.Progress.update` takes.

@@ -41,7 +41,6 @@ def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> 
     Collective over COMM_WORLD under an MPI launcher or srun. Otherwise this process is alone.
 
     Args:
-        given: settings.
         as_json: print an error as a JSON document on stdout, too.
         work: does the work and returns the exit code. The code of rank 0 counts. An MlflashError or ClickException
             must be the same on all ranks.

@@ -78,7 +78,6 @@ def _ask(found: list[JobMemory], memory: str) -> None:
 
 
 def _clean(memory: str, job: JobMemory, dry_run: bool) -> dict[str, Any]:
-    """Delete what a job holds, or say how much it is."""
     document = job_to_json(job)
     if job.error:
         return document

@@ -8,23 +8,14 @@ import sys
 import click
 
 from ..command_line import shell_completion
-from ..command_line.options import certify_after_option, draining_option, json_option, memory_option
+from ..command_line.options import BYTES, certify_after_option, draining_option, json_option, memory_option
 from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import DISABLE, from_environment, slots_of
 from ..errors import ConfigError, WorldMismatch
 
 
-def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    from ..human_readable.units import read_bytes
-
-    try:
-        return None if text is None else read_bytes(text)
-    except ConfigError as error:
-        raise click.BadParameter(str(error), param=option) from None
-
-
 @click.command()
-@click.option("--need", callback=_bytes, help="State of one rank, such as 12GiB or 80GB: check that its slots fit.")
+@click.option("--need", callback=BYTES, help="State of one rank, such as 12GiB or 80GB: check that its slots fit.")
 @click.option("--redundancy", shell_complete=shell_completion.schemes,
               help="Scheme that --need is counted for.  [default: MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
 @draining_option

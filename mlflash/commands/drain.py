@@ -52,7 +52,6 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
 
 
 def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
-    """Ask the job, wait if the user wants it, and return the result as plain values."""
     held, pid = _live(given.memory, job)
     before = set(_listed(given.directory))
     try:

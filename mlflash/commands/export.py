@@ -20,8 +20,8 @@ from ..command_line.run_on_ranks import FINE, run_together
 from ..config import Config
 from ..errors import StepNotFound
 from ..exports import safetensors_files
+from ..exports.open_whole import Convert, Selection, tensors_by_name
 from ..exports.open_whole import export as export_whole
-from ..exports.selection import Convert, Selection, tensors_by_name
 from ..human_readable.units import read_bytes, show_bytes
 from ..human_readable.wording import listed, many
 from ..inspection import on_disk

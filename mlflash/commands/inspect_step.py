@@ -20,12 +20,10 @@ from ..errors import CorruptSlot, MlflashError
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named
 from ..inspection import checkpoint_contents, on_disk
-from ..inspection.checkpoint_contents import Contents, Itinerary, Shard
-from ..inspection.node_memory import look, look_around, places
-from ..inspection.provenance_check import Found, describe, versions_of
+from ..inspection.checkpoint_contents import Contents, Itinerary, Shard, Statistics
+from ..inspection.node_memory import Changed, look, look_around, places
+from ..inspection.on_disk import Provenance, describe, versions_of
 from ..inspection.restorability import Prospect, what_is_restorable
-from ..inspection.slot_file import Changed
-from ..inspection.tensor_statistics import Statistics
 from ..mpi.world import World, gather
 from ..storage.store import open_store
 
@@ -112,7 +110,7 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
     listed = next((listed for listed in stored.listed if listed.step == step), None) if stored is not None else None
     if stored is None or listed is None:
         return None
-    contents, error, provenance = Contents(), None, Found()
+    contents, error, provenance = Contents(), None, Provenance()
     if world.rank == 0:
         try:
             contents = checkpoint_contents.read_directory(stored.path, listed, tensor, tensor is not None)
@@ -170,13 +168,11 @@ class Tensor:
 
     @property
     def held(self) -> str:
-        """The ranks that hold it, in words."""
         ranks = named({shard.rank for shard in self.shards})
         whole = all(shard.entry.shape == shard.entry.global_shape for shard in self.shards)
         return f"whole, {ranks}" if whole else f"{len(self.boxes)} parts, {ranks}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
         first, statistics = self.shards[0].entry, self.statistics
         shards = [{
             "rank": shard.rank, "offset": list(shard.entry.offset), "shape": list(shard.entry.shape),
@@ -191,7 +187,6 @@ class Tensor:
                 "nbytes": self.nbytes, "statistics": joined, "shards": shards}  # fmt: skip
 
     def show(self, console: Console) -> None:
-        """Print where each of its bytes is, and its statistics."""
         first = self.shards[0].entry
         console.print(f"\n{first.name}: {first.kind} {first.dtype} {_shape(first.global_shape)}, "
                       f"{show_bytes(self.nbytes)}, {self.held}", markup=False)  # fmt: skip
@@ -218,28 +213,18 @@ class Tensor:
 
 @dataclasses.dataclass
 class Checkpoint:
-    """A checkpoint that is shown.
-
-    Attributes:
-        step, ranks: its step and number of ranks.
-        source: "memory", or the path in the directory.
-        about: a line about it.
-        missing: ranks that have no slot here.
-        contents: what it holds.
-        provenance: its provenance. None if the checkpoint is in memory.
-    """
+    """A checkpoint that is shown."""
 
     step: int
     ranks: int
-    source: str
+    source: str  # "memory", or the path in the directory
     about: str
     missing: tuple[int, ...]
     contents: Contents
-    provenance: Found | None = None
+    provenance: Provenance | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its tensors."""
         tensors: dict[tuple[Any, ...], Tensor] = {}
         for shard in self.contents.shards:
             entry = shard.entry
@@ -248,7 +233,6 @@ class Checkpoint:
         return list(tensors.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
         said = (self.contents.provenance or None) if self.provenance is None else self.provenance.said
         return {"step": self.step, "ranks": self.ranks, "source": self.source, "missing_ranks": list(self.missing),
                 "tensors": [tensor.to_json() for tensor in self.tensors],

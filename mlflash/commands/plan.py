@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,10 @@ import click
 import msgspec
 
 from ..command_line import shell_completion
-from ..command_line.options import certify_after_option, draining_option
+from ..command_line.options import BYTES, SECONDS, certify_after_option, draining_option
 from ..command_line.output import answer
 from ..config import slots_of
 from ..errors import ConfigError
-from ..human_readable.units import read_bytes, read_seconds
 
 if TYPE_CHECKING:
     from ..placement.failure_domains import Domains
@@ -27,45 +25,32 @@ if TYPE_CHECKING:
 _FILE = click.Path(exists=True, dir_okay=False)
 
 
-def _quantity(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    def callback(_: click.Context, option: click.Parameter, text: str | None) -> Any:
-        try:
-            return None if text is None else read(text)
-        except ConfigError as error:
-            raise click.BadParameter(str(error), param=option) from None
-
-    return callback
-
-
-_BYTES, _SECONDS = _quantity(read_bytes), _quantity(read_seconds)
-
-
 @click.command()
 @click.option("--nodes", type=click.IntRange(1),
               help="Nodes of the job.  [default: those of --hosts, --report or --domains]")  # fmt: skip
 @click.option("--ranks-per-node", type=click.IntRange(1),
               help="Ranks on each node.  [default: those of --report, or 8]")  # fmt: skip
-@click.option("--bytes", "nbytes", callback=_BYTES,
+@click.option("--bytes", "nbytes", callback=BYTES,
               help="State of one rank, such as 12GiB or 80GB.  [default: that of --report]")  # fmt: skip
-@click.option("--alike", callback=_BYTES,
+@click.option("--alike", callback=BYTES,
               help="The part of --bytes that is the same on all ranks, as under DDP.  [default: that of --report, "
               "or 0]")  # fmt: skip
-@click.option("--memory", callback=_BYTES, help="Memory of a node for checkpoints, such as 512GiB.")
+@click.option("--memory", callback=BYTES, help="Memory of a node for checkpoints, such as 512GiB.")
 @click.option("--scheme", "schemes", multiple=True, shell_complete=shell_completion.schemes,
               help="Scheme to compare; you can repeat it.  [default: all that differ on these nodes]")  # fmt: skip
 @click.option("--losses", type=click.IntRange(1, 64), default=3, show_default=True,
               help="Show the chances if 1 to this many random nodes are lost at once.")  # fmt: skip
 @draining_option
 @certify_after_option
-@click.option("--mtbf", callback=_SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
-@click.option("--save", callback=_SECONDS,
+@click.option("--mtbf", callback=SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
+@click.option("--save", callback=SECONDS,
               help="Time that a save stalls training: 0.5s, 80ms.  [default: that of --report]")  # fmt: skip
-@click.option("--commit", callback=_SECONDS,
+@click.option("--commit", callback=SECONDS,
               help="Time from the call of save to its commit.  [default: that of --report, or --save]")  # fmt: skip
-@click.option("--restart", callback=_SECONDS, default="2min", show_default=True,
+@click.option("--restart", callback=SECONDS, default="2min", show_default=True,
               help="Time from a failure to the next step.")  # fmt: skip
-@click.option("--drain-every", callback=_SECONDS, help="Time between two drains to the file system: 1h.")
-@click.option("--pfs-restart", callback=_SECONDS,
+@click.option("--drain-every", callback=SECONDS, help="Time between two drains to the file system: 1h.")
+@click.option("--pfs-restart", callback=SECONDS,
               help="As --restart, if the file system is read.  [default: --restart]")  # fmt: skip
 @click.option(
     "--domains",
@@ -112,7 +97,6 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | Non
 
 
 def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str]]:
-    """Make the job, and notes for the user, from the options and from what a run has measured."""
     from ..planning.scheme_comparison import Job
 
     nbytes, alike = given["nbytes"], given["alike"] or 0
@@ -193,8 +177,6 @@ class _Slot(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """What a plan needs of ``Checkpointer.report()``."""
-
     node: str
     counts: dict[str, int]
     seconds: dict[str, float]

@@ -9,17 +9,12 @@ from pathlib import Path
 import click
 
 from ..command_line import shell_completion
-from ..command_line.options import json_option
+from ..command_line.options import SECONDS, json_option
 from ..errors import ConfigError
 
 
-def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    from ..human_readable.units import read_seconds
-
-    try:
-        seconds = None if text is None else read_seconds(text)
-    except ConfigError as error:
-        raise click.BadParameter(str(error), param=option) from None
+def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    seconds: float | None = SECONDS(context, option, text)
     if seconds == 0:
         raise click.BadParameter("must be longer than 0 s", param=option)
     return seconds

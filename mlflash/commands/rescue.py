@@ -144,7 +144,6 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
 
 
 def _elsewhere(world: World, given: Config, job: str) -> str:
-    """Say what else the memory of this node holds that the user may have meant."""
     if emulated_nodes(given.memory, job) and not world.emulated:
         return f": {job} ran on emulated nodes; set MLFLASH_RANKS_PER_NODE to the same number"
     others = [other for other in jobs_of(given.memory) if other != job]
@@ -168,12 +167,7 @@ def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
-    """Wait for the end of a drain as long as any rank makes progress.
-
-    Raises:
-        DrainFailed: the drain failed.
-        DeadlineExceeded: no rank makes progress.
-    """
+    """Wait for the end of a drain as long as any rank makes progress."""
     with progress_bar("draining", on=on) as update:
         while not drain.done:
             try:

@@ -14,17 +14,14 @@ import click
 from ..command_line import shell_completion
 from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed, MpiUnavailable
-from ..launcher.courier_hosts import CourierHosts
 from ..launcher.first_node_guard import Guard
 from ..launcher.kept_ranks import KeptBySteps, OnKeptHosts
-from ..launcher.launch_system import Launcher, Start
+from ..launcher.launch_system import Launcher, RunLog, RunOptions, Start
 from ..launcher.membership import Deadlines
 from ..launcher.on_hosts import OnHosts
-from ..launcher.on_slurm import OnSlurm, own_id
-from ..launcher.on_ssh import OnSsh
+from ..launcher.on_slurm import CourierHosts, OnSlurm, own_id
 from ..launcher.processes import find_mpiexec
-from ..launcher.run_log import RunLog
-from ..launcher.run_options import RunOptions
+from ..launcher.ranks_by_ssh import OnSsh
 from ..launcher.supervisor import Supervisor
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
@@ -136,7 +133,6 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
 
 
 def _launcher(kind: str | None, mpi: str, extra: list[str], hosts: list[str], rsh: str) -> Launcher:
-    """Return the launcher that the user names, or the one that is available."""
     if kind is None:
         kind = "srun" if "SLURM_JOB_ID" in os.environ else _without_slurm(rsh)
     if kind == "srun":
@@ -151,7 +147,6 @@ def _launcher(kind: str | None, mpi: str, extra: list[str], hosts: list[str], rs
 
 
 def _kept(launcher: Launcher, names: list[str], rsh: str, spares: int, deadlines: Deadlines, journal: RunLog) -> Start:
-    """Return the function that starts ranks which stay alive when others are lost."""
     if isinstance(launcher, OnSlurm):
         return KeptBySteps(launcher, spares, deadlines, journal).train
     if isinstance(launcher, OnSsh):

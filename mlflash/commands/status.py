@@ -118,17 +118,13 @@ def jobs(memory: str, as_json: bool) -> None:
 
 @dataclasses.dataclass
 class JobState:
-    """What memory and the directory hold of a job.
-
-    Attributes:
-        is_moving: whether the job commits so fast that each look finds another step that seems to be lost.
-    """
+    """What memory and the directory hold of a job."""
 
     job: str
     nodes: list[Node]
     outlook: Restorability
     stored: on_disk.DirectoryContents | None
-    is_moving: bool = False
+    is_moving: bool = False  # whether the job commits so fast that each look finds another step that seems to be lost
 
     @property
     def lost(self) -> Prospect | None:
@@ -162,7 +158,6 @@ class JobState:
         return None if newest is None or self.outlook.unseen else survival(self.nodes, newest)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
         survives, newest = self.survives, self.outlook.newest
         return {
             "job": self.job,
@@ -178,13 +173,11 @@ class JobState:
         }
 
     def show(self, console: Console) -> None:
-        """Print the slots of each node, and what they can restore."""
         console.print(_nodes_table(self.nodes))
         for style, text in self._lines():
             console.print(text, style=style or None)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        """Yield style and text of each line."""
         alive = [node for node in self.nodes if node.pid is not None]
         where = f"{alive[0].name}, {process_named(alive[0].pid or 0)}" if alive else ""
         yield "", f"job {self.job}: " + (f"alive ({where})" if alive else "no live process here")
@@ -233,7 +226,6 @@ class JobState:
             yield "red", f"damaged: {', '.join(stored.damaged)}"
 
     def show_steps(self, console: Console) -> None:
-        """Print a line for each checkpoint, newest first, and say which one a restore takes."""
         unseen = bool(self.outlook.unseen)
         lines = [(attempt.attempt, attempt.choice is not None, attempt.step, "memory", attempt.world_size,
                   attempt.unix_ns, _VALUES.get(attempt.verdict, "") + _can_be_restored(attempt, unseen))
@@ -309,12 +301,10 @@ def _can_be_restored(attempt: Prospect, unseen: bool) -> str:
 
 
 def _by_request(step: int) -> str:
-    """Say when a restore takes a step that is marked bad: it passes over the step, unless it is asked for it."""
     return f"restored only if you ask for step {step}"
 
 
 def _nodes_table(nodes: Sequence[Node]) -> Table:
-    """Make a table with a line for each node and step, newest first."""
     table = new_table("node", ">step", "slots of", "parity of", ">shares", ">size", ">age", "committed")
     for node in nodes:
         name = node.name
@@ -337,7 +327,6 @@ def _nodes_table(nodes: Sequence[Node]) -> Table:
 
 
 def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
-    """Group the sealed files of a node by attempt, newest first."""
     groups: dict[Attempt, list[tuple[File, Header]]] = {}
     for file, header in node.sealed:
         groups.setdefault(header.attempt, []).append((file, header))

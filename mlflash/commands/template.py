@@ -152,11 +152,7 @@ def values_of(name: str, output: Path, *, nodes: int, spares: int, ranks_per_nod
               gpus_per_node: int | None, mpi: str | None, job_name: str | None, directory: str | None,
               srun_args: str | None, script: str | None, arguments: tuple[str, ...], **given: str | None,
               ) -> dict[str, str | None]:  # fmt: skip
-    """Return the value of each word between two @ in a template, quoted for a shell. None: it is left out.
-
-    Raises:
-        UsageError: a shell or `mlflash run` could not read a value.
-    """
+    """Return the value of each word between two @ in a template, quoted for a shell. None: it is left out."""
     home, kind = Path(os.path.abspath(output)), TEMPLATES[name]
     directory = directory or str(home / f"{job_name or name}-checkpoints")
     if "://" in directory:

@@ -75,7 +75,6 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
 
 
 def _others(hosts: str, rsh: str, slurm_job: str) -> tuple[Launcher | None, list[str]]:
-    """Return the launcher that asks other nodes, and their names. None: look at this node only."""
     if hosts:
         return OnHosts(hosts.split(","), rsh), hosts.split(",")
     job = slurm_job or (own_id(os.environ) if "SLURM_JOB_ID" in os.environ else "")

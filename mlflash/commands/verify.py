@@ -18,9 +18,8 @@ from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..human_readable.units import show_bytes
 from ..human_readable.wording import many
 from ..inspection import on_disk
-from ..inspection.node_memory import File, look, places
-from ..inspection.provenance_check import Found, Key, describe
-from ..inspection.slot_file import Changed, Sealed
+from ..inspection.node_memory import Changed, File, Sealed, look, places
+from ..inspection.on_disk import Key, Provenance, describe
 from ..memory.node_directory import NodeDirectory
 from ..mpi.world import World, gather_from_all
 from ..storage.signatures import public_key
@@ -32,25 +31,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Checked:
-    """What the command read in one place: a node, or a checkpoint in the directory.
-
-    Attributes:
-        where: name of the node, or path of the checkpoint.
-        files, nbytes: how many files and bytes were read.
-        damaged: the damaged files, and what is wrong with each.
-        being_written: files that the job wrote while they were read.
-        provenance: the provenance of a checkpoint in the directory. None for memory.
-    """
+    """What the command read in one place: a node, or a checkpoint in the directory."""
 
     where: str
-    files: int = 0
+    files: int = 0  # files, nbytes: how many files and bytes were read
     nbytes: int = 0
     damaged: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    being_written: list[str] = dataclasses.field(default_factory=list)
-    provenance: Found | None = None
+    being_written: list[str] = dataclasses.field(default_factory=list)  # files that the job wrote while they were read
+    provenance: Provenance | None = None
 
     def add(self, other: Checked) -> None:
-        """Add what another process read in the same place."""
         self.files, self.nbytes = self.files + other.files, self.nbytes + other.nbytes
         self.damaged = sorted(self.damaged + other.damaged)
         self.being_written = sorted(self.being_written + other.being_written)
@@ -64,7 +54,6 @@ class Checked:
         return self.provenance.count(self.files, [file for file, _ in self.damaged])
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
         document = {
             "where": self.where, "files": self.count, "nbytes": self.nbytes, "being_written": self.being_written,
             "damaged": [{"file": file, "damage": text} for file, text in self.damaged],
@@ -74,7 +63,6 @@ class Checked:
         return document
 
     def show(self, console: Console) -> None:
-        """Print it."""
         good = self.count - len({file for file, _ in self.damaged})
         text = f"{self.where}: {good} of {many(self.count, 'file')} good, {show_bytes(self.nbytes)}"
         text += f"; {len(self.being_written)} being written" if self.being_written else ""
@@ -208,17 +196,15 @@ def _key(world: World, file: str | None) -> Key | None:
 
 
 def _join(world: World, mine: list[Checked]) -> list[Checked]:
-    """Add up what all processes read. Collective; only rank 0 gets it."""
     places: dict[str, Checked] = {}
     for checked in (checked for of_process in gather_from_all(world, mine) for checked in of_process):
         places.setdefault(checked.where, Checked(checked.where)).add(checked)
     return list(places.values())
 
 
-def _in_words(found: Found, is_whole: bool) -> str:
-    """Say what a provenance records, and whether the files match it."""
-    if found.document is None:
+def _in_words(provenance: Provenance, is_whole: bool) -> str:
+    if provenance.document is None:
         return "it does not hold"
     signed = {"none": "not signed", "not checked": "signed, not checked without --key", "good": "signed by this key",
-              "bad": "not signed by this key"}[found.signature]  # fmt: skip
-    return f"{describe(found.document)}; {signed}; it {'holds' if is_whole else 'does not hold'}"
+              "bad": "not signed by this key"}[provenance.signature]  # fmt: skip
+    return f"{describe(provenance.document)}; {signed}; it {'holds' if is_whole else 'does not hold'}"

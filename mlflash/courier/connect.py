@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import Config
-from ..draining.drains import Drains
+from ..draining.drain import Drains
 from ..errors import MlflashError
 from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
@@ -24,10 +24,9 @@ from ..protocol.ranks import Ranks
 from ..protocol.torch_rank import check_torch_rank, replicas_of, some_ranks
 from ..protocol.trainer_context import TrainerContext
 from ..state.manifest import provenance_of
-from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
-from ..telemetry.recorder import TrainerRecorder
+from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
 from ..wireup.pmi_client import uses_mpi
 from .choice import Choice, choose
 from .in_thread import CourierThread

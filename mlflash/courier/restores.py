@@ -22,8 +22,8 @@ from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
 from ..restoring import from_memory
 from ..restoring.choose_source import Sources
 from ..restoring.exchange_fragments import exchange
-from ..restoring.found import FoundElsewhere
 from ..restoring.heal import heal_or_remember
+from ..restoring.open_in_memory import FoundElsewhere
 from ..startup.certification import Saved
 from ..startup.context import Context
 
@@ -187,7 +187,7 @@ class FoundCheckpoints:
 
         world.on_all(write)
         found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)
-        listed, store = self._drains.listed(), self._drains.store
+        listed, store = self._drains.look().listed, self._drains.store
 
         def write_folders() -> None:
             if world.rank == 0 and store is not None:
@@ -202,5 +202,5 @@ class FoundCheckpoints:
     def _steps(self, message: asked.Steps) -> list[int]:
         context, alike = self._context, message.alike
         size = context.world.size
-        drained = {one.step for one in self._drains.listed() if not alike or one.card.world_size == size}
+        drained = {one.step for one in self._drains.look().listed if not alike or one.card.world_size == size}
         return sorted(drained.union(from_memory.restorable_steps(context, alike=alike)))

@@ -18,9 +18,8 @@ from ..protocol import messages as asked
 from ..protocol.messages import Message, Started
 from ..protocol.save_request import Trainer
 from ..redundancy.deduplication import Shareable
-from ..restoring.heal import heal_or_remember, protect_left
-from ..restoring.mend import mend
-from ..restoring.rescue import heal, scavenge
+from ..restoring.from_memory import heal_newest, scavenge
+from ..restoring.heal import heal_or_remember, mend, protect_left
 from ..restoring.scrubber import Scrubber
 from ..saving import commit
 from ..saving.commit import Commits
@@ -159,7 +158,7 @@ class Session:
             asked.MakeRoom: self._make_room,
             asked.BeginDrain: lambda message: self._drains.begin_newest(message.if_due),
             asked.Scavenge: lambda message: scavenge(context, self._drains) is not None,
-            asked.HealNewest: lambda message: heal(context),
+            asked.HealNewest: lambda message: heal_newest(context),
             **FoundCheckpoints(context, self._drains).table,
         }
         pool, threads = context.pool, context.copy_threads.threads

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..config import Config
-from ..draining.drain import Drain
-from ..draining.drains import Drains
+from ..draining.drain import Drain, Drains
 from ..errors import DrainFailed
 from .wire_format import DrainWire
 

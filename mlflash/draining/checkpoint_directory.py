@@ -1,8 +1,7 @@
 """The checkpoints in a directory: which exist, how the next one is named, which may be deleted.
 
-A checkpoint is a folder ``step-00001200``; the file that commits it is written last and deleted first. If a step is
-drained again (training went back, and reached it once more), the new folder is ``step-00001200.1``, so that the old one
-stays whole until the new one is. Only files whose card names this job are deleted.
+Their folders are ``step-00001200``, and ``step-00001200.1`` if the step is drained again. The file that commits a
+checkpoint is written last and deleted first. Only files whose card names this job are deleted.
 """
 
 from __future__ import annotations
@@ -35,23 +34,15 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<tag>(?P<run>[0-9a-f]{32})-\d+-(?P<
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """A committed checkpoint in a directory.
-
-    Attributes:
-        folder: its name there.
-        master: the file that commits it.
-        card: the card of that file.
-        verdict: what is known about its values.
-    """
+    """A committed checkpoint in a directory."""
 
     folder: str
     master: str
     card: Card
-    verdict: Verdict = Verdict.UNKNOWN
+    verdict: Verdict = Verdict.UNKNOWN  # what is known about its values
 
     @property
     def step(self) -> int:
-        """The training step."""
         return self.card.step
 
     @property
@@ -65,7 +56,6 @@ class Listing:
     """What is in a directory.
 
     Attributes:
-        listed: the committed checkpoints, newest first.
         damaged: folders whose committing file exists but cannot be read, and why.
         problem: why the directory cannot be read; "" if it can be read or does not exist.
     """
@@ -101,11 +91,7 @@ def list_checkpoints(store: Store) -> list[Listed]:
 
 
 def look(store: Store) -> Listing:
-    """List what is in a directory. Reads only the first bytes of each checkpoint.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """List what is in a directory. Reads only the first bytes of each checkpoint. Raises OSError."""
     found: list[Listed] = []
     damaged: dict[str, str] = {}
     for folder in store.names():
@@ -143,12 +129,7 @@ def write_verdict(inside: Store, attempt: Attempt, owner: str, verdict: Verdict)
 
 
 def mark(store: Store, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
-    """Write a user's verdict on a step into its checkpoints; return their folders.
-
-    Args:
-        store: the directory.
-        listed: the checkpoints in it.
-    """
+    """Write a user's verdict on a step into its checkpoints; return their folders."""
     its = [one for one in listed if one.step == step]
     for one in its:
         write_verdict(store.at(one.folder), one.card.attempt, one.card.owner, verdict)
@@ -166,7 +147,6 @@ def new_folder(store: Store, step: int) -> str:
 
 
 def _names(inside: Store) -> list[str] | None:
-    """List what is in a folder; None if it is not a folder, or belongs to somebody else."""
     try:
         return inside.names()
     except (NotADirectoryError, PermissionError):
@@ -174,11 +154,7 @@ def _names(inside: Store) -> list[str] | None:
 
 
 def read_index(inside: Store, listed: Listed) -> bytes:
-    """Read the index of the file that commits a checkpoint; ``inside`` is its folder.
-
-    Raises:
-        CorruptSlot: it is damaged, or the file changed after it was written.
-    """
+    """Read the index of the file that commits a checkpoint; ``inside`` is its folder. Raises CorruptSlot."""
     card = listed.card
     raw = inside.read(listed.master, card.index_start, card.index_nbytes)
     if len(raw) != card.index_nbytes or xxhash.xxh3_64_intdigest(raw) != card.index_check:
@@ -190,7 +166,6 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
     """List the checkpoints of this job that need not be kept.
 
     Args:
-        listed: all checkpoints.
         owner: only those of this job are listed, see `config.Config.owner`.
         keep_last: this many of the newest are kept, and the newest certified one; 0: all are kept. Those that are
             marked bad do not count, and go when they are older than those.
@@ -225,13 +200,7 @@ def delete(store: Store, listed: Listed) -> None:
 
 
 def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
-    """Delete what interrupted drains of earlier runs of this job left.
-
-    Args:
-        store: the directory.
-        owner: this job.
-        run_id: the id of this run, whose files stay.
-    """
+    """Delete what interrupted drains of earlier runs of this job left."""
     for folder in store.names():
         inside = store.at(folder)
         if not is_folder(folder):
@@ -246,7 +215,6 @@ def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
 
 
 def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> list[str]:
-    """List the files in a folder that drains of earlier runs left."""
     mine: list[str] = []
     drains: dict[Attempt, Card] = {}
     for name, card in zip(names, each(lambda name: _card_of(inside, name), names), strict=True):
@@ -270,11 +238,7 @@ def _turn(name: str) -> int:
 
 
 def _is_of(inside: Store, name: str, of: Card) -> bool:
-    """Whether a file was written by the drain that a card belongs to.
-
-    Its own card says so, or the card of its rank, which was written before it; otherwise its temporary name, or the id
-    in it.
-    """
+    """Whether the drain of a card has written a file, by its own card, that of its rank, or its temporary name."""
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         return match["tag"] == tag(of.attempt, of.owner)
     if name in (".metadata", VERDICT, PROVENANCE, SIGNATURE):

@@ -94,11 +94,7 @@ class Dcp:
 def _keys(
     rank: int, home: RankCheckpoint, load: Load
 ) -> tuple[dict[str, str], dict[str, bytes], Mapping[str, Path | None]]:
-    """DCP's keys of the tensors, by name; its pickled objects, by key; and where each key is in the nested state.
-
-    If a plan has written the slot, only the rank that the planner told knows the last of these; otherwise each rank
-    does.
-    """
+    """DCP's keys of the tensors, by name; its pickled objects, by key; and where each key is in the nested state."""
     entries, tree = home.manifest.entries, home.manifest.tree
     if dcp_plans.is_planned(tree):
         index, blob = (home.reader()(entries[number]).tobytes() for number in range(2))

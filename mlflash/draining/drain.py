@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..errors import DeadlineExceeded, MlflashError
+from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot_header import Attempt
+from ..protocol.client import Client
+from ..protocol.messages import AskDrain, BeginDrain, GiveUpDrain
+from ..protocol.ranks import Ranks
 from ..storage.store import Store
 from .file_index import Stored
 
@@ -93,12 +96,89 @@ class Drain:
                                 ranks=ranks)  # fmt: skip
 
     def moves(self) -> None:
-        """Note that some rank made progress (for the courier)."""
         self.moved, self.silent = time.monotonic(), ((), "")
         self.told()
 
     def end(self, error: MlflashError | None) -> None:
-        """Tell the waiters how it ended (for the courier)."""
         self.error, self.seconds = error, time.perf_counter() - self._start
         self._ended.set()
         self.told()
+
+
+# The drains of this run, as the trainer sees them: it asks for drains, and waits for them.
+
+
+class Drains:
+    """The drains of this rank."""
+
+    def __init__(self, courier: Client, ranks: Ranks, has_directory: bool):
+        self._courier, self._ranks, self._has_directory = courier, ranks, has_directory
+        self.last: Drain | None = None
+        self.restored: int | None = None  # the step that was restored last; None before the first
+
+    @property
+    def idle(self) -> bool:
+        return self.last is None or self.last.done
+
+    def began(self, drain: Drain) -> None:
+        self.last = drain
+
+    def ask(self) -> None:
+        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit."""
+        self._courier.ask(AskDrain())
+
+    def drain(self) -> Drain:
+        """Drain the newest checkpoint; see `Checkpointer.drain`."""
+        if not self._has_directory:
+            raise DrainFailed("this Checkpointer has no directory to drain to")
+        self.settle()
+        self._courier.call(BeginDrain(if_due=False))
+        assert self.last is not None
+        return self.last
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until no drain is running; see `Checkpointer.wait_drained`."""
+        if self.last is None or self.last.done:
+            return
+        try:
+            self.last.wait(timeout_s)
+        except DeadlineExceeded as error:
+            error.rank, error.node = self._ranks.rank, self._ranks.node_name
+            raise
+        except MlflashError:
+            pass  # a warning was logged already
+
+    def settle(self) -> None:
+        """Wait on all ranks until no drain is running. Collective over the world.
+
+        A rank that waited in vain, and then left out the next collective call, would make another one than the others.
+
+        Raises:
+            DeadlineExceeded: on all ranks, if some rank still drains.
+        """
+        if self._has_directory:
+            self._ranks.on_all(self.wait)
+
+    def finish(self) -> None:
+        """Drain the newest checkpoint, if draining is on and that is not done yet, and wait. Collective."""
+        if not self._has_directory:
+            return
+        try:
+            self.settle()
+            self._courier.call(BeginDrain(if_due=True))
+            self.settle()
+        except DrainFailed:
+            pass  # a warning was logged already
+
+    @property
+    def drained(self) -> int | None:
+        """The step of the newest drain, if that has ended well."""
+        return self.last.step if self.last is not None and self.last.done and self.last.error is None else None
+
+    def lacks(self, step: int | None) -> bool:
+        return self._has_directory and step not in (None, self.restored, self.drained)
+
+    def give_up(self) -> None:
+        """Make a running drain end soon, and have what it wrote deleted."""
+        if not self.idle:
+            self._courier.ask(GiveUpDrain())

@@ -1,12 +1,12 @@
 """What a process hands in to a drain → what goes into each rank's file.
 
-What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once (see `work_division`).
+What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, ties_of
 from ..state.meshes import apart
 from ..state.rebuild import Read
-from .file_index import Place, Places, encode, first_names, numbers_of
-from .work_division import deal, digest, part_of
+from .file_index import Place, Places, encode, first_names, numbers_of, rows_of
 
 _CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
+_WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
+Rows = tuple[int, int, int]  # number of a tensor, first row, row after the last
 
 
 @dataclasses.dataclass
@@ -31,11 +32,9 @@ class DrainInput:
     """The ranks of a checkpoint that a process hands in.
 
     Attributes:
-        attempt, step, world_size, mark: of the checkpoint.
         open: returns its ranks, one or several, each with the shares it needs; called on the thread that drains.
         homes: these ranks, once they are open; verified while they are drained.
         by: "job", or "scavenge".
-        checks: what the step has passed, as JSON values.
         verdict: returns what is known about its values by now; a user may mark it while it is drained.
     """
 
@@ -56,30 +55,22 @@ class Look:
 
     Attributes:
         digests: for each rank, the digests of its whole tensors, and the numbers of their entries.
-        table: the digests of the lowest rank, in order.
-        sets: for each rank that shares state, the lowest of the ranks that it shares it with.
         checks: for each rank, 64 bits made of the bytes of each whole tensor that is not shared, by number.
     """
 
     digests: dict[int, dict[bytes, int]]
-    table: list[bytes]
-    sets: dict[int, int]
+    table: list[bytes]  # the digests of the lowest rank, in order
+    sets: dict[int, int]  # for each rank that shares state, the lowest of the ranks that it shares it with
     checks: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a tensor that goes into a file.
-
-    Attributes:
-        entry: the part; its ``start`` is where it begins in the tensor.
-        tensor: everything that the slot has of the tensor.
-        common: the lowest of the ranks that hold it alike; -1: only this one does.
-    """
+    """A part of a tensor that goes into a file."""
 
     entry: Entry
     tensor: Entry
-    common: int
+    common: int  # the lowest of the ranks that hold it alike; -1: only this one does
 
 
 @dataclasses.dataclass
@@ -87,11 +78,7 @@ class Load:
     """What goes into the file of a rank.
 
     Attributes:
-        parts: the parts of tensors.
-        sources: the bytes of each part.
         commons: for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does.
-        rank: what all ranks need to know about this rank.
-        ties: further names of tensors.
         block_nbytes, checks, first_checks: a checksum for each block of each part; and where the checksums of a part
             begin.
     """
@@ -148,20 +135,7 @@ def look(drain_input: DrainInput) -> Look:
 
 def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
          world_size: int, block_nbytes: int) -> Load:  # fmt: skip
-    """Return what a rank writes: what only it holds, and its part of what several hold; every byte of it is verified.
-
-    Args:
-        rank: rank of the checkpoint.
-        home: its slot and shares.
-        common: those of its entries that all ranks hold alike, in an order that is the same on all.
-        looked: what `look` has found.
-        sets: for each rank that shares state, the lowest of the ranks that it shares it with.
-        world_size: of the checkpoint.
-        block_nbytes: bytes per checksum.
-
-    Raises:
-        CorruptSlot: a block of the slot or of a share is damaged.
-    """
+    """Return what a rank writes: what only it holds, and its part of what several hold, all of it verified."""
     entries, behind = home.manifest.entries, home.header.extents.payload_nbytes
     names = first_names(entries)
     firsts = [entry for entry, name in zip(entries, names, strict=True) if entry.name == name]
@@ -204,7 +178,6 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
 
 
 def _position(entries: Sequence[Entry], number: int, row: int) -> int:
-    """Where a row of one of some tensors begins, if their bytes follow one after the other."""
     its = entries[number]
     return sum(entry.nbytes for entry in entries[:number]) + row * (its.nbytes // its.shape[0] if its.shape else 0)
 
@@ -222,16 +195,11 @@ def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class FileDigest:
-    """The digest of a file of a checkpoint.
-
-    Attributes:
-        name, nbytes: name and size of the file.
-        sha256: of those of its bytes that belong to no tensor, see `FileWithHoles.digest_beside_tensors`.
-    """
+    """The digest of a file of a checkpoint."""
 
     name: str
     nbytes: int
-    sha256: str
+    sha256: str  # of those of its bytes that belong to no tensor, see `FileWithHoles.digest_beside_tensors`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +207,6 @@ class Origin:
     """Where and when the state of a rank was saved.
 
     Attributes:
-        node_index, node: number and name of the node.
-        scheme: its redundancy scheme.
         unix_ns: when its slot was sealed, ns since 1970.
         said: the provenance in its manifest; only for the lowest rank, because it is the same on the others.
     """
@@ -253,7 +219,6 @@ class Origin:
 
     @classmethod
     def of(cls, home: RankCheckpoint) -> Origin:
-        """Read it from a slot."""
         header, said = home.header, home.manifest.provenance
         return cls(header.node_index, header.node, header.scheme, header.unix_ns, {} if header.rank else said)
 
@@ -264,12 +229,6 @@ class Receipt:
 
     Attributes:
         pieces: pieces of tensors; whether several ranks hold each alike; and one number made of its bytes.
-        ties: further names of tensors.
-        objects: what else its state holds, for people to read.
-        names: names in the file of the tensors that a DCP plan has written; otherwise empty.
-        more: what else the file format needs to know.
-        origin: where the rank was saved; known once the files are written.
-        digests: digests of the files, once they are written.
     """
 
     rank: int
@@ -284,7 +243,6 @@ class Receipt:
     @classmethod
     def of(cls, rank: int, load: Load, places: Places, objects: Any, names: Mapping[str, str] | None = None
            ) -> Receipt:  # fmt: skip
-        """Make it of what was written."""
         pieces = [(part.entry, part.common >= 0, places.check(place))
                   for part, place in zip(load.parts, places.of.values(), strict=True)]  # fmt: skip
         return cls(rank, pieces, load.ties, objects, names or {})
@@ -309,3 +267,41 @@ def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]
         named = [(shown_as(receipt, entry), entry) for entry, _, _ in receipt.pieces]
         found[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
     return found
+
+
+# What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor
+# is cut along its first dimension only, so that a part is one run of its bytes.
+
+
+def digest(entry: Entry, content: int) -> bytes:
+    """16 bytes for a tensor with its name, dtype, shape and content (its XXH3-128)."""
+    said = f"{entry.name}\0{entry.kind}\0{entry.dtype}\0{entry.global_shape}\0{content:x}"
+    return xxhash.xxh3_128_digest(said.encode())
+
+
+def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
+    """Deal tensors out among some ranks; return the parts of the nth of them.
+
+    Example:
+        Tensors of 10, 10 and 20 MiB for 2 ranks: the first gets the first two, the second the third.
+    """
+    total = sum(entry.nbytes for entry in entries)
+    low, high = total * nth // ranks, total * (nth + 1) // ranks
+    at = 0
+    for number, entry in enumerate(entries):
+        first, at = at, at + entry.nbytes
+        rows = entry.shape[0] if entry.shape else 1
+        if entry.nbytes < _WHOLE_NBYTES or rows < 2:
+            if (low <= first < high) if entry.nbytes else nth == 0:
+                yield number, 0, rows
+            continue
+        row = entry.nbytes // rows
+        begin, end = (min(rows, max(0, -(-(bound - first) // row))) for bound in (low, high))
+        if begin < end:
+            yield number, begin, end
+
+
+def part_of(entry: Entry, begin: int, end: int) -> Entry:
+    """Rows of a tensor, as an entry; ``start`` is where they begin in it."""
+    row_nbytes = entry.nbytes // max(1, entry.shape[0]) if entry.shape else 0
+    return dataclasses.replace(rows_of(entry, begin, end - begin), start=begin * row_nbytes)

@@ -25,7 +25,7 @@ from ..startup.context import Context
 from ..state import layout
 from ..storage.store import Store, is_url, open_store
 from . import checkpoint_directory, write_checkpoint
-from .checkpoint_directory import Listed, Listing
+from .checkpoint_directory import Listing
 from .drain import Drain
 from .drain_input import DrainInput
 from .provenance import Signer
@@ -39,19 +39,7 @@ _LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 
 
 class DrainQueue:
-    """Drains checkpoints to the directory.
-
-    Args:
-        config: of the job.
-        context: this rank's slots and communicators.
-        courier: makes the MPI calls.
-        told: called with each drain that begins.
-        signer: signs the provenance of what is drained.
-
-    Attributes:
-        last: the newest drain, running or ended; None before the first.
-        store: the directory; None if there is none.
-    """
+    """Drains checkpoints to the directory."""
 
     def __init__(self, config: Config, context: Context, courier: JobThread, told: Callable[[Drain], None],
                  signer: Signer):  # fmt: skip
@@ -73,34 +61,23 @@ class DrainQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no drain is on its way on this rank."""
         return self.last is None or self.last.done
 
     @property
     def is_on(self) -> bool:
-        """Whether checkpoints are drained automatically."""
         return self._config.drain_every > 0
 
     @property
     def asked(self) -> bool:
-        """Whether somebody has asked for a drain on this node (`mlflash drain`)."""
         world, memory = self._context.world, self._context.memory
         self._asked = self._asked or (self.store is not None and world.local_rank == 0 and memory.take_request())
         return self._asked
 
     def ask(self) -> None:
-        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit."""
         self._asked = True
 
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
-        """Count a checkpoint that was just committed, and begin to drain it if it is due; for the courier.
-
-        Collective over the world.
-
-        Args:
-            slot, share: of this rank; None: it has none.
-            asked, idle: whether a drain was asked for, and whether none is running; agreed on by all ranks.
-        """
+        """Count a checkpoint that was just committed, and begin to drain it if it is due; for the courier."""
         self._since += 1
         due = asked or (self.is_on and self._since >= self._config.drain_every)
         if self.store is None or slot is None or not due:
@@ -120,7 +97,6 @@ class DrainQueue:
         self._note_certified()
 
     def _note_certified(self) -> None:
-        """Let rank 0 note which attempt is certified, if that is in the directory by now."""
         attempt, store, rank = self._certified, self.store, self._context.world.rank
         if attempt is None or store is None or attempt not in self._folders:
             return
@@ -159,17 +135,13 @@ class DrainQueue:
         self._begin(slot, share)
 
     def _lacks_restored(self) -> bool:
-        """Whether this run restored a checkpoint from memory that is not in the directory. Collective over the world.
-
-        It is, for example, the last one of a run that was killed before its end.
-        """
+        """Whether this run restored a checkpoint from memory that is not in the directory. Collective."""
         attempt = self._restored
         if not self._context.world.agree([int(attempt is not None)])[0]:
             return False
-        return attempt not in [one.card.attempt for one in self.listed()]
+        return attempt not in [one.card.attempt for one in self.look().listed]
 
     def give_up(self) -> None:
-        """Make a running drain end soon, and delete what it wrote."""
         if self.last is not None:
             self.last.given_up.set()
 
@@ -207,13 +179,6 @@ class DrainQueue:
         if why := store.why_not_writable():
             log.warning("no checkpoint can be drained to %s: %s", store.path, why)
 
-    def listed(self, store: Store | None = None) -> list[Listed]:
-        """List the committed checkpoints of the directory (or of another), newest first; see `look`.
-
-        Collective over the world.
-        """
-        return [*self.look(store).listed]
-
     def look(self, store: Store | None = None) -> Listing:
         """List what is in the directory, except what a fresh start passes over; or everything that is in another one.
 
@@ -227,7 +192,6 @@ class DrainQueue:
         return Listing(ours, {}, there.problem)  # if a checkpoint cannot be read, its job is unknown
 
     def _list(self, store: Store | None) -> Listing:
-        """The same; a directory that does not answer in half the time that the other ranks wait is a problem, too."""
         if store is None:
             return Listing()
         world = self._context.world
@@ -253,7 +217,6 @@ class DrainQueue:
         return told
 
     def free(self) -> None:
-        """Free the communicator. Collective over the world."""
         if self._collectives is not None:
             self._collectives.free()
 
@@ -261,10 +224,6 @@ class DrainQueue:
         """Begin to drain what this process hands in.
 
         Collective over the world; for a job of the courier, and only if no drain is running.
-
-        Args:
-            drain_input: what it hands in.
-            held: slots of this rank in it, which saves must not write meanwhile.
         """
         context, store = self._context, self.store
         if store is None:
@@ -300,13 +259,11 @@ class DrainQueue:
         return current
 
     def _look(self) -> None:
-        """Let drains make progress if there is no thread for it; for callers that wait."""
         self._courier.go_on_behind()
         if self._courier.broken is not None:
             raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
 
     def _begin(self, slot: Slot, share: Slot | None) -> None:
-        """Begin to drain what is in slots of this rank."""
         context, header = self._context, slot.header
         assert header is not None
 

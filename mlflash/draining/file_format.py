@@ -19,15 +19,10 @@ from .file_index import CARD_NBYTES, Card, Stored
 
 
 class Form(Protocol):
-    """A file format. Nothing is collective.
-
-    Attributes:
-        name: "hdf5" or "dcp".
-        most_pieces: how many pieces, of all ranks, its last file lists; if there are more, it lists none.
-    """
+    """A file format. Nothing is collective."""
 
     name: str
-    most_pieces: float
+    most_pieces: float  # how many pieces, of all ranks, its last file lists; if there are more, it lists none
 
     def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip

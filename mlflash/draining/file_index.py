@@ -30,37 +30,28 @@ CARD_NBYTES = 512
 # start, bytes and checksum of the index; unix ns | owner
 _CARD = struct.Struct("<8sHHI 16sQq II QQQQQ 96s")
 _SUM = struct.Struct("<Q")
+_HEAD = struct.Struct("<QQQQ")  # bytes per checksum, numbers of records and of checksums, bytes of the slot's payload
+_RECORD = np.dtype([("leaf", "<u4"), ("packed", "<u4"), ("start", "<u8"), ("nbytes", "<u8"), ("begin", "<u8"),
+                    ("rows", "<u8"), ("first_check", "<u8")])  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The first bytes of a drained file.
-
-    Attributes:
-        attempt, step: of what was drained.
-        rank: whose file this is; -1: the file that commits the checkpoint.
-        world_size: number of ranks of the checkpoint.
-        file_nbytes: size of the file.
-        index_start, index_nbytes, index_check: where the index is, and its XXH3-64.
-        unix_ns: when it was written, ns since 1970.
-        owner: which job wrote it, see `config.Config.owner`.
-        mark: mark of what was drained, see `slot_header.Header`.
-    """
+    """The first bytes of a drained file."""
 
     attempt: Attempt
     step: int
-    rank: int
+    rank: int  # whose file this is; -1: the file that commits the checkpoint
     world_size: int
     file_nbytes: int
     index_start: int
     index_nbytes: int
     index_check: int
     unix_ns: int
-    owner: str
-    mark: int = 0
+    owner: str  # which job wrote it, see `config.Config.owner`
+    mark: int = 0  # mark of what was drained, see `slot_header.Header`
 
     def pack(self) -> bytes:
-        """Encode; the result is `CARD_NBYTES` long."""
         body = _CARD.pack(
             MAGIC, VERSION, int(self.rank < 0), self.mark, self.attempt.run_id, self.attempt.generation, self.step,
             max(0, self.rank), self.world_size, self.file_nbytes, self.index_start, self.index_nbytes,
@@ -70,14 +61,7 @@ class Card:
 
 
 def read_card(raw: bytes) -> Card:
-    """Decode and check a card.
-
-    Args:
-        raw: the first `CARD_NBYTES` of a file.
-
-    Raises:
-        CorruptSlot: this is not a card, or it has another version, or it is damaged.
-    """
+    """Decode and check the first `CARD_NBYTES` of a file. Raises CorruptSlot."""
     if raw[:8] != MAGIC:
         raise CorruptSlot("this file was not drained by mlflash", expected=MAGIC, found=raw[:8])
     body, rest = raw[: _CARD.size], raw[_CARD.size : _CARD.size + _SUM.size]
@@ -98,18 +82,14 @@ class Stored:
     """The files of one rank.
 
     Attributes:
-        card: the file with card and index.
-        nbytes, index_check: its size and the checksum of its index when the checkpoint was committed.
-        data: the file with the pieces, which may be the same.
-        data_nbytes: its size.
-        places_start, places_nbytes, places_check: the part of the index that says where everything is, and its
-            checksum.
+        places_start, places_nbytes, places_check: the part of the index that says where everything is, and
+            its checksum.
     """
 
-    card: str
-    nbytes: int
+    card: str  # the file with card and index
+    nbytes: int  # nbytes, index_check: its size and the checksum of its index when the checkpoint was committed
     index_check: int
-    data: str
+    data: str  # the file with the pieces, which may be the same
     data_nbytes: int
     places_start: int = 0
     places_nbytes: int = 0
@@ -117,61 +97,40 @@ class Stored:
 
     @classmethod
     def of(cls, name: str, card: Card, data: str, data_nbytes: int, places: bytes) -> Stored:
-        """Describe what was written."""
         check = xxhash.xxh3_64_intdigest(places)
         return cls(name, card.file_nbytes, card.index_check, data, data_nbytes, card.index_start, len(places), check)
 
 
 class Place(NamedTuple):
-    """Where some rows of a leaf are in a file.
-
-    Attributes:
-        start, nbytes: where they begin in the file, and their bytes.
-        begin, rows: the first row, and their number; 0 and 1 for a leaf without dimensions.
-        first_check: number of the checksum of the first block.
-        packed: whether HDF5 has compressed them, in chunks; then ``start`` means nothing.
-    """
+    """Where some rows of a leaf are in a file."""
 
     start: int
     nbytes: int
-    begin: int
+    begin: int  # begin, rows: the first row, and their number; 0 and 1 for a leaf without dimensions
     rows: int
-    first_check: int
-    packed: bool
+    first_check: int  # number of the checksum of the first block
+    packed: bool  # whether HDF5 has compressed them, in chunks; then ``start`` means nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where everything is in a rank's file: all that a reader needs if it knows the shapes.
-
-    Attributes:
-        data: name of the file with the rows.
-        block_nbytes: bytes per checksum; the rows of each leaf begin a new block.
-        checks: XXH3-64 of each block, ``(blocks,)`` uint64.
-        of: the places, by number of the leaf.
-    """
+    """Where everything is in a rank's file: all that a reader needs if it knows the shapes."""
 
     data: str
-    block_nbytes: int
-    checks: np.ndarray
+    block_nbytes: int  # bytes per checksum; the rows of each leaf begin a new block
+    checks: np.ndarray  # XXH3-64 of each block, ``(blocks,)`` uint64
     of: Mapping[int, Place]
 
     def check(self, place: Place) -> int:
-        """One number for the bytes of a place."""
         mine = self.checks[place.first_check :][: blocks(place.nbytes, self.block_nbytes)]
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(mine).view(np.uint8).data)
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What a rank's file holds.
+    """What a rank's file holds."""
 
-    Attributes:
-        manifest: the manifest of the rank's slot, as it was there.
-        places: where the rows are that are in the file.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # the manifest of the rank's slot, as it was there
     places: Places
 
     @property
@@ -206,19 +165,8 @@ def blocks(nbytes: int, block_nbytes: int) -> int:
     return -(-nbytes // block_nbytes)
 
 
-_HEAD = struct.Struct("<QQQQ")  # bytes per checksum, numbers of records and of checksums, bytes of the slot's payload
-_RECORD = np.dtype([("leaf", "<u4"), ("packed", "<u4"), ("start", "<u8"), ("nbytes", "<u8"), ("begin", "<u8"),
-                    ("rows", "<u8"), ("first_check", "<u8")])  # fmt: skip
-
-
 def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[bytes, int]:
-    """Encode an index; return it, and how many of its bytes `decode_places` reads.
-
-    Args:
-        raw_manifest: the document in the slot, see `manifest`.
-        payload_nbytes: of the slot.
-        places: where the rows are in the file.
-    """
+    """Encode an index; return it, and how many of its bytes `decode_places` reads."""
     records = np.array([(leaf, its.packed, its.start, its.nbytes, its.begin, its.rows, its.first_check)
                         for leaf, its in places.of.items()], dtype=_RECORD)  # fmt: skip
     checks = places.checks.astype("<u8")
@@ -228,15 +176,7 @@ def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[by
 
 
 def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]:
-    """Read the first part of an index and check every number in it; return it, and where the manifest begins.
-
-    Args:
-        raw: the bytes; more may follow.
-        data, data_nbytes: name and size of the file that contains the rows.
-
-    Raises:
-        CorruptSlot: it is not an index; the text says what is wrong first.
-    """
+    """Read the first part of an index and check every number in it; return it, and where the manifest begins."""
     try:
         block_nbytes, count, sums, _ = _HEAD.unpack_from(raw)
         end = _HEAD.size + count * _RECORD.itemsize + sums * 8
@@ -261,15 +201,7 @@ def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]
 
 
 def decode(raw: bytes, data: str, data_nbytes: int) -> Index:
-    """Read an index and check every number in it.
-
-    Args:
-        raw: the bytes of all of it.
-        data, data_nbytes: see `decode_places`.
-
-    Raises:
-        CorruptSlot: it is not an index; the text says what is wrong first.
-    """
+    """Read an index and check every number in it; see `decode_places`."""
     places, end = decode_places(raw, data, data_nbytes)
     held = manifest.decode(raw[end:], _HEAD.unpack_from(raw)[3])
     for number, place in places.of.items():

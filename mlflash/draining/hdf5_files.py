@@ -24,12 +24,16 @@ import h5py
 import numpy as np
 
 from ..errors import ConfigError, pip_install
+from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.dtypes import TORCH_ITEM_NBYTES
 from ..state.leaves import Entry, Tree
 from ..state.plain_values import decode_plain
 from ..state.shards import covers, cut
+from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles, Source
-from .file_index import CARD_NBYTES
+from .drain_input import DrainInput, Load, Receipt, shown
+from .file_format import add_card
+from .file_index import CARD_NBYTES, Card, Stored
 
 MASTER = "checkpoint.h5"
 _PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}
@@ -50,17 +54,11 @@ exponent for infinities, where those have numbers up to 448."""
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How the elements of an entry are stored.
-
-    Attributes:
-        dtype: of HDF5.
-        shape: of one element; () but where an element is stored as bytes.
-        raw: whether a reader has to know what the bytes mean.
-    """
+    """How the elements of an entry are stored."""
 
     dtype: Any
-    shape: tuple[int, ...] = ()
-    raw: bool = False
+    shape: tuple[int, ...] = ()  # of one element; () but where an element is stored as bytes
+    raw: bool = False  # whether a reader has to know what the bytes mean
 
 
 def rank_file_name(rank: int) -> str:
@@ -107,13 +105,6 @@ def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[st
             compression: str = "") -> tuple[FileWithHoles, list[int | None]]:  # fmt: skip
     """Lay out the file of a rank.
 
-    Args:
-        pieces: pieces of tensors.
-        sources: the bytes of each piece.
-        ties: further names, and the names of the pieces that they mean.
-        objects: everything else in the state, for `json`.
-        compression: used for all pieces except small ones, which then are in memory until the file is written.
-
     Returns:
         The file, without index and card; and where each piece begins in it, None if it is compressed.
     """
@@ -142,14 +133,7 @@ def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[st
 
 def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
           about: Mapping[str, Any]) -> FileWithHoles:  # fmt: skip
-    """Lay out the master file, without index and card.
-
-    Args:
-        ranks: for each rank, the pieces in its file: name of the tensor, and whether that has one value.
-        ties: further names of tensors.
-        objects: of rank 0, see `tensors`.
-        about: attributes of the file.
-    """
+    """Lay out the master file, without index and card."""
     skeleton = FileWithHoles()
     places: dict[str, list[tuple[int, Entry]]] = {}
     for rank, pieces in ranks.items():
@@ -184,7 +168,6 @@ def add_index(skeleton: FileWithHoles, text: bytes) -> int:
 
 
 def _contiguous(group: Any, name: str, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Make a dataset whose bytes are in one run of the file, and are not written."""
     form = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     form.set_layout(h5py.h5d.CONTIGUOUS)
     form.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -194,7 +177,6 @@ def _contiguous(group: Any, name: str, dtype: Any, shape: tuple[int, ...]) -> An
 
 
 def _packed(group: Any, piece: Entry, form: Form, compression: str, raw: np.ndarray) -> None:
-    """Make a dataset in compressed chunks."""
     shape = (*piece.shape, *form.shape)
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk(next(part for _, part in cut(shape, form.dtype.get_size(), _CHUNK_NBYTES)))
@@ -275,7 +257,6 @@ def _describe(dataset: Any, entry: Entry, form: Form) -> None:
 
 
 def _virtual(group: Any, name: str, parts: Sequence[tuple[int, Entry]]) -> None:
-    """Make a dataset that shows pieces in several files as one tensor."""
     first = parts[0][1]
     form = form_of(first.kind, first.dtype)
     shape = (*first.global_shape, *form.shape)
@@ -314,3 +295,61 @@ def readable(tree: Tree, names: Sequence[str], plain: Sequence[Any]) -> Any:
     if tag == "d":
         return {str(decode_plain(key)): readable(sub, names, plain) for key, sub in rest}
     return [readable(sub, names, plain) for sub in rest]
+
+
+# What a rank writes, and what commits a checkpoint → HDF5 files, each of which begins with its card.
+
+
+class Hdf5:
+    """HDF5, with a compression of `config.COMPRESSIONS`, or ""."""
+
+    name = "hdf5"
+    most_pieces: float = 1_000_000  # takes rank 0 a minute and 2 GB
+
+    def __init__(self, compression: str):
+        self._compression = compression
+
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+        name = rank_file_name(rank)
+        here = {part.entry.name for part in load.parts}
+        objects, names = _objects(home)
+        ties = {name: first for name, first in load.ties.items() if first in here}
+        entries = [part.entry for part in load.parts]
+        skeleton, starts = tensors(entries, load.sources, ties, objects, self._compression)
+        places = load.places(home, name, starts)
+        text, first_nbytes = load.index(home, places)
+        card = _finish(skeleton, drain_input, rank, owner, text)
+        stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
+        receipt = Receipt.of(rank, load, places, objects if names or rank == 0 else None, names)
+        return [(name, skeleton)], stored, receipt
+
+    def master_files(
+        self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
+    ) -> list[tuple[str, FileWithHoles]]:
+        about: dict[str, Any] = {
+            "step": drain_input.step,
+            "world_size": drain_input.world_size,
+            "job": job,
+            "by": "mlflash",
+        }
+        objects = {key: value for one in reversed(receipts) if one.names for key, value in one.objects.items()}
+        skeleton = whole(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
+        _finish(skeleton, drain_input, -1, owner, text)
+        return [(MASTER, skeleton)]
+
+
+def _objects(home: RankCheckpoint) -> tuple[Any, dict[str, str]]:
+    """What a rank's state holds besides tensors, for people; and the names of tensors that differ in a DCP plan."""
+    manifest = home.manifest
+    if not dcp_plans.is_planned(manifest.tree):
+        return readable(manifest.tree, [entry.name for entry in manifest.entries], manifest.plain), {}
+    index, blob = (home.reader()(entry).tobytes() for entry in manifest.entries[:2])
+    values = dcp_plans.values(dcp_plans.Index.decode(index), blob)
+    objects = {name: readable(tree, (), plain) for name, (tree, plain) in values.items()}
+    return objects, dcp_plans.names_of(manifest.tree, manifest.entries)
+
+
+def _finish(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner: str, text: bytes) -> Card:
+    start = add_index(skeleton, text)
+    return add_card(skeleton, drain_input, rank, owner, start, text)

@@ -25,18 +25,26 @@ from .drain_input import DrainInput, FileDigest, Origin, Receipt
 
 FORMAT = 1
 _HEX = re.compile("[0-9a-f]{64}")
+_KINDS = {
+    "versions": dict, "job": str, "uid": int, "step": int, "run": str, "generation": int, "world_size": int,
+    "nodes": list, "redundancy": str, "saved": str, "drained": str, "by": str, "given": dict, "checks": dict,
+    "form": str, "files": dict, "signer": str, "drain": str,
+}  # fmt: skip
+_LISTS: dict[str, Callable[[Any], Any]] = {
+    "versions": lambda its: all(type(value) is str for value in its.values()),
+    "nodes": lambda its: all(type(one) is dict and {*one} == {"host", "ranks"} and type(one["host"]) is str
+                             and type(one["ranks"]) is int for one in its),
+    "files": lambda its: all(FILE_NAME.fullmatch(name) and type(one) is dict and {*one} == {"nbytes", "sha256"}
+                             and type(one["nbytes"]) is int and one["nbytes"] >= 0 and type(one["sha256"]) is str
+                             and _HEX.fullmatch(one["sha256"]) for name, one in its.items()),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Signer:
-    """What signs the provenance of a job's checkpoints.
+    """What signs the provenance of a job's checkpoints."""
 
-    Attributes:
-        sign: makes the signature; None: nothing is signed.
-        key: its public key.
-    """
-
-    sign: Sign | None = None
+    sign: Sign | None = None  # makes the signature; None: nothing is signed
     key: str = ""
 
 
@@ -49,16 +57,7 @@ def signer_of(config: Config) -> Signer:
 
 def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], last: Iterable[FileDigest], form: str,
           job: str, owner: str, now_ns: int) -> list[tuple[str, bytes]]:  # fmt: skip
-    """Return the files that are written before the one that commits a checkpoint, by name.
-
-    Args:
-        signer: of the job.
-        drain_input: the checkpoint.
-        receipts: of all ranks, in their order.
-        last: the files that are written after these.
-        form, job, owner: see `write_checkpoint.Terms`.
-        now_ns: the time, ns since 1970.
-    """
+    """Return the files that are written before the one that commits a checkpoint, by name."""
     origins = [receipt.origin for receipt in receipts if receipt.origin is not None]
     digests = [digest for receipt in receipts for digest in receipt.digests]
     said = next((origin.said for origin in origins if origin.said), {})
@@ -97,7 +96,6 @@ def digest_of(document: Mapping[str, Any]) -> str:
 
 
 def _nodes(origins: Iterable[Origin]) -> list[dict[str, Any]]:
-    """Each node and how many ranks it had, in the order of the nodes."""
     ranks: dict[tuple[int, str], int] = {}
     for origin in origins:
         where = origin.node_index, origin.node
@@ -112,11 +110,7 @@ def _time(unix_ns: int) -> str:
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """Decode a provenance and check everything that is read from it, including its digest.
-
-    Raises:
-        CorruptSlot: it is not a provenance, or it was changed; the text says how.
-    """
+    """Decode a provenance and check everything that is read from it, including its digest. Raises CorruptSlot."""
     try:
         document = canonical_json.decode(raw)
     except ValueError as error:
@@ -133,18 +127,3 @@ def read(raw: bytes) -> dict[str, Any]:
     if wrong:
         raise CorruptSlot(f"entries that mlflash writes are missing or wrong: {', '.join(wrong)}")
     return document
-
-
-_KINDS = {
-    "versions": dict, "job": str, "uid": int, "step": int, "run": str, "generation": int, "world_size": int,
-    "nodes": list, "redundancy": str, "saved": str, "drained": str, "by": str, "given": dict, "checks": dict,
-    "form": str, "files": dict, "signer": str, "drain": str,
-}  # fmt: skip
-_LISTS: dict[str, Callable[[Any], Any]] = {
-    "versions": lambda its: all(type(value) is str for value in its.values()),
-    "nodes": lambda its: all(type(one) is dict and {*one} == {"host", "ranks"} and type(one["host"]) is str
-                             and type(one["ranks"]) is int for one in its),
-    "files": lambda its: all(FILE_NAME.fullmatch(name) and type(one) is dict and {*one} == {"nbytes", "sha256"}
-                             and type(one["nbytes"]) is int and one["nbytes"] >= 0 and type(one["sha256"]) is str
-                             and _HEX.fullmatch(one["sha256"]) for name, one in its.items()),
-}  # fmt: skip

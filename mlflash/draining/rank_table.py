@@ -40,7 +40,6 @@ class RankTable:
 
     Attributes:
         groups, differ, plain_differ: see `old_ranks.OldRanks`.
-        files: the files of each rank.
         dealt: for each rank the lowest rank of its set, or -1; and where it begins, in bytes, in what all ranks hold
             alike and in what the set shares, ``(ranks, 3)`` int64.
     """
@@ -77,11 +76,7 @@ def _filled(dealt: np.ndarray) -> np.ndarray:
 
 
 def decode(raw: bytes, world_size: int) -> RankTable:
-    """Read the index and check every number in it.
-
-    Raises:
-        CorruptSlot: it is not an index; the text says what is wrong first.
-    """
+    """Read the index and check every number in it. Raises CorruptSlot."""
     try:
         (length,) = _COUNT.unpack_from(raw)
         document = json.loads(raw[_COUNT.size : _COUNT.size + length])
@@ -109,13 +104,10 @@ def decode(raw: bytes, world_size: int) -> RankTable:
 
 
 def _names(form: Any) -> tuple[str, str]:
-    """The names of a rank's files: the one with the card, and the one with the tensors."""
     return {"hdf5": ("rank-%05d.h5", "rank-%05d.h5"), "dcp": ("rank-%05d.mlflash", "__%d_0.distcp")}[form]
 
 
 class _Numbers:
-    """Takes arrays out of bytes, one after the other."""
-
     def __init__(self, raw: bytes, at: int):
         self._raw, self.at = raw, at
 
@@ -165,11 +157,7 @@ def _texts(value: Any) -> list[str]:
 
 
 class Dealt:
-    """Finds the files that contain what several ranks hold alike.
-
-    Args:
-        table: of all ranks.
-    """
+    """Finds the files that contain what several ranks hold alike."""
 
     def __init__(self, table: RankTable):
         self._dealt = table.dealt

@@ -6,8 +6,8 @@
     tell      what each rank holds becomes one table (see `describe_ranks`)                       3 gathers, 1 allreduce
     commit    rank 0 writes the provenance, and the file that commits; it deletes older ones       1 gather, 1 broadcast
 
-What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time
-(see `background`). Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
+What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time.
+Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
 checkpoints in the directory stay, and the next drain begins anew.
 """
 
@@ -47,26 +47,15 @@ _LOOK_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """How drains are done.
-
-    Attributes:
-        form: "hdf5" or "dcp", see `file_format.Form`.
-        owner, job: go into the files.
-        block_nbytes: bytes per checksum.
-        compression: of HDF5, see `config.COMPRESSIONS`.
-        rate: bytes per second of all ranks together; 0: no limit.
-        writers: ranks that write at a time; 0: all.
-        keep_last, keep_every: which older checkpoints stay, see `checkpoint_directory.surplus`.
-        signer: signs the provenance.
-    """
+    """How drains are done."""
 
     form: str
     owner: str
     job: str
     block_nbytes: int
     compression: str = ""
-    rate: float = 0.0
-    writers: int = 0
+    rate: float = 0.0  # bytes per second of all ranks together; 0: no limit
+    writers: int = 0  # ranks that write at a time; 0: all
     keep_last: int = 0
     keep_every: int = 0
     signer: Signer = dataclasses.field(default_factory=Signer)
@@ -80,19 +69,16 @@ def run(
 
     Args:
         drain: is told how far the drain is, but not that it has ended.
-        drain_input: what this process hands in.
-        world, collectives: the ranks, and their communicators for this.
-        store: the directory.
-        terms: how the drain is done.
         clean: first delete what interrupted drains of earlier runs left.
 
     Returns:
         Why it failed; None if it did not. It raises nothing.
     """
+    on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
     ended: list[MlflashError | None] = []
 
     def main() -> Operation:
-        ended.append((yield from _run(drain, drain_input, world, collectives, store, terms, clean)))
+        ended.append((yield from on_its_way.run_or_undo(clean)))
 
     def silent(ranks: Sequence[int]) -> None:
         drain.silent = tuple(ranks), world.names_of(ranks)
@@ -103,54 +89,36 @@ def run(
     return ended[0]
 
 
-def _run(
-    drain: Drain,
-    drain_input: DrainInput,
-    world: World,
-    collectives: BackgroundCollectives,
-    store: Store,
-    terms: Terms,
-    clean: bool,
-) -> Operation:
-    error: MlflashError | None = None
-    try:
-        on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
-        try:
-            yield from on_its_way.run(clean)
-        except MlflashError as problem:  # the same on all ranks
-            error = problem
-            yield from on_its_way.undo()
-    except Exception as problem:  # the courier must continue
-        log.exception("the drain of step %d failed on rank %d", drain.step, world.rank)
-        error = DrainFailed(f"the drain failed: {text_of(problem)}", rank=world.rank, step=drain.step)
-    if error is None and world.rank == 0:
-        log.info("step %d was drained to %s", drain.step, drain.path)
-    elif error is not None and world.rank in (0, error.rank):
-        log.warning("step %d was not drained: %s", drain.step, error)
-    reach("drain.ended")
-    return error
-
-
 class _OnItsWay:
-    """The state of one drain on one rank."""
-
     form: Form  # set by `_look`
 
-    def __init__(
-        self,
-        drain: Drain,
-        drain_input: DrainInput,
-        world: World,
-        collectives: BackgroundCollectives,
-        store: Store,
-        terms: Terms,
-    ):
+    def __init__(self, drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives,
+                 store: Store, terms: Terms):  # fmt: skip
         self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
         self.store, self.inside, self.terms = store, store, terms
         self.written: list[str] = []
         self.commits: list[str] = []  # those of them that mark the checkpoint as complete
         self.receipts: list[tuple[Stored, Receipt]] = []
         self.described: dict[int, Described] = {}  # ranks whose files this rank writes
+
+    def run_or_undo(self, clean: bool) -> Operation:
+        error: MlflashError | None = None
+        step, world = self.drain.step, self.world
+        try:
+            try:
+                yield from self.run(clean)
+            except MlflashError as problem:  # the same on all ranks
+                error = problem
+                yield from self.undo()
+        except Exception as problem:  # the courier must continue
+            log.exception("the drain of step %d failed on rank %d", step, world.rank)
+            error = DrainFailed(f"the drain failed: {text_of(problem)}", rank=world.rank, step=step)
+        if error is None and world.rank == 0:
+            log.info("step %d was drained to %s", step, self.drain.path)
+        elif error is not None and world.rank in (0, error.rank):
+            log.warning("step %d was not drained: %s", step, error)
+        reach("drain.ended")
+        return error
 
     def run(self, clean: bool) -> Operation:
         reach("drain.begun")
@@ -181,7 +149,7 @@ class _OnItsWay:
         gathered = yield from self._gather()
         self._list_no_more_than_it_may(gathered, len({*sets.values()}))
         told = yield from collectives.collect(self.receipts)
-        receipts = sorted((r for those in told for r in those), key=_by_rank)
+        receipts = sorted((r for those in told for r in those), key=lambda pair: pair[1].rank)
         yield from self._together(lambda: self._commit(receipts, gathered))
         reach("drain.committed")
         if world.rank == 0:
@@ -198,7 +166,6 @@ class _OnItsWay:
             yield from self._attempt(self.inside.remove_directory)
 
     def _attempt(self, work: Callable[[], Any]) -> Operation:
-        """Do something on a thread; return its result, and what went wrong."""
         error: MlflashError | None = None
         result: Any = None
         try:
@@ -233,7 +200,6 @@ class _OnItsWay:
         return look(self.drain_input), folder
 
     def _gather(self) -> Operation:
-        """Tell all ranks what each rank holds, see `describe_ranks`."""
         steps, answer = gathering(self.described), None
         while True:
             try:
@@ -246,10 +212,7 @@ class _OnItsWay:
                 answer = yield from self.collectives.agree(np.array(value, dtype=np.int64))
 
     def _list_no_more_than_it_may(self, gathered: Gathered, sets: int) -> None:
-        """Do not list pieces of tensors for rank 0 if all ranks together have too many of them.
-
-        What all ranks hold alike counts as a piece once, and what a set of them shares counts once for each set.
-        """
+        """Do not list pieces of tensors for rank 0 if all ranks together have too many of them."""
         pieces = 0
         for group in gathered.groups:
             its = group.structure
@@ -262,7 +225,6 @@ class _OnItsWay:
             log.info("step %d: the last file shows no tensor whole, as ranks hold %d pieces", self.drain.step, pieces)
 
     def _write(self, rank: int, loaded: Load) -> None:
-        """Write the files of a rank."""
         self.described[rank] = loaded.rank
         self.drain.progress += 1
         files, stored, receipt = self.form.rank_files(
@@ -324,47 +286,40 @@ class _OnItsWay:
         self.drain.progress += 1
 
     def _delete(self, names: list[str]) -> None:
-        try:
+        with _deleting(f"what was drained of step {self.drain.step}"):
             for name in names:
                 self.inside.remove(name)
-        except Exception as problem:  # the next run tries again
-            log.warning("what was drained of step %d could not be deleted: %s", self.drain.step, problem)
 
     def _delete_leftovers(self) -> None:
-        """Delete what interrupted drains of earlier runs left; if that fails, the next drain tries again."""
-        try:
+        with _deleting("what interrupted drains left"):
             checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
             self.drain.clean = True
-        except Exception as problem:
-            log.warning("what interrupted drains left could not be deleted: %s", problem)
 
     def _delete_surplus(self) -> None:
-        """Delete the checkpoints of this job that need not be kept; if that fails, the next drain tries again."""
-        try:
-            listed = checkpoint_directory.list_checkpoints(self.store)
-            for one in checkpoint_directory.surplus(
-                listed, self.terms.owner, self.terms.keep_last, self.terms.keep_every
-            ):
+        with _deleting("older checkpoints"):
+            listed, terms = checkpoint_directory.list_checkpoints(self.store), self.terms
+            for one in checkpoint_directory.surplus(listed, terms.owner, terms.keep_last, terms.keep_every):
                 checkpoint_directory.delete(self.store, one)
-        except Exception as problem:
-            log.warning("older checkpoints could not be deleted: %s", problem)
+
+
+@contextlib.contextmanager
+def _deleting(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:  # the next drain, or the next run, tries again
+        log.warning("%s could not be deleted: %s", what, problem)
 
 
 def _form(terms: Terms) -> Form:
-    """Return the file format. Loads the library that it needs."""
     if terms.form == "dcp":
         try:
             from .dcp_format import Dcp
         except ModuleNotFoundError as error:
             raise ConfigError(f"format='dcp' needs PyTorch: {pip_install('torch')}") from error
         return Dcp()
-    from .hdf5_format import Hdf5
+    from .hdf5_files import Hdf5
 
     return Hdf5(terms.compression)
-
-
-def _by_rank(told: tuple[Stored, Receipt]) -> int:
-    return told[1].rank
 
 
 def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ...]:
@@ -373,7 +328,6 @@ def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ..
 
 @contextlib.contextmanager
 def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
-    """Free the memory of files that were laid out, however the block ends."""
     try:
         yield
     finally:
@@ -382,7 +336,6 @@ def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
 
 
 def _paced(content: Iterable[memoryview], drain: Drain, rate: float) -> Iterator[memoryview]:
-    """Yield content no faster than so many bytes per second; 0: no limit."""
     start, sent = time.monotonic(), 0
     for piece in content:
         if drain.given_up.is_set():

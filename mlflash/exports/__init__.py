@@ -3,7 +3,7 @@
 In come checkpoints in memory or in a directory, with every tensor whole, and out go files. This room imports `storage`,
 `draining` and `restoring`.
 
-`open_whole` makes the checkpoint that an exporter gets, a `storage.whole_state.Whole`. `selection` renames tensors, and
-gives them to a function of the user. `safetensors_files` and `formats` write files. `imports` reads DCP directories and
+`open_whole` makes the checkpoint that an exporter gets, a `storage.whole_state.Whole`, and selects
+and renames its tensors. `safetensors_files` and `formats` write files. `imports` reads DCP directories and
 safetensors.
 """

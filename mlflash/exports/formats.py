@@ -52,17 +52,13 @@ def _write(store: Store, name: str, skeleton: FileWithHoles) -> int:
 
 
 def _python(value: Any) -> Any:
-    """Turn a number of numpy into one of Python, if Python has one."""
     if isinstance(value, np.generic) and isinstance(item := value.item(), (bool, int, float, complex, str, bytes)):
         return item
     return value
 
 
 def write_hdf5(whole: Whole, store: Store, name: str = "state.h5") -> Written:
-    """Write a checkpoint as one HDF5 file: ``/tensors/<name>``, and everything else as JSON in ``/objects``.
-
-    Collective if reading the checkpoint is. Tied tensors are hard links.
-    """
+    """Write a checkpoint as one HDF5 file: ``/tensors/<name>``, and everything else as JSON in ``/objects``."""
     own, sources = whole.own, whole.sources(whole.own)
     objects = hdf5_files.readable(whole.tree, list(whole.entries), whole.plain)
     skeleton, _ = hdf5_files.tensors(own, [sources[entry.name] for entry in own], whole.ties, objects)
@@ -76,8 +72,6 @@ def write_dcp(whole: Whole, store: Store, file_nbytes: int = FILE_NBYTES) -> Wri
     (numbers, strings, arrays, tuples) are pickled, as in DCP.
 
     Args:
-        whole: the checkpoint.
-        store: where the files go.
         file_nbytes: most bytes of tensors in a file. A larger tensor gets its own file.
 
     Raises:
@@ -114,14 +108,12 @@ def write_dcp(whole: Whole, store: Store, file_nbytes: int = FILE_NBYTES) -> Wri
 
 
 def _inside(entries: Sequence[Entry], tree: Tree) -> list[Entry]:
-    """Return the tensors and arrays in a part of the state."""
     inside: list[Entry] = []
     build(tree, lambda number: inside.append(entries[number]), lambda _: None)
     return inside
 
 
 def _object(whole: Whole, entries: Sequence[Entry], tree: Tree) -> Any:
-    """Build a part of the state with its values."""
     names = [entry.name for entry in _inside(entries, tree)]
     raw = whole.read(names) if names else {}
     return build(tree, lambda number: from_bytes(entries[number], np.array(raw[entries[number].name])),

@@ -24,6 +24,12 @@ from ..state.shards import box
 from ..storage.store import SAFETENSORS, TORCH_CHECKPOINTING, Directory, Store, format_of, open_store
 
 _HINT = "read_dcp(..., trust_pickle=True) reads it, but may run code in it: use it only if you trust the author"
+# The functions and classes in NumPy's pickles of arrays and numbers.
+_NUMPY: list[Any] = [
+    np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0],
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUV"},
+]  # fmt: skip
+_INDEX = "model.safetensors.index.json"
 
 
 def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[str, Any]:
@@ -74,7 +80,6 @@ def _read_tensor(store: Store, metadata: Any, key: str, described: Any) -> torch
 
 
 def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool) -> Any:
-    """Read a part of a tensor, or an object."""
     info = metadata.storage_data.get(dcp.MetadataIndex(key, offset))
     name = getattr(info, "relative_path", None)
     if not isinstance(name, str) or os.path.basename(name) != name:
@@ -96,13 +101,6 @@ def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool
         raise StateError(f"this object is more than plain data. {_HINT}", tensor=key, found=reason[:200]) from None
 
 
-# The functions and classes in NumPy's pickles of arrays and numbers.
-_NUMPY: list[Any] = [
-    np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0],
-    *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUV"},
-]  # fmt: skip
-
-
 class _Properties(dcp.TensorProperties):  # type: ignore[misc]
     """Properties of a tensor as any version of PyTorch has pickled them: 2.15 has added its strides."""
 
@@ -111,11 +109,7 @@ class _Properties(dcp.TensorProperties):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles only the classes that a ``.metadata`` needs.
-
-    Args:
-        trusts: unpickle any class.
-    """
+    """Unpickles only the classes that a ``.metadata`` needs."""
 
     _KNOWN = frozenset({
         *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -162,16 +156,8 @@ def _read_metadata(store: Store, trust_pickle: bool) -> Any:
 
 # Safetensors, as DCP's HuggingFaceStorageWriter and the tools of Hugging Face write them
 
-_INDEX = "model.safetensors.index.json"
-
 
 def _read_safetensors(store: Store) -> dict[str, torch.Tensor]:
-    """Read tensors by name.
-
-    Raises:
-        ConfigError: the directory is a URL, or a package is missing.
-        StructureMismatch: tensors may be missing or may not be whole.
-    """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

@@ -31,6 +31,7 @@ DTYPES = {
     "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
+_CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
 def write(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYTES) -> Written:
@@ -40,7 +41,6 @@ def write(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYTES) -> Writt
     result names the others. This format cannot hold plain leaves.
 
     Args:
-        whole: the checkpoint.
         store: where the files go: ``model.safetensors``, or ``model-00001-of-00003.safetensors``, … and
             ``model.safetensors.index.json``, last.
         shard_nbytes: most bytes of tensors in a file. A larger tensor gets its own file.
@@ -104,20 +104,10 @@ def _index(names: list[str], shards: list[list[Entry]]) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-_CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "merges.txt", "vocab.txt")
-
-
 def copy_config(source: str | os.PathLike[str], store: Store) -> dict[str, int]:
     """Copy a model's configuration and tokenizer, which ``from_pretrained`` needs in addition to the weights.
 
     Follow links, because the cache of Hugging Face has only links.
-
-    Args:
-        source: a directory with ``config.json``.
-        store: where the files go.
-
-    Returns:
-        The written files, and the bytes of each.
 
     Raises:
         ConfigError: there is no ``config.json``.

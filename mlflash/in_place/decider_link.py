@@ -1,4 +1,4 @@
-"""The connection of a training process to `launcher.member_service`, which decides which process has which rank.
+"""The connection of a training process to `launcher.kept_ranks`, which decides which process has which rank.
 
 A thread receives messages, and callers can wait for what it receives. When a rank is lost, this thread calls all
 functions in `on_lost` with the number of the round. They must end whatever the training waits in.
@@ -11,12 +11,13 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from ..errors import DeadlineExceeded, MlflashError
+from ..errors import ConfigError, DeadlineExceeded, MlflashError
 from ..events import News
 from ..wireup.frames import BadFrame, Frames, pack
 from ..wireup.launcher_variables import KEPT
@@ -25,6 +26,8 @@ log = logging.getLogger("mlflash")
 
 _CONNECT_S = 60.0
 _LARGEST_NBYTES = 1 << 16
+_link: DeciderLink | None = None
+registered_groups: list[Groups] = []
 
 
 class RoundOver(MlflashError, ConnectionError):
@@ -33,20 +36,13 @@ class RoundOver(MlflashError, ConnectionError):
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """The rank that this process has.
-
-    Attributes:
-        round: the round in which it has this rank, from 1 on.
-        rank, size: its rank, and the number of ranks.
-        lost_s: a lost rank is noticed after at most this many seconds.
-        ready_s: a rank that has not begun the round after this many seconds counts as lost.
-    """
+    """The rank that this process has."""
 
     round: int
     rank: int
     size: int
-    lost_s: float
-    ready_s: float
+    lost_s: float  # a lost rank is noticed after at most this many seconds
+    ready_s: float  # a rank that has not begun the round after this many seconds counts as lost
 
 
 class DeciderLink:
@@ -93,7 +89,6 @@ class DeciderLink:
         return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
 
     def check(self, number: int) -> None:
-        """Raise RoundOver if a round is over."""
         if self._over >= number:
             raise RoundOver(f"round {number} is over: {self._why}")
 
@@ -153,9 +148,6 @@ class DeciderLink:
                 log.exception("could not interrupt a wait of the training")
 
 
-_link: DeciderLink | None = None
-
-
 def decider() -> DeciderLink | None:
     """Return the connection of this process, made once. None: nobody assigns ranks, and a failure ends this process."""
     global _link
@@ -167,3 +159,29 @@ def decider() -> DeciderLink | None:
 def is_spare() -> bool:
     """Whether this process was started without a rank and waits for one."""
     return KEPT in os.environ and "RANK" not in os.environ
+
+
+class Groups(Protocol):
+    """What a training has, besides couriers, that knows its ranks: it is registered, and replaced in each round."""
+
+    def drop(self) -> None:
+        """Raise an exception in whatever waits for other ranks through them. Not collective; any thread."""
+
+    def take(self, rank: int) -> None:
+        """Take another rank than the presumed one, or begin this program anew."""
+
+    def connect(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
+        """Connect them anew. Collective over the ranks of a round."""
+
+    def forget_step(self) -> None:
+        """Forget what was begun of a step. Collective."""
+
+
+def check_groups() -> None:
+    """Raise ConfigError if torch.distributed has groups that cannot be replaced."""
+    torch = sys.modules.get("torch.distributed")
+    if torch is not None and torch.is_available() and torch.is_initialized() and not registered_groups:
+        raise ConfigError(
+            "mlflash cannot replace these process groups when a rank is lost: set up torch.distributed with "
+            "mlflash.adapters.distributed.init_process_group, not with torch's own function", found=torch.get_backend(),
+        )  # fmt: skip

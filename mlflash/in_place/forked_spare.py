@@ -33,9 +33,6 @@ def fork_spares(fits: Callable[[], bool]) -> None:
     """Continue in a child of this process, which becomes the child's seed. Not collective; on the main thread.
 
     This process continues itself if it has threads, which a child would not have, or if its child does not fit.
-
-    Args:
-        fits: called in a child; returns whether the program can continue there.
     """
     me, name, drawn = os.getpid(), Path("/proc/self/comm").read_text().strip(), random.getstate()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the seed leaves signals to its child
@@ -77,11 +74,7 @@ def is_ready() -> None:
 
 
 def begin_anew(rank: int) -> NoReturn:
-    """Run this program again, from `fork_spares` on or from its start, with a known rank.
-
-    Args:
-        rank: the rank.
-    """
+    """Run this program again, from `fork_spares` on or from its start, with a known rank."""
     _flush()
     if _seed is not None:
         _say(_seed, str(rank))
@@ -123,7 +116,6 @@ def _serve(child: int, ours: socket.socket) -> str:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import the missing modules of packages that are already imported here."""
     for name in names:
         if name not in sys.modules and name.partition(".")[0] in sys.modules:
             with contextlib.suppress(Exception, SystemExit):

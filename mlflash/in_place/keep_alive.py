@@ -19,8 +19,8 @@ from ..courier.choice import start_zygote
 from ..crash_points import reach
 from ..wireup.launch import Meeting
 from ..wireup.zygote_client import ZygoteClient
-from . import forked_spare, groups
-from .decider_link import DeciderLink, RoundOver, Seat, decider
+from . import forked_spare
+from .decider_link import DeciderLink, RoundOver, Seat, check_groups, decider, registered_groups
 
 log = logging.getLogger("mlflash")
 
@@ -80,7 +80,7 @@ class _Rounds:
         self._interrupting = threading.Lock()
 
     def run(self) -> Any:
-        groups.check()
+        check_groups()
         link = self._link
         if "RANK" not in os.environ:
             self._zygote = start_zygote(link.size)
@@ -113,7 +113,6 @@ class _Rounds:
         return result
 
     def _round(self, seat: Seat, times: _Times) -> Any:
-        """Begin a round, and train."""
         is_first = seat.round == 1 and "RANK" in os.environ
         if not is_first:
             self._take(seat, times)
@@ -121,7 +120,7 @@ class _Rounds:
         times.note("checkpointer")
         reach("round.open")
         if not is_first:
-            for one in groups.registered:
+            for one in registered_groups:
                 one.connect(seat, lambda what, text: self._link.share(seat.round, what, text, _MARGIN * seat.ready_s))
                 one.forget_step()
             times.note("groups")
@@ -146,7 +145,7 @@ class _Rounds:
     def _take(self, seat: Seat, times: _Times) -> None:
         """Take the rank of a seat, and connect couriers with all other ranks."""
         reach("round.seated")
-        for one in groups.registered:
+        for one in registered_groups:
             one.take(seat.rank)
         self._link.say({"here": seat.round})
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
@@ -162,25 +161,22 @@ class _Rounds:
         reach("round.couriers")
 
     def _config(self) -> Config:
-        """Return the settings with which couriers start."""
         known = {field.name for field in dataclasses.fields(Config)} - {"directory"}
         given = {name: value for name, value in self._settings.items() if name in known}
         directory = self._settings["directory"]
         return from_environment(os.environ, None if directory is None else os.fspath(directory), **given)
 
     def _interrupt(self, number: int) -> None:
-        """End whatever the training waits in, because a rank was lost in a round. Any thread."""
         with self._interrupting:
             if number < self._number:
                 return
             if self._ckpt is not None:
                 self._ckpt.interrupt("a rank was lost: all ranks go back to the newest committed step")
             linked.interrupt(RoundOver("a rank was lost"))
-            for one in groups.registered:
+            for one in registered_groups:
                 one.drop()
 
     def _leave(self, seat: Seat) -> None:
-        """Give up everything that belonged to the round."""
         self._interrupt(seat.round)
         if self._ckpt is not None and not self._ckpt.abandon():
             raise SystemExit("a device still copies into memory that another process needs: this process ends")

@@ -4,6 +4,6 @@ In come names of jobs and directories, and out come their contents and damage. T
 and no room that trains.
 
 `node_memory` reads the headers of all nodes. `restorability` says what they can restore, and which losses that
-survives. `slot_file` reads a file in memory, and `on_disk` reads the directory. `provenance_check` compares files with
-the provenance of their checkpoint. `checkpoint_contents` finds where each tensor is.
+survives. `on_disk` reads the directory, and compares files with the provenance of their checkpoint.
+`checkpoint_contents` finds where each tensor is.
 """

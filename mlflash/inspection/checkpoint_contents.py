@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ..draining.checkpoint_directory import Listed
 from ..memory.node_directory import NodeDirectory
@@ -22,43 +23,120 @@ from ..state.manifest import Manifest
 from ..state.paths import plain_leaves
 from ..state.plain_values import decode_plain
 from ..storage.store import open_store
-from .node_memory import Node
+from .node_memory import RUN_NBYTES, Node, Sealed
 from .restorability import Prospect
-from .slot_file import RUN_NBYTES, Sealed
-from .tensor_statistics import Statistics, statistics
+
+_NUMPY = {
+    "bool": "|u1", "uint8": "|u1", "int8": "|i1", "int16": "<i2", "uint16": "<u2", "float16": "<f2",
+    "int32": "<i4", "uint32": "<u4", "float32": "<f4", "int64": "<i8", "uint64": "<u8", "float64": "<f8",
+    "complex64": "<c8", "complex128": "<c16", "bfloat16": "<u2",
+}  # fmt: skip
+_BY_TORCH = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Statistics of numbers. For complex numbers they are of the magnitudes."""
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    low: float | None = None
+    high: float | None = None
+    mean: float = 0.0
+    squares: float = 0.0  # sum of the squared distances from the mean
+    check: int = 0  # XXH3-64 of the bytes
+
+    @property
+    def std(self) -> float | None:
+        return math.sqrt(self.squares / self.count) if self.count else None
+
+    def add(self, values: np.ndarray) -> None:
+        wide = np.abs(values).ravel() if values.dtype.kind == "c" else values.ravel().astype(np.float64)
+        good = wide[np.isfinite(wide)]
+        mean = float(good.mean()) if good.size else 0.0
+        low, high = (float(good.min()), float(good.max())) if good.size else (None, None)
+        self.join(Statistics(good.size, int(np.isnan(wide).sum()), int(np.isinf(wide).sum()), int((good == 0).sum()),
+                             low, high, mean, float(np.square(good - mean).sum())))  # fmt: skip
+
+    def join(self, other: Statistics) -> None:
+        """Add other statistics.
+
+        Source: Chan, Golub, LeVeque: Updating formulae for computing sample variances, 1979.
+        """
+        count, apart = max(1, self.count + other.count), other.mean - self.mean
+        self.squares += other.squares + apart * apart * self.count * other.count / count
+        self.mean += apart * other.count / count
+        self.low = min((low for low in (self.low, other.low) if low is not None), default=None)
+        self.high = max((high for high in (self.high, other.high) if high is not None), default=None)
+        for name in ("count", "nan", "inf", "zeros"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"finite": self.count, "nan": self.nan, "inf": self.inf, "zeros": self.zeros, "min": self.low,
+                "max": self.high, "mean": self.mean if self.count else None, "std": self.std,
+                "check": f"{self.check:016x}"}  # fmt: skip
+
+
+def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
+    """Make statistics of the bytes of an entry."""
+    found, check = Statistics(), xxhash.xxh3_64()
+    for whole in _whole_items(entry, pieces):
+        check.update(whole.data)
+        values = _values(entry, whole)
+        if values is not None and values.size:
+            found.add(values)
+    found.check = check.intdigest()
+    return found
+
+
+def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Cut pieces of bytes at the borders of elements."""
+    item = entry.nbytes // max(1, math.prod(entry.shape)) or 1
+    rest = np.empty(0, dtype=np.uint8)
+    for piece in pieces:
+        raw = np.concatenate([rest, piece]) if rest.size else np.ascontiguousarray(piece)
+        end = raw.size // item * item
+        rest = raw[end:]
+        if end:
+            yield raw[:end]
+
+
+def _values(entry: Entry, raw: np.ndarray) -> np.ndarray | None:
+    if entry.kind == "array":
+        dtype = np.dtype(entry.dtype)
+        return raw.view(dtype) if dtype.kind in "biufc" else None
+    if entry.dtype in _BY_TORCH:
+        import torch
+
+        if not hasattr(torch, entry.dtype):
+            return None
+        numbers: np.ndarray = torch.from_numpy(raw.copy()).view(getattr(torch, entry.dtype)).float().numpy()
+        return numbers
+    if entry.dtype not in _NUMPY:
+        return None
+    values = raw.view(_NUMPY[entry.dtype])
+    return (values.astype(np.uint32) << 16).view(np.float32) if entry.dtype == "bfloat16" else values
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Bytes of a file.
-
-    Attributes:
-        file: name of the file.
-        start: position of the first byte; -1 if the bytes are compressed.
-        nbytes: number of bytes.
-    """
+    """Bytes of a file."""
 
     file: str
-    start: int
+    start: int  # position of the first byte; -1 if the bytes are compressed
     nbytes: int
 
 
 @dataclasses.dataclass
 class Shard:
-    """A part of a tensor, in one place.
+    """A part of a tensor, in one place."""
 
-    Attributes:
-        entry: the part; its ``start`` has no meaning.
-        rank: the rank that holds it.
-        node: the node that holds it; "" in the directory.
-        runs: its bytes, in order. Empty if some of them are on other nodes.
-        numbers: its statistics, if they were requested.
-    """
-
-    entry: Entry
+    entry: Entry  # the part; its ``start`` has no meaning
     rank: int
     node: str
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # its bytes, in order. Empty if some of them are on other nodes
     numbers: Statistics | None = None
 
 
@@ -67,7 +145,6 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        shards: shards of its tensors, by rank and in the order of the state.
         plain: its plain leaves by path, from the lowest rank that is there.
         provenance: provenance of a checkpoint in memory, from the manifest of that rank.
     """
@@ -79,12 +156,7 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True)
 class Itinerary:
-    """The files to read for a checkpoint.
-
-    Attributes:
-        slots: node, file and header for each rank that has a slot.
-        shares: files of shared state, by node, lowest rank of the set, and number.
-    """
+    """The files to read for a checkpoint."""
 
     slots: dict[int, tuple[str, str, Header]]
     shares: dict[tuple[str, int, int], tuple[str, Header]]
@@ -109,11 +181,7 @@ def read_memory(memory: str, job: str, here: Sequence[Node], way: Itinerary, wan
     """Read the parts of a checkpoint that are on some nodes.
 
     Args:
-        memory, job: the memory file system and the job.
-        here: the nodes that this process looks at.
-        way: the files to read.
         wanted: name or pattern of tensors and plain leaves. None: all.
-        numbers: make statistics.
 
     Raises:
         Changed: a file was written while it was read.
@@ -172,11 +240,7 @@ def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, way: It
 
 
 def read_directory(path: str, one: Listed, wanted: str | None, numbers: bool) -> Contents:
-    """Read the contents of a drained checkpoint. Bytes for statistics are verified.
-
-    Raises:
-        CorruptSlot: a file is damaged.
-    """
+    """Read the contents of a drained checkpoint. Bytes for statistics are verified."""
     found = Contents()
     drained = OpenInDirectory(World(None, 0, math.inf), open_store(path), one)
     try:

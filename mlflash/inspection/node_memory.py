@@ -5,14 +5,21 @@ A live job may write a file while it is read. If a file looks damaged and then c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
 import time
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
 
 from ..errors import CorruptSlot, MlflashError, UnsafePath
 from ..memory.inventory import Inventory, join, of_headers
 from ..memory.node_directory import NodeDirectory, emulated_nodes
+from ..memory.parity_layout import decode_heads
+from ..memory.slot import table_check
 from ..memory.slot_header import (
     COMMIT_START,
     HEADER_NBYTES,
@@ -21,107 +28,80 @@ from ..memory.slot_header import (
     RESTORES_START,
     VERDICT_START,
     Header,
+    Kind,
     Verdict,
     read_record,
     read_verdict,
     unpack,
 )
 from ..mpi.world import World, gather
+from ..state.layout import CHECK_NBYTES, PAGE_NBYTES
+from ..state.manifest import Manifest, decode
 
 _LOOKS, _NAP_S = 3, 0.05
+RUN_NBYTES = 8 << 20  # read at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file of a node.
-
-    Attributes:
-        name, nbytes: its name and size.
-        header: its header. None if it is not sealed.
-        committed: whether it has the receipt of its commit.
-        restores: how many runs have restored its contents.
-        verdict: what is known of its values.
-        damage: why it cannot be used, although it should hold something; "" if nothing is wrong.
-    """
+    """A file of a node."""
 
     name: str
     nbytes: int
     header: Header | None = None
     committed: bool = False
     restores: int = 0
-    verdict: Verdict = Verdict.UNKNOWN
-    damage: str = ""
+    verdict: Verdict = Verdict.UNKNOWN  # what is known of its values
+    damage: str = ""  # why it cannot be used, although it should hold something; "" if nothing is wrong
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node, real or emulated.
-
-    Attributes:
-        name: name of the node.
-        path: the job's directory there.
-        emulated: its number among the emulated nodes. None: it is a real node.
-        pid: a live process of the job, or None.
-        drain_asked: whether a drain was requested and no process has noticed it yet.
-        files: files of the job, sorted.
-    """
+    """A node, real or emulated."""
 
     name: str
     path: str = ""
-    emulated: int | None = None
+    emulated: int | None = None  # its number among the emulated nodes. None: it is a real node
     pid: int | None = None
-    drain_asked: bool = False
+    drain_asked: bool = False  # whether a drain was requested and no process has noticed it yet
     files: tuple[File, ...] = ()
 
     @property
     def sealed(self) -> list[tuple[File, Header]]:
-        """The files that hold something."""
         return [(file, file.header) for file in self.files if file.header is not None]
 
     @property
     def damaged(self) -> list[File]:
-        """The files that should hold something but cannot be used."""
         return [file for file in self.files if file.damage]
 
 
 @dataclasses.dataclass(frozen=True)
 class JobMemory:
-    """What a job holds in the memory of this node.
-
-    Attributes:
-        job: its name.
-        nodes: this node, and the nodes that are emulated on it.
-        error: why the job cannot be looked at. Empty if it can.
-    """
+    """What a job holds in the memory of this node."""
 
     job: str
-    nodes: tuple[Node, ...] = ()
-    error: str = ""
+    nodes: tuple[Node, ...] = ()  # this node, and the nodes that are emulated on it
+    error: str = ""  # why the job cannot be looked at. Empty if it can
 
     @property
     def pid(self) -> int | None:
-        """A live process of the job, or None."""
         return next((node.pid for node in self.nodes if node.pid is not None), None)
 
     @property
     def files(self) -> list[File]:
-        """Its slots."""
         return [file for node in self.nodes for file in node.files]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its slots."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def newest(self) -> Header | None:
-        """The header of its newest step."""
         headers = [header for node in self.nodes for _, header in node.sealed]
         return max(headers, key=lambda header: header.attempt.generation, default=None)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing, and no process of it is alive."""
         return not (self.nbytes or self.error) and self.pid is None
 
 
@@ -136,11 +116,7 @@ def look_at_job(memory: str, job: str) -> JobMemory:
 def look_around(world: World, memory: str, job: str, as_restored: bool = False) -> list[Node]:
     """Look at the memory of all nodes of the world. A single process looks at this node and all that it emulates.
 
-    Collective over the world.
-
     Args:
-        world: the processes.
-        memory, job: the memory file system and the job.
         as_restored: look only where a Checkpointer of these processes would.
 
     Returns:
@@ -177,11 +153,7 @@ def places(world: World, memory: str, job: str, as_restored: bool = False) -> li
 
 
 def look(memory: str, job: str, emulated: int | None, name: str) -> Node:
-    """Look at the memory of a node. A node without memory of the job has no files.
-
-    Raises:
-        UnsafePath: its directory is not private to this user.
-    """
+    """Look at the memory of a node. A node without memory of the job has no files."""
     try:
         held = NodeDirectory(memory, job, emulated, make=False)
     except FileNotFoundError:
@@ -238,3 +210,88 @@ def inventory_of(nodes: list[Node]) -> Inventory:
         for number, node in enumerate(nodes)
     ]
     return join(parts or [of_headers([], 0)])
+
+
+# Read a sealed file of node memory without mapping it: its checksums, its manifest, its bytes. The job may rewrite
+# the file while it is read. It unseals a slot before the first byte changes. So if the header is the same before and
+# after, the bytes are those that were sealed.
+
+
+class Changed(Exception):
+    """The file no longer holds what its header said, because the job writes it."""
+
+
+class Sealed(contextlib.AbstractContextManager["Sealed"]):
+    """A file of this node that is open for reading.
+
+    `memory.slot.Slot` maps its file and belongs to the job. This one reads what another process may rewrite.
+    """
+
+    def __init__(self, memory: NodeDirectory, name: str, header: Header):
+        self.name, self.header = name, header
+        self._memory, self._fd = memory, self._open(memory)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def _open(self, memory: NodeDirectory) -> int:
+        try:
+            return memory.open(self.name, os.O_RDONLY)
+        except (FileNotFoundError, UnsafePath):
+            raise Changed from None
+
+    def read(self, start: int, nbytes: int) -> np.ndarray:
+        """Read bytes of the file: ``(nbytes,)`` uint8, or fewer if the file ends before."""
+        raw = np.empty(nbytes, dtype=np.uint8)
+        done = 0
+        while done < nbytes and (got := os.preadv(self._fd, [raw[done:].data], start + done)):
+            done += got
+        return raw[:done]
+
+    def manifest(self) -> Manifest:
+        raw = self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes()
+        return decode(raw, self.header.extents.payload_nbytes)
+
+    def check(self) -> None:
+        """Check that the file still has the same header: then everything read before is good. Raises Changed if not."""
+        fd = self._open(self._memory)  # not the open one, which may have been deleted
+        try:
+            if unpack(os.pread(fd, HEADER_NBYTES, 0)) != self.header:
+                raise Changed
+        except CorruptSlot:
+            raise Changed from None
+        finally:
+            os.close(fd)
+
+    def verify(self, advance: Callable[[int], None]) -> None:
+        """Check every byte against the checksums.
+
+        Raises:
+            CorruptSlot: something is damaged.
+            Changed: the job writes the file.
+        """
+        try:
+            self._verify(advance)
+        finally:
+            self.check()
+
+    def _verify(self, advance: Callable[[int], None]) -> None:
+        extents = self.header.extents
+        table = np.frombuffer(self.read(extents.table_start, extents.blocks * CHECK_NBYTES).tobytes(), dtype="<u8")
+        if table.size != extents.blocks or table_check(table) != self.header.table_check:
+            raise CorruptSlot("its block table is damaged")
+        bad: list[int] = []
+        many = max(1, RUN_NBYTES // extents.block_nbytes)
+        for first in range(0, extents.blocks, many):
+            blocks = [extents.block(number) for number in range(first, min(extents.blocks, first + many))]
+            start, nbytes = blocks[0].start, blocks[-1].stop - blocks[0].start
+            raw = self.read(PAGE_NBYTES + start, nbytes)
+            sums = [xxhash.xxh3_64_intdigest(raw[block.start - start : block.stop - start].data) for block in blocks]
+            bad += [first + nth for nth, check in enumerate(sums) if check != int(table[first + nth])]
+            advance(nbytes)
+        if bad:
+            raise CorruptSlot(f"{len(bad)} of {extents.blocks} blocks are damaged, first block {bad[0]}")
+        if self.header.kind is Kind.SLOT:
+            self.manifest()
+        elif self.header.kind is Kind.PARITY:
+            decode_heads(self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes(), self.header, self.name)

@@ -25,19 +25,7 @@ _NAMED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Prospect:
-    """An attempt to save a step that has files in memory.
-
-    Attributes:
-        attempt, step, world_size: the attempt, its step and its number of ranks.
-        scheme: the scheme that protects it.
-        unix_ns: when it was saved, ns since 1970.
-        committed: whether any of its files has the receipt of its commit.
-        restores: how many runs have restored it.
-        nbytes: bytes of all its files.
-        verdict: what is known of its values.
-        choice: how to restore it. None: it cannot be restored.
-        missing: the ranks that have no slot, whether or not parity can rebuild it.
-    """
+    """An attempt to save a step that has files in memory."""
 
     attempt: Attempt
     step: int
@@ -48,21 +36,16 @@ class Prospect:
     restores: int
     nbytes: int
     verdict: Verdict
-    choice: Choice | None
-    missing: tuple[int, ...]
+    choice: Choice | None  # how to restore it. None: it cannot be restored
+    missing: tuple[int, ...]  # the ranks that have no slot, whether or not parity can rebuild it
 
 
 @dataclasses.dataclass(frozen=True)
 class Restorability:
-    """What the nodes can restore.
-
-    Attributes:
-        prospects: attempts in memory, newest first.
-        unseen: nodes that headers name, but that were not looked at.
-    """
+    """What the nodes can restore."""
 
     prospects: tuple[Prospect, ...]
-    unseen: tuple[str, ...]
+    unseen: tuple[str, ...]  # nodes that headers name, but that were not looked at
 
     @property
     def newest(self) -> Prospect | None:
@@ -81,7 +64,6 @@ def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
     """Say what some nodes can restore.
 
     Args:
-        nodes: the nodes that were looked at.
         together: whether these are all nodes that are left, according to the launcher. Otherwise there may be others.
     """
     found = inventory_of(list(nodes))
@@ -129,8 +111,6 @@ class Survival:
     """The losses of nodes that an attempt survives with its present files.
 
     Attributes:
-        nodes: number of nodes that have files of it.
-        fatal: names of nodes that must not be lost.
         pairs: number of pairs of nodes; 0 if pairs were not tried.
         fatal_pairs: pairs that must not be lost together, although each node of them may be lost.
     """
@@ -142,7 +122,6 @@ class Survival:
 
     @property
     def surviving_pairs(self) -> int:
-        """Number of pairs of nodes that may be lost."""
         single, good = len(self.fatal), self.nodes - len(self.fatal)
         return self.pairs - single * good - math.comb(single, 2) - len(self.fatal_pairs) if self.pairs else 0
 

@@ -3,10 +3,6 @@
 In come hosts or a Slurm allocation with the command of a rank, and out comes the exit code of the training. This room
 imports `telemetry` to read what ranks report. It starts no MPI in its own process.
 
-It starts ranks by srun (`on_slurm`), by mpiexec (`on_hosts`) or by ssh alone (`on_ssh`). With ssh, `ranks_by_ssh` talks
-to a `host_agent` on each host, and `line_stream` forwards their output in whole lines. Under Slurm a separate step
-starts the couriers of all ranks (`courier_hosts`).
-
-If the other processes stay when one is lost (`kept_ranks`), `membership` decides which process has which rank.
-`member_service` talks to all processes, and `kept_processes` is the part of this that the agents do.
+It starts ranks by srun (`on_slurm`), by mpiexec (`on_hosts`) or by ssh alone (`ranks_by_ssh`, with a `host_agent` on
+each host). If the other processes stay when one is lost (`kept_ranks`), `membership` decides which has which rank.
 """

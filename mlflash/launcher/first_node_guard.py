@@ -22,12 +22,11 @@ from pathlib import Path
 from ..errors import LaunchFailed
 from ..events import Event
 from ..wireup.own_process import running
-from .cleanup import wind_up
+from .launch_system import RunLog, RunOptions
 from .node_watch import Looks
 from .on_slurm import OnSlurm, ask, beside, hosts_of, is_lost, states_of
 from .processes import LastLines, kill, spawn
-from .run_log import RunLog
-from .run_options import RunOptions
+from .supervisor import wind_up
 
 log = logging.getLogger("mlflash")
 
@@ -44,11 +43,6 @@ class Guard:
 
     A context manager. It does nothing if the job has no other node for the guard, or if this process runs on none of
     the job's nodes (in an salloc).
-
-    Args:
-        slurm: the allocation.
-        options: what is run.
-        run_log: the file to note events in; None: none.
     """
 
     def __init__(self, slurm: OnSlurm, options: RunOptions, run_log: Path | None):
@@ -100,7 +94,6 @@ class Guard:
             _close(process)
 
     def _start(self, starts: int) -> subprocess.Popen[str]:
-        """Start the guard, each time on another node."""
         command = beside([self._hosts[starts % len(self._hosts)]], ["--output=none"], self._command)
         process = spawn(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         assert process.stdin is not None

@@ -24,21 +24,26 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import IO, Any
 
-from ..wireup.launcher_variables import without_rank
+from ..memory.courier_process import read_stat
+from ..wireup.frames import BadFrame, Frames, Outbox
+from ..wireup.launcher_variables import KEPT, SEED, without_rank
 from ..wireup.own_process import end_with
 from ..wireup.rendezvous import ports_of
-from .kept_processes import KeptProcesses
-from .line_stream import Lines, Sink
 
-READY = "mlflash-ready:"
-"""Start of the line that says that the agent accepts orders; a port follows."""
-LOST = 255
-"""Exit code if nobody gives orders any more. ssh uses the same."""
-SILENCE_S = 60.0
-"""Seconds without an order or a sign of life after which `mlflash run` counts as gone."""
+LARGEST_NBYTES = 1 << 16
+"""Largest size of a message, in both directions."""
+BEATS = 8
+"""Signs of life, in both directions, during the time after which a silent side counts as lost."""
+_CONNECT_S = 10.0
+_LEASE = 0.8  # after this share of that time the agent kills its processes, before others take their ranks
+_LONGEST_NBYTES = 1 << 20
+READY = "mlflash-ready:"  # start of the line that says that the agent accepts orders; a port follows
+LOST = 255  # exit code if nobody gives orders any more. ssh uses the same
+SILENCE_S = 60.0  # seconds without an order or a sign of life after which `mlflash run` counts as gone
 _MEETS = ("MASTER_ADDR", "MASTER_PORT")
 _END_S = 5.0  # time from SIGTERM to SIGKILL
 _FLUSH_S = 5.0  # limit to write the remaining output
@@ -47,30 +52,145 @@ _PORTS, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel giv
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
+class KeptProcesses:
+    """The connection to the service that decides which processes have ranks (`kept_ranks`). Close it.
+
+    Args:
+        told: ``address`` of the service, ``token``, ``host`` (the name of this host), and ``lost_s`` (seconds without a
+            sign of life after which a side counts as lost).
+    """
+
+    def __init__(self, told: dict[str, Any]):
+        self._told = told
+        self._sock = socket.create_connection(told["address"], _CONNECT_S)
+        self._sock.setblocking(False)
+        self._frames, self._out = Frames(LARGEST_NBYTES), Outbox(self._sock)
+        self._out.send({"token": told["token"], "host": told["host"]})
+        self._beat_s = told["lost_s"] / BEATS
+        self._heard = time.monotonic()
+        self._next_beat = self._heard
+        self._stopped: dict[int, float] = {}  # pid → since when
+        self._has_ended = False
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def events(self) -> int:
+        return select.POLLIN | (select.POLLOUT if self._out.unsent else 0)
+
+    @property
+    def until(self) -> float:
+        """The next time when there is something to do, by time.monotonic."""
+        return self._next_beat
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing was heard for so long that other processes may have the ranks of this host."""
+        return self._has_ended or time.monotonic() - self._heard > _LEASE * self._told["lost_s"]
+
+    def environment(self, name: str, size: int) -> dict[str, str]:
+        """The environment variable that tells a process how to reach the service."""
+        what = {"address": self._told["address"], "token": self._told["token"], "name": name, "size": size}
+        return {KEPT: json.dumps(what)}
+
+    def ended(self, name: str, code: int) -> None:
+        self._out.send({"ended": name, "code": code})
+
+    def orders(self, is_ready: bool) -> Iterator[dict[str, Any]]:
+        """Yield the orders that have arrived, and send a sign of life when it is time."""
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + self._beat_s
+            self._out.send({})
+        if not is_ready:
+            return
+        self._out.send_rest()
+        try:
+            received = self._sock.recv(1 << 16)
+            self._frames.add(received)
+            self._has_ended = not received
+            self._heard = time.monotonic()
+            yield from self._frames.messages()
+        except BlockingIOError:
+            return
+        except (OSError, BadFrame):
+            self._has_ended = True
+
+    def stopped(self, pids: Iterable[int]) -> list[int]:
+        """The processes that have been stopped (SIGSTOP) for so long that they count as lost."""
+        now, since = time.monotonic(), self._stopped
+        self._stopped = {pid: since.get(pid, now) for pid in pids if _is_stopped(pid)}
+        return [pid for pid, start in self._stopped.items() if now - start > self._told["lost_s"]]
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, or the child that it has forked to train in its place (`in_place.forked_spare`)."""
+    try:
+        stat = read_stat(pid)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if stat.name == SEED else []
+    except OSError:
+        return False
+    return stat.state == "T" or any(_is_stopped(int(child)) for child in children)  # "t" would be a debugger
+
+
+class Lines:
+    """Collects the output of a program until it can be passed on.
+
+    A carriage return also ends a line, for progress bars. Lines longer than 1 MiB are passed on in pieces.
+    """
+
+    def __init__(self) -> None:
+        self._begun = bytearray()
+
+    def add(self, printed: bytes) -> bytes:
+        end = max(printed.rfind(b"\n"), printed.rfind(b"\r")) + 1
+        if not end and len(self._begun) + len(printed) <= _LONGEST_NBYTES:
+            self._begun += printed
+            return b""
+        end = end or len(printed)
+        whole = bytes(self._begun) + printed[:end]
+        self._begun[:] = printed[end:]
+        return whole
+
+    def rest(self) -> bytes:
+        """The last line, if it has no end yet, with a newline added; b"" if there is none."""
+        left = bytes(self._begun)
+        self._begun.clear()
+        return left + b"\n" if left else b""
+
+
+class Sink:
+    """A descriptor to which several threads write whole lines. If nobody reads any more, lines are dropped."""
+
+    def __init__(self, fd: int):
+        self._fd, self._one = fd, threading.Lock()
+
+    def write(self, lines: bytes) -> None:
+        with self._one, contextlib.suppress(OSError):
+            left = memoryview(lines)
+            while left:
+                left = left[os.write(self._fd, left) :]
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """What to start on a host.
 
     Attributes:
-        argv: the program of each rank.
-        environment: variables for it, in addition to those of the host.
-        directory: its working directory.
-        first, count, size: the first rank of this host, the number of its ranks, and the number of all ranks.
-        used: ports that the agent must not propose.
-        host: the name of the host.
-        spares: number of additional processes without a rank.
-        local_size: number of ranks of each host.
-        keeps: if processes stay when others are lost (`kept_processes`): how to reach the service that decides. None:
-            if one rank fails, all end.
+        keeps: if processes stay when others are lost (`KeptProcesses`): how to reach the service that
+            decides. None: if one rank fails, all end.
     """
 
     argv: list[str]
-    environment: dict[str, str]
+    environment: dict[str, str]  # variables for it, in addition to those of the host
     directory: str
-    first: int
+    first: int  # first, count, size: the first rank of this host, the number of its ranks, and the number of all ranks
     count: int
     size: int
-    used: list[int]
+    used: list[int]  # ports that the agent must not propose
     keeps: dict[str, Any] | None = None
     host: str = ""
     spares: int = 0
@@ -113,7 +233,6 @@ class _Sweeper:
             _kill_group(group, signal.SIGKILL)
 
     def forget(self, group: int) -> None:
-        """Tell it that a group was killed. Other processes may get its number."""
         os.write(self._told, b"-%d\n" % group)
 
     def note(self, group: int) -> None:
@@ -121,7 +240,6 @@ class _Sweeper:
         os.write(self._told, b"%d\n" % group)
 
     def dismiss(self) -> None:
-        """Tell it that all groups are killed."""
         os.write(self._told, b"done\n")
         os.close(self._told)
 
@@ -134,18 +252,13 @@ class _Rank:
         self.pidfd = os.pidfd_open(process.pid)
 
     def code(self) -> int:
-        """Its exit code as in a shell."""
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert found is not None
         return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
 class HostAgent:
-    """The process: `run` is its loop.
-
-    Args:
-        sweeper: kills ranks if this process is killed.
-    """
+    """The process: `run` is its loop."""
 
     def __init__(self, sweeper: _Sweeper):
         self._sweeper = sweeper
@@ -168,7 +281,6 @@ class HostAgent:
             signal.signal(number, lambda number, frame: None)
 
     def run(self) -> int:
-        """Execute orders until all ranks have ended. Return the exit code."""
         while not self._is_over:
             ready = self._wait()
             if 0 in ready:
@@ -298,7 +410,6 @@ class HostAgent:
             self._copies.append(thread)
 
     def _keep(self, kept: KeptProcesses, ready: list[int]) -> None:
-        """Execute the orders of the service that decides about processes that stay."""
         assert self._spec is not None
         for order in kept.orders(kept.fileno() in ready):
             if "one" in order:
@@ -328,7 +439,6 @@ class HostAgent:
         self._is_over = self._is_over or (not self._living and (self._kept is None or self._is_ending))
 
     def _close(self) -> None:
-        """Kill everything that is left in the groups of the ranks, and pass on the remaining output."""
         if self._kept is not None:
             self._kept.close()
         for rank in self._started:

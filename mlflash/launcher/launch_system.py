@@ -2,14 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import queue
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from .node_assignment import NodeAssignment
+from ..events import Queue
 from .processes import KILL_WAIT_S, kill
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeAssignment:
+    """The nodes of a run."""
+
+    hosts: tuple[str, ...]
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.hosts) * self.ranks_per_node
+
+    def hosts_of_ranks(self) -> Iterator[str]:
+        for host in self.hosts:
+            for _ in range(self.ranks_per_node):
+                yield host
+
+
+def assign_nodes(hosts: Sequence[str], nodes: int, ranks_per_node: int, least: int = 0) -> NodeAssignment | None:
+    """Choose the nodes of the first run. ``least``: smallest number of nodes that is enough; 0: all that are wanted."""
+    return None if len(hosts) < (least or nodes) else NodeAssignment(tuple(hosts[:nodes]), ranks_per_node)
+
+
+def reassign_nodes(before: NodeAssignment, fit: Sequence[str], nodes: int, least: int = 0) -> NodeAssignment | None:
+    """Choose the nodes of the next run: nodes that can stay keep their seats, and spares take the empty ones.
+
+    If there are not enough spares, the run has fewer nodes. It grows again as soon as there are enough.
+
+    Example:
+        (a, b, c) with a, c, d, e fit → (a, d, c); with a and c fit, and ``least=2`` → (a, c).
+    """
+    stay: Collection[str] = set(before.hosts) & set(fit)
+    spares = iter([host for host in fit if host not in before.hosts])
+    seats: list[str | None] = [host if host in stay else next(spares, None) for host in before.hosts]
+    seats += [next(spares, None) for _ in range(nodes - len(seats))]
+    taken = tuple(host for host in seats if host is not None)
+    return None if len(taken) < (least or nodes) else NodeAssignment(taken, before.ranks_per_node)
 
 
 class Ranks(Protocol):
@@ -27,50 +72,31 @@ class Ranks(Protocol):
         return 1
 
     def seats(self, began: NodeAssignment) -> NodeAssignment:
-        """Where the ranks are now.
-
-        Args:
-            began: where they were when they were started.
-        """
+        """Where the ranks are now, given where they were when they were started."""
         return began
 
     def poll(self) -> int | None:
         """Exit code as in a shell; None while it runs."""
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and what started them. May be called twice.
-
-        Args:
-            wait_s: seconds from SIGTERM to SIGKILL.
-        """
+        """End all ranks that can be reached, and what started them; SIGKILL comes ``wait_s`` after SIGTERM."""
 
 
 class Step(Ranks):
-    """The ranks that one process has started (see `Ranks`): that process, and how to end it.
-
-    Args:
-        process: srun or mpiexec, in a session of its own.
-    """
+    """The ranks that one process has started (see `Ranks`): that process, and how to end it."""
 
     def __init__(self, process: subprocess.Popen[Any]):
         self._process = process
 
     def poll(self) -> int | None:
-        """Exit code as in a shell; None while it runs."""
         code = self._process.poll()
         return None if code is None else code if code >= 0 else 128 - code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the launcher, which passes it on to the ranks."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and the launcher. May be called twice.
-
-        Args:
-            wait_s: seconds from SIGTERM to SIGKILL.
-        """
         self.signal(signal.SIGTERM)
         try:
             self._process.wait(wait_s)
@@ -79,26 +105,23 @@ class Step(Ranks):
 
 
 class Patience:
-    """How long to wait for answers: until a deadline, or a shorter time once half of them have arrived.
-
-    Args:
-        hosts: number of answers that may come.
-        timeout_s, behind_s: see `Launcher.on_each`.
-    """
+    """How long to wait for answers: until a deadline, or a shorter time once half of them have arrived."""
 
     def __init__(self, hosts: int, timeout_s: float, behind_s: float | None):
         self._half, self._behind_s = (hosts + 1) // 2, behind_s
         self._end = time.monotonic() + timeout_s
 
     def answered(self, count: int) -> None:
-        """Note how many answers have come so far."""
         if self._behind_s is not None and count >= self._half:
             self._end, self._behind_s = min(self._end, time.monotonic() + self._behind_s), None
 
-    @property
-    def left_s(self) -> float:
-        """Seconds left to wait."""
-        return self._end - time.monotonic()
+    def received(self, answers: Queue[T]) -> Iterator[T]:
+        while (left_s := self._end - time.monotonic()) > 0:
+            try:
+                answer = answers.get(timeout=left_s)
+            except queue.Empty:
+                return
+            yield answer
 
 
 Start = Callable[[NodeAssignment, Sequence[str], Mapping[str, str]], Ranks]
@@ -113,24 +136,65 @@ class Launcher(Protocol):
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         """The given nodes that are out of service, with their state, as far as the system knows. Returns quickly."""
+        return {}
 
     def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
         """The given nodes on which no new run should start, with the reason. A run that is there may go on."""
+        return {}
 
     def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
         """Start a program on all ranks. ``env`` is added to the environment of this process."""
 
     def with_mpi(self, words: Sequence[str]) -> list[str]:
         """The command with which `start` runs ``python WORDS`` on each rank, for a program that uses MPI."""
+        return [sys.executable, "-m", "mpi4py", *words]
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
         """Run a program once on each of the given nodes, in addition to the ranks. Return its output where it ended.
 
         Args:
-            hosts: the nodes.
-            argv: the program.
-            timeout_s: deadline.
             behind_s: how much longer to wait for the others once half of the nodes have answered; None: no limit but
                 the deadline.
         """
+
+
+# The options of `mlflash run`.
+
+
+class RunLog:
+    """Adds lines to a file; None: nowhere. A file that cannot be written does not stop a run."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+
+    def note(self, event: str, **fields: Any) -> None:
+        if self._path is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError:
+            self._path = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What to run, and how."""
+
+    argv: Sequence[str]
+    nodes: int
+    ranks_per_node: int
+    least: int  # smallest number of nodes that is enough, for training that reshards; 0: all
+    max_restarts: int
+    job: str  # job, memory: where the ranks keep their slots
+    memory: str
+    directory: str | None  # where to copy the newest checkpoint at the end; None: nowhere
+    keep_memory: bool  # whether the slots stay in memory at the end
+    hang_timeout_s: float  # seconds without a save after which a run counts as hanging; 0: never
+    look_every_s: float  # seconds between two looks at the nodes
+    grace_s: float  # seconds that training has for one more checkpoint after a signal to end
+    gpus: int
+    interface: str  # the network interface that must be up; "": no check

@@ -51,46 +51,26 @@ class Acts(Protocol):
 
 @dataclasses.dataclass
 class Member:
-    """A process.
-
-    Attributes:
-        name: its own name.
-        host, local: the host, and the number of the process on it.
-        rank: that it has, or had when it ended; None while it waits for one.
-        is_ready: whether it has reported that it waits.
-        left: the last round that it has reported to have left; 0 before the first round.
-        is_here: whether it has reached this round with the rank that it has in it.
-        is_in: whether it trains in this round.
-        is_done: whether its training has finished and the process has not ended yet.
-        code: exit code as in a shell; None while it runs.
-    """
+    """A process."""
 
     name: str
-    host: str
+    host: str  # host, local: the host, and the number of the process on it
     local: int
-    rank: int | None = None
-    is_ready: bool = False
-    left: int = 0
-    is_here: bool = False
+    rank: int | None = None  # that it has, or had when it ended; None while it waits for one
+    is_ready: bool = False  # whether it has reported that it waits
+    left: int = 0  # the last round that it has reported to have left; 0 before the first round
+    is_here: bool = False  # whether it has reached this round with the rank that it has in it
     is_in: bool = False
-    is_done: bool = False
+    is_done: bool = False  # whether its training has finished and the process has not ended yet
     code: int | None = None
 
 
 class Membership:
     """The processes of one start of a job.
 
-    Args:
-        members: first those that are started with ranks, in order of rank, then the spares.
-        acts: carries out the decisions.
-        deadlines: how long each phase may take.
-        now: seconds, by a monotonic clock.
-
     Attributes:
-        round: number of the round, from 1.
         over: why there is no next round; "" while there may be one.
         code: exit code, if it is over or all have finished.
-        hosts: the host of each rank in this round.
     """
 
     def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float):
@@ -126,7 +106,6 @@ class Membership:
         self._look(now)
 
     def left(self, name: str, number: int, now: float) -> None:
-        """Note that a process has left a round."""
         member = self._members[name]
         member.left, member.is_ready = number, True
         self._look(now)
@@ -161,21 +140,13 @@ class Membership:
         self._members[name].is_done = number == self.round and self._phase == "training"
 
     def text(self, name: str, number: int, what: str, text: str) -> None:
-        """Pass on what rank 0 tells all other ranks of a round."""
         if number == self.round and self._members[name].rank == 0:
             self._texts[what] = text
             for one in self._staying():
                 self._tell_text(one, what, text)
 
     def ended(self, name: str, code: int, why: str, now: float) -> None:
-        """Note that a process has ended. If it failed, start another one in its place as soon as all ranks train.
-
-        Args:
-            name: of the process.
-            code: exit code as in a shell.
-            why: in words.
-            now: seconds.
-        """
+        """Note that a process has ended. If it failed, start another one in its place as soon as all ranks train."""
         member = self._members[name]
         if member.code is not None or self.over:
             return
@@ -191,7 +162,6 @@ class Membership:
         self._fill_places()
 
     def host_lost(self, host: str, why: str, now: float) -> None:
-        """Note that a host is lost, with all its processes."""
         lost = [one for one in self._members.values() if one.host == host and one.code is None and not self.over]
         self._places = [place for place in self._places if place[0] != host]
         for member in lost:
@@ -208,7 +178,6 @@ class Membership:
                 self._start(host, local)
 
     def look(self, now: float) -> None:
-        """Check whether a deadline has passed."""
         if self.over or now < self._until:
             return
         if self._phase == "waiting":
@@ -226,7 +195,6 @@ class Membership:
 
     @property
     def until(self) -> float:
-        """When `look` has something to do."""
         return self._until
 
     # Decisions
@@ -278,7 +246,6 @@ class Membership:
                 self._acts.tell(one.name, {"lost": self.round, "ranks": self._lost, "why": why})
 
     def _look(self, now: float) -> None:
-        """Begin the next round if all processes are ready for it."""
         if self.over or self._phase not in ("leaving", "waiting"):
             return
         if any(one.left < self.round for one in self._staying()):

@@ -59,7 +59,6 @@ def _gpus() -> tuple[int, str]:
 
 
 def _is_up(interface: str) -> bool:
-    """Whether a network interface exists, is up, and has a carrier."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             answer = fcntl.ioctl(asked, _FLAGS_OF, struct.pack("16sH14x", interface.encode(), 0))

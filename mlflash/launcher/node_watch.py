@@ -5,6 +5,8 @@ A failure of a look costs time, but never the job: what a node does not report i
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import logging
 import threading
@@ -13,38 +15,76 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
-from ..telemetry.heartbeat import SHOW_STACKS
-from ..telemetry.heartbeat_format import has_own_courier, is_without_courier, why_unread
+from ..telemetry.heartbeat import SHOW_STACKS, has_own_courier, is_without_courier, why_unread
 from ..version import __version__
 from ..wireup.own_process import running
-from .downtime import Heartbeat
-from .launch_system import Launcher
-from .node_assignment import NodeAssignment
+from .launch_system import Launcher, NodeAssignment
 
 log = logging.getLogger("mlflash")
 
-LOOK_S = 20.0
-"""Deadline of a look at the nodes, in seconds."""
+Heartbeat = dict[str, Any]  # what a rank reported last, see `mlflash.telemetry.heartbeat`
+LOOK_S = 20.0  # deadline of a look at the nodes, in seconds
 _BEHIND_S = 8.0  # a node that answers this much later than most others counts as silent
 _STACKS_S = 1.0
 _LOOKS = 10_000  # after so many looks, they become half as frequent
 _STUCK_S = 3 * LOOK_S  # limit for a look and everything that it waits for
 
 
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The end of a start."""
+
+    last_beat: float
+    noticed: float  # when `mlflash run` had noticed the failure and ended the remaining ranks, Unix time
+    saved: int | None  # the last step that any rank gave to a save; None if there was none, or if it is unknown
+
+
+def failure(heartbeats: Sequence[Heartbeat], noticed: float) -> Failure:
+    """How a start ended, from the last heartbeats of its ranks."""
+    beats = [float(heartbeat["beat"]) for heartbeat in heartbeats]
+    saved = [int(heartbeat["saved"]) for heartbeat in heartbeats if heartbeat["saved"] is not None]
+    return Failure(max(beats, default=noticed), noticed, max(saved, default=None))
+
+
+def unrestorable(heartbeats: Sequence[Heartbeat]) -> str:
+    """Why a start could restore none of the existing checkpoints, as its ranks reported; "" if it could."""
+    return next((str(heartbeat["unrestorable"]) for heartbeat in heartbeats if heartbeat.get("unrestorable")), "")
+
+
+def certified(heartbeats: Sequence[Heartbeat]) -> int | None:
+    """The newest certified step that the ranks of a start reported; None if there is none."""
+    return max((int(heartbeat["certified"]) for heartbeat in heartbeats if "certified" in heartbeat), default=None)
+
+
+def is_suspect(heartbeats: Sequence[Heartbeat]) -> bool:
+    """Whether the values of any rank were suspect in the last save of a start."""
+    return any("suspect" in heartbeat and heartbeat["suspect"] >= (heartbeat["committed"] or 0)
+               for heartbeat in heartbeats)  # fmt: skip
+
+
+def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: float) -> dict[str, Any]:
+    """What a start restored, and how long the recovery from the failure before it took, for the log of the run."""
+    found: dict[str, Any] = {what: next((heartbeat[what] for heartbeat in heartbeats if heartbeat[what]), None)
+                             for what in ("restored", "source")}  # fmt: skip
+    times = {what: [heartbeat["times"][what] for heartbeat in heartbeats if what in heartbeat["times"]]
+             for what in ("made", "restored", "saved")}  # fmt: skip
+    if before is None or not all(times.values()):
+        return found
+    made, restored, saved = (max(times[what]) for what in ("made", "restored", "saved"))
+    if before.saved is not None and found["restored"] is not None:
+        found["steps_lost"] = before.saved - found["restored"]
+    marks = (before.last_beat, before.noticed, started, made, restored, saved)
+    spans = [round(after - first, 3) for first, after in itertools.pairwise(marks)]
+    names = ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s")
+    return found | {"outage_s": round(saved - before.last_beat, 3)} | dict(zip(names, spans, strict=True))
+
+
 def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Ask nodes for their status (see `node_status`).
-
-    Args:
-        launcher: reaches the nodes.
-        hosts: the nodes.
-        words: memory, job and so on, as `node_status` takes them.
 
     Returns:
         The status of each node, without nodes that do not answer or whose answer is unusable; and messages about what
         cannot be read.
-
-    Raises:
-        LaunchFailed: no node can be asked.
     """
     argv = [*running("mlflash.launcher.node_status"), *words]
     said: dict[str, dict[str, Any]] = {}
@@ -78,13 +118,7 @@ def _why_unread(document: Any, of_job: bool) -> str:
 
 
 class Looks:
-    """The last look at each node.
-
-    Args:
-        launcher: reaches the nodes.
-        memory, job: where ranks keep their slots.
-        gpus, interface: what a node must have to train, see `RunOptions`.
-    """
+    """The last look at each node."""
 
     def __init__(self, launcher: Launcher, memory: str, job: str, gpus: int, interface: str):
         self._launcher, self._gpus, self._interface = launcher, gpus, interface
@@ -125,18 +159,13 @@ class Looks:
 
         A look is a step of a Slurm job, and a job may have 40,000 steps (MaxStepCount). With one look each 15 s they
         would be used up after a week, and no rank could be started any more. So they last for 26 days.
-
-        Args:
-            seconds: between two looks at first.
         """
         return seconds * 2.0 ** (self._asked // _LOOKS)
 
     def silent(self, hosts: Sequence[str]) -> list[str]:
-        """The nodes that did not answer."""
         return [host for host in hosts if host not in self._said]
 
     def wrong_with(self, host: str) -> str:
-        """Why a node is not fit to train; "" if it is."""
         said = self._said.get(host)
         if said is None:
             return "it does not answer"
@@ -145,7 +174,6 @@ class Looks:
         return f"{self._interface} is down" if said["interface"] is False else ""
 
     def holding(self, hosts: Sequence[str]) -> list[str]:
-        """The nodes that hold checkpoints in memory."""
         return [host for host in hosts if host in self._said and self._said[host]["steps"]]
 
     def newest(self) -> int | None:
@@ -155,7 +183,6 @@ class Looks:
         return max(steps, default=None)
 
     def heartbeats(self, run: str) -> list[Heartbeat]:
-        """The last reports of the ranks of a start."""
         return [
             heartbeat for said in self._said.values() for heartbeat in said["heartbeats"] if heartbeat["run"] == run
         ]
@@ -187,7 +214,6 @@ class Beside:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it has ended. Logs once if it takes too long."""
         if not self._thread.is_alive():
             return True
         if not self._said and time.monotonic() - self._begun > _STUCK_S:
@@ -201,9 +227,6 @@ class Watch:
     """What consecutive looks say about one run.
 
     Args:
-        looks: at the nodes.
-        run: name of the start.
-        seats: its nodes.
         patience_s: seconds without progress after which the run hangs; 0: it never does.
     """
 

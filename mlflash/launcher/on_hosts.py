@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 
 from ..events import Queue
 from ..human_readable.wording import last_words
-from .launch_system import Patience, Ranks, Step
-from .node_assignment import NodeAssignment
+from .launch_system import Launcher, NodeAssignment, Patience, Ranks, Step
 from .processes import find_mpiexec, signal_group, spawn
 
 log = logging.getLogger("mlflash")
 
+_Answers = Queue[tuple[str, "str | None", str]]
 
-class OnHosts:
-    """Starts ranks by mpiexec, see `launch_system.Launcher`.
 
-    Args:
-        hosts: the nodes, including spares.
-        shell: ssh, or a program with the arguments of ssh.
-        extra: further arguments for mpiexec.
-    """
+class OnHosts(Launcher):
+    """Starts ranks by mpiexec, see `launch_system.Launcher`. ``shell``: ssh, or a program with the arguments of ssh."""
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh", extra: Sequence[str] = ()):
         self._hosts, self._shell, self._extra = list(hosts), shell, list(extra)
@@ -38,12 +31,6 @@ class OnHosts:
 
     def hosts(self) -> list[str]:
         return list(self._hosts)
-
-    def gone(self, hosts: Sequence[str]) -> dict[str, str]:
-        return {}  # only a look at each node can tell
-
-    def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
-        return {}
 
     def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
         path, vendor = find_mpiexec()
@@ -60,9 +47,6 @@ class OnHosts:
         whole = {**os.environ, **env}
         return Step(spawn([*command, *self._extra, *argv], env=whole))
 
-    def with_mpi(self, words: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "mpi4py", *words]
-
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
         patience = Patience(len(hosts), timeout_s, behind_s)
@@ -74,17 +58,15 @@ class OnHosts:
                 running[host] = process = self._run_on(host, argv)
                 given = (host, process, answers)
                 threading.Thread(target=_listen, args=given, name="mlflash-lines", daemon=True).start()
-            while running and (left := patience.left_s) > 0:
-                try:
-                    host, text, wrong = answers.get(timeout=left)
-                except queue.Empty:
-                    break
+            for host, text, wrong in patience.received(answers) if running else ():
                 del running[host]
                 if text is not None:
                     told[host] = text
                 elif (host, wrong) not in self._shown:
                     self._shown.add((host, wrong))
                     log.warning("%s does not answer: %s", host, wrong)
+                if not running:
+                    break
                 patience.answered(len(told))
         finally:
             for process in running.values():  # the threads end when these end
@@ -94,9 +76,6 @@ class OnHosts:
     def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:
         words = list(argv) if host in self._local else [self._shell, host, shlex.join(argv)]
         return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-
-
-_Answers = Queue[tuple[str, "str | None", str]]
 
 
 def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -16,36 +15,85 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import is_enabled
 from ..errors import LaunchFailed
-from ..events import Queue
-from .launch_system import Patience, Step
-from .node_assignment import NodeAssignment
+from ..events import Event, Queue
+from ..human_readable.wording import many
+from ..wireup.own_process import running
+from ..wireup.zygote_host import READY
+from .launch_system import Launcher, NodeAssignment, Patience, RunOptions, Step
 from .processes import KILL_WAIT_S, LastLines, ask_within, spawn
 
 log = logging.getLogger("mlflash")
 
+_READY_S = 20.0
+_END_S = 20.0  # limit for couriers whose trainers have ended
+# If a number of cores per task were set, the step would get these cores for itself. Couriers must run on the cores that
+# training does not use.
+_CORES = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
 _ASK_S = 30.0  # deadline of a question to Slurm
 _ENVIRONMENT = "--export=ALL"  # in a job of `sbatch --export=NONE`, too: ranks need what mlflash run tells them
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot")
-STEPS = "mlflash-"
-"""Prefix of the names of our steps."""
-COURIERS = f"{STEPS}couriers"
-"""Name of the step that starts the couriers."""
+STEPS = "mlflash-"  # prefix of the names of our steps
+COURIERS = f"{STEPS}couriers"  # name of the step that starts the couriers
 _TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # pause after each signal to ranks of a `mlflash run` that is gone
 _TOLD = "mlflash-told:"  # prefix of each line that a program on a node prints
 
 
-class OnSlurm:
-    """Starts ranks by srun, see `launch_system.Launcher`.
+class CourierHosts:
+    """``mlflash courier`` on each node of an allocation, in a step of its own, so that commits go on when ranks end.
 
-    Args:
-        job: id of the allocation.
-        mpi: the value of srun's --mpi; "" leaves it to Slurm.
-        extra: further arguments for the srun that starts ranks.
-
-    Attributes:
-        job, mpi, extra: as given.
+    When Slurm ends the ranks, it also ends everything that they have started, but nothing of another step. If this step
+    cannot be started or has ended, ranks start their couriers themselves. A context manager. It waits until each node
+    can start couriers.
     """
+
+    def __init__(self, slurm: OnSlurm, options: RunOptions, environment: Mapping[str, str] = os.environ):
+        self._slurm = slurm
+        self._step: SlurmStep | None = None
+        self._command = [*running("mlflash"), "courier", "--job", options.job, "--memory", options.memory]
+        self._is_wanted = is_enabled(environment) and environment.get("MLFLASH_COURIER") != "thread"
+        self._environment = {name: value for name, value in environment.items() if name not in _CORES}
+        self._left, self._are_ready = 0, Event()
+
+    def __enter__(self) -> CourierHosts:
+        if not self._is_wanted:
+            return self
+        try:
+            hosts = self._slurm.hosts()
+            self._left = len(hosts)
+            words = beside(hosts, ["--cpu-bind=none", "--job-name", COURIERS], self._command)
+            process = spawn(words, env=self._environment, stdout=subprocess.PIPE, text=True, errors="replace")
+        except LaunchFailed as error:
+            log.warning("ranks start their couriers themselves, and these end with their ranks: %s", error)
+            return self
+        self._step = SlurmStep(process, self._slurm.job, COURIERS)
+        threading.Thread(target=self._listen, args=(process,), name="mlflash-courier-hosts", daemon=True).start()
+        if not self._are_ready.wait(_READY_S) or self._left:
+            log.warning("on %s of %d, ranks start their couriers themselves, and these end with their ranks",
+                        many(self._left, "node"), len(hosts))  # fmt: skip
+        return self
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        """Count the nodes that report that they are ready. Print everything else that the couriers print."""
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                if READY not in line:
+                    print(line, end="", file=sys.stderr, flush=True)
+                    continue
+                self._left -= 1
+                if not self._left:
+                    self._are_ready.set()
+        self._are_ready.set()
+
+    def __exit__(self, *failure: object) -> None:
+        if self._step is not None:
+            self._step.let_end(_END_S)
+
+
+class OnSlurm(Launcher):
+    """Starts ranks by srun, see `launch_system.Launcher`. ``mpi``: the value of srun's --mpi; "" leaves it to Slurm."""
 
     def __init__(self, job: str, mpi: str = "", extra: Sequence[str] = ()):
         self.job, self.mpi, self.extra = job, mpi, list(extra)
@@ -95,9 +143,6 @@ class OnSlurm:
                 ask(["scancel", f"--signal={name}", *ours], check=False)
                 time.sleep(wait_s)
 
-    def with_mpi(self, words: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "mpi4py", *words]
-
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
         """See `Launcher.on_each`. Each line gets the name of its node, because Slurm does not say where it is from."""
@@ -126,14 +171,7 @@ class OnSlurm:
 
 
 class SlurmStep(Step):
-    """A step of srun. If one of its nodes is dead, srun itself does not end by a signal.
-
-    Args:
-        process: srun.
-        job: id of the allocation.
-        name: of the step, unique in the job.
-        hosts: a file to delete when the step ends; None: none.
-    """
+    """A step of srun. If one of its nodes is dead, srun itself does not end by a signal."""
 
     def __init__(self, process: subprocess.Popen[Any], job: str, name: str, hosts: Path | None = None):
         super().__init__(process)
@@ -147,11 +185,7 @@ class SlurmStep(Step):
             self._hosts.unlink(missing_ok=True)
 
     def let_end(self, wait_s: float) -> None:
-        """Send SIGTERM to the tasks and give them time to end. A signal to srun itself would make it kill them.
-
-        Args:
-            wait_s: seconds after which the tasks and srun are ended.
-        """
+        """Send SIGTERM to the tasks and give them time to end. A signal to srun itself would make it kill them."""
         self._cancel("TERM")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
@@ -159,7 +193,6 @@ class SlurmStep(Step):
             self.end()
 
     def _cancel(self, name: str) -> None:
-        """Send a signal to the tasks."""
         number = next((number for number, step in _steps_of(self._job) if step == self._name), None)
         if number is not None:
             ask(["scancel", f"--signal={name}", number], check=False)
@@ -172,7 +205,6 @@ def _steps_of(job: str) -> list[list[str]]:
 
 
 def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
-    """The lines that a process prints, until the patience ends."""
     assert process.stdout is not None
     source = process.stdout
     lines: Queue[str | None] = Queue()
@@ -186,11 +218,7 @@ def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
             lines.put(None)
 
     threading.Thread(target=read, name="mlflash-look-lines", daemon=True).start()
-    while (left := patience.left_s) > 0:
-        try:
-            line = lines.get(timeout=left)
-        except queue.Empty:
-            continue
+    for line in patience.received(lines):
         if line is None:
             return
         yield line
@@ -233,11 +261,7 @@ def is_lost(state: str) -> bool:
 
 
 def ask(command: Sequence[str], check: bool = True) -> str:
-    """Run a command of Slurm; return what it printed.
-
-    Raises:
-        LaunchFailed: it failed or took too long. With ``check=False`` the function returns "" instead.
-    """
+    """Run a command of Slurm; return what it printed. LaunchFailed, or "" with ``check=False``, if it failed."""
     try:
         done = ask_within(command, _ASK_S)
     except LaunchFailed as error:

@@ -44,16 +44,7 @@ def find_mpiexec() -> tuple[str, str]:
 
 
 def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
-    """Build the command and environment that start ``argv`` on several ranks of this machine.
-
-    There may be more ranks than cores. OpenMP gets one thread, because spinning ranks starve each
-    other.
-
-    Args:
-        ranks: number of ranks.
-        argv: the program and its arguments.
-        env: further environment variables.
-    """
+    """Build the command and environment that start ``argv`` on several ranks of this machine."""
     path, vendor = find_mpiexec()
     command = [path, "-n", str(ranks)]
     if vendor == "mpich":
@@ -68,15 +59,7 @@ def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = Non
 
 
 def spawn(command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
-    """Start a process in a session of its own, without standard input.
-
-    Args:
-        command: program and arguments.
-        more: for `subprocess.Popen`.
-
-    Raises:
-        LaunchFailed: it cannot be started.
-    """
+    """Start a process in a session of its own, without standard input. Raises LaunchFailed: it cannot be started."""
     try:
         return subprocess.Popen(command, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **more})
     except OSError as error:
@@ -90,12 +73,6 @@ def ask_within(
 
     Unlike `subprocess.run`, this does not wait for a process that SIGKILL does not end. If this call is interrupted, it
     ends everything in the session.
-
-    Args:
-        command: program and arguments.
-        timeout_s: how long it may take.
-        term_wait_s: see `end_session`.
-        more: for `subprocess.Popen`.
 
     Raises:
         LaunchFailed: it cannot be started, or took too long.
@@ -115,11 +92,7 @@ def ask_within(
 
 
 class LastLines:
-    """The last lines that a process prints as errors, which a thread reads as long as it runs.
-
-    Args:
-        process: with a pipe for its errors.
-    """
+    """The last lines that a process prints as errors, which a thread reads as long as it runs."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._lines = collections.deque[str](maxlen=20)
@@ -141,7 +114,6 @@ def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> Non
     """End a process that leads a session, if it still runs, and all in its group. May be called twice.
 
     Args:
-        process: from `spawn`.
         term_wait_s: seconds from SIGTERM to SIGKILL; mpiexec passes SIGTERM on to ranks in other sessions. 0: SIGKILL.
     """
     if process.poll() is not None:

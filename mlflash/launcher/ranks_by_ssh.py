@@ -12,22 +12,36 @@ import json
 import os
 import re
 import selectors
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
+from ..errors import LaunchFailed
 from ..events import Event
-from .host_agent import LOST, READY, SILENCE_S, Spec
-from .launch_system import Ranks
-from .line_stream import Lines, Sink
+from ..wireup.launcher_variables import without_rank
+from ..wireup.own_process import running
+from .host_agent import LOST, READY, SILENCE_S, Lines, Sink, Spec
+from .launch_system import NodeAssignment, Ranks
+from .on_hosts import OnHosts
 from .processes import KILL_WAIT_S, kill, signal_group, spawn
 
-ANSWER_S = 60.0
-"""Deadline for all hosts to answer. It includes the connection and a Python from a slow file system."""
+AGENT = "mlflash.launcher.host_agent"
+"""The module that is run on each host."""
+# Variables of a login or of one host; they are not sent to other hosts.
+_STAYS = frozenset({
+    "_", "DISPLAY", "HOME", "HOST", "HOSTNAME", "KRB5CCNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL",
+    "TERM", "USER", "WINDOWID", "XAUTHORITY",
+})  # fmt: skip
+_STAY = ("DBUS_", "SSH_", "SUDO_", "TMUX", "XDG_")
+_OF_PYTHON = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")  # the agent itself may need them
+ANSWER_S = 60.0  # deadline for all hosts to answer. It includes the connection and a Python from a slow file system
 _BEAT_S = SILENCE_S / 12
 _OTHERS_S = 15.0  # limit for the other hosts to end after one has failed
 _CLOSED_S = 3.0  # limit for agents to kill their ranks after their input was closed
@@ -35,15 +49,78 @@ _FLUSH_S = 5.0  # limit to write the remaining output
 _READY = re.compile(rb"^" + READY.encode() + rb"(\d+)\r?\n", re.MULTILINE)
 
 
+class OnSsh(OnHosts):
+    """Starts ranks by a remote shell, without a launcher of MPI, see `launch_system.Launcher`.
+
+    Ranks find each other as under torchrun, by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR (the host of
+    rank 0) and MASTER_PORT (a free port, another one for each start). Their couriers still use MPI (`wireup`).
+    """
+
+    def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
+        super().__init__(hosts, shell)
+        self._used: list[int] = []  # ports of earlier starts
+
+    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> RanksBySsh:
+        specs = self._specs(seats, argv, env)
+        hosts = [HostOfRanks(host, self._command(host), spec) for host, spec in zip(seats.hosts, specs, strict=True)]
+        return RanksBySsh(hosts, self._meets(seats.hosts))
+
+    def _specs(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> list[Spec]:
+        environment = {**travelling(os.environ), **env}
+        per_node = seats.ranks_per_node
+        try:
+            here = os.getcwd()
+        except OSError as error:
+            raise LaunchFailed(f"ranks have no directory to start in: {error.strerror}") from error
+        return [Spec(list(argv), environment, here, number * per_node, per_node, seats.ranks, self._used,
+                     local_size=per_node) for number in range(len(seats.hosts))]  # fmt: skip
+
+    def _meets(self, hosts: Sequence[str]) -> Callable[[int], dict[str, str]]:
+        """A function from a free port of the first host to the variables with which ranks find each other."""
+        main = self._main_address(hosts)
+
+        def meets(port: int) -> dict[str, str]:
+            self._used.append(port)
+            return {"MASTER_ADDR": main, "MASTER_PORT": str(port)}
+
+        return meets
+
+    def with_mpi(self, words: Sequence[str]) -> list[str]:
+        return [*running("mlflash.command_line.run_on_ranks"), *words]
+
+    def _command(self, host: str) -> list[str]:
+        agent = running(AGENT)
+        if host in self._local:
+            return agent
+        needed = [f"{name}={os.environ[name]}" for name in _OF_PYTHON if name in os.environ]
+        return [self._shell, host, shlex.join(["env", *needed, *agent] if needed else agent)]
+
+    def _main_address(self, hosts: Sequence[str]) -> str:
+        if set(hosts) <= self._local:
+            return "127.0.0.1"
+        return socket.gethostname() if hosts[0] in self._local else address_of(hosts[0])
+
+
+def address_of(host: str) -> str:
+    """The name or address of a host that is written as ssh takes it.
+
+    Example: ``me@node1`` and ``ssh://me@node1:2222`` are node1, ``me@fe80::1`` and ``[fe80::1]`` are fe80::1.
+    """
+    if host.startswith("ssh://"):
+        return urlsplit(host).hostname or host
+    name = host.rpartition("@")[2]
+    return name[1:-1] if name.startswith("[") and name.endswith("]") else name
+
+
+def travelling(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this environment that ranks on other hosts get, as from mpiexec: all but those of this host."""
+    return {name: value for name, value in without_rank(environment).items()
+            if name not in _STAYS and not name.startswith(_STAY)}  # fmt: skip
+
+
 @dataclasses.dataclass
 class HostOfRanks:
-    """A host that has ranks.
-
-    Attributes:
-        name: as given.
-        command: starts the agent there.
-        spec: what the agent starts.
-    """
+    """A host that has ranks."""
 
     name: str
     command: Sequence[str]
@@ -51,12 +128,7 @@ class HostOfRanks:
 
 
 class Agent:
-    """An agent that was started, with the orders not yet sent to it and its answers.
-
-    Args:
-        host: where to start what.
-        is_again: whether the host was lost. Then its output is not passed on before the agent has answered.
-    """
+    """An agent that was started, with the orders not yet sent to it and its answers."""
 
     def __init__(self, host: HostOfRanks, is_again: bool = False):
         self.host, self.is_again, self.began = host, is_again, time.monotonic()
@@ -72,7 +144,6 @@ class Agent:
 
     @property
     def stdin(self) -> int:
-        """The descriptor for orders; -1 if it is closed."""
         pipe = self.process.stdin
         return -1 if pipe is None or pipe.closed else pipe.fileno()
 
@@ -83,7 +154,6 @@ class Agent:
             self.process.stdin.close()
 
     def end(self) -> int:
-        """Note that it has ended. Return the exit code as in a shell."""
         code: int = self.process.wait()
         self.close_input()
         os.close(self.pidfd)
@@ -91,7 +161,6 @@ class Agent:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Close all descriptors of an agent that was killed."""
         self.close_input()
         os.close(self.pidfd)
         for pipe in (self.process.stdout, self.process.stderr):
@@ -100,15 +169,7 @@ class Agent:
 
 
 class RanksBySsh(Ranks):
-    """The ranks of one start, see `launch_system.Ranks`.
-
-    Args:
-        hosts: those that have ranks, in order of rank.
-        shared: a function from a free port of the first host to environment variables for all ranks.
-
-    Raises:
-        LaunchFailed: the remote shell does not exist.
-    """
+    """The ranks of one start, see `launch_system.Ranks`."""
 
     def __init__(self, hosts: Sequence[HostOfRanks], shared: Callable[[int], dict[str, str]]):
         self._shared = shared
@@ -140,15 +201,9 @@ class RanksBySsh(Ranks):
         return self._code if self._over.is_set() else None
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks."""
         self._tell({"signal": number})
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and the remote shells. May be called twice.
-
-        Args:
-            wait_s: seconds from SIGTERM to SIGKILL.
-        """
         self._is_ending = True
         self.signal(signal.SIGTERM)
         if self._over.wait(wait_s):
@@ -224,7 +279,6 @@ class RanksBySsh(Ranks):
         """Check whether lost hosts are back, in a class that can use them; return when to do so next."""
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait until something happens. Send agents their orders, or a sign of life."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ, None)
             for agent in self._agents:
@@ -293,7 +347,6 @@ class RanksBySsh(Ranks):
         self._printing[-1].start()
 
     def _pass_on(self, agents: Sequence[Agent]) -> None:
-        """Print the output of the ranks, line by line, until it ends."""
         with selectors.DefaultSelector() as selector:
             for agent in agents:
                 for pipe, sink in zip((agent.process.stdout, agent.process.stderr), self._sinks, strict=True):

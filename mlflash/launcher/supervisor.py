@@ -8,6 +8,7 @@ start → watch → (end the remaining ranks) → judge → look at all nodes �
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 import time
@@ -15,63 +16,92 @@ import uuid
 from collections.abc import Sequence
 
 from ..config import DISABLE, FRESH, PREFER_CERTIFIED
+from ..errors import LaunchFailed
 from ..human_readable.wording import listed, many
-from .cleanup import scavenge, wind_up
-from .downtime import Failure, certified, failure, is_suspect, recovery, unrestorable
-from .launch_system import Launcher, Ranks, Start
-from .node_assignment import NodeAssignment, assign_nodes, reassign_nodes
-from .node_watch import Beside, Looks, Watch
+from ..wireup.own_process import running
+from .launch_system import Launcher, NodeAssignment, Ranks, RunLog, RunOptions, Start, assign_nodes, reassign_nodes
+from .node_watch import LOOK_S, Beside, Failure, Looks, Watch, certified, failure, is_suspect, recovery, unrestorable
 from .processes import KILL_WAIT_S
-from .restart_policy import Restarts
-from .run_log import RunLog
-from .run_options import RunOptions
 
-UNRESTORABLE = 65
-"""Exit code if there are checkpoints and none can be restored: another start would find the same."""
-GONE_S = 3.0
-"""Seconds between two checks whether nodes are in service."""
+log = logging.getLogger("mlflash")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_SAME_STEP = 2  # failures without a newer checkpoint between them, after which the job is not started again
+UNRESTORABLE = 65  # exit code if there are checkpoints and none can be restored: another start would find the same
+GONE_S = 3.0  # seconds between two checks whether nodes are in service
 _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
+_SCAVENGE_S = 1800.0
+
+
+@dataclasses.dataclass
+class Restarts:
+    """The failures so far, and what follows from them."""
+
+    most: int
+    done: int = 0
+    goes_back: bool = False
+    """Whether the next start takes the newest certified step, and not the newest step."""
+    _newest: int | None = None  # newest checkpoint at the last failure
+    _left: int | None = None  # the newest checkpoint when the job went back to the certified one
+    _back_to: int | None = None  # the certified step that it went back to last
+    _since: int = 0  # failures since the newest checkpoint was committed
+    _in_vain: int = 0  # those of them without a lost node
+
+    def after_failure(self, newest: int | None, node_lost: bool, certified: int | None = None,
+                      is_suspect: bool = False) -> str:  # fmt: skip
+        """Say why there is no further restart; "" if there is one.
+
+        The kind of failure decides where the next start goes on. After a lost node that is the newest step. If the same
+        step failed twice, or the values of the last save are suspect, it is the certified step, once for each certified
+        step.
+
+        Args:
+            node_lost: whether a node was lost. Then the training is not to blame.
+        """
+        if self.goes_back and newest in (self._left, self._back_to):  # nothing was saved since then
+            newest = self._back_to
+        else:
+            self.goes_back, self._left = False, None
+        if newest is not None and (self._newest is None or newest > self._newest):
+            self._newest, self._since, self._in_vain = newest, 0, 0
+        self._since += 1
+        self._in_vain += not node_lost
+        if self.done >= self.most:
+            return f"{self.done} of {self.most} restarts are used up"
+        can_go_back = certified is not None and certified not in (self._back_to, newest) and not node_lost
+        if can_go_back and (is_suspect or self._in_vain >= _SAME_STEP):
+            self.goes_back, self._left, self._back_to = True, newest, certified
+            self._newest, self._since, self._in_vain = certified, 1, 0
+        if self._in_vain >= _SAME_STEP:
+            where = "before the first checkpoint" if self._newest is None else f"after step {self._newest}"
+            return f"it failed {self._in_vain} times {where} without a newer checkpoint"
+        self.done += 1
+        return ""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next start: twice as long after each failure without a newer checkpoint."""
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._since - 2)) if self._since > 1 else 0.0
 
 
 @dataclasses.dataclass
 class Outcome:
-    """How one start ended.
+    """How one start ended."""
 
-    Attributes:
-        why: the reason; "" if all ranks finished.
-        code: exit code of the launcher; None if `mlflash run` had to end it.
-        lost: nodes that are out of service, with their states.
-        told: number of the signal that ended it; 0: none did.
-        hangs: whether ranks run but make no progress.
-        unrestorable: why none of the existing checkpoints could be restored, as ranks reported; "" if not so.
-        certified: the newest certified step that ranks reported; None if there is none.
-        is_suspect: whether the values of their last save were suspect.
-    """
-
-    why: str = ""
+    why: str = ""  # the reason; "" if all ranks finished
     code: int | None = None
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
-    told: int = 0
-    hangs: bool = False
-    unrestorable: str = ""
-    certified: int | None = None
+    told: int = 0  # number of the signal that ended it; 0: none did
+    hangs: bool = False  # whether ranks run but make no progress
+    unrestorable: str = ""  # why none of the existing checkpoints could be restored, as ranks reported; "" if not so
+    certified: int | None = None  # the newest certified step that ranks reported; None if there is none
     is_suspect: bool = False
 
 
 class Supervisor:
-    """Runs a job.
-
-    Args:
-        launcher: starts ranks.
-        options: what to run.
-        run_log: receives events.
-        train: starts the ranks that train; None: `Launcher.start` does.
-
-    Attributes:
-        told: a signal handler puts the number of the signal here, to end the run.
-    """
+    """Runs a job. ``train``: starts the ranks that train; None: `Launcher.start` does."""
 
     def __init__(self, launcher: Launcher, options: RunOptions, run_log: RunLog, train: Start | None = None):
         self._launcher, self._options, self._run_log = launcher, options, run_log
@@ -79,17 +109,10 @@ class Supervisor:
         self._restarts = Restarts(options.max_restarts)
         self._looks = Looks(launcher, options.memory, options.job, options.gpus, options.interface)
         self._failure: Failure | None = None  # how the start before this one ended
-        self.told = 0
+        self.told = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
-        """Run until the end.
-
-        Returns:
-            An exit code: 0 where all ranks came to their end.
-
-        Raises:
-            LaunchFailed: the system that starts processes does not work.
-        """
+        """Run until the end."""
         everywhere = self._launcher.hosts()
         seats = assign_nodes(
             self._fit(everywhere), self._options.nodes, self._options.ranks_per_node, self._options.least
@@ -118,11 +141,7 @@ class Supervisor:
         return self._finish(everywhere, 1, why)
 
     def _one_run(self, seats: NodeAssignment) -> tuple[Outcome, NodeAssignment]:
-        """Start the ranks and watch them. No rank that can be reached runs on afterwards.
-
-        Returns:
-            How the start ended, and where its ranks were then.
-        """
+        """Start the ranks and watch them. No rank that can be reached runs on afterwards."""
         run = uuid.uuid4().hex  # name of this start, for its ranks
         self._run_log.note(
             "start", job=self._options.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
@@ -230,7 +249,6 @@ class Supervisor:
             scavenge(self._launcher, self._options, there)
 
     def _finish(self, hosts: Sequence[str], code: int, why: str) -> int:
-        """Copy the newest checkpoint in memory to the directory, and clean up."""
         scavenged = wind_up(self._launcher, self._looks, self._options, hosts)
         if scavenged is False:
             there = ", ".join(self._looks.holding(hosts))
@@ -257,3 +275,37 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(f"mlflash run: {text}", file=sys.stderr, flush=True)
+
+
+# The end of a job: copy the newest checkpoint in memory to the directory, then clean the memory of the nodes.
+
+
+def wind_up(launcher: Launcher, looks: Looks, options: RunOptions, hosts: Sequence[str]) -> bool | None:
+    """Scavenge what the nodes hold in memory and clean their memory. No rank may still run there."""
+    gone = launcher.gone(hosts)
+    there = [host for host in hosts if host not in gone]
+    looks.look(there)
+    holding = looks.holding(there)
+    scavenged = scavenge(launcher, options, holding) if options.directory and holding else None
+    if holding and not options.keep_memory and scavenged is not False:
+        clean = [*running("mlflash"), "clean", options.job, "--memory", options.memory]
+        try:
+            launcher.on_each(holding, clean, LOOK_S)
+        except LaunchFailed as error:
+            log.warning("the slots stay in the memory of the nodes, because cleaning it failed: %s", error)
+    return scavenged
+
+
+def scavenge(launcher: Launcher, options: RunOptions, hosts: Sequence[str]) -> bool:
+    """Copy the newest checkpoint in the memory of these nodes to the directory. Return whether that succeeded."""
+    words = ["-m", "mlflash", "scavenge", str(options.directory), "--job", options.job, "--memory", options.memory]
+    try:
+        step = launcher.start(NodeAssignment(tuple(hosts), 1), launcher.with_mpi(words), {})
+    except LaunchFailed as error:
+        log.warning("the newest checkpoint in memory cannot be copied to %s: %s", options.directory, error)
+        return False
+    end = time.monotonic() + _SCAVENGE_S
+    while (code := step.poll()) is None and time.monotonic() < end:
+        time.sleep(_NAP_S)
+    step.end()
+    return code == 0

@@ -13,7 +13,7 @@ from rich.text import Text
 from ..command_line.output import new_table
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named
-from ..telemetry.heartbeat_format import is_orphan, is_without_courier
+from ..telemetry.heartbeat import is_orphan, is_without_courier
 from ..telemetry.lateness import is_worth_a_word
 from .rank_status import Heartbeat, Look
 

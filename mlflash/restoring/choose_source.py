@@ -16,7 +16,7 @@ from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
 from ..storage.store import Store, find_other_format, open_store
 from . import from_memory
-from .found import FoundElsewhere
+from .open_in_memory import FoundElsewhere
 
 log = logging.getLogger("mlflash")
 
@@ -24,12 +24,7 @@ _NAMED = 4  # steps that are lost, in one line
 
 
 class Sources:
-    """Chooses what is restored; for the courier.
-
-    Args:
-        context: this rank's slots and communicators.
-        drains: knows what is in the directory.
-    """
+    """Chooses what the courier restores."""
 
     def __init__(self, context: Context, drains: DrainQueue):
         self._context, self._drains = context, drains
@@ -39,12 +34,8 @@ class Sources:
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
-            wanted: which checkpoint is asked for.
             bad: folders of the directory that are passed over, and why.
             checked: verify every byte of what is in memory.
-
-        Returns:
-            What was found; None if nothing was ever committed.
 
         Raises:
             Unrestorable, StepNotFound: on all ranks; nothing was changed.
@@ -93,12 +84,7 @@ class Sources:
 
     def _refuse_unusable(self, wanted: WantedStep, source: str | None, there: Listing, bad: Mapping[str, str],
                          struck: Mapping[Place, str]) -> None:  # fmt: skip
-        """Raise if there are checkpoints, but none of them can be used. Collective over the world.
-
-        Args:
-            there: what is in the directory.
-            bad, struck: folders there, and files in memory, that were found to be damaged, and how.
-        """
+        """Raise if there are checkpoints, but none of them can be used. Collective over the world."""
         reasons, begun = from_memory.why_not(self._context, struck) if source is None else ({}, [])
         in_memory = bool(reasons)
         marked = {one.folder: "it was marked bad" for one in there.listed if one.verdict is Verdict.BAD}

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -17,33 +19,86 @@ import xxhash
 from ..draining import file_index
 from ..draining.checkpoint_directory import Listed
 from ..draining.file_index import CARD_NBYTES, Card, Index, Place, Places, Stored, blocks, read_card
-from ..errors import ConfigError, CorruptSlot, pip_install
+from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, pip_install
+from ..events import Event
+from ..protocol.ranks import Collectives
 from ..state.shards import Box, box
 from ..storage.store import Store
-from .timely_reads import Reads
 
+T = TypeVar("T")
+
+_TELL_S = 1.0  # a read that takes longer is told to the ranks that wait
+_SHARE = 0.9  # of `timeout_s` for a read: then this rank says what it could not read before others wait no more
 RUN_NBYTES = 64 << 20  # per read
 _GAP_NBYTES = 64 << 10  # gaps up to this size are read along
 _KEPT = 4  # indexes of files to keep
 
 
+class TimelyReads:
+    """Reads that end within ``timeout_s`` of the ranks; other ranks hear what this one reads if it takes long.
+
+    A read that hangs cannot be interrupted. So each read runs on a thread of its own, and its caller stops waiting for
+    it. The thread only has the bytes that it reads: what they are copied to may be used again at once.
+    """
+
+    def __init__(self, world: Collectives, path: str):
+        self._world, self._path, self._limit_s = world, path, _SHARE * world.timeout_s
+        self.hang = False  # whether a read has not ended in time, and may still use what it reads from
+
+    def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
+        """Read something from a file of which ``done`` of ``nbytes`` were read before (0: unknown).
+
+        Raises:
+            DeadlineExceeded: it takes too long.
+        """
+        if self.hang:
+            raise self._late(name, "")
+        result: list[T] = []
+        error: list[BaseException] = []
+        has_ended = Event()
+
+        def work() -> None:
+            try:
+                result.append(read())
+            except BaseException as problem:  # raised below
+                error.append(problem)
+            has_ended.set()
+
+        threading.Thread(target=work, name="mlflash-read", daemon=True).start()
+        end = time.monotonic() + self._limit_s
+        how_far = f", {done / 1e6:.1f} of {nbytes / 1e6:.1f} MB" if nbytes else ""
+        is_told = False
+        while not has_ended.wait(min(_TELL_S, end - time.monotonic())):
+            if time.monotonic() >= end:
+                self.hang = True
+                raise self._late(name, how_far)
+            if not is_told:
+                self._world.tell_doing(f"reading {self._path}/{name}{how_far}")
+                is_told = True
+        if is_told:
+            self._world.tell_doing("restoring")
+        if error:
+            raise error[0]
+        return result[0]
+
+    def _late(self, name: str, how_far: str) -> DeadlineExceeded:
+        world = self._world
+        where: dict[str, Any] = {"rank": world.rank, "node": world.node_name, "ranks": [world.rank]}
+        return DeadlineExceeded(
+            f"a read of {self._path}/{name}{how_far} did not end within {self._limit_s:g} s. Nothing was restored: "
+            "look at the file system on that node, and start the job again", **where, nodes=[world.node_name],
+        )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A box of the rows of a leaf that a file has, and where it goes.
-
-    Attributes:
-        place: where the rows are.
-        name: name of the leaf.
-        shape: shape of all the rows in the file.
-        part: the box of them.
-        target: ``(*box, item bytes)`` uint8.
-    """
+    """A box of the rows of a leaf that a file has, and where it goes."""
 
     place: Place
     name: str
-    shape: tuple[int, ...]
-    part: Box
-    target: np.ndarray
+    shape: tuple[int, ...]  # shape of all the rows in the file
+    part: Box  # the box of them
+    target: np.ndarray  # ``(*box, item bytes)`` uint8
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -53,38 +108,31 @@ class Run:
         return (offset[0] * row, (offset[0] + shape[0]) * row) if shape else (0, row)
 
     def fill(self, raw: np.ndarray) -> None:
-        """Copy those bytes to the target."""
         offset, shape = self.part
         rows = raw.reshape(*shape[:1], *self.shape[1:], self.target.shape[-1])
         self.target[...] = rows[box((0, *offset[1:]), shape)] if shape else rows
 
 
 class DrainedFiles:
-    """Reads the files of a checkpoint. Nothing is collective.
-
-    Args:
-        inside: its folder.
-        listed: the checkpoint.
-        files: the files of each rank, or of those ranks that are read.
-        reads: how each part is read; None: at once.
-    """
+    """Reads the files of a checkpoint, without a deadline where there are no ``reads``. Nothing is collective."""
 
     def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored],
-                 reads: Reads | None = None):  # fmt: skip
-        self._reads = reads or Reads()
-        self._inside, self._listed, self._files = inside, listed, files
+                 reads: TimelyReads | None = None):  # fmt: skip
+        self._inside, self._listed, self._files, self._reads = inside, listed, files, reads
         self._open: dict[str, tuple[Any, Any]] = {}  # compressed files, which are read through HDF5
         self._indexes: dict[int, Index] = {}
 
     def close(self) -> None:
-        """Close the files. May be called twice."""
-        for opened in () if self._reads.hang else self._open.values():  # HDF5 holds its lock while a read hangs
+        hangs = self._reads is not None and self._reads.hang  # HDF5 holds its lock then
+        for opened in () if hangs else self._open.values():
             for file in opened:
                 file.close()
         self._open.clear()
 
+    def _run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
+        return read() if self._reads is None else self._reads.run(name, read, done, nbytes)
+
     def index(self, rank: int) -> Index:
-        """Read what the file of a rank says about itself."""
         if rank not in self._indexes:
             while len(self._indexes) >= _KEPT:
                 self._indexes.pop(next(iter(self._indexes)))
@@ -107,13 +155,12 @@ class DrainedFiles:
             raise CorruptSlot(f"{self._inside.path} cannot be read: {problem}", step=self._listed.step) from None
 
     def name_of(self, rank: int) -> str:
-        """The file of a rank that contains its card and its index."""
         return self._files[rank].card
 
     def _card(self, rank: int) -> Card:
         """Read the card of a rank's file, and compare it, and the sizes of the files, with what was committed."""
         stored, path = self._files[rank], self._inside.path
-        nbytes, raw, data_nbytes = self._reads.run(stored.card, lambda: self._read_card(stored))
+        nbytes, raw, data_nbytes = self._run(stored.card, lambda: self._read_card(stored))
         try:
             card = read_card(raw)
         except CorruptSlot as error:
@@ -125,12 +172,11 @@ class DrainedFiles:
         return card
 
     def _read_card(self, stored: Stored) -> tuple[int, bytes, int]:
-        """Read the bytes of a card, with the sizes of both files of its rank."""
         nbytes, raw = self._inside.nbytes(stored.card), self._inside.read(stored.card, 0, CARD_NBYTES)
         return nbytes, raw, nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
 
     def _read(self, name: str, start: int, nbytes: int, check: int) -> bytes:
-        raw = self._reads.run(name, lambda: self._inside.read(name, start, nbytes))
+        raw = self._run(name, lambda: self._inside.read(name, start, nbytes))
         if len(raw) != nbytes or xxhash.xxh3_64_intdigest(raw) != check:
             raise CorruptSlot(f"the index of {self._inside.path}/{name} is damaged", step=self._listed.step)
         return raw
@@ -146,7 +192,6 @@ class DrainedFiles:
         return file_index.decode_places(raw, its.data, its.data_nbytes)[0]
 
     def content(self, rank: int, name: str, place: Place, at_once: int = RUN_NBYTES) -> Iterator[np.ndarray]:
-        """Read the bytes of some rows in a rank's file, so many at a time."""
         its = self.index(rank).places
         run = max(its.block_nbytes, at_once // its.block_nbytes * its.block_nbytes)
         for at in range(0, place.nbytes, run):
@@ -199,7 +244,7 @@ class DrainedFiles:
         return last - first
 
     def _read_part(self, name: str, start: int, nbytes: int, far: tuple[int, int] = (0, 0)) -> np.ndarray:
-        raw = self._reads.run(name, lambda: self._inside.read(name, start, nbytes), *far)
+        raw = self._run(name, lambda: self._inside.read(name, start, nbytes), *far)
         return np.frombuffer(raw, dtype=np.uint8)
 
     def _check_and_fill(self, its: Places, run: Run, low: int, raw: np.ndarray, nbytes: int) -> None:
@@ -220,11 +265,10 @@ class DrainedFiles:
                   ) -> np.ndarray:  # fmt: skip
         """Read bytes of rows that HDF5 has compressed; each row has so many bytes."""
         first, last = low // row, -(-high // row)
-        raw = self._reads.run(its.data, lambda: self._read_rows(its, name, row, first, last), *far)
+        raw = self._run(its.data, lambda: self._read_rows(its, name, row, first, last), *far)
         return raw[low - first * row : high - first * row]
 
     def _read_rows(self, its: Places, name: str, row: int, first: int, last: int) -> np.ndarray:
-        """Read rows that HDF5 has compressed; each has so many bytes."""
         from ..draining import hdf5_files
 
         try:

@@ -33,8 +33,6 @@ def exchange(
 ) -> bool:
     """Send what others ask for, and receive what this rank asks for; return whether all of that arrived whole.
 
-    Collective over the world.
-
     Args:
         has: what this rank has, by old rank: its bytes, and its entries.
         asked: what this rank asks for, by the rank that has it.

@@ -14,36 +14,38 @@ same attempt.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..crash_points import reach
+from ..draining.drain import Drain
+from ..draining.drain_input import DrainInput
+from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot, WorldSizeChanged
 from ..memory import commit_records
-from ..memory.inventory import Inventory, Place
-from ..memory.slot import Slot
-from ..memory.slot_header import Attempt, Verdict
-from ..memory.wanted_step import WantedStep
+from ..memory.inventory import Inventory, Place, file_number
+from ..memory.slot import Slot, Use
+from ..memory.slot_header import Attempt, Header, Kind, Verdict
+from ..memory.wanted_step import NEWEST, WantedStep
+from ..mpi.fabric import OpenMemory
+from ..redundancy.deduplication import Share, cuts
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
-from ..redundancy.slot_transfer import slot_of
+from ..redundancy.slot_transfer import Source, offer, receive, send, slot_of
 from ..startup.choose_checkpoint import Choice, choose
 from ..startup.context import Context
-from .fetch_slots import fetch
-from .found import FoundElsewhere
-from .gather_deduplicated import gather_shares
-from .heal import give_receipts
+from ..state.manifest import Shared
+from .heal import give_receipts, heal
+from .open_in_memory import FoundElsewhere
 from .rebuild_from_parity import Repairs
 
 log = logging.getLogger("mlflash")
 
 
 def restorable_steps(context: Context, alike: bool = False) -> list[int]:
-    """List the steps for which some node has every rank's slot, ascending. Collective over the world.
-
-    Args:
-        context: of this rank.
-        alike: only those that the same number of ranks has saved.
-    """
+    """List the steps for which some node has every rank's slot, ascending. Collective over the world."""
     found = context.take_stock()
     whole = [
         step
@@ -57,16 +59,11 @@ def find_and_verify(
     context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
     struck: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
-    """Bring the newest restorable attempt that fits the request into this rank's own slot.
-
-    Collective over the world.
+    """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
 
     Args:
-        context: of this rank.
-        wanted: which checkpoint is asked for.
         others: if another number of ranks saved it, bring it to where it can be read.
         oldest: pass over attempts of a smaller generation, because there is something newer elsewhere.
-        checked: verify every byte, not only headers and tables.
         struck: gets the files that were found to be damaged, and how; the same on all ranks.
 
     Returns:
@@ -129,7 +126,6 @@ def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
 
 def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
             ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
-    """Open what was brought here, and note where it came from. Collective over the world."""
     context.restores, context.restored_verdict = choice.restores + 1, choice.verdict
     mine = {
         rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
@@ -157,9 +153,6 @@ def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:
 
 def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
     """Return why memory gives nothing. Collective over the world.
-
-    Args:
-        struck: files that were found to be damaged, and how.
 
     Returns:
         Why each committed step cannot be restored, the newest first; and the steps of saves that did not end.
@@ -190,12 +183,7 @@ def count(context: Context, home: Slot) -> None:
 
 def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
            ) -> dict[Place, str]:  # fmt: skip
-    """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without, and why.
-
-    Args:
-        there: all that the nodes hold, also what is passed over: the certified step may be part of it.
-        slots: gets the slots of other ranks that this rank has, if the ranks of the choice are not those of this run.
-    """
+    """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without."""
     same_ranks = choice.world_size == context.world.size
     serves = _servers(context, choice)
     read: dict[int, Slot] = {}
@@ -227,10 +215,6 @@ def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, 
 def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
             ) -> tuple[dict[int, list[int]], dict[Place, str]]:  # fmt: skip
     """Verify every byte of the slots of a choice, on all ranks.
-
-    Args:
-        slots: gets those that this rank reads.
-        checked: verify every byte, not only table and manifest.
 
     Returns:
         Bad blocks that parity may repair, by rank; files that cannot be restored from, and why.
@@ -308,3 +292,232 @@ def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int,
     context.recorder.counts["slots fetched"] += server is not None
     failed = [] if whole else [choice.source[world.rank]]
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
+
+
+def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
+          is_wanted: Callable[[Header], bool]) -> bool:  # fmt: skip
+    """Send files to other ranks and receive one; the receiver checks every byte once more. Collective.
+
+    Args:
+        serves: for each rank that this one sends a file to, the file.
+        server: the rank that sends to this one; None: nothing comes.
+
+    Returns:
+        Whether the file arrived whole.
+    """
+    world = context.world
+    to = {rank: slot.header.extents for rank, slot in serves.items() if slot.header is not None}
+    # One message for each pair of ranks: a rank fetches one file, and a server tells each of its ranks what will come.
+    comes = offer(world, dict(to), [] if server is None else [server])
+    extents = None if server is None else comes[server]
+    context.ensure_room([] if target is None or extents is None else [(target, extents.nbytes)])
+    window = None
+    if context.protection.transport == "rma":
+        window = OpenMemory(world, world.world, None if target is None else target.view)
+    exposed = None if window is None else (0, window)
+    work = []
+    for rank, sent in to.items():
+        aim = None if window is None else _fixed(window, rank)
+        work.append(send(world, rank, Source(serves[rank], sent, None), aim))
+    if server is not None and target is not None and extents is not None:
+        work.append(receive(world, server, target, extents, is_wanted, exposed))
+    world.waiting_for = sorted({*to, *([] if server is None else [server])})
+    arrived = world.drive(work)
+    world.waiting_for = ()
+    if window is not None:
+        window.free()
+    if target is None:
+        return True
+    target.use = Use.HOLDS if arrived[-1] else Use.FREE
+    return bool(arrived[-1])
+
+
+def _fixed(window: OpenMemory, rank: int) -> Callable[[int], tuple[OpenMemory, int]]:
+    return lambda number: (window, rank)
+
+
+# A node needs all shares of each set that one of its ranks belongs to. Its ranks verify, in parallel, the shares that
+# are there. The others are fetched from any node that has them, and stay until the next commit.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Errand:
+    """What one rank does for its node: verify the file of a share, or fetch it."""
+
+    share: Share
+    nbytes: int
+    rank: int
+    node: int
+    place: Place
+    server: int
+
+    @property
+    def comes(self) -> bool:
+        return self.place[0] != self.node
+
+
+def gather_shares(
+    context: Context, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
+) -> tuple[ShareFiles, list[Place]]:
+    """Bring the shares that slots need to the nodes where these slots are read. Collective.
+
+    Returns:
+        Where the shares are; and the files to do without, if that failed.
+    """
+    mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
+    nothing = context.world.agree([int(not mine)])[0]
+    files, bad = ({}, []) if nothing else _gather_shares(context, choice, mine, checked)
+    reach("restore.gathered")
+    return files, bad
+
+
+def _gather_shares(
+    context: Context, choice: Choice, mine: Mapping[int, Shared], checked: bool
+) -> tuple[ShareFiles, list[Place]]:
+    needs = context.world.gather(mine)
+    lacking = {rank for theirs in needs for rank, shared in theirs.items() if not _all_there(choice, shared)}
+    if lacking:  # their slots exist, but shares that they need do not: this attempt is incomplete
+        return {}, sorted({place for rank in lacking for place in _files_of(choice, rank)})
+    errands = list(_errands(context, choice, [[*theirs.values()] for theirs in needs]))
+    bad = _verify_shares(context, choice.attempt, errands, checked)
+    files = {(e.node, e.share): e.place[1] for e in errands if not e.comes}
+    pending = [] if bad else [e for e in errands if e.comes]
+    while pending and not bad:
+        now = list({errand.rank: errand for errand in reversed(pending)}.values())  # the first one of each rank
+        pending = [errand for errand in pending if errand not in now]
+        arrived, failed = _fetch_some(context, choice.attempt, now)
+        files |= arrived
+        bad = failed
+    return files, bad
+
+
+def _all_there(choice: Choice, shared: Shared) -> bool:
+    return all((shared.by, number) in choice.shares for number in range(shared.shares))
+
+
+def _files_of(choice: Choice, rank: int) -> list[Place]:
+    place, group = choice.source[rank], choice.rebuilt.get(rank)
+    return [place] if place is not None else [p for p in (group.files if group else ()) if p is not None]
+
+
+def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
+    """Which rank does what on each node, given where each rank needs these shares; the same list on all ranks."""
+    topology = context.world.topology
+    for node, ranks in enumerate(topology.ranks_on):
+        needed = {
+            (shared.by, number): high - low
+            for rank in ranks
+            for shared in needs[rank]
+            for bounds in [cuts(shared.nbytes, shared.shares)]
+            for number, (low, high) in enumerate(itertools.pairwise(bounds))
+        }
+        for nth, (share, nbytes) in enumerate(sorted(needed.items())):
+            places = choice.shares[share]
+            here = [place for place in places if place[0] == node]
+            place = here[0] if here else places[(node + nth) % len(places)]
+            whose = next((rank for rank in ranks if context.shares.get(rank) == share), ranks[nth % len(ranks)])
+            yield _Errand(share, nbytes, whose, node, place, topology.reader(whose, place[0]))
+
+
+def _verify_shares(context: Context, attempt: Attempt, errands: list[_Errand], checked: bool) -> list[Place]:
+    bad = []
+    for errand in errands:
+        if errand.rank == context.world.rank and not errand.comes:
+            try:
+                slot = _open_share(context, attempt, errand)
+                try:
+                    if checked:
+                        slot.verify(context.copy_threads)
+                    else:
+                        slot.verify_table()
+                finally:
+                    context.pool.unmap_others([slot])
+            except (CorruptSlot, OSError) as error:
+                log.warning("rank %d: this share cannot be restored from: %s", context.world.rank, error)
+                bad.append(errand.place)
+    return sorted(place for places in context.world.gather(bad) for place in places)
+
+
+def _open_share(context: Context, attempt: Attempt, errand: _Errand) -> Slot:
+    slot = context.pool.open(errand.place[1])
+    if slot.header is None or not _is_share(attempt, errand, slot.header):
+        raise CorruptSlot("the header of a share changed", rank=errand.rank)
+    return slot
+
+
+def _is_share(attempt: Attempt, errand: _Errand, header: Header) -> bool:
+    found = (header.kind, header.attempt, (header.shared_by, header.share), header.extents.payload_nbytes)
+    return found == (Kind.SHARE, attempt, errand.share, errand.nbytes)
+
+
+def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
+                ) -> tuple[dict[tuple[int, Share], int], list[Place]]:  # fmt: skip
+    """Fetch one share each for some ranks; return the files where they are now, and those that could not be used."""
+    world, pool = context.world, context.pool
+    mine = next((errand for errand in errands if errand.rank == world.rank), None)
+    serves: dict[int, Slot] = {}
+    bad = []
+    for errand in errands:
+        if errand.server == world.rank:
+            try:
+                serves[errand.rank] = _open_share(context, attempt, errand)
+            except (CorruptSlot, OSError):
+                bad.append(errand.place)
+    bad = sorted(place for places in world.gather(bad) for place in places)
+    if bad:
+        pool.unmap_others(serves.values())
+        return {}, bad
+    target = None
+    is_mine = mine is not None and context.shares.get(world.rank) == mine.share
+    if mine is not None:
+        target = (pool.free_slot(pool.shares) if is_mine else None) or Slot()
+    is_wanted = functools.partial(_is_share, attempt, mine) if mine is not None else lambda header: False
+    whole = fetch(context, serves, None if mine is None else mine.server, target, is_wanted)
+    context.recorder.counts["shares fetched"] += mine is not None
+    pool.unmap_others(serves.values())
+    told = None
+    if mine is not None and target is not None:
+        told = (mine.share, file_number(target.name), whole, mine.place)
+        if not any(target is slot for slot in pool.shares):
+            pool.keep_for_now(target)
+            pool.unmap_others([target])
+    arrived = {}
+    for rank, news in enumerate(world.gather(told)):
+        if news is not None:
+            share, number, good, place = news
+            arrived[world.topology.node_of[rank], share] = number
+            bad += [] if good else [place]
+    return arrived, bad
+
+
+# Without training, on any number of processes: each can hand in the state of several ranks of the job. Lost slots are
+# first rebuilt from copies or parity, and stay in memory.
+
+
+def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
+    """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
+    restorable = (one for one in drains.look().listed if NEWEST.fits(one.step, one.verdict))
+    newest = max((one.card.attempt.generation for one in restorable), default=0)
+    found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
+    if found is None:
+        return None
+    if isinstance(found, RankCheckpoint):
+        homes, header = {context.world.rank: found}, found.header
+        attempt, step, world_size, mark = header.attempt, header.step, header.world_size, header.mark
+    else:
+        attempt, step, homes = found.attempt, found.step, found.homes
+        headers = [home.header for home in homes.values()]
+        told = [max((header.world_size for header in headers), default=0), max((h.mark for h in headers), default=0)]
+        world_size, mark = (-number for number in context.world.agree([-number for number in told]))
+    drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
+                             verdict=lambda: context.restored_verdict)  # fmt: skip
+    return drains.begin(drain_input)
+
+
+def heal_newest(context: Context) -> int | None:
+    """Heal the newest checkpoint in memory, on as many ranks as the job has; return its step."""
+    found = find_and_verify(context, NEWEST)
+    if not isinstance(found, RankCheckpoint):
+        return None
+    heal(context, found.slot)
+    return found.header.step

@@ -30,8 +30,7 @@ from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
 from ..state.shards import box, cut, overlap
 from ..storage.store import Store
-from .drained_files import RUN_NBYTES, DrainedFiles, Run
-from .timely_reads import TimelyReads
+from .drained_files import RUN_NBYTES, DrainedFiles, Run, TimelyReads
 
 log = logging.getLogger("mlflash")
 
@@ -51,23 +50,13 @@ class _Asked:
 
 
 class OpenInDirectory:
-    """A committed checkpoint of a directory.
-
-    Collective over the world.
+    """A committed checkpoint of a directory. Collective.
 
     Args:
-        world: the ranks that read.
-        store: the directory.
-        listed: the checkpoint.
         told: names of small entries whose bytes all ranks need.
 
     Attributes:
-        step: its step.
-        path: where it is.
-        world_size: number of the ranks that saved it.
-        restores, home: for memory only; 0 and None.
         damage: why the last `read` failed, from the lowest rank on which it failed; the same on all.
-        olds: what each old rank had; the same on all ranks.
 
     Raises:
         CorruptSlot: on all ranks, if a file is missing, damaged, or was changed since.
@@ -95,11 +84,9 @@ class OpenInDirectory:
             self.olds.told |= {rank: text for theirs in world.gather(texts) for rank, text in theirs.items()}
 
     def is_near(self, rank: int) -> bool:
-        """Whether the state of an old rank is near: all are equally near."""
         return True
 
     def distance(self, rank: int) -> int:
-        """How far the state of an old rank is: all are equally far."""
         return 1
 
     def read(self, wanted: Iterable[WantedPart]) -> bool:
@@ -125,15 +112,7 @@ class OpenInDirectory:
             raise CorruptSlot(f"{self.path} is damaged: {self.damage}", step=self.step)
 
     def _in_rounds(self, reading: Iterator[int]) -> bool:
-        """Read as long as all goes well on all ranks; return whether it did. Collective over the world.
-
-        Args:
-            reading: reads some more each time, and yields the number of bytes.
-
-        Raises:
-            ConfigError: on all ranks, if one has not the library that reads a compression.
-            DeadlineExceeded: on all ranks, if a read does not end on some rank.
-        """
+        """Read as long as all goes well on all ranks; return whether it did. Collective over the world."""
         good, more, why = True, True, ""
         problem: MlflashError | None = None
         while True:
@@ -171,7 +150,6 @@ class OpenInDirectory:
         return manifest, lambda entry: raw[first[entry.name]], wanted_parts
 
     def close(self) -> None:
-        """Close the files. May be called twice."""
         self._files.close()
 
     def verify(self, rank: int) -> tuple[str, int, list[str]]:
@@ -192,11 +170,9 @@ class OpenInDirectory:
         return self.index(rank).places.data, nbytes, bad
 
     def index(self, rank: int) -> Index:
-        """Read what the file of an old rank says about itself."""
         return self._own[1] if rank == self._own[0] else self._files.index(rank)
 
     def name_of(self, rank: int) -> str:
-        """The file of an old rank that contains its index."""
         return self._files.name_of(rank)
 
     def content(self, rank: int, name: str, place: Place) -> Iterator[np.ndarray]:
@@ -216,7 +192,6 @@ class OpenInDirectory:
         return plain
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Do something on this rank; raise on all ranks what goes wrong on any. Collective over the world."""
         results: list[T] = []
         self._world.raise_together(self._attempt(lambda: results.append(work())))
         return results[0]
@@ -245,10 +220,7 @@ class OpenInDirectory:
         return {name: its.tobytes() for name, its in raw.items()}
 
     def _read(self, wanted: Iterable[WantedPart]) -> Iterator[int]:
-        """Read parts, so many at a time because each takes memory; yield the number of bytes each time.
-
-        Each file is read once if the parts of an old rank come one after the other.
-        """
+        """Read parts, so many at a time because each takes memory; yield the number of bytes each time."""
         asked: dict[int, list[tuple[int, _Asked]]] = {}
         come: set[int] = set()
         count = 0
@@ -287,7 +259,6 @@ class OpenInDirectory:
                               tensor=self._leaf(missing.rank, missing.number)[0], step=self.step)  # fmt: skip
 
     def _leaf(self, rank: int, number: int) -> tuple[str, tuple[int, ...]]:
-        """Name and shape of a leaf of an old rank."""
         structure, row = self.olds.row(rank)
         return structure.names[number], structure.shape(row, number)
 
@@ -303,7 +274,6 @@ class OpenInDirectory:
         return [(one, its) for one, its in numbers if its is not None]
 
     def _runs(self, rank: int, number: int, wanted_part: WantedPart, places: Places) -> Iterator[Run]:
-        """What a rank's file has of a part that is asked for."""
         if (place := places.of.get(number)) is None:
             return
         name, shape = self._leaf(rank, number)

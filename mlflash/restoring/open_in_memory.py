@@ -1,10 +1,11 @@
 """An open checkpoint in memory, in the slots of its old ranks: any rank reads any part of any tensor.
 
-A rank reads what is on its own node from the files there, and asks ranks of other nodes for the rest (see `fragments`).
+A rank reads what is on its own node from the files there, and asks ranks of other nodes for the rest.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
@@ -13,6 +14,7 @@ import numpy as np
 import xxhash
 
 from ..memory.inventory import file_number
+from ..memory.slot_header import Attempt
 from ..protocol.describe_ranks import Described, gather_ranks
 from ..protocol.messages import Exchange
 from ..protocol.trainer_context import TrainerContext
@@ -21,9 +23,20 @@ from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_c
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
 from ..state.shards import box
-from .found import FoundElsewhere
 
 _PARTS = 8192  # requested from other ranks at a time
+
+
+@dataclasses.dataclass
+class FoundElsewhere:
+    """A restorable checkpoint in the slots of its old ranks."""
+
+    attempt: Attempt
+    step: int
+    restores: int
+    homes: dict[int, RankCheckpoint]  # what this rank has or reads, by old rank; verified
+    files: ShareFiles
+    same_ranks: bool = False  # whether its ranks are the ranks of this run, each with its own slot
 
 
 class OpenCheckpoint(Protocol):
@@ -34,34 +47,22 @@ class OpenCheckpoint(Protocol):
     olds: OldRanks
     home: RankCheckpoint | None
 
-    def is_near(self, rank: int) -> bool:
-        """See `OpenInMemory`."""
+    def is_near(self, rank: int) -> bool: ...
 
-    def distance(self, rank: int) -> int:
-        """See `OpenInMemory`."""
+    def distance(self, rank: int) -> int: ...
 
-    def read(self, wanted: Iterable[WantedPart]) -> bool:
-        """See `OpenInMemory`."""
+    def read(self, wanted: Iterable[WantedPart]) -> bool: ...
 
-    def close(self) -> None:
-        """See `OpenInMemory`."""
+    def close(self) -> None: ...
 
 
 class OpenInMemory:
-    """Reads parts of tensors of all old ranks.
-
-    Collective over the world.
+    """Reads parts of tensors of all old ranks. Collective.
 
     Args:
-        trainer: of this rank.
-        found: where the checkpoint is.
         checks: make checksums of all tensors that are whole.
-        told: names of small entries whose bytes all ranks need.
 
     Attributes:
-        olds: what each old rank had; the same on all ranks.
-        step: the step of the checkpoint.
-        restores: how many runs have restored it, including this one.
         home: this rank's own slot, if the ranks are those of this run; otherwise None.
     """
 
@@ -82,7 +83,6 @@ class OpenInMemory:
         self.olds = gathered.old_ranks(checks, texts, [rank for rank in self._places if self.is_near(rank)])
 
     def is_near(self, rank: int) -> bool:
-        """Whether the slot of an old rank is on this node."""
         server, _ = self._places[rank]
         return self._ranks.topology.node_of[server] == self._ranks.node_index
 
@@ -91,9 +91,7 @@ class OpenInMemory:
         return 2 if not self.is_near(rank) else int(rank != self._ranks.rank)
 
     def read(self, wanted: Iterable[WantedPart]) -> bool:
-        """Read parts of tensors to where they are needed; return whether all of them arrived whole.
-
-        Collective over the world.
+        """Read parts of tensors to where they are needed; return whether all of them arrived whole. Collective.
 
         Raises:
             MlflashError: on all ranks, if one could not read its part or ``wanted`` failed there.
@@ -109,11 +107,7 @@ class OpenInMemory:
                 return bool(all_whole)
 
     def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
-        """Read what is on this node; add the rest to what other ranks are asked for.
-
-        Returns:
-            The number of parts that other ranks are asked for; limited, because each takes memory.
-        """
+        """Read what is on this node, and ask other ranks for the rest; return the number of parts asked for."""
         count = 0
         homes = dict(self.found.homes)
         reads: dict[int, Read] = {}
@@ -139,7 +133,6 @@ class OpenInMemory:
         return count
 
     def close(self) -> None:
-        """Unmap what does not belong to this rank."""
         for home in self.found.homes.values():
             self._unmap(home)
 
@@ -148,12 +141,7 @@ class OpenInMemory:
 
 
 def open_home(trainer: TrainerContext, file: int, files: ShareFiles) -> RankCheckpoint:
-    """Map the slot of an old rank of this node, and its shares, for reading.
-
-    Args:
-        file: number of its file.
-        files: where the shares are.
-    """
+    """Map the slot of an old rank of this node, and its shares, for reading."""
     return open_rank_checkpoint(trainer.slots.open, trainer.ranks.node_index, trainer.slots.open(file), files)
 
 

@@ -34,9 +34,6 @@ class Repair:
     """What has to be done for one group.
 
     Attributes:
-        group: its ranks and parity files.
-        extents: parts of the slot of each member.
-        tasks: what has to be coded.
         heads: header and block table of the ranks whose slots are rebuilt.
         slot_rank, parity_rank: for each member, the ranks that read its slot and its parity file.
     """
@@ -55,15 +52,10 @@ class Repairs:
     Collective over the world, like all its methods.
 
     Args:
-        context: of this rank.
-        choice: what is restored.
         serves: for each rank of the choice, the rank that reads its slot, or that has the slot after it was rebuilt.
-        slots: slots that this rank reads, by the rank that they belong to.
-        damaged: bad blocks of the slots that have some, by rank.
 
     Attributes:
         beyond: the files of groups that have lost too much; if there are any, nothing can be repaired.
-        rebuilt: the slots that were rebuilt here, by rank of the choice.
     """
 
     def __init__(self, context: Context, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],
@@ -78,7 +70,6 @@ class Repairs:
             self._look(group)
 
     def _look(self, group: ParityGroup) -> None:
-        """Verify the parity files of a group, and find out what is lost."""
         world, topology = self._context.world, self._context.world.topology
         places = zip(group.ranks, group.files, strict=True)
         readers = [-1 if place is None else topology.reader(rank, place[0]) for rank, place in places]
@@ -173,7 +164,6 @@ class Repairs:
         return [] if all(every) else [p for repair in self._repairs for p in repair.group.files if p is not None]
 
     def close(self) -> None:
-        """Unmap the parity files."""
         self._context.pool.unmap_others(self._parity.values())
         self._parity = {}
 

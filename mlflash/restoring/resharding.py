@@ -2,7 +2,7 @@
 
     gather     what the old ranks' slots hold: entries, plain leaves, checksums of whole tensors
     plan       which parts make up each tensor (see `shards`), and which ranks have them
-    exchange   parts on this node are read from its files; ranks are asked for the others (see `fragments`)
+    exchange   parts on this node are read from its files; ranks are asked for the others (see `exchange_fragments`)
     commit     the new slot is protected and committed like a save; only then may the old ones be freed
 
 What each old rank had of its own goes to the rank with its number. If there was no such rank, a rank keeps what it has.
@@ -52,15 +52,10 @@ _PARTS = 4096  # parts whose numbers become Python objects at a time
 
 @dataclasses.dataclass
 class _Wanted:
-    """The state of a new rank: where it goes, and what it is made of.
+    """The state of a new rank: where it goes, and what it is made of."""
 
-    Attributes:
-        flat: its leaves; the values are live ones, or None if there are none yet.
-        made_of: for each leaf that is brought, by number, the parts of old shards that make it up.
-    """
-
-    flat: Flat
-    made_of: dict[int, Parts]
+    flat: Flat  # its leaves; the values are live ones, or None if there are none yet
+    made_of: dict[int, Parts]  # for each leaf that is brought, by number, the parts of old shards that make it up
 
 
 @dataclasses.dataclass
@@ -73,7 +68,6 @@ class Resharded:
     flat: Flat
 
     def filling(self, state: Any) -> Filling:
-        """Fill a live state with it, in place."""
         layout = self.plan.layout
         read = self.slot.reader(layout.extents)
         return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
@@ -81,12 +75,6 @@ class Resharded:
 
 def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way: bool = False) -> Resharded:
     """Put this rank's state together. Collective over the world; nothing in ``state`` is changed.
-
-    Args:
-        trainer: of this rank.
-        old: the checkpoint.
-        state: the live state.
-        gives_way: files that are left aside may be deleted for it.
 
     Raises:
         StructureMismatch: on all ranks, if the state of any does not match the checkpoint.
@@ -121,7 +109,6 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
 
 
 def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives_way: bool) -> tuple[Slot, Slot]:
-    """Take own slots for what is put together, with room for so many bytes. Collective over the world."""
     slots = trainer.slots
 
     def take() -> tuple[Slot, Slot]:
@@ -169,7 +156,7 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
 
 
 def give_up(trainer: TrainerContext, made: Resharded) -> None:
-    """Let saves write the slots in which a state was put together, because it was not loaded."""
+    """Let saves write the slots again, because what was put together in them was not loaded."""
     trainer.slots.give_back([made.slot, made.share])
 
 

@@ -9,22 +9,28 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import xxhash
 
 from ..crash_points import reach
 from ..draining.checkpoint_directory import Listed
-from ..draining.drains import Drains
+from ..draining.drain import Drains
 from ..errors import (
     CorruptSlot,
+    DeadlineExceeded,
     MemoryTooSmall,
     MlflashError,
     StateError,
+    StepNotFound,
     StructureMismatch,
+    Unrestorable,
     WorldSizeChanged,
 )
 from ..memory.wanted_step import NEWEST, WantedStep
 from ..protocol.messages import Choose, FoundInMemory, HealFirst, HealRestored, HoldOlder, Restored, Steps
+from ..protocol.ranks import Ranks
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart
 from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
@@ -32,16 +38,105 @@ from ..saving.save_queue import SaveQueue
 from ..state.rebuild import Filling, materialize, refuse_differences
 from ..storage.store import open_store
 from . import resharding
-from .all_or_nothing import Loading
-from .found import FoundElsewhere
-from .newest_step import Newest
 from .open_in_directory import OpenInDirectory
-from .open_in_memory import OpenCheckpoint, OpenInMemory, open_home
+from .open_in_memory import FoundElsewhere, OpenCheckpoint, OpenInMemory, open_home
 
 log = logging.getLogger("mlflash")
 
+T = TypeVar("T")
+
+_KEPT_NBYTES = 64 << 20  # of everything that a rank keeps to put it back
+_UNDEFINED = ("the state that you gave is now undefined: restore again, or begin anew; save refuses until a "
+              "restore succeeds")  # fmt: skip
+Found = RankCheckpoint | FoundElsewhere | OpenInDirectory | None
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
+
+
+class Loading:
+    """Fills states on all ranks or on none: an error on any rank is raised on all, and what was loaded is put back.
+
+    First come objects whose saved state is small; their previous values are kept meanwhile. For large objects, tensors
+    and arrays there is no room for that, nor for objects of a framework (`changing`): if their load fails, the state is
+    undefined, and nothing is saved until a restore has succeeded.
+    """
+
+    def __init__(self, ranks: Ranks, saves: SaveQueue):
+        self._ranks, self._saves = ranks, saves
+
+    def together(self, step: int, work: Callable[[], T]) -> T:
+        """Do something with the state on this rank; raise on all ranks what goes wrong on any."""
+        return self._ranks.together(work, lambda why: StructureMismatch(f"loading failed: {why}"), step)
+
+    @contextlib.contextmanager
+    def changing(self, step: int) -> Iterator[None]:
+        """Change a state that cannot be put back: if that fails, the state is undefined."""
+        self._saves.undefined = _half_loaded(step)
+        try:
+            yield
+        except DeadlineExceeded:
+            raise
+        except MlflashError as error:  # the same on all ranks
+            self._stay_undefined(error)
+            raise
+        self._saves.undefined = ""
+
+    def _stay_undefined(self, error: MlflashError) -> None:
+        self._saves.undefined = str(error)
+        error.message += f"; {_UNDEFINED}"
+
+    def fill(self, step: int, filling: Filling) -> None:
+        """Fill a state that was already compared with the checkpoint. Collective over the world.
+
+        Raises:
+            MlflashError: on all ranks, what went wrong on any. The state is as it was before, or the text says that it
+                is undefined.
+        """
+        small = self._small(filling)
+
+        def load_small() -> None:
+            filling.keep(small)
+            filling.load(small)
+
+        def load_rest() -> None:
+            filling.load([path for path in filling.objects if path not in small])
+            filling.fill_leaves()
+
+        reach("restore.loading")
+        before = self._saves.undefined
+        self._saves.undefined = _half_loaded(step)  # it must stay undefined after an interrupt, too
+        try:
+            self.together(step, load_small)
+            self.together(step, load_rest)
+        except DeadlineExceeded:  # the ranks cannot agree on anything now
+            raise
+        except MlflashError as error:  # the same on all ranks
+            whole = filling.put_back()
+            if self._ranks.agree([int(whole)])[0]:
+                self._saves.undefined = before
+            else:
+                self._stay_undefined(error)
+            raise
+        self._saves.undefined = ""
+
+    def _small(self, filling: Filling) -> list[str]:
+        """The objects that are kept, the same on all ranks, as what they do may be collective; none if they differ."""
+        sizes = {path: filling.nbytes_of(path) for path in filling.objects}
+        name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # to fit an int64
+
+        if self._ranks.agree([name, -name]) != [name, -name] or not sizes:
+            return []
+        largest = [-most for most in self._ranks.agree([-nbytes for nbytes in sizes.values()])]
+        small, left = set(), _KEPT_NBYTES
+        for nbytes, path in sorted(zip(largest, sizes, strict=True)):
+            left -= nbytes
+            if left >= 0:
+                small.add(path)
+        return [path for path in sizes if path in small]
+
+
+def _half_loaded(step: int) -> str:
+    return f"the load of step {step} did not finish"
 
 
 def _told(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[Concatenate[Restores, _Takes], _Gives]:
@@ -59,16 +154,7 @@ def _told(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[C
 
 
 class Restores:
-    """Fills states with what memory or the directory holds.
-
-    Args:
-        trainer: this rank's slots, and its courier, which does everything that is collective.
-        saves: told the step that was restored.
-        drains: waited for before a restore.
-
-    Attributes:
-        newest: finds the step that can really be loaded.
-    """
+    """Fills states with what memory or the directory holds."""
 
     def __init__(self, trainer: TrainerContext, saves: SaveQueue, drains: Drains):
         self._trainer, self._courier, self._saves, self._drains = trainer, trainer.courier, saves, drains
@@ -78,8 +164,7 @@ class Restores:
         self._from = ""  # where the newest checkpoint was found
         self._rolled_forward = False
         self._restores = 0
-        look = functools.partial(self._find, NEWEST, others=True, checked=False)
-        self.newest = Newest(trainer, functools.partial(self._find_whole, remember=True), look, self.steps_alike)
+        self._whole: set[Listed] = set()  # checkpoints of the directory of which every byte is verified
 
     @_told
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
@@ -117,15 +202,11 @@ class Restores:
         return self._restored(home)
 
     def _as_elsewhere(self, home: RankCheckpoint, same_ranks: bool = False) -> FoundElsewhere:
-        """Treat this rank's own checkpoint as one of any ranks."""
         return FoundElsewhere(home.header.attempt, home.header.step, self._restores, {self._ranks.rank: home},
                               home.files, same_ranks)  # fmt: skip
 
     def _shards_differ(self, home: RankCheckpoint, state: Any) -> bool:
-        """Whether the state of any rank has other shards than its checkpoint; otherwise it can be loaded as it is.
-
-        Collective over the world.
-        """
+        """Whether the state of any rank has other shards than its checkpoint; otherwise it can be loaded as it is."""
         differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, home.header.step)
         return not self._ranks.agree([int(not differ)])[0]
 
@@ -194,19 +275,56 @@ class Restores:
         self._count(step, opened)
 
     @_told
-    def steps(self) -> list[int]:
-        """List the steps that can be restored; see `Checkpointer.steps`."""
-        return self._steps(alike=False)
-
-    def _steps(self, alike: bool) -> list[int]:
+    def steps(self, alike: bool = False) -> list[int]:
+        """List the steps that can be restored; with ``alike`` those that the same number of ranks has saved."""
         self._saves.settle()
         steps: list[int] = self._courier.call(Steps(alike))
         return steps
 
-    @_told
-    def steps_alike(self) -> list[int]:
-        """List the steps that the same number of ranks has saved; see `Adapting.steps_alike`."""
-        return self._steps(alike=True)
+    def newest_step(self) -> int | None:
+        """Find the newest step that can be loaded; see `Adapting.newest_step`."""
+        return self._close(self._find_whole(NEWEST, others=True, remember=True))
+
+    def newest_alike(self) -> int | None:
+        """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
+        reasons: dict[int, str] = {}
+        for step in reversed(self.steps(alike=True)):
+            why = self._why_not(step)
+            if why is None:
+                return step
+            reasons[step] = why
+        if reasons:
+            raise Unrestorable(
+                "there are checkpoints of this number of ranks, but none of them can be loaded", reasons=reasons
+            )
+        self._close(self._find(NEWEST, others=True, checked=False))  # raises if what exists cannot be used
+        return None
+
+    def _why_not(self, step: int) -> str | None:
+        """Return why a step cannot be loaded on the number of ranks that saved it; None if it can."""
+        try:
+            found = self._close(self._find_whole(WantedStep(step), remember=True))
+        except (CorruptSlot, StepNotFound, WorldSizeChanged) as error:  # the same on all ranks
+            if self._ranks.rank == 0:
+                log.warning("step %d cannot be loaded: %s", step, error)
+            return str(error)
+        return "it does not exist" if found is None else None
+
+    def _verify_once(self, drained: OpenInDirectory) -> None:
+        """Read every byte of a checkpoint in the directory, once. Collective over the world. Raises CorruptSlot."""
+        if drained.listed not in self._whole:
+            drained.verify_together()
+            self._whole.add(drained.listed)
+
+    def _close(self, found: Found) -> int | None:
+        if isinstance(found, OpenInDirectory):
+            found.close()
+        elif found is not None:
+            for home in [found] if isinstance(found, RankCheckpoint) else found.homes.values():
+                self._slots.unmap_others([home.slot, *home.shares])
+        if isinstance(found, RankCheckpoint):
+            return found.header.step
+        return None if found is None else found.step
 
     def _prepare_or_warn(self, state: Any) -> None:
         try:
@@ -225,7 +343,7 @@ class Restores:
             if not isinstance(old, OpenInDirectory):
                 raise
             # What memory holds is of no use now. But delete it only for a checkpoint that is known to be whole.
-            self.newest.verify(old)
+            self._verify_once(old)
             made = resharding.reshard(self._trainer, old, state, gives_way=True)
         try:
             self._loading.fill(old.step, made.filling(state))
@@ -253,7 +371,7 @@ class Restores:
     def _find(
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
-    ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
+    ) -> Found:  # fmt: skip
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.settle()
@@ -277,7 +395,6 @@ class Restores:
         return opened
 
     def _open_found(self, found: FoundInMemory) -> RankCheckpoint | FoundElsewhere:
-        """Map what the courier has found in memory."""
         self._from, self._rolled_forward, self._restores = found.restored_from, found.rolled_forward, found.restores
         slots, node = self._slots, self._ranks.node_index
         if found.own is not None:
@@ -286,7 +403,6 @@ class Restores:
         return FoundElsewhere(found.attempt, found.step, found.restores, homes, found.files)
 
     def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
-        """Note that a checkpoint of the directory must not be used, and why."""
         bad[listed.folder] = why
         if self._ranks.rank == 0:
             log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)
@@ -294,12 +410,12 @@ class Restores:
     def _find_whole(
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         remember: bool = False,
-    ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
+    ) -> Found:  # fmt: skip
         """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
         bad: dict[str, str] = {}
         while isinstance(found := self._find(wanted, others, source, told, bad, remember=remember), OpenInDirectory):
             try:
-                self.newest.verify(found)
+                self._verify_once(found)
                 break
             except CorruptSlot as error:  # the same on all ranks
                 self._pass_over(found.listed, found.damage or str(error), bad)
@@ -315,11 +431,9 @@ class Restores:
         return step
 
     def _number_of(self, home: RankCheckpoint) -> int:
-        """The number of this rank's own slot that holds a checkpoint."""
         return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
 
     def _count(self, step: int, source: object, own: int | None = None) -> None:
-        """Note that a step was restored, from memory or from a directory."""
         self._saves.last_step = self._drains.restored = step
         self._courier.call(Restored(own))
         where = source.path if isinstance(source, OpenInDirectory) else "memory"
@@ -329,10 +443,7 @@ class Restores:
         self._recorder.restored(step, time.perf_counter() - self._began, where, came_from, nbytes, how)
 
     def _hold_until_healed(self, home: RankCheckpoint) -> None:
-        """If a step was rolled forward, keep saves from writing the step before, whether this one can be loaded or not.
-
-        Until its copies are made, only the step before covers a lost node. Collective over the world.
-        """
+        """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
         if self._rolled_forward:
             self._courier.call(HoldOlder(self._number_of(home)))
 

@@ -13,15 +13,19 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..draining.checkpoint_directory import Listed
 from ..draining.drain import Drain
+from ..draining.file_index import Card
+from ..errors import MlflashError, text_of
 from ..events import Event
 from ..memory.slot import Slot, Use, read_header, table_check
 from ..memory.slot_header import Header, Kind
 from ..mpi.background_collectives import in_thread
 from ..mpi.nonblocking import Operation
 from ..startup.context import Context
-from .verify_drained import why_damaged
+from .drained_files import DrainedFiles
 
+_DRAINED_RUN_NBYTES = 4 << 20  # per read; at least a block
 _RUN_NBYTES = 1 << 20  # bytes per read; at least a block
 _EVERY_S = 0.5  # time between reads: to begin one costs as much as a few MB
 _MOST_S = 0.6  # seconds of reading that may be made up after a job
@@ -34,6 +38,33 @@ _COMES = {
     "share": "It stays as it is until the next save is committed; a restore takes that share from another node",
     "drained": "It stays as it is; a restore takes memory, or an older checkpoint",
 }
+
+
+def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, str]]:
+    """Read every block of what this rank has drained, except what HDF5 has compressed.
+
+    Not collective; for a thread that may hang.
+
+    Returns:
+        For each file that is damaged or cannot be read: the rank whose state it has, its name, and why.
+    """
+    assert drain.inside is not None and drain.attempt is not None
+    card = Card(drain.attempt, drain.step, -1, 0, 0, 0, 0, 0, 0, "")
+    files = DrainedFiles(drain.inside, Listed("", "", card), drain.stored)
+    found = []
+    for rank, stored in drain.stored.items():
+        try:
+            for entry, place in files.index(rank).pieces:
+                if place.packed:  # skipped: HDF5 would hold its lock while a file system hangs
+                    continue
+                for raw in files.content(rank, entry.name, place, _DRAINED_RUN_NBYTES):
+                    if over.wait(raw.nbytes / rate):
+                        return []
+        except MlflashError as error:
+            found.append((rank, stored.data, error.message))
+        except Exception as error:  # fsspec may raise anything
+            found.append((rank, stored.data, text_of(error)))
+    return found
 
 
 @dataclasses.dataclass
@@ -49,10 +80,7 @@ class Scrubber:
     """Verifies what this rank holds. Not collective; for the thread of the courier.
 
     Args:
-        context: this rank's slots.
         rate: bytes per second that are read; a drained file is read at the same rate at the same time.
-        newest_drain: returns the newest drain of this run, running or ended; None: there is none.
-        clock: seconds.
     """
 
     def __init__(self, context: Context, rate: float, newest_drain: Callable[[], Drain | None],
@@ -69,11 +97,7 @@ class Scrubber:
         self._over = Event()
 
     def go_on(self, is_wanted: Callable[[], bool]) -> None:
-        """Verify a little more, until the courier has something to do.
-
-        Args:
-            is_wanted: whether a job waits.
-        """
+        """Verify a little more, until the courier has something to do."""
         now = self._clock()
         if now - self._at < _EVERY_S:
             return
@@ -129,7 +153,6 @@ class Scrubber:
         return 0
 
     def _verify_of(self, slot: Slot, header: Header) -> int:
-        """Verify the head of a slot, or its next run of blocks."""
         at, extents = self._round, header.extents
         if at.block < 0:
             at.block = 0
@@ -149,7 +172,6 @@ class Scrubber:
         return (last - first) * extents.block_nbytes
 
     def _say(self, slot: Slot, header: Header, block: int | None, how: str) -> None:
-        """Log that a slot is damaged; it is passed over from now on."""
         context, kind = self._context, self._kind_of(slot, header)
         self._found.append((slot, header))
         context.damaged = context.damaged or kind in _MENDABLE

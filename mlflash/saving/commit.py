@@ -30,8 +30,7 @@ from ..protocol.save_request import SaveRequest, Trainer
 from ..redundancy.deduplication import Plan
 from ..redundancy.slot_transfer import Source
 from ..startup.certification import Saved
-from ..startup.context import Context
-from ..startup.grow_slots import needs_room
+from ..startup.context import Context, needs_room
 from ..state.layout import Extents, Layout
 from ..value_checks.examiner import Examination, Finding, Stored, in_words
 from .staging import all_checks

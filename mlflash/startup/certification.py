@@ -24,24 +24,18 @@ class Certification:
     """What is known about the attempts that memory holds.
 
     Args:
-        after: steps that training must continue for; 0: nothing is certified.
         keeps: whether a suspect step is dropped instead of the step before it.
-
-    Attributes:
-        certified: the newest certified attempt; None if there is none.
-        held: the attempts that no save may overwrite.
     """
 
     def __init__(self, after: int, keeps: bool):
         self._after, self._keeps = after, keeps
-        self.certified: Saved | None = None
+        self.certified: Saved | None = None  # the newest certified attempt; None if there is none
         self._newest: Saved | None = None
         self._good: Saved | None = None  # the newest that is not suspect
         self._tried: Saved | None = None
-        self.held: frozenset[Attempt] = frozenset()
+        self.held: frozenset[Attempt] = frozenset()  # the attempts that no save may overwrite
 
     def certified_attempt(self) -> Attempt | None:
-        """The newest certified attempt; None if there is none."""
         return None if self.certified is None else self.certified.attempt
 
     @property
@@ -70,14 +64,12 @@ class Certification:
         return self._tried if due else None
 
     def tried(self, is_good: bool) -> None:
-        """Note whether all values of the attempt on trial are good."""
         if is_good:
             self.certified = self._tried
         self._tried = None
         self._hold()
 
     def mark(self, attempts: frozenset[Attempt], is_good: bool) -> None:
-        """Note the user's verdict on some attempts."""
         if is_good:
             known = (self._newest, self._good, self._tried)
             self.certified = next((one for one in known if one and one.attempt in attempts), self.certified)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..memory.inventory import Inventory, Place
+from ..config import Config
+from ..memory import commit_records
+from ..memory.commit_records import Trace
+from ..memory.inventory import Inventory, Place, decode, encode, join, scan
+from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import recoverable
 from ..memory.slot_header import Attempt, Kind, Verdict
 from ..memory.wanted_step import NEWEST, WantedStep
+from ..mpi.world import World
+
+log = logging.getLogger("mlflash")
 
 
 @dataclasses.dataclass(frozen=True)
 class ParityGroup:
-    """The existing parity files of a group, for one attempt.
-
-    Attributes:
-        ranks: of the group, ascending.
-        losses: how many of them may be lost.
-        files: for each of these ranks, the place of its parity; None: lost.
-    """
+    """The existing parity files of a group, for one attempt."""
 
     ranks: tuple[int, ...]
-    losses: int
-    files: tuple[Place | None, ...]
+    losses: int  # how many of them may be lost
+    files: tuple[Place | None, ...]  # for each of these ranks, the place of its parity; None: lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +38,7 @@ class Choice:
     Attributes:
         source: for each rank, the place of its slot; None: the slot must be rebuilt.
         rebuilt: the group of each rank whose slot must be rebuilt.
-        parity: all groups that have parity files.
         shares: the places of the files of shared state, by number of the set and of the share. There may be several.
-        restores: how many runs have restored the attempt so far.
-        verdict: what is known about its values.
     """
 
     attempt: Attempt
@@ -53,7 +52,6 @@ class Choice:
     verdict: Verdict = Verdict.UNKNOWN
 
     def group_of(self, rank: int) -> ParityGroup | None:
-        """The group that can repair a rank's slot; None if there is none."""
         known = self.rebuilt.get(rank)
         return known or next((group for group in self.parity if rank in group.ranks), None)
 
@@ -65,11 +63,8 @@ def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST
     It need not have been committed: an attempt that is sealed on all ranks rolls forward.
 
     Args:
-        found: all sealed files of all nodes.
         node_of: current node of each rank. A slot on the rank's own node is preferred, then one on the lowest node.
-        wanted: conditions for the attempt.
         skip_stuck: skip attempts that this many runs have restored, if there is an older one; 0: never.
-        skip_suspect: skip attempts whose values are suspect, if there is an older one.
     """
     newest: Choice | None = None
     for attempt, its_step, world_size in found.attempts():
@@ -125,8 +120,80 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
 
 
 def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object]) -> bool:
-    """Whether every share of all shared state has a file."""
     files = rows[rows["kind"] == Kind.SHARE]
     counts = dict(zip(files["shared_by"].tolist(), files["shares"].tolist(), strict=True))
     needed = set(rows["shared_by"].tolist()) - {-1}
     return all((number, share) in shares for number in needed for share in range(counts.get(number, 1)))
+
+
+# What the memory of all nodes holds, and which part of it a run starts from. The result is the same on all ranks.
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlierRuns:
+    """What earlier runs left in memory."""
+
+    found: Inventory
+    choice: Choice | None
+    whole: Choice | None  # the newest complete attempt, whatever its values are
+    newest: int
+    floor: int = 0  # floor, unusable: see `Context`
+    unusable: bool = False
+    aside: set[int] = dataclasses.field(default_factory=set)  # numbers of this node's files that must not be touched
+    certified: Choice | None = None
+
+
+def look_at_earlier_runs(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
+    """Find what earlier runs left, and what of it must not be touched. Collective over the world."""
+    found = take_stock(world, memory)
+    newest = int(found.rows["generation"].max(initial=0))
+    keeps, node_of = config.on_suspect == "keep", world.topology.node_of
+    choice, whole = choose(found, node_of, skip_suspect=keeps), choose(found, node_of)
+    if choice is not None and not config.fresh:
+        certified = choose(found, node_of, WantedStep(certified=True))
+        aside = _unreadable_and_newer(world, memory, choice.step)
+        return EarlierRuns(found, choice, whole, newest, aside=aside, certified=certified)
+    found_traces = find_traces(world, memory)
+    floor = commit_records.floor(found_traces, config.mark) if config.fresh else 0
+    generations = {one.place: -1 if one.attempt is None else one.attempt.generation for one in found_traces}
+    choice, whole = choose(found.since(floor), node_of, skip_suspect=keeps), choose(found.since(floor), node_of)
+    unusable = choice is None and any(one.generation >= floor for one in commit_records.committed(found_traces))
+    aside = {file for (node, file), generation in generations.items()
+             if node == world.node_index and (unusable or (config.fresh and generation < floor))}  # fmt: skip
+    newest = max(newest, *generations.values(), 0)
+    if config.fresh and world.rank == 0:
+        before = sorted({one.step for one in found_traces if one.step >= 0 and generations[one.place] < floor})
+        if before:
+            log.warning("fresh start %r: steps %s in memory are passed over, and deleted after this run's first commit",
+                        config.fresh, before)  # fmt: skip
+        if choice is not None:
+            log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
+                     config.fresh, choice.step)  # fmt: skip
+    return EarlierRuns(found.since(floor), choice, whole, newest, floor, unusable, aside,
+                       choose(found.since(floor), node_of, WantedStep(certified=True)))  # fmt: skip
+
+
+def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set[int]:
+    """Find the files of this node that cannot be read and hold committed steps after this one."""
+    newer: list[Trace] = []
+    if world.local_rank == 0:
+        its = commit_records.trace(memory, world.node_index)
+        newer = [one for one in its if one.committed and one.damage and one.step > step]
+        if newer and world.rank == 0:
+            log.warning("memory has steps that cannot be read (%s). They are newer than step %d, the newest that "
+                        "memory can give, and are deleted when this run has committed a save. To get them back, end "
+                        "this job before it saves, and start it with the version of mlflash that wrote them",
+                        ", ".join(map(str, sorted({one.step for one in newer}))), step)  # fmt: skip
+    return set(world.tell_node([one.place[1] for one in newer]))
+
+
+def find_traces(world: World, memory: NodeDirectory) -> list[Trace]:
+    """List the files of all nodes whose headers say that they hold something. Collective over the world."""
+    mine = commit_records.encode(commit_records.trace(memory, world.node_index)) if world.local_rank == 0 else None
+    return commit_records.join(world.gather_nodes(mine))
+
+
+def take_stock(world: World, memory: NodeDirectory) -> Inventory:
+    """List what all nodes hold. Collective over the world."""
+    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)
+    return join([decode(part) for part in packed])

@@ -8,14 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from ..config import Config
+from ..crash_points import reach
 from ..errors import MemoryTooSmall
+from ..memory import shared_memory_segment
 from ..memory.commit_records import Trace
 from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import Inventory, file_number, of_headers
+from ..memory.memory_limits import available, headroom
 from ..memory.node_directory import NodeDirectory
-from ..memory.slot import Slot
+from ..memory.slot import Slot, Use
 from ..memory.slot_header import Attempt, Kind, Verdict
-from ..memory.slot_pool import SlotPool, TrainerSlots, assign
+from ..memory.slot_pool import SlotPool, TrainerSlots, assign, unmap
 from ..mpi.send_rate import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
@@ -24,26 +27,24 @@ from ..redundancy import deduplication
 from ..redundancy.deduplication import Share, Shareable, SharingNews
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
+from ..state.layout import PAGE_NBYTES, round_up
 from ..telemetry.recorder import CourierRecorder
 from ..value_checks.examiner import Examiner
-from . import earlier_runs
 from .certification import Certification
-from .choose_checkpoint import Choice
-from .grow_slots import make_room, needs_room
+from .choose_checkpoint import Choice, find_traces, take_stock
 
 log = logging.getLogger("mlflash")
 
 _NAMED = 3  # hosts or domains named in a warning
+_FILES_NAMED = 3  # kinds of files of others that an error names
 
 
 class TrainerEnd(TrainerSlots, Protocol):
     """Questions and notices from the courier to its trainer in the middle of a job. None of them is collective."""
 
-    def told_sharing(self, sharing: SharingNews) -> None:
-        """Tell which state ranks share from now on."""
+    def told_sharing(self, sharing: SharingNews) -> None: ...
 
-    def told_unhealed(self, is_unhealed: bool) -> None:
-        """Tell whether the restored step lacks full redundancy, so that slots are held back."""
+    def told_unhealed(self, is_unhealed: bool) -> None: ...
 
 
 @dataclasses.dataclass
@@ -51,31 +52,13 @@ class Context:
     """What saving and restoring work with.
 
     Attributes:
-        domains: the failure domains of the nodes, if they are known.
-        recorder: receives what the courier knows about this rank.
-        copy_threads: threads for copies and checks.
-        pace: how fast the courier sends while training goes on.
-        examiner: checks the values that are saved.
-        certification: knows which attempts are held in addition to the newest.
         replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
-        run_id: random number of this run, the same on all ranks.
-        generation: number of the newest known attempt; the next one is larger.
         rolled_forward: whether no rank saw the commit of the restored attempt. Its copies may never have been made.
         unhealed: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
-        restored_from: node whose memory had the state that this rank restored; "" before a restore.
-        restores: how many runs have restored the attempt that this run restored, including this run.
-        restored_verdict: what is known about the values of that attempt.
-        counted: the attempt for which this run was counted.
-        left_at: this rank's step when the ranks last were found to save different steps; None: never.
-        floor: attempts with a smaller generation are skipped, because this run goes back to a fresh start.
         left_step: the step that earlier runs have left in memory, according to headers; None if there is none.
         left: the newest attempt of as many ranks that earlier couriers have left in memory; None if there is none.
-        unusable: whether memory has a committed step that cannot be restored, according to headers.
         looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
             only intact one.
-        damaged: whether the scrubber has found damage here that a mend may repair.
-        gives_way: whether files that are left aside may be deleted to make room.
-        trainer: receives notices; None while there is none.
     """
 
     config: Config
@@ -91,21 +74,21 @@ class Context:
     certification: Certification
     replicas: ReplicatedTensors | None = None
     run_id: bytes = b""
-    generation: int = 0
-    restored_from: str = ""
+    generation: int = 0  # number of the newest known attempt; the next one is larger
+    restored_from: str = ""  # node whose memory had the state that this rank restored; "" before a restore
     rolled_forward: bool = False
     unhealed: Slot | None = None
-    restores: int = 0
+    restores: int = 0  # how many runs have restored the attempt that this run restored, including this run
     restored_verdict: Verdict = Verdict.UNKNOWN
     counted: Attempt | None = None
-    left_at: int | None = None
-    floor: int = 0
+    left_at: int | None = None  # this rank's step when the ranks last were found to save different steps; None: never
+    floor: int = 0  # attempts with a smaller generation are skipped, because this run goes back to a fresh start
     left_step: int | None = None
     left: Attempt | None = None
-    unusable: bool = False
+    unusable: bool = False  # whether memory has a committed step that cannot be restored, according to headers
     looked: bool = False
     gives_way: bool = False
-    damaged: bool = False
+    damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
     trainer: TrainerEnd | None = None
     _told: tuple[SharingNews, bool] = (SharingNews(), False)
 
@@ -124,17 +107,10 @@ class Context:
 
     @property
     def shares(self) -> dict[int, Share]:
-        """For each rank that shares state, its set and the number of its share."""
         return {} if self.replicas is None else self.replicas.shares
 
     def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
-        """Find the ranks that hold the same shards of DTensors as this one, if the user did not name them.
-
-        Collective over the world.
-
-        Args:
-            held: bytes of DTensors, by the ranks that hold the same; see `replica_nbytes`.
-        """
+        """Find the ranks that hold the same shards of DTensors as this one, if the user did not name them."""
         if self.replicas is not None or not self.config.share:
             return
         rank, losses = self.world.rank, losses_of(self.protection.placement.scheme, self.world)
@@ -151,28 +127,18 @@ class Context:
         self.replicas.share(losses)
 
     def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
-        """Agree on what is shared of a state that is not saved yet. Collective over the world.
-
-        Args:
-            held: see `find_replicas`.
-            state: only asked if anything is shared.
-        """
+        """Agree on what is shared of a state that is not saved yet. Collective over the world."""
         self.find_replicas(held)
         if (replicas := self.sharers) is not None:
             replicas.settle(state.shareable(), state.digests)
 
     @property
     def sharing(self) -> SharingNews:
-        """What the trainer must know about shared state."""
         replicas = self.sharers
         return SharingNews() if replicas is None else SharingNews(replicas.sharing, replicas.agreed, replicas.version)
 
     def tell_trainer(self, only: Collection[Slot] | None = None) -> None:
-        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back.
-
-        Args:
-            only: the slots that it may get now; None: all.
-        """
+        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back."""
         if self.trainer is None:
             return
         if files := self.pool.news(only):
@@ -188,7 +154,6 @@ class Context:
         """Make slots of at least a given size, and those for their redundancy. Collective over the world.
 
         Args:
-            nbytes, share_nbytes: size of this rank's own slots, and of the slots for its share of shared state.
             is_first: whether nothing was saved or restored before.
 
         Raises:
@@ -205,11 +170,11 @@ class Context:
 
     def take_stock(self) -> Inventory:
         """List what all nodes hold, without what a fresh start skips. Collective over the world."""
-        return earlier_runs.take(self.world, self.memory).since(self.floor)
+        return take_stock(self.world, self.memory).since(self.floor)
 
     def find_traces(self) -> list[Trace]:
         """List the files whose headers say that they hold something. Collective over the world."""
-        return earlier_runs.traces(self.world, self.memory)
+        return find_traces(self.world, self.memory)
 
     def adopt(self, found: Inventory, choice: Choice | None) -> None:
         """Take over this node's files, and protect those of the choice from saves. Collective over the world."""
@@ -243,7 +208,6 @@ class Context:
         Busy slots are left alone, because the trainer may be staging into one right now.
 
         Args:
-            demand: slots and the size that each must have.
             waiting: busy slots that the trainer waits for and does not touch.
             pairs: also enlarge the other inbox slot of each pair, which is needed next.
 
@@ -289,21 +253,15 @@ class Context:
         return True
 
     def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
-        """Make room if any rank needs it. Collective over the world; usually a single allreduce.
-
-        Raises:
-            MemoryTooSmall: like `make_room`.
-        """
+        """Make room if any rank needs it, like `make_room`. Collective over the world; usually a single allreduce."""
         if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
             self.make_room(demand, waiting, pairs)
 
     def number_attempt(self, generation: int) -> Attempt:
-        """Make an attempt with the generation that the ranks have agreed on."""
         self.generation = generation
         return Attempt(self.run_id, generation)
 
     def free(self) -> None:
-        """Free windows, communicators and threads. Collective over the world."""
         self.copy_threads.close()
         self.protection.close_windows()
         if self.replicas is not None:
@@ -314,3 +272,63 @@ class Context:
 def losses_of(asked: Scheme, world: World) -> int:
     """How many nodes may be lost, limited by the number of nodes of the job."""
     return min(asked.losses, len(world.topology.node_names) - 1)
+
+
+# Makes room for slots: larger files, or an error before anything is allocated if the node lacks memory.
+
+
+def needs_room(slot: Slot, nbytes: int) -> bool:
+    """Whether a slot needs a larger file for ``nbytes``, or another one because somebody has removed its own."""
+    is_too_small = slot.view.nbytes < nbytes or slot.is_gone
+    return slot.use is not Use.HOLDS and not slot.drains and is_too_small and not slot.is_lent
+
+
+def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
+    """Give slots larger files, or fail before anything is allocated if the node has no room for them.
+
+    Collective over the world. A slot that holds a committed step is left as it is.
+
+    Raises:
+        MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
+    """
+    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
+    mine = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
+    asked = mine if world.node is None else sum(world.gather(mine, world.node))
+
+    def look() -> None:
+        left = available(memory.path)
+        what, least = min(left.items(), key=lambda item: item[1])
+        spared = headroom(asked)
+        if todo and asked + spared > least:
+            raise MemoryTooSmall(
+                "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
+                "that needs less memory, or raise the limit named below (/dev/shm: mount -o remount,size=...; in a "
+                "container --shm-size; in a pod sizeLimit of its emptyDir)",
+                expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
+                "spare",
+                found=f"{least:,} bytes: {what}" + _others(memory),
+            )
+
+    def create() -> None:
+        try:
+            for slot, nbytes in todo:
+                reach("room.begun")
+                old, slot.segment = slot.segment, None  # mapped until `grow` has checked that the file is still its own
+                unmap(slot)  # a free slot holds nothing that is still needed
+                if old is None:
+                    slot.segment = shared_memory_segment.create(memory, nbytes)
+                else:
+                    slot.segment = shared_memory_segment.grow(memory, old, nbytes)
+                reach("room.created")
+        finally:  # even if another rank found no room: the new files stay and will be used
+            shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
+
+    world.on_all(look)
+    world.on_all(create)
+
+
+def _others(memory: NodeDirectory) -> str:
+    jobs = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
+    files = "".join(f"\n    {one}" for one in memory.foreign()[:_FILES_NAMED])
+    return (f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{jobs}" * bool(jobs)
+            + f"; this is not mlflash's (what a killed job has left may be deleted):{files}" * bool(files))  # fmt: skip

@@ -26,12 +26,11 @@ from ..placement.survival import too_close
 from ..redundancy import erasure_codes
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
-from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
-from ..telemetry.recorder import CourierRecorder
+from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..value_checks.examiner import Examiner
-from . import earlier_runs
 from .certification import Certification, Saved
+from .choose_checkpoint import look_at_earlier_runs
 from .context import Context, losses_of
 
 log = logging.getLogger("mlflash")
@@ -42,18 +41,10 @@ _NAMED = 3  # hosts or domains named in a warning
 def make(config: Config, world: World, problem: MlflashError | None = None,
          replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
          trains_on: frozenset[int] | None = None) -> Context:  # fmt: skip
-    """Connect the ranks, lock the job, find what earlier runs left, and take their files over.
-
-    Collective over comm.
+    """Connect the ranks, lock the job, find what earlier runs left, and take their files over. Collective.
 
     Args:
-        config: of the job.
-        world: of this rank.
-        problem: why this rank cannot take part; it is raised on all ranks.
         replicas: the ranks that hold the same state as this one, and patterns for the names of that state.
-        domains: see `find_domains`.
-        start: name of this rank's trainer; see `heartbeat.RankFacts`.
-        trains_on: the cores of the trainer, if it is another process; None: it is this one.
 
     Raises:
         ConfigError: on all ranks, if replicas or domains make no sense.
@@ -96,7 +87,7 @@ def _assemble(
     start: str, trains_on: frozenset[int] | None,
 ) -> Context:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
-    left = earlier_runs.look(config, world, memory)
+    left = look_at_earlier_runs(config, world, memory)
     recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
@@ -140,7 +131,6 @@ def _assemble(
 
 
 def _claim(config: Config) -> str:
-    """Find or make this user's directory; "" if that fails: each rank then finds out why."""
     try:
         return user_directory.claim(config.memory, config.job)
     except (OSError, MlflashError):
@@ -159,13 +149,7 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
 
 
 def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:
-    """Warn if there are too few nodes for the requested redundancy.
-
-    Args:
-        placement: the actual redundancy.
-        names: of the nodes.
-        part: whether the job has other ranks that do not take part in this.
-    """
+    """Warn if there are too few nodes for the requested redundancy."""
     asked, copied, nodes, ranks = placement.scheme, any(placement.partners), len(names), len(placement.partners)
     if asked.kind == "none":
         return
@@ -197,22 +181,11 @@ def _say_what_is_slow(world: World, memory: str) -> None:
 def find_domains(world: World, given: Any) -> Domains | None:
     """Find the failure domains of the nodes: the given ones, else what Slurm tells each node, else Slurm's topology.
 
-    Collective over the world.
-
-    Args:
-        given: see `failure_domains.from_argument`.
-
     Raises:
         ConfigError: on all ranks, if ``given`` makes no sense.
     """
-    error: MlflashError | None = None
-    found: Domains | None = None
-    if world.rank == 0:  # only one rank reads the file, so that all ranks have the same version of it
-        try:
-            found = from_argument(given)
-        except MlflashError as problem:
-            error = problem
-    world.raise_together(error)
+    # Only one rank reads the file, so that all ranks have the same version of it.
+    found: Domains | None = world.on_all(lambda: from_argument(given) if world.rank == 0 else None)
     if given is None:
         own = discover(os.environ, world.node_name) if world.local_rank == 0 else None
         told = world.gather_nodes(own)
@@ -223,5 +196,5 @@ def find_domains(world: World, given: Any) -> Domains | None:
     unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
     if unknown and given is not None and world.rank == 0:
         log.warning("the failure domains of %s are not given: each of these nodes counts as a domain of its own",
-                    ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else ""))  # fmt: skip
+                    listed(unknown, _NAMED))  # fmt: skip
     return found

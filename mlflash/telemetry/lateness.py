@@ -50,16 +50,10 @@ class Late(NamedTuple):
 
 
 class Lateness(NamedTuple):
-    """What each rank knows when a commit was agreed on.
-
-    Attributes:
-        slowest: the rank that the commit waited for.
-        own: this rank, in the phase in which it was latest.
-        node: node of the slowest one.
-    """
+    """What each rank knows when a commit was agreed on."""
 
     slowest: Late
-    own: Late
+    own: Late  # this rank, in the phase in which it was latest
     node: str
 
 
@@ -67,7 +61,6 @@ class Riding:
     """The numbers that are sent along with the agreement of one commit.
 
     Args:
-        rank, size: of the world.
         generation: of the attempt; it decides which ranks contribute all their seconds.
         took: seconds of each phase on this rank. For "training": the seconds that it waited for others to come to this
             save, so the last one waits least.
@@ -83,12 +76,7 @@ class Riding:
         """What this rank brings."""
 
     def heard(self, least: Sequence[int], name_of: Callable[[int], str]) -> Lateness | None:
-        """Interpret the minimum of each number over all ranks; None if there is no other rank to compare with.
-
-        Args:
-            least: these minima.
-            name_of: returns the node of a rank.
-        """
+        """Interpret the minimum of each number over all ranks; None if there is no other rank to compare with."""
         samples = [sample for sample in least[len(PHASES) :] if sample != _NOTHING]
         if not samples or self._size == 1:
             return None
@@ -121,7 +109,6 @@ def _microseconds(seconds: float) -> int:
 
 
 def _packed(seconds: float, rank: int) -> int:
-    """Pack a duration and a rank into one number, which grows with the duration."""
     return _microseconds(seconds) << _RANK_BITS | rank
 
 
@@ -144,15 +131,10 @@ def is_worth_a_word(late_s: float, commit_s: float) -> bool:
 
 
 class Straggler(NamedTuple):
-    """A rank that commits keep waiting for.
-
-    Attributes:
-        late: the rank, its phase, and by how many seconds it was late (median).
-        times, of: in how many of how many commits.
-    """
+    """A rank that commits keep waiting for."""
 
     late: Late
-    times: int
+    times: int  # times, of: in how many of how many commits
     of: int
 
 
@@ -169,12 +151,7 @@ class Stragglers:
         self._calm: dict[int, int] = {}  # for reported ranks: rank → commits since it was late
 
     def add(self, slowest: Late, commit_s: float) -> Straggler | None:
-        """Add the slowest rank of one commit; return the straggler to report now.
-
-        Args:
-            slowest: slowest rank of the commit.
-            commit_s: seconds from `save` to the commit.
-        """
+        """Add the slowest rank of one commit; return the straggler to report now."""
         late = slowest if is_worth_a_word(slowest.seconds, commit_s) else None
         self._newest.append(late)
         for rank in list(self._told):

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import pip_install
 from ..events import Event
-from .heartbeat import Heard
-from .heartbeat_format import has_own_courier
+from .heartbeat import Heard, has_own_courier
 
 log = logging.getLogger("mlflash")
 
@@ -44,6 +43,8 @@ _COUNTERS = (
     ("damaged_files", "Files of this run that were found damaged at rest.", "damaged"),
     ("stalled_seconds", "How long saves of this run kept training waiting.", "stalled_s"),
 )
+_LATE = "How much longer than most ranks this one took in the last commit, in the phase in which it was latest."
+_Values = Sequence[tuple[list[str], dict[str, Any]]]  # labels and heartbeat of each rank
 
 
 class Metrics:
@@ -53,8 +54,6 @@ class Metrics:
 
     Args:
         where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
-        job: name of the job.
-        look: returns what the ranks of the node report.
     """
 
     def __init__(self, where: str, job: str, look: Callable[[], Heard]):
@@ -82,7 +81,6 @@ class Metrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Show the last values, and then nothing any more. May be called twice."""
         self._over.set()
         if self._server is not None:
             self._server.shutdown()
@@ -98,7 +96,6 @@ class Metrics:
         self._thread = self._server = None
 
     def _keep_up(self, write: Callable[[], None]) -> None:
-        """Write again and again, and once more at the end."""
         wrong = over = False
         while not over:
             over = self._over.wait(_EVERY_S)
@@ -113,8 +110,6 @@ class Metrics:
 
 
 class _Collector:
-    """What prometheus_client calls when metrics are requested."""
-
     def __init__(self, job: str, look: Callable[[], Heard]):
         self._job, self._look = job, look
         self._warned: set[str] = set()
@@ -122,33 +117,22 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        heartbeats = self._heard().heartbeats
         labels = ["job_name", "node", "rank"]
-        values = [
-            ([self._job, str(heartbeat.get("node", "")), str(heartbeat["rank"])], heartbeat) for heartbeat in heartbeats
-        ]
+        values: _Values = [([self._job, str(heartbeat.get("node", "")), str(heartbeat["rank"])], heartbeat)
+                           for heartbeat in self._heard().heartbeats]  # fmt: skip
         up = GaugeMetricFamily("mlflash_up", "Whether the process of the rank is alive.", labels=labels)
-        for label, heartbeat in values:
-            up.add_metric(label, float(bool(heartbeat["alive"])))
-        yield up
-        own = [(label, heartbeat) for label, heartbeat in values if has_own_courier(heartbeat)]
-        if own:
+        yield _filled(up, values, "alive")
+        if own := [(label, heartbeat) for label, heartbeat in values if has_own_courier(heartbeat)]:
             up = GaugeMetricFamily("mlflash_courier_up", "Whether the courier of the rank is alive.", labels=labels)
-            for label, heartbeat in own:
-                up.add_metric(label, float(bool(heartbeat["courier_alive"])))
-            yield up
+            yield _filled(up, own, "courier_alive")
         for families, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, text, key in families:
-                family = kind(f"mlflash_{name}", text, labels=labels)
-                for label, heartbeat in values:
-                    if heartbeat.get(key) is not None:
-                        family.add_metric(label, float(heartbeat[key]))
-                yield family
-
-        yield _late(labels, values)
+                yield _filled(kind(f"mlflash_{name}", text, labels=labels), values, key)
+        by_phase = [([*label, str(heartbeat.get("late_in", ""))], heartbeat) for label, heartbeat in values]
+        late = GaugeMetricFamily("mlflash_late_seconds", _LATE, labels=[*labels, "phase"])
+        yield _filled(late, by_phase, "late_s")
 
     def _heard(self) -> Heard:
-        """Read the heartbeats, and warn once about each file that cannot be read."""
         try:
             heard = self._look()
         except Exception as error:  # the next request tries again
@@ -160,15 +144,10 @@ class _Collector:
         return heard
 
 
-def _late(labels: Sequence[str], values: Sequence[tuple[list[str], dict[str, Any]]]) -> Any:
-    """How late ranks were in the last commit, and in which phase."""
-    from prometheus_client.core import GaugeMetricFamily
-
-    text = "How much longer than most ranks this one took in the last commit, in the phase in which it was latest."
-    family = GaugeMetricFamily("mlflash_late_seconds", text, labels=[*labels, "phase"])
+def _filled(family: Any, values: _Values, key: str) -> Any:
     for label, heartbeat in values:
-        if heartbeat.get("late_s") is not None:
-            family.add_metric([*label, str(heartbeat.get("late_in", ""))], float(heartbeat["late_s"]))
+        if heartbeat.get(key) is not None:
+            family.add_metric(label, float(heartbeat[key]))
     return family
 
 

@@ -11,26 +11,138 @@ Each of the two tells what it knows by itself, and goes on where the other is de
 from __future__ import annotations
 
 import collections
+import json
 import logging
+import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import MlflashError
-from .event_log import EventLog
 from .heartbeat import CourierHeartbeat, TrainerHeartbeat
 from .lateness import PHASES, Lateness, Riding, Stragglers, is_worth_a_word
 from .prometheus_metrics import Metrics
 
 log = logging.getLogger("mlflash")
 
+_WAITING = 10_000  # events that may wait to be written; further ones are only counted
+_CLOSE_S = 2.0  # to write the remaining events at the end
 _LETTERS = 300  # of the reason why nothing can be restored; log and event have all of it
 _TRACE = 20_000  # last letters of a traceback
 
 
-class _Tally:
-    """What happened to one process of a rank."""
+class EventLog:
+    """The events of this rank, as lines of JSON in a file (docs/watching.md); not collective.
 
+    A separate thread opens the file and writes: a parallel file system that hangs delays neither training nor saves.
+    Every warning that is logged is an event, too, until `close`.
+
+    Args:
+        common: fields of each event: run, rank and node. ``by="courier"`` for a courier that is a separate process,
+            whose warnings are also its trainer's.
+    """
+
+    def __init__(self, path: str | None, **common: Any):
+        self._path, self._common = path, common
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # in C: no exception leaves it locked
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        if path is not None:
+            self._thread = threading.Thread(target=self._write, name="mlflash-events", daemon=True)
+            self._thread.start()
+            if "by" not in common:
+                log.addFilter(self._see)
+
+    @property
+    def is_on(self) -> bool:
+        return self._thread is not None
+
+    def add(self, event: str, **fields: Any) -> None:
+        """Note an event that has just ended; return at once."""
+        if self._thread is None:
+            return
+        document = {"event": event, "time": time.time(), **self._common, **fields}
+        document = {name: round(value, 6) if isinstance(value, float) else value for name, value in document.items()}
+        if self._lines.qsize() < _WAITING:
+            self._lines.put(json.dumps(document, separators=(",", ":"), default=str) + "\n")
+        else:
+            self._dropped += 1
+
+    def close(self) -> None:
+        if self._thread is None:
+            return
+        log.removeFilter(self._see)
+        self._lines.put(None)
+        self._thread.join(_CLOSE_S)  # if the file system hangs, the thread ends with the process
+        self._thread = None
+
+    def leave(self) -> None:
+        """Write nothing in a forked process: the thread belongs to the parent, and may hold the queue's lock."""
+        log.removeFilter(self._see)
+        self._thread = None
+
+    def _see(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            self.add("warning", level=record.levelname, text=record.getMessage())
+        return True
+
+    def _write(self) -> None:
+        try:
+            assert self._path is not None
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                while (lines := self._next()) is not None:
+                    _write_whole(fd, lines)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            log.removeFilter(self._see)
+            log.warning("events are not written any more, to %s: %s", self._path, error)
+
+    def _next(self) -> bytes | None:
+        lines = [self._lines.get()]
+        while lines[-1] is not None and not self._lines.empty():
+            lines.append(self._lines.get())
+        if lines == [None]:
+            return None
+        if lines[-1] is None:
+            self._lines.put(None)
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            text = f"{dropped} events are missing: they came faster than they could be written"
+            self.add("warning", level="WARNING", text=text)
+        return "".join(line for line in lines if line is not None).encode()
+
+
+def _write_whole(fd: int, lines: bytes) -> None:
+    """Write each line in one write, because ranks of one node, and their couriers, append to one file.
+
+    If only a part was written, the line that was cut is written once more, whole: another process may have written in
+    between.
+    """
+    while lines:
+        taken = os.write(fd, lines)
+        whole = lines.rfind(b"\n", 0, taken) + 1
+        # If a write does not even take one line, repeating that line never succeeds: continue with the rest of it.
+        is_cut = 1 < whole < taken < len(lines) and lines[taken : taken + 1] != b"\n"
+        lines = b"\n" + lines[whole:] if is_cut else lines[taken:]
+
+
+def file_of_node(path: str, node_index: int) -> str:
+    """Name the file that the ranks of a node append to: nodes must not append to one file of a shared file system.
+
+    Example:
+        ``run.jsonl`` is that of the first node, ``run.node1.jsonl`` that of the second.
+    """
+    stem, suffix = os.path.splitext(path)
+    return path if node_index == 0 else f"{stem}.node{node_index}{suffix}"
+
+
+class _Tally:
     def __init__(self, rank: int):
         self._rank = rank
         self.counts: collections.Counter[str] = collections.Counter()
@@ -45,14 +157,8 @@ class TrainerRecorder(_Tally):
     """What the trainer of one rank knows; not collective.
 
     Args:
-        rank: of the world.
-        heartbeat, events: told what happens.
         metrics: shown by this rank for all of its node; None: another rank shows them, or none does.
         courier_is_thread: whether the courier is a thread of this process, and calls `flush`.
-
-    Attributes:
-        counts: what happened, by name.
-        seconds: seconds per operation, by name.
     """
 
     def __init__(self, rank: int, heartbeat: TrainerHeartbeat, events: EventLog, metrics: Metrics | None = None,
@@ -63,7 +169,6 @@ class TrainerRecorder(_Tally):
         self._warned_late = False
 
     def started(self, facts: Mapping[str, Any], survives: Callable[[], str]) -> None:
-        """Report what this run is like. To compute what it survives takes time, so only rank 0 does that."""
         self._heartbeat.beat("made", redundancy=facts["redundancy"], nodes=len(facts["nodes"]))
         if self._events.is_on:
             self._events.add("start", **facts, survives=survives() if self._rank == 0 else "")
@@ -73,7 +178,6 @@ class TrainerRecorder(_Tally):
         self._heartbeat.beat("saved", saved=step)
 
     def saved(self, step: int, stall_s: float, nbytes: int, lazy: bool, staged: bool) -> None:
-        """Note that `save` returns now; ``staged`` says whether anything was staged."""
         self.counts["saves"] += 1
         self.counts["bytes staged"] += nbytes
         self.seconds["stall"] += stall_s
@@ -84,31 +188,21 @@ class TrainerRecorder(_Tally):
             self._events.add("save", step=step, seconds=stall_s, nbytes=nbytes, lazy=lazy)
 
     def flush(self) -> None:
-        """Have the heartbeat write what was noted; a courier that is a thread does so while training continues."""
         self._heartbeat.flush()
 
     def late(self, step: int, error: MlflashError) -> None:
-        """A save takes longer than the deadline."""
         self.counts["late"] += 1
         if not self._warned_late:
             self._warned_late = True
             log.warning("step %d is late, and steps are not saved until it has caught up: %s", step, error)
 
     def caught_up(self) -> None:
-        """Note that a save has ended that did not fail: the next one that is late is logged again."""
         self._warned_late = False
 
     def uncaught(self, text: str) -> None:
-        """An error of mlflash leaves the training's ``with`` block: note its traceback, which is not printed whole."""
         self._events.add("uncaught", text=text[-_TRACE:])
 
     def courier_died(self, pid: int, how: str) -> None:
-        """Note that the courier of this rank died, and that training continues.
-
-        Args:
-            pid: of the courier.
-            how: how it ended, in words.
-        """
         self.counts["couriers lost"] += 1
         log.warning("the courier of rank %d (pid %d) died, and training goes on: %s", self._rank, pid, how)
 
@@ -121,7 +215,6 @@ class TrainerRecorder(_Tally):
 
     def together(self, counts: Mapping[str, int], seconds: Mapping[str, float]
                  ) -> tuple[dict[str, int], dict[str, float]]:  # fmt: skip
-        """Return counts and seconds of this rank: these, and those of its courier."""
         all_counts, all_seconds = collections.Counter(self.counts), dict(self.seconds)
         all_counts.update(counts)
         for verb, taken in seconds.items():
@@ -129,7 +222,6 @@ class TrainerRecorder(_Tally):
         return dict(all_counts), all_seconds
 
     def end(self, state: str) -> None:
-        """Report the end: "ended", or "failed". May be called twice; the first one counts."""
         if not self._heartbeat.is_over:
             self._events.add("end", state=state)
         self._heartbeat.end(state)
@@ -150,15 +242,7 @@ class CourierRecorder(_Tally):
     """What the courier of one rank knows; not collective.
 
     Args:
-        rank: of the world.
-        heartbeat, events: told what happens; if the courier is a thread, the events are the trainer's.
         flush: writes what the trainer in the same process has noted; None: the courier is a separate process.
-
-    Attributes:
-        flush: see above; the trainer in the same process sets it.
-        events: see above.
-        counts: what happened, by name.
-        seconds: seconds per operation, by name.
     """
 
     def __init__(self, rank: int, heartbeat: CourierHeartbeat, events: EventLog,
@@ -175,28 +259,16 @@ class CourierRecorder(_Tally):
         self._suspect = ""  # what was logged last
 
     def compare(self, size: int, generation: int, took: Mapping[str, float]) -> list[int]:
-        """Return the numbers that are sent along with the agreement of a commit; see `lateness`.
-
-        Args:
-            size: of the world.
-            generation: of the attempt.
-            took: seconds of each phase on this rank.
-        """
+        """Return the numbers that are sent along with the agreement of a commit; see `lateness`."""
         self._riding = Riding(self._rank, size, generation, took)
         return self._riding.numbers
 
     def compared(self, least: Sequence[int], name_of: Callable[[int], str]) -> None:
-        """Take the minimum of each of them over all ranks, before `committed`.
-
-        Args:
-            least: these minima.
-            name_of: returns the node of a rank.
-        """
+        """Take the minimum of each of them over all ranks, before `committed`."""
         assert self._riding is not None
         self._lateness = self._riding.heard(least, name_of)
 
     def protected(self, step: int, seconds: float, nbytes: int, peers: Sequence[int]) -> None:
-        """The redundancy of a slot is in place."""
         self._heartbeat.note(protect_s=seconds)
         self.events.add("protect", step=step, seconds=seconds, nbytes=nbytes, peers=list(peers))
 
@@ -218,19 +290,16 @@ class CourierRecorder(_Tally):
             self._warn_of_straggler(late, seconds)
 
     def _warn_of_straggler(self, lateness: Lateness, commit_s: float) -> None:
-        """Warn about a rank that commits keep waiting for, once until that changes."""
         if (found := self._stragglers.add(lateness.slowest, commit_s)) is not None:
             log.warning("commits wait for rank %d on %s: compared with most ranks %s, by %.2g s in %d of the newest %d",
                         found.late.rank, lateness.node, PHASES[found.late.phase], found.late.seconds, found.times,
                         found.of)  # fmt: skip
 
     def skipped(self, step: int) -> None:
-        """Note that all ranks skipped a save because the slots of one were busy."""
         self.counts["skipped"] += 1
         self.events.add("skip", step=step)
 
     def failed(self, step: int, error: MlflashError) -> None:
-        """Note that a save was given up."""
         self.counts["failed"] += 1
         self._beat(failed=self._failed_before + self.counts["failed"])
         self.events.add("fail", step=step, why=str(error))
@@ -238,13 +307,6 @@ class CourierRecorder(_Tally):
             log.warning("step %d was not saved: %s", step, error)
 
     def suspect(self, step: int, what: str, tensors: int) -> None:
-        """Note that values that are saved are suspect on this rank.
-
-        Args:
-            step: the step that is saved.
-            what: the findings, in words.
-            tensors: how many.
-        """
         self.counts["suspect"] += 1
         self._beat(suspect=step, suspect_tensors=tensors)
         self.events.add("suspect", step=step, tensors=tensors, what=what)
@@ -253,53 +315,32 @@ class CourierRecorder(_Tally):
         self._suspect = what
 
     def certified(self, step: int) -> None:
-        """A step is certified."""
         self.counts["certified"] += 1
         self._beat(certified=step)
         self.events.add("certified", step=step)
 
     def unrestorable(self, error: MlflashError) -> None:
-        """There are checkpoints, but none of them can be restored."""
         said = str(error)
         short = said[:_LETTERS].encode("ascii", "replace").decode()
         self._heartbeat.beat("unrestorable", unrestorable=short, unrestorable_at=time.time())
         self.events.add("unrestorable", why=said)
 
     def healed(self, step: int, seconds: float, made: bool) -> None:
-        """The redundancy of the restored step was looked at, and made again where it was missing."""
         self.seconds["heal"] += seconds
         self.events.add("heal", step=step, seconds=seconds, made=made)
 
     def damaged(self, file: str, kind: str, step: int, of: int, block: int | None, text: str) -> None:
-        """Note that something at rest that this rank holds is damaged.
-
-        Args:
-            file, kind: the file; "own", "copy", "parity", "share" or "drained".
-            step, of: its step, and the rank whose state it is.
-            block: the first bad block; None: not a single block.
-            text: all of that in words, and what will happen.
-        """
         self.counts["files damaged"] += 1
         self._beat(damaged=self._damaged_before + self.counts["files damaged"])
         self.events.add("damage", file=file, kind=kind, step=step, of=of, block=block)
         log.warning("%s", text)
 
     def mended(self, step: int, seconds: float, blocks: int, made: int, left: int) -> None:
-        """Note that damage at rest was repaired, as far as that was possible.
-
-        Args:
-            step: step of what was repaired.
-            seconds: how long that took.
-            blocks: blocks that were repaired in this rank's own slot.
-            made: copies and parity files that were made again here.
-            left: files of this rank that are still damaged.
-        """
         self.seconds["mend"] += seconds
         self.counts["files made again"] += made
         self.events.add("mend", step=step, seconds=seconds, blocks=blocks, made=made, left=left)
 
     def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
-        """A drain has ended."""
         self.counts["drained" if error is None else "drains failed"] += 1
         self.seconds["drain"] += seconds
         self._beat(**({"drained": step} if error is None else {}))
@@ -307,19 +348,16 @@ class CourierRecorder(_Tally):
                          error=None if error is None else str(error))  # fmt: skip
 
     def holds(self, nbytes: int) -> None:
-        """So many bytes of this node's memory are this rank's."""
         if nbytes != self._nbytes:
             self._nbytes = nbytes
             self._beat(held=nbytes)
             self.events.add("memory", nbytes=nbytes)
 
     def end(self) -> None:
-        """Report that the courier ends, and did not die. May be called twice."""
         self._heartbeat.end()
         self.events.close()
 
     def leave(self) -> None:
-        """Report nothing in a forked process: heartbeat and events belong to the parent."""
         self._heartbeat.leave()
         self.events.leave()
 
@@ -333,7 +371,6 @@ class CourierRecorder(_Tally):
 
 
 def _in_heartbeat(lateness: Lateness) -> dict[str, Any]:
-    """What the heartbeat reports about the last commit: this rank, and the one that the commit waited for."""
     slowest, own = lateness.slowest, lateness.own
     return {"late_s": own.seconds, "late_in": own.phase, "slowest": slowest.rank, "slowest_on": lateness.node,
             "slowest_s": slowest.seconds, "slowest_in": slowest.phase}  # fmt: skip

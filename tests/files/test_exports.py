@@ -27,7 +27,7 @@ from mlflash.errors import ConfigError, StateError, StructureMismatch
 from mlflash.exports import safetensors_files
 from mlflash.exports.formats import write_dcp, write_torch
 from mlflash.exports.imports import read_dcp
-from mlflash.exports.selection import Selection, tensors_by_name, whole_of
+from mlflash.exports.open_whole import Selection, tensors_by_name, whole_of
 from mlflash.state.leaves import from_bytes
 from mlflash.state.plain_values import decode_plain
 from mlflash.storage.dcp_files import hollow, keys_of

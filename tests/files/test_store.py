@@ -28,7 +28,7 @@ from mlflash import Checkpointer, errors
 from mlflash.cli import main
 from mlflash.draining.checkpoint_directory import list_checkpoints
 from mlflash.inspection import on_disk
-from mlflash.inspection.provenance_check import verify_files
+from mlflash.inspection.on_disk import verify_files
 from mlflash.storage import store
 from mlflash.storage.signatures import public_key
 from mlflash.storage.store import Directory, Remote, open_store

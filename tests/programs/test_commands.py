@@ -26,10 +26,9 @@ import mlflash
 from mlflash.cli import main
 from mlflash.command_line import choose_job
 from mlflash.config import job_name
-from mlflash.inspection.node_memory import File, Node, look
+from mlflash.inspection.checkpoint_contents import statistics
+from mlflash.inspection.node_memory import File, Node, Sealed, look
 from mlflash.inspection.restorability import survival, what_is_restorable
-from mlflash.inspection.slot_file import Sealed
-from mlflash.inspection.tensor_statistics import statistics
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import HEADER_NBYTES, Attempt, Header
 from mlflash.placement.protection_groups import place

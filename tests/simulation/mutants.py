@@ -154,7 +154,7 @@ MUTANTS = [
         "file_name(file), again=known))\n", "file_name(file), known))\n", {"special": frozenset({"elastic"})},
     ),
     Mutant(
-        "inventory-of-this-node", "a rank chooses by the files of its own node", "startup/earlier_runs.py",
+        "inventory-of-this-node", "a rank chooses by the files of its own node", "startup/choose_checkpoint.py",
         "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",
         "    packed = [encode(scan(memory, world.node_index))]\n",
     ),
@@ -232,16 +232,16 @@ MUTANTS = [
         "    if save.mends and not undamaged:\n", "    if save.mends and context.damaged:\n",
     ),
     Mutant(
-        "damage-for-ever", "damage that was repaired is reported again", "restoring/mend.py",
+        "damage-for-ever", "damage that was repaired is reported again", "restoring/heal.py",
         "    context.damaged = False\n    start, world", "    start, world",
     ),
     Mutant(
-        "share-unverified", "shares are not verified before they are loaded", "restoring/gather_deduplicated.py",
+        "share-unverified", "shares are not verified before they are loaded", "restoring/from_memory.py",
         "if checked:\n                        slot.verify(", "if not checked:\n                        slot.verify(",
         {"flips": True, "special": frozenset({"common"})},
     ),
     Mutant(
-        "shares-not-fetched", "shares are not fetched from other nodes", "restoring/gather_deduplicated.py",
+        "shares-not-fetched", "shares are not fetched from other nodes", "restoring/from_memory.py",
         "    pending = [] if bad else [e for e in errands if e.comes]\n", "    pending: list[_Errand] = []\n",
     ),
     Mutant(

@@ -30,7 +30,7 @@ TOOLS: dict[str, str] = {
     "in_place": "config wireup courier checkpointer",
     "exports": "state storage protocol draining restoring",
     "inspection": "state placement storage memory mpi redundancy startup draining restoring human_readable",
-    "command_line": "storage memory mpi wireup config draining inspection",
+    "command_line": "storage memory mpi wireup config draining human_readable inspection",
     "launcher": "memory wireup config telemetry human_readable inspection",
     "demo": "memory config launcher human_readable",
     "live_monitor": "telemetry human_readable command_line launcher",

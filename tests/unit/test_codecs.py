@@ -37,7 +37,7 @@ from mlflash.state.layout import PAGE_NBYTES, Extents
 from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import RankStructure
 from mlflash.storage import canonical_json
-from mlflash.telemetry import heartbeat_format
+from mlflash.telemetry import heartbeat
 from mlflash.wireup.frames import BadFrame, Frames
 from mlflash.wireup.frames import pack as frame_of
 
@@ -186,7 +186,7 @@ def write_json(document: Any) -> bytes:
 
 
 def read_structure(raw: bytes) -> RankStructure:
-    return old_ranks.from_document(json.loads(raw), PLAIN_LEAVES)
+    return old_ranks.structure_from_document(json.loads(raw), PLAIN_LEAVES)
 
 
 def write_structure(its: RankStructure) -> bytes:
@@ -370,7 +370,7 @@ PARTS = st.fixed_dictionaries({
 
 
 def read_part(raw: bytes) -> Any:
-    found = heartbeat_format.courier_part(raw)
+    found = heartbeat.courier_part(raw)
     if isinstance(found, str):
         raise ValueError(found)
     return found
@@ -391,8 +391,8 @@ CODECS = {
     ),
     "canonical JSON": Codec(JSON, canonical_json.encode, canonical_json.decode, ValueError,
                             lambda found: canonical_json.decode(canonical_json.encode(found)) == found),
-    "heartbeat": Codec(PARTS, heartbeat_format.encode, read_part, ValueError,
-                       lambda found: found is None or heartbeat_format.encode(found) != b""),
+    "heartbeat": Codec(PARTS, heartbeat.encode, read_part, ValueError,
+                       lambda found: found is None or heartbeat.encode(found) != b""),
     "message of JSON": Codec(JSON, frame_of, read_message, BadFrame, lambda found: bool(frame_of(found))),
     "frame": Codec(FRAMES, lambda its: wire.pack(*its), read_frame, BadMessage, lambda found: type(found[0]) is Kind),
     **{name: bodies(kind) for name, kind in BODIES.items()},

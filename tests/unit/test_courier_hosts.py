@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.launcher import courier_hosts
-from mlflash.launcher.courier_hosts import CourierHosts
-from mlflash.launcher.on_slurm import OnSlurm
-from mlflash.launcher.run_options import RunOptions
+from mlflash.launcher import on_slurm
+from mlflash.launcher.launch_system import RunOptions
+from mlflash.launcher.on_slurm import CourierHosts, OnSlurm
 from mlflash.wireup.zygote_host import READY
 
 OPTIONS = RunOptions(["true"], 2, 1, 0, 0, "j", "/dev/shm", None, True, 0, 1, 0, 0, "")
@@ -44,7 +43,7 @@ def srun(path: Path, text: str) -> None:
 def test_where_couriers_cannot_be_started_a_warning_says_so(
     slurm: OnSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    monkeypatch.setattr(courier_hosts, "_READY_S", 1.0)
+    monkeypatch.setattr(on_slurm, "_READY_S", 1.0)
     srun(tmp_path, text)
     with CourierHosts(slurm, OPTIONS):
         assert "of 2, ranks start their couriers themselves" in caplog.text

@@ -22,7 +22,7 @@ from waiting import until
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.draining import checkpoint_directory, file_index, rank_table, work_division
+from mlflash.draining import checkpoint_directory, drain_input, file_index, rank_table
 from mlflash.draining.checkpoint_directory import Listed
 from mlflash.draining.file_index import CARD_NBYTES, Card, Stored
 from mlflash.memory.slot_header import Attempt, Verdict
@@ -205,13 +205,13 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
         Entry(str(n), "tensor", "float32", shape, (0,) * len(shape), shape, 0, 4 * math.prod(shape))
         for n, shape in enumerate(shapes)
     ]
-    dealt = [list(work_division.deal(entries, ranks, nth)) for nth in range(ranks)]
-    assert dealt == [list(work_division.deal(entries, ranks, nth)) for nth in range(ranks)]
+    dealt = [list(drain_input.deal(entries, ranks, nth)) for nth in range(ranks)]
+    assert dealt == [list(drain_input.deal(entries, ranks, nth)) for nth in range(ranks)]
     for number, entry in enumerate(entries):
         rows = entry.shape[0] if entry.shape else 1
         taken = [row for parts in dealt for n, begin, end in parts if n == number for row in range(begin, end)]
         assert taken == list(range(rows)), "each row once, in the order of the ranks"
-    loads = [sum(work_division.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
+    loads = [sum(drain_input.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
     total = sum(entry.nbytes for entry in entries)
     assert sum(loads) == total
     units = [e.nbytes // e.shape[0] if e.nbytes >= MIB and e.shape[0] > 1 else e.nbytes for e in entries if e.nbytes]
@@ -221,7 +221,7 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
 def test_a_part_is_one_run_of_the_bytes_of_its_tensor() -> None:
     whole = np.arange(60, dtype="<f4").reshape(6, 10)
     entry = Entry("w", "array", "<f4", (12, 10), (6, 0), (6, 10), 0, 240)
-    part = work_division.part_of(entry, 2, 5)
+    part = drain_input.part_of(entry, 2, 5)
     assert (part.offset, part.shape, part.start, part.nbytes) == ((8, 0), (3, 10), 80, 120)
     assert whole.tobytes()[part.start : part.start + part.nbytes] == whole[2:5].tobytes()
 

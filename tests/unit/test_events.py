@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from mlflash.log_report.event_log import files_of
-from mlflash.telemetry import event_log
-from mlflash.telemetry.event_log import EventLog, file_of_node
+from mlflash.telemetry import recorder
+from mlflash.telemetry.recorder import EventLog, file_of_node
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `close` wait for the writer as long as it takes, where a test does not say otherwise."""
-    assert event_log._CLOSE_S <= 2, "a moment"
-    monkeypatch.setattr(event_log, "_CLOSE_S", 60.0)
+    assert recorder._CLOSE_S <= 2, "a moment"
+    monkeypatch.setattr(recorder, "_CLOSE_S", 60.0)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -82,7 +82,7 @@ def test_a_file_system_that_hangs_holds_up_nothing_and_what_did_not_fit_is_count
     log = EventLog(str(hangs), run="r", rank=0, node="n")
     log.add("start")
     writer = log._thread
-    monkeypatch.setattr(event_log, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(recorder, "_CLOSE_S", 0.05)
     log.close()
     assert writer is not None and writer.is_alive(), "it was waited for no longer"
     assert '"start"' in hangs.read_text(), "its thread gets on, and ends"
@@ -99,9 +99,9 @@ def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: py
 def test_warnings_are_events_and_still_go_where_they_went(tmp_path: Path) -> None:
     program = f"""
 import logging
-from mlflash.telemetry import event_log
-event_log._CLOSE_S = 60
-from mlflash.telemetry.event_log import EventLog
+from mlflash.telemetry import recorder
+recorder._CLOSE_S = 60
+from mlflash.telemetry.recorder import EventLog
 log = EventLog({str(tmp_path / "run.jsonl")!r}, run="r", rank=0, node="n")
 logging.getLogger("mlflash").warning("it is %s", "so")
 logging.getLogger("mlflash").info("not this")
@@ -131,8 +131,8 @@ def test_a_line_that_was_cut_is_written_once_more_and_whole(tmp_path: Path, monk
             write(beside, other)  # of another process
             return taken
 
-        monkeypatch.setattr(event_log.os, "write", take)
-        event_log._write_whole(fd, text)
+        monkeypatch.setattr(recorder.os, "write", take)
+        recorder._write_whole(fd, text)
         monkeypatch.undo()
         os.close(fd)
         os.close(beside)

@@ -14,7 +14,7 @@ from unit.kept_job import is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.in_place import forked_spare
-from mlflash.launcher import kept_processes
+from mlflash.launcher import host_agent
 
 PROGRAM = """
 import os, random, signal, sys, threading, time
@@ -98,8 +98,8 @@ def test_who_kills_the_seed_kills_the_child(child: tuple[subprocess.Popen[str], 
 
 def test_a_stopped_child_counts_as_its_seed_does(child: tuple[subprocess.Popen[str], int]) -> None:
     seed, pid = child
-    assert not kept_processes._is_stopped(seed.pid)
+    assert not host_agent._is_stopped(seed.pid)
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: kept_processes._is_stopped(seed.pid), "the agent to see that it is stopped")
+    until(lambda: host_agent._is_stopped(seed.pid), "the agent to see that it is stopped")
     os.kill(pid, signal.SIGCONT)
-    until(lambda: not kept_processes._is_stopped(seed.pid), "the agent to see that it goes on")
+    until(lambda: not host_agent._is_stopped(seed.pid), "the agent to see that it goes on")

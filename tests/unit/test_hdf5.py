@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mlflash import Checkpointer
 from mlflash.draining import hdf5_files
 from mlflash.draining.file_index import CARD_NBYTES
-from mlflash.draining.hdf5_format import Hdf5
+from mlflash.draining.hdf5_files import Hdf5
 from mlflash.state.dtypes import TORCH_ITEM_NBYTES
 from mlflash.state.leaves import Entry, array_entry, live_bytes, tensor_entry
 from mlflash.storage.file_holes import FileWithHoles, Source

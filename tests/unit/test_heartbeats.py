@@ -20,16 +20,23 @@ from waiting import until
 
 from mlflash import errors
 from mlflash.launcher import node_watch
-from mlflash.launcher.node_assignment import NodeAssignment
+from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.node_watch import Looks, Watch
 from mlflash.live_monitor.rank_status import look_here
 from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.telemetry import heartbeat, prometheus_metrics
-from mlflash.telemetry.event_log import EventLog
-from mlflash.telemetry.heartbeat import CourierHeartbeat, RankFacts, TrainerHeartbeat, all_heartbeats
-from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, why_unread
-from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
+from mlflash.telemetry.heartbeat import (
+    FORMAT,
+    PART_NBYTES,
+    CourierHeartbeat,
+    RankFacts,
+    TrainerHeartbeat,
+    all_heartbeats,
+    encode,
+    why_unread,
+)
+from mlflash.telemetry.recorder import CourierRecorder, EventLog, TrainerRecorder
 
 GOLDEN = Path(__file__).with_name("golden-pulse-v1.bin")
 FACTS = RankFacts(1, 4, 0, "n0", "r")
@@ -38,12 +45,12 @@ FACTS = RankFacts(1, 4, 0, "n0", "r")
 PROCESS = """
 import json, sys
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.telemetry import event_log
-from mlflash.telemetry.event_log import EventLog
+from mlflash.telemetry import recorder as recorder_module
+from mlflash.telemetry.recorder import EventLog
 from mlflash.telemetry.heartbeat import CourierHeartbeat, RankFacts, TrainerHeartbeat
 from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
 
-event_log._CLOSE_S = 60
+recorder_module._CLOSE_S = 60
 memory, part, facts, log = sys.argv[1:]
 facts, held = RankFacts(**json.loads(facts)), NodeDirectory(memory, "j", None)
 if part == "courier":

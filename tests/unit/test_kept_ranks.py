@@ -21,9 +21,8 @@ from waiting import until
 from mlflash.adapters import distributed
 from mlflash.errors import ConfigError, LaunchFailed
 from mlflash.launcher.kept_ranks import KeptRanks, OnKeptHosts
+from mlflash.launcher.launch_system import NodeAssignment, RunLog
 from mlflash.launcher.membership import Deadlines
-from mlflash.launcher.node_assignment import NodeAssignment
-from mlflash.launcher.run_log import RunLog
 from mlflash.wireup.frames import pack
 
 LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
@@ -31,8 +30,8 @@ SUPERVISOR = """
 import sys, threading
 from mlflash.launcher.kept_ranks import OnKeptHosts
 from mlflash.launcher.membership import Deadlines
-from mlflash.launcher.node_assignment import NodeAssignment
-from mlflash.launcher.run_log import RunLog
+from mlflash.launcher.launch_system import NodeAssignment
+from mlflash.launcher.launch_system import RunLog
 launcher = OnKeptHosts(["a", "b"], {shell!r}, 0, Deadlines(2.0), RunLog(None))
 ranks = launcher.train(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
 threading.Event().wait()

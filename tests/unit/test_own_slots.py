@@ -95,7 +95,7 @@ class Both:
         self.saves.remove(save)
 
     def grow(self, slots: Sequence[Slot], nbytes: int, waiting: Sequence[Slot] = ()) -> list[Slot]:
-        """Replace files as `grow_slots.make_room` does; gives what was borrowed."""
+        """Replace files as `context.make_room` does; gives what was borrowed."""
         with self.pool.reserved([(slot, nbytes) for slot in slots], waiting) as (taken, borrowed):
             self.check()
             for slot in slots:

@@ -21,9 +21,8 @@ from waiting import PATIENCE_S, until
 from mlflash.errors import LaunchFailed
 from mlflash.launcher import ranks_by_ssh
 from mlflash.launcher.host_agent import Spec
-from mlflash.launcher.node_assignment import NodeAssignment
-from mlflash.launcher.on_ssh import OnSsh, address_of
-from mlflash.launcher.ranks_by_ssh import RanksBySsh
+from mlflash.launcher.launch_system import NodeAssignment
+from mlflash.launcher.ranks_by_ssh import OnSsh, RanksBySsh, address_of
 
 # As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere.
 SHELL = """#!/bin/sh
@@ -49,8 +48,8 @@ with open(sys.argv[1] + os.environ["RANK"], "w") as said:
 raise SystemExit(3)
 """
 SUPERVISOR = """
-from mlflash.launcher.node_assignment import NodeAssignment
-from mlflash.launcher.on_ssh import OnSsh
+from mlflash.launcher.launch_system import NodeAssignment
+from mlflash.launcher.ranks_by_ssh import OnSsh
 ranks = OnSsh(["a"], {shell!r}).start(NodeAssignment(("a",), 2), {argv!r}, {{}})
 ranks._over.wait()
 """

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from mlflash.commands.run import run
 from mlflash.launcher import first_node_guard
-from mlflash.launcher.node_assignment import NodeAssignment, reassign_nodes
+from mlflash.launcher.launch_system import NodeAssignment, reassign_nodes
 from mlflash.launcher.node_watch import Looks, Watch, ask
 from mlflash.launcher.on_hosts import OnHosts
 from mlflash.launcher.on_slurm import is_lost
-from mlflash.launcher.restart_policy import Restarts
+from mlflash.launcher.supervisor import Restarts
 
 HOSTS = [f"n{number}" for number in range(8)]
 

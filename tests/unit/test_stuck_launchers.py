@@ -15,11 +15,9 @@ import pytest
 from waiting import until
 
 from mlflash.launcher import first_node_guard, node_watch, processes, supervisor
-from mlflash.launcher.launch_system import Step
+from mlflash.launcher.launch_system import RunLog, RunOptions, Step
 from mlflash.launcher.node_watch import Beside, Looks
 from mlflash.launcher.processes import ask_within, end_session, spawn
-from mlflash.launcher.run_log import RunLog
-from mlflash.launcher.run_options import RunOptions
 
 END_S = 60
 TRACEE = """

@@ -22,8 +22,7 @@ from mlflash.launcher.processes import mpiexec, signal_group, spawn
 from mlflash.live_monitor.rank_status import Look
 from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
-from mlflash.telemetry.heartbeat_format import PART_NBYTES
+from mlflash.telemetry.heartbeat import PART_NBYTES, RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 RANKS = 4

@@ -25,7 +25,7 @@ from mlflash.memory.slot_header import (
     any_record,
     unpack,
 )
-from mlflash.startup import grow_slots
+from mlflash.startup import context
 from mlflash.state.layout import Extents
 
 Make = Callable[..., Checkpointer]
@@ -225,7 +225,7 @@ def small(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         held = sum(map(len, slots(shm).values()))
         spared = memory_limits.headroom(held)
         monkeypatch.setattr(
-            grow_slots, "available", lambda path: {"tmpfs": held + spared - sum(map(len, slots(shm).values()))}
+            context, "available", lambda path: {"tmpfs": held + spared - sum(map(len, slots(shm).values()))}
         )
 
     return shrink
