@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import functools
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -274,9 +273,6 @@ def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequ
         verbs: with arguments, see `_Follower`.
     """
     set_traps(traps, RANK)
-    if os.environ.get("LOG_ALL"):
-        logging.basicConfig(level=logging.DEBUG, filename=OUT / f"log{RANK}", format="%(message)s")
-        logging.getLogger("mlflash").addHandler(logging.lastResort)
     ckpt = mlflash.Checkpointer(**(options or {}))
     follower = _Follower(ckpt, nbytes, str((options or {}).get("directory", "")))
     for verb, *given in [["restore"], *verbs]:
@@ -375,11 +371,6 @@ class _Follower:
         while not all(COMM.allgather(self._drain.done)):
             self.save()
         self.end_drain()
-
-    def save_until(self, file: str) -> None:
-        """Save until there is such a file among the records."""
-        while not COMM.bcast((OUT / file).exists()):
-            self.save(pause=0.01)
 
     def wait_drained(self, timeout_s: float | None = None) -> None:
         """Wait for whatever drains."""
