@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_jobs import COMM, job
 
 from mlflash import errors
-from mlflash.adapters.replay import Mismatch, Replay
+from mlflash.adapters.replay import Replay
 
 RANK, SIZE = COMM.rank, COMM.size
 
@@ -66,11 +66,6 @@ def test_so_it_is_where_gradients_are_accumulated(wrap: Any) -> None:
 def test_so_it_is_with_what_ddp_can_be_told(options: dict[str, Any]) -> None:
     kind = Halves if "find_unused_parameters" in options else Counted
     same_bits(SIZE, lambda every: training(kind, functools.partial(ddp, **options), every))
-
-
-@pytest.mark.parametrize("options", [{"replicas": 2}, {"reshard_after_forward": False}], ids=str)
-def test_so_it_is_with_what_fsdp2_can_be_told(options: dict[str, Any]) -> None:
-    same_bits(SIZE, lambda every: training(MODELS["words"], functools.partial(fsdp2, **options), every))
 
 
 def test_so_it_is_in_groups_of_which_each_has_a_model_of_its_own() -> None:
@@ -179,24 +174,6 @@ def test_of_two_ranks_the_one_that_differs_from_itself_is_named(
             assert run.check is not None and set(culprits(run.check)) == {culprit}
             assert all(reason in one.reason for one in run.check.mismatches)
             assert len(run.check.mismatches) == (1 if passes else 2)
-
-
-def test_one_rank_alone_computes_its_own_again() -> None:
-    with job(1) as comm:
-        if comm is not None:
-            assert culprits(replayed(Faulty(0, {0}), steps=1).check) == [0]
-
-
-def test_every_rank_is_checked_in_each_replay_and_by_every_other_one_in_turn() -> None:
-    with job():
-        pairs: set[tuple[int, int]] = set()
-        for wrong in range(SIZE):
-            found: list[list[Mismatch]] = []
-            replayed(Faulty(wrong, None), ddp, steps=SIZE - 1, every=1, on_mismatch=found.append)
-            for mismatches in found:
-                assert [one.culprit.rank for one in mismatches if one.culprit] == [wrong, wrong]
-                pairs |= {(one.subject.rank, one.witness.rank) for one in mismatches}
-        assert pairs == {(one, other) for one in range(SIZE) for other in range(SIZE) if one != other}
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])

@@ -14,8 +14,7 @@ from fsdp_models import Net, Run, fsdp1, fsdp2, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import COMM, job
 
@@ -149,46 +148,6 @@ def test_experts_that_no_wrapper_knows_are_no_replicas_unless_that_is_said(caplo
             assert ("2 parameters, such as" in caplog.text and "last.weight" in caplog.text) == (RANK == 0)
             ranker = fsdp.Ranker(model, part=f"ep{RANK % 2}")
             assert ranker.get_rep_groups() == [[0, 2], [1, 3]] and ranker.shard == RANK % 2
-
-
-def parallel(seed: int, data: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-    """A model cut by columns and rows over some ranks, and sharded over the others."""
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
-    mesh = init_device_mesh("cpu", (data, 4 // data), mesh_dim_names=("data", "tensor"))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05), mesh
-
-
-def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights and moments, each whole, on all ranks."""
-    found = dict[str, torch.Tensor]()
-    for name, parameter in model.named_parameters():
-        for kind, value in (("", parameter), *optimizer.state[parameter].items()):
-            found[f"{name} {kind}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    return found
-
-
-def test_sharded_state_of_tensor_parallelism_goes_to_other_meshes(root: Path) -> None:
-    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
-        model, optimizer, mesh = parallel(0, 2)
-        model(torch.ones(2, 10)).square().mean().backward()
-        optimizer.step()
-        state_dict, expected = fsdp.sharded_state_dict(model, optimizer), whole(model, optimizer)
-        with pytest.raises(errors.StateError, match=r"on all of them together(.|\n)*\[0, 1, 2, 3\]"):
-            checkpoints.async_save(state_dict, f"step-1/tp{RANK % 2}_ep0", mesh["data"].get_group())
-        checkpoints.async_save(state_dict, "step-1/all")
-        checkpoints.maybe_finalize_async_calls()
-        for data in (1, 4):
-            model, optimizer, mesh = parallel(1, data)
-            fsdp.init_optim_state(optimizer)
-            state_dict = fsdp.sharded_state_dict(model, optimizer)
-            checkpoints.load(state_dict, "all")
-            fsdp.load_sharded_state_dict(model, optimizer, state_dict)
-            found = whole(model, optimizer)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("make", [fsdp2, fsdp1])

@@ -14,7 +14,7 @@ import pytest
 from cluster.jobs import NETMODS, VENDOR
 from cluster.nodes import Nodes
 from cluster.test_couriers import check, trainer
-from harness import SUPPORT, TESTS
+from harness import SUPPORT
 from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI's own launcher alone starts it")
@@ -85,22 +85,6 @@ def rendezvous(nnodes: str, per_node: int) -> list[str]:
 
 def worker_of(**spec: Any) -> list[str]:
     return [str(WORKER), json.dumps(spec)]
-
-
-@pytest.mark.timeout(300)
-def test_what_ranks_test_is_so_where_torchrun_starts_them_on_two_nodes(nodes: Nodes, torchrun: Torchrun) -> None:
-    """The tests that `make test-4` runs under mpiexec, as far as they need no memory or address of one host."""
-    own = {"MLFLASH_COURIER": "process", "TMPDIR": str(torchrun.out),
-           "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}  # fmt: skip
-    files = [str(TESTS / "mpi" / f"test_{name}.py") for name in ("checkpointer", "exceptions", "adapting")]
-    arguments = ["--only-mpi", "-q", "-x", "--timeout=60", "-k", "not moved and not too_small and not torch_ranks"]
-    # Started once: a rank that fails is not to be started again.
-    options = [option for option in rendezvous("2", 2) if not option.startswith("--max-restarts")]
-    program = [str(TESTS / "cluster" / "rank_of_torchrun.py"), *arguments, *files]
-    torchrun.start(("host1", "host2"), options, {**NETMODS["ofi"], **own}, *program)
-    # 76 tests, with two ranks on a core: a minute alone, and as long again beside others.
-    assert torchrun.wait("host1", "host2", timeout_s=240) == [0, 0], torchrun.log()
-    assert " passed" in torchrun.log()
 
 
 @pytest.mark.timeout(240)  # two waits

@@ -102,12 +102,6 @@ def without_mpiexec(nodes: Nodes) -> None:
             nodes.run(name, "mount", "--bind", "/dev/null", path)
 
 
-def look(nodes: Nodes, *options: object) -> str:
-    """What `mlflash top` shows of two nodes."""
-    asked = ["--hosts", "host1,host2", "--rsh", str(nodes.shell)]
-    return nodes.run(HEAD, MLFLASH, "top", "--once", *asked, *map(str, options))
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Digests of the state of three ranks that nothing happened to."""
@@ -261,16 +255,3 @@ def test_what_cannot_be_scavenged_stays_in_memory_and_is_no_success(start: Any) 
     assert len(run.ends()) == 2 and run.events("finish")[0]["scavenged"] is False
     assert f"could not be copied to {run.directory}; it is in memory of host1, host2" in run.log()
     assert all(run.memory(host) for host in ("host1", "host2"))
-
-
-def test_all_ranks_can_be_watched_and_a_node_seen_to_go(nodes: Nodes, start: Any) -> None:
-    run = start("--nodes", 2, hosts=2, pause=2.0)
-    run.wait_for_step(3)
-    page = look(nodes)
-    assert "2 of 2 ranks alive on 2 of 2 nodes" in page, page
-    rows = [line.split()[:3] for line in page.splitlines() if "training" in line]
-    assert rows == [["host1", "0", "training"], ["host2", "1", "training"]]
-    here = nodes.run("host2", MLFLASH, "top", "--once")
-    assert "host2" in here and "1 other node not asked: use --slurm-job ID or --hosts A,B" in here
-    nodes.crash("host2")
-    assert "no answer from host2" in look(nodes, "--directory", run.directory)

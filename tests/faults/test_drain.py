@@ -220,20 +220,6 @@ def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
     assert (directory / "step-00000002").exists() == (call == "create")
 
 
-def test_every_file_that_comes_and_goes_is_in_the_log(shm: Path) -> None:
-    cluster, directory = Cluster(shm), shm / "pfs"
-    verbs = [["save"], ["drain"], ["look", "first"], ["save"], ["drain"], ["look", "second"]]
-    job = cluster.start(2, "support/worker.py", spec(directory, *verbs, keep_last=1), env={**SMALL, "LOG_ALL": "1"})
-    result = job.wait()
-    assert set(result.of("first")[0]["files"]) == files_of(1, 2), result.log
-    assert set(result.of("second")[0]["files"]) == files_of(2, 2), result.log
-    said = {line for rank in range(2) for line in (job.out / f"log{rank}").read_text().splitlines()}
-    assert {f"writing {directory / name}" for name in files_of(1, 2) | files_of(2, 2)} <= said
-    assert {line for line in said if line.startswith("deleted")} == {
-        f"deleted {path}" for path in [directory / "step-00000001", *(directory / name for name in files_of(1, 2))]
-    }
-
-
 # File systems that fail
 
 
@@ -425,20 +411,6 @@ def test_an_older_checkpoint_that_cannot_be_deleted_stays_or_goes_whole_and_goes
     assert files_in(directory) == files_of(4, 2), result.log
 
 
-def test_leftovers_are_deleted_by_a_later_drain_where_the_first_one_could_not(shm: Path, faulty: Faulty) -> None:
-    cluster, directory = Cluster(shm), faulty.directory
-    trap = {"path": ["drain.ended", "drain.committing"], "action": "rank", "rank": 0}
-    verbs: list[list[object]] = [["save"], ["drain"], ["save"], ["drain"]]
-    crashed = cluster.run(2, "support/worker.py", spec(directory, *verbs, traps=[trap]), env=SMALL)
-    assert files_in(directory) - files_of(1, 2) == files_of(2, 2) - {f"step-00000002/{MASTER}"}, crashed.log
-    verbs = [["save"], ["rules", "* unlink 5 0 *"], ["drain"], ["rules", ""], ["save"], ["drain"]]
-    result = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
-    assert restored(result) == {(2, "[]")}, result.log
-    assert [r["error"] for r in result.of("drain") if r["step"] == 4] == ["", ""], result.log
-    drained = [files_of(r["step"], 2) for r in result.of("drain") if not r["error"]]
-    assert files_in(directory) == files_of(1, 2).union(*drained), result.log
-
-
 # File systems that are slow, or hang
 
 
@@ -622,19 +594,6 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_restored(of_damaged: Re
     assert f"{place}/step-00000004/{DAMAGES[damage][0]}" in of_damaged.log
 
 
-def test_a_relaunch_restores_the_older_checkpoint_and_what_it_saves_is_newer_than_the_damaged_one(
-    shm: Path, drained: Path
-) -> None:
-    directory = shutil.copytree(drained, shm / "pfs")
-    DAMAGES["bit in the data"][1](directory / "step-00000004")
-    cluster = Cluster(shm)
-    result = cluster.run(2, "support/worker.py", spec(directory, ["save"]), env=SMALL)
-    assert restored(result) == {(2, "[]")} and len(result.of("end")) == 2, result.log
-    lose_memory(cluster)
-    result = cluster.run(2, "support/worker.py", spec(directory), env=SMALL)
-    assert restored(result) == {(3, "[]")}, result.log
-
-
 @pytest.mark.parametrize(
     ("rules", "name"),
     [
@@ -660,14 +619,3 @@ def test_it_is_told_where_every_checkpoint_is_damaged_and_how_and_saving_can_go_
     damaged = {"step_2": "block 0 is damaged in .*/step-00000002/rank-0000", "step_4": "No such file.*/rank-00000.h5"}
     assert_unrestorable(result, 2, **damaged)
     assert [(r["step"], r["wrong"]) for r in result.of("checked")] == [(1, [])] * 2, result.log
-
-
-def test_memory_that_is_newer_than_a_damaged_directory_is_restored(shm: Path) -> None:
-    cluster, directory = Cluster(shm), shm / "pfs"
-    verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"], ["save", 2], ["run", "kill -9 $PPID"]]
-    crashed = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=SMALL)
-    assert committed_in(directory) == {2, 4}, crashed.log
-    for step in (2, 4):
-        DAMAGES["empty master"][1](directory / f"step-{step:08d}")
-    result = cluster.run(2, "support/worker.py", spec(directory), env=SMALL)
-    assert restored(result) == {(6, "[]")}, result.log

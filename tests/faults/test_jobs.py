@@ -157,14 +157,6 @@ def test_a_launcher_without_an_mpi_library_reads_well(shm: Path) -> None:
     assert "pip install 'mlflash[mpich]'" in result.stderr
 
 
-@pytest.mark.in_thread
-def test_srun_with_the_wrong_mpi_is_refused(shm: Path) -> None:
-    program = "import mlflash; mlflash.Checkpointer('/a/b')"
-    result = run_alone(program, shm, SLURM_JOB_ID="7", SLURM_STEP_NUM_TASKS="4")
-    assert "WorldMismatch: srun started several tasks, but each of them is an MPI world of its own" in result.stderr
-    assert "expected: 4 ranks" in result.stderr
-
-
 def test_a_job_without_a_name_reads_well(shm: Path) -> None:
     result = run_alone("import mlflash; mlflash.Checkpointer()", shm)
     assert "ConfigError: this job has no name" in result.stderr

@@ -96,19 +96,6 @@ def test_what_is_left_in_memory_is_exported_whole(shm: Path, tmp_path: Path) -> 
     assert state["history"][:3] == [0, 3, "step 3"] and state["lr"] == 1 / 4
 
 
-def test_what_the_directory_has_is_not_drained_again(shm: Path, directory: Path) -> None:
-    cluster = Cluster(shm)
-    train_and_die(cluster, 2, 2)
-    command(cluster, "scavenge", directory, ranks=2)
-    before = sorted(directory.rglob("*"))
-    assert "nothing newer than step 2" in command(cluster, "scavenge", directory, ranks=2)
-    assert sorted(directory.rglob("*")) == before
-    # And a later step goes beside it.
-    train_and_die(cluster, 2, 5)
-    assert document(cluster, "scavenge", directory, ranks=1)["drained"] == 5
-    assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000005"]
-
-
 def test_what_is_not_looked_at_is_named(shm: Path, directory: Path) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 2, 2)
@@ -143,16 +130,6 @@ def test_a_slot_that_is_damaged_is_not_drained(shm: Path, directory: Path) -> No
     assert "step 3 in memory is damaged" in command(cluster, "scavenge", directory, ranks=2, code=1)
     assert not directory.exists() or not list(directory.rglob("*.h5"))
     assert len(document(cluster, "verify", code=1)["memory"][0]["damaged"]) == 2
-
-
-def test_a_directory_that_cannot_be_written_leaves_memory_as_it_was(shm: Path, tmp_path: Path) -> None:
-    cluster = Cluster(shm)
-    train_and_die(cluster, 2, 3)
-    text = command(cluster, "scavenge", "/proc/mlflash-cannot-be-made", ranks=2, code=1)
-    assert "this checkpoint is in memory only" in text and "Traceback" not in text
-    (tmp_path / "file").write_text("no directory")
-    assert "cannot be read" in command(cluster, "scavenge", tmp_path / "file" / "below", ranks=2, code=1)
-    assert document(cluster, "scavenge", tmp_path / "other", ranks=2)["drained"] == 3
 
 
 def test_after_a_heal_any_other_node_may_be_lost(shm: Path) -> None:
@@ -208,17 +185,6 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
     assert "no process of job j is alive" in command(cluster, "drain", code=1)
     good = document(cluster, "verify", "-d", directory, ranks=2)
     assert good["directory"][0]["files"] == 7 and not good["directory"][0]["damaged"]
-
-
-def test_a_request_that_no_job_takes_is_not_done_in_time(shm: Path, directory: Path) -> None:
-    cluster = Cluster(shm)
-    spec = {"program": "keep_saving", "last": 5, "busy_until": "enough", "pause": 0.01}
-    job = cluster.start(2, "support/worker.py", json.dumps(spec))  # it was given no directory
-    job.wait_for("committed", 4)
-    assert not document(cluster, "drain")["heard"]
-    assert "committed no checkpoint within 0.5 s" in command(cluster, "drain", "--wait", 0.5, code=1)
-    (job.out / "enough").touch()
-    job.wait()
 
 
 def test_each_node_says_what_it_has_of_a_step(shm: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,9 @@ from mlflash.errors import ConfigError, StateError, StructureMismatch
 from mlflash.exports import safetensors_files
 from mlflash.exports.formats import write_dcp, write_torch
 from mlflash.exports.imports import read_dcp
-from mlflash.exports.open_whole import Selection, tensors_by_name, whole_of
+from mlflash.exports.open_whole import Selection, whole_of
 from mlflash.state.leaves import from_bytes
 from mlflash.state.plain_values import decode_plain
-from mlflash.storage.dcp_files import hollow, keys_of
-from mlflash.storage.dcp_files import save as save_hollow
-from mlflash.storage.file_holes import FileWithHoles
 from mlflash.storage.store import open_store
 from mlflash.storage.whole_state import build
 
@@ -159,15 +155,6 @@ def test_a_pattern_that_fits_nothing_and_two_tensors_of_one_name_are_errors(sele
         Selection(**selection).of(whole_of(state))
 
 
-def test_what_is_read_at_once_is_bounded_and_nothing_is_read_twice() -> None:
-    read: list[tuple[str, ...]] = []
-    live = whole_of({str(i): torch.full((10,), i, dtype=torch.uint8) for i in range(9)} | {"large": torch.ones(100)})
-    whole = dataclasses.replace(live, read=lambda names: read.append(tuple(names)) or live.read(names))  # type: ignore[func-returns-value]
-    sources = whole.sources(whole.own, batch_nbytes=35)
-    assert [sources[name]().nbytes for name in whole.entries] == [10] * 9 + [400]
-    assert read == [("0", "1", "2"), ("3", "4", "5"), ("6", "7", "8"), ("large",)]
-
-
 # safetensors
 
 
@@ -186,45 +173,6 @@ def test_safetensors_hold_every_dtype_bit_for_bit(tmp_path: Path) -> None:
             assert set(file.keys()) == set(expected)
             same({name: file.get_tensor(name) for name in expected}, expected)
     """)  # fmt: skip
-
-
-def test_every_tensor_in_safetensors_is_aligned_to_its_elements(tmp_path: Path) -> None:
-    state = {"a": some("uint8", 3), "b": some("bfloat16", 5), "c": torch.ones(2), "d": np.arange(3.0)}
-    safetensors_files.write(whole_of(state), open_store(tmp_path))
-    raw = (tmp_path / "model.safetensors").read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    assert length % 8 == 0
-    assert [header[name]["data_offsets"] for name in "dcba"] == [[0, 24], [24, 32], [32, 42], [42, 45]]
-    assert raw[8 + length :][:24] == np.arange(3.0).tobytes()
-
-
-def test_shards_are_cut_in_order_and_indexed_as_hugging_face_does(tmp_path: Path) -> None:
-    state: dict[str, Any] = {str(i): torch.full((10,), i, dtype=torch.uint8) for i in range(5)} | {
-        "large": torch.ones(99)
-    }
-    state["tied"] = state["1"]
-    written = safetensors_files.write(whole_of(state), open_store(tmp_path), shard_nbytes=25)
-    names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
-    assert list(written.files) == [*names, "model.safetensors.index.json"] and written.ties == {"tied": "1"}
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 50 + 4 * 99}
-    where = {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "large": 3}
-    assert index["weight_map"] == {name: names[shard] for name, shard in where.items()}
-
-
-@pytest.mark.parametrize("value", [some("complex128", 2), some("float4_e2m1fn_x2", 2), np.array(["a"]),
-                                   np.array([1.0], dtype=">f4"), np.array(["2020-01-01"], dtype="M8[D]"),
-                                   np.ones(2, dtype=np.longdouble)])  # fmt: skip
-def test_safetensors_refuse_what_they_cannot_hold_by_name(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"(?s)\[at 'a\.b'\].*expected: .*float32"):
-        safetensors_files.write(whole_of({"a": {"b": value}}), open_store(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-def test_safetensors_are_written_without_loading_torch() -> None:
-    program = "import sys, mlflash.exports.safetensors_files; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd="/")
 
 
 # torch.save
@@ -253,33 +201,21 @@ def test_a_torch_file_holds_every_dtype_and_every_plain_leaf(tmp_path: Path) -> 
     """)  # fmt: skip
 
 
-def test_a_flat_torch_file_is_a_dict_of_tensors_by_name(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.randn(2, 3), "b": [torch.ones(2)]}, "step": 3}
-    flat = tensors_by_name(whole_of(state))
-    assert flat.left_out == ("step",)
-    write_torch(flat, open_store(tmp_path), "pytorch_model.bin")
-    torch.save(state, tmp_path / "expected.pt")
-    without_mlflash(tmp_path, """
-        model = torch.load("expected.pt")["model"]
-        same(torch.load("pytorch_model.bin"), {"model.w": model["w"], "model.b.0": model["b"][0]})
-    """)  # fmt: skip
+REFUSED: dict[str, tuple[Callable[..., object], list[Any]]] = {
+    "safetensors": (safetensors_files.write, [some("complex128", 2), some("float4_e2m1fn_x2", 2), np.array(["a"]),
+                                              np.array([1.0], dtype=">f4"), np.ones(2, dtype=np.longdouble)]),
+    "torch": (write_torch, [np.array(["a"]), torch.empty(2, dtype=torch.uint8).view(torch.int4)]),
+    "dcp": (write_dcp, [torch.empty(2, dtype=torch.uint8).view(torch.int4)]),
+}  # fmt: skip
 
 
-def test_a_torch_file_refuses_what_torch_cannot_load_by_name(tmp_path: Path) -> None:
-    for value in (np.array(["a"]), torch.empty(2, dtype=torch.uint8).view(torch.int4)):
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_a_format_cannot_hold_is_refused_by_name_before_anything_is_written(form: str, tmp_path: Path) -> None:
+    write, values = REFUSED[form]
+    for value in values:
         with pytest.raises(StateError, match=r"at 'a\.b'"):
-            write_torch(whole_of({"a": {"b": value}}), open_store(tmp_path))
-
-
-def test_the_holes_of_a_torch_file_take_no_memory() -> None:
-    skeleton = FileWithHoles()
-    tensors = hollow([("float32", (1 << 37,)), ("bfloat16", (1 << 36,))])
-    starts = save_hollow({"a": tensors[0], "b": [tensors[1], tensors[0]]}, skeleton)
-    status = os.fstat(skeleton.file.fileno())
-    assert status.st_size > (1 << 39) + (1 << 37) and status.st_blocks * 512 < 1 << 20
-    assert len(starts) == 2 and starts[1] > starts[0] + (1 << 39)
-    assert all(start % 64 == 0 for start in starts)
-    skeleton.close()
+            write(whole_of({"a": {"a": torch.ones(9), "b": value}}), open_store(tmp_path))
+        assert not list(tmp_path.iterdir())
 
 
 # PyTorch DCP
@@ -292,22 +228,6 @@ def dcp_state() -> dict[str, Any]:
         "tuple": (torch.ones(2), {"x": [torch.zeros(1)]}), "nested": [[1, [torch.ones(1)]], [[]], ()], "empty": {},
         "keys": {3: {(1, "a"): torch.ones(1)}}, "arrays": [np.ones(2)],
     }  # fmt: skip
-
-
-def test_what_dcp_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    sub_byte = torch.empty(2, dtype=torch.uint8).view(torch.int4)
-    with pytest.raises(StateError, match=r"at 'b'"):
-        write_dcp(whole_of({"a": torch.ones(9), "b": sub_byte}), open_store(tmp_path), file_nbytes=1)
-    assert not list(tmp_path.iterdir())
-    whole = whole_of([torch.ones(1)])
-    with pytest.raises(StateError, match="holds a dict"):
-        keys_of(whole.tree, list(whole.entries.values()))
-
-
-def test_keys_that_read_alike_are_told_apart() -> None:
-    whole = whole_of({"a.b": 1, "a": {"b": 2}, "c": 3})
-    assert keys_of(whole.tree, list(whole.entries.values())).paths == {
-        "'a.b'": ("a.b",), "'a'.'b'": ("a", "b"), "c": ("c",)}  # fmt: skip
 
 
 def test_plain_dcp_loads_an_export(tmp_path: Path) -> None:

@@ -129,15 +129,6 @@ def test_a_number_that_dcps_writer_of_hugging_face_files_took_is_named(tmp_path:
         read_dcp(tmp_path / "hf")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_dcp_consolidates_no_integers_and_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"), save_distributed=True, enable_consolidation=True)
-    with pytest.raises(dcp.CheckpointException) as error:
-        dcp.save(tensors(1), storage_writer=writer, no_dist=True)
-    assert "requires a floating point input type" in str(error.value), "docs/dcp.md says so"
-
-
 def test_files_of_hugging_face_behind_a_url_are_refused(hugging_face: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("memory")

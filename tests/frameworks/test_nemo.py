@@ -62,19 +62,6 @@ def test_saves_to_disk_may_be_asynchronous_and_those_to_memory_not(shm: Path) ->
     assert {"step=1", "step=3", "step=5"} <= {path.name for path in (shm / "disk-async" / "checkpoints").iterdir()}
 
 
-def test_a_training_goes_on_behind_an_epoch_with_the_same_bits(shm: Path) -> None:
-    common = {"variant": "epochs", "job": "epochs", "every": 8}  # an epoch is 8 steps long
-    result = run(
-        Cluster(shm), "nemo",
-        {"name": "reference", "last": 15, "variant": "epochs", "enabled": False},
-        {"name": "first", "last": 9, **common},
-        {"name": "second", "last": 15, **common},
-    )  # fmt: skip
-    assert steps(result, "second") == list(range(9, 16)), result.log
-    assert losses(result, "reference") == losses(result, "first") | losses(result, "second"), result.log
-    assert digests(result, "second") == digests(result, "reference") != []
-
-
 def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm: Path) -> None:
     cluster = Cluster(shm)
     memory = shm / f"mlflash-{UID}"

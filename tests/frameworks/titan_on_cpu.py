@@ -171,18 +171,17 @@ class NoTokenizer(BaseTokenizer):
         return VOCABULARY
 
 
-def config(folder: str, checkpoint: Any, steps: int = 100, layers: int = 1, **data: Any) -> Trainer.Config:
-    """The debug model of TorchTitan's Llama 3, with few layers, on CPUs.
+def config(folder: str, checkpoint: Any, steps: int = 100, **data: Any) -> Trainer.Config:
+    """The debug model of TorchTitan's Llama 3, with one layer, on CPUs.
 
     Args:
         folder: of what it writes.
         checkpoint: config of the checkpointer.
         steps: that the schedule is for.
-        layers: of the model.
         data: of the data loader.
     """
     spec = model_registry("debugmodel")
-    del spec.model.layers[layers:]
+    del spec.model.layers[1:]
     return Trainer.Config(
         model_spec=spec, dump_folder=folder, loss=CrossEntropyLoss.Config(), tokenizer=NoTokenizer.Config(),
         dataloader=Data.Config(**data), optimizer=default_adamw(lr=1e-2),

@@ -9,25 +9,20 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from records import OUT, note
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import ConfigManager
 
-from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
-from mlflash.adapters.torchtitan import MemoryCheckpointManager, _tensors
-from mlflash.errors import ConfigError, StateError
+from mlflash.adapters.torchtitan import MemoryCheckpointManager
+from mlflash.errors import ConfigError
 
 ROOT = OUT.parent
 
@@ -43,11 +38,7 @@ class Case:
         steps: after which it would end.
         plain: with TorchTitan's own checkpointer.
         checkpoint: options of the checkpointer.
-        data: options of the data loader.
-        layers: of the model.
-        damaged: the checkpoint of this step is damaged in memory before it starts.
-        refused: the first save in memory fails on all ranks.
-        fails_at: rank 1 fails in this step.
+        draws: whether the data loader draws from the random numbers of all.
     """
 
     name: str
@@ -56,11 +47,7 @@ class Case:
     steps: int = 100
     plain: bool = False
     checkpoint: dict[str, Any] = dataclasses.field(default_factory=dict)
-    data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    layers: int = 1
-    damaged: int = 0
-    refused: bool = False
-    fails_at: int = 0
+    draws: bool = False
 
     @property
     def folder(self) -> Path:
@@ -72,66 +59,31 @@ class Case:
         common = {"enable": True, "interval": 1000, "last_save_model_only": False, **self.checkpoint}
         if self.plain:
             return CheckpointManager.Config(**common)
-        common["memory_settings"] = {"job": self.job, **common.get("memory_settings", {})}
+        common["memory_settings"] = {"job": self.job}
         return MemoryCheckpointManager.Config(**{"memory_interval": 2, **common})
-
-
-_slots: dict[tuple[str, int], set[Path]] = {}
-"""By job and step, the files that this rank's node has of it."""
-
-
-def refuse(point: str) -> None:
-    """Let a save fail on this rank."""
-    if point == "stage.begun":
-        raise StateError("a trap")
 
 
 def train(case: Case) -> None:
     """Do a training, and note what came of it."""
+
     random.seed(torch.distributed.get_rank())  # TorchTitan does so with PyTorch's numbers only
-    np.random.seed(torch.distributed.get_rank())
-    crash_points.arm(refuse if case.refused else None)
-    if case.damaged:
-        for path in _slots[case.job, case.damaged]:
-            damage(path)
-        torch.distributed.barrier()
 
     def say(step: int, loss: float) -> None:
-        drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]
-        note("loss", run=case.name, step=step, loss=loss, drawn=drawn)
-        if step == case.fails_at:
-            training.checkpointer._flash.wait()
-            torch.distributed.barrier()
-        if step == case.fails_at and torch.distributed.get_rank() == 1:
-            raise RuntimeError("this step fails on purpose")
+        note("loss", run=case.name, step=step, loss=loss, drawn=[torch.rand(()).item(), random.random()])
 
-    training = Training(config(str(case.folder), case.build(), case.steps, case.layers, **case.data), case.last, say)
+    training = Training(config(str(case.folder), case.build(), case.steps, draws=case.draws), case.last, say)
     try:
         training.train()
     except Exception as error:
         training.close()
-        if case.fails_at:
-            raise
         note("failed", run=case.name, error=f"{type(error).__name__}: {error}")
         return
     counts: dict[str, int] = {}
     if (flash := getattr(training.checkpointer, "_flash", None)) is not None:
         flash.wait()
-        report = flash.report()
-        counts = report["counts"]
-        for slot in report["slots"]:
-            _slots.setdefault((case.job, slot["step"]), set()).add(Path(report["memory"], slot["file"]))
+        counts = flash.report()["counts"]
     training.close()
     note("end", run=case.name, step=training.step, counts=counts, digest=digest(training))
-
-
-def damage(path: Path) -> None:
-    """Flip a byte in the middle of a file."""
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
 
 
 def digest(training: Training) -> str:
@@ -143,14 +95,6 @@ def digest(training: Training) -> str:
         if isinstance(whole, torch.Tensor):
             found.update(name.encode() + whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def names() -> None:
-    """Note what is saved of a model that has buffers and is wrapped, and what TorchTitan would save of it."""
-    model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.BatchNorm1d(3)), torch.nn.Linear(3, 3))
-    model.register_buffer("kept", torch.zeros(1))
-    model.register_buffer("made anew", torch.zeros(1), persistent=False)
-    note("names", saved=sorted(_tensors(model)), titans=sorted(map(canonical_fqn, model.state_dict())))
 
 
 class OtherManager(BaseCheckpointManager):
@@ -196,7 +140,6 @@ if __name__ == "__main__":
     for spec in cases:
         train(Case(**spec))
     if arguments:
-        names()
         other_managers()
         from_command_line(*arguments)
     note("done")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,25 +18,24 @@ from transformers.trainer_callback import ExportableState
 from transformers_job import make_trainer
 
 from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper
-from mlflash.errors import ConfigError, StateError
+from mlflash.errors import ConfigError
 
 PATCHED = {"train", "_maybe_log_save_evaluate", "_load_best_model", "_load_from_checkpoint",
            "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "get_batch_samples"}  # fmt: skip
 
 
 class Counts(TrainerCallback, ExportableState):
-    """A callback with a state; after some steps it cannot be written."""
+    """A callback with a state."""
 
-    def __init__(self, steps: int = 0, breaks_at: int = 0):
-        self.steps, self.breaks_at = steps, breaks_at
+    def __init__(self, steps: int = 0):
+        self.steps = steps
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps += 1
 
     def state(self) -> dict[str, Any]:
-        """Its state, which is no JSON at some step."""
-        broken = {"broken": object()} if self.breaks_at and self.steps == self.breaks_at else {}
-        return {"args": {"breaks_at": self.breaks_at}, "attributes": {"steps": self.steps, **broken}}
+        """Its state."""
+        return {"args": {}, "attributes": {"steps": self.steps}}
 
 
 class NotesWhole(TrainerCallback):
@@ -81,21 +79,19 @@ class NotesSlots(TrainerCallback):
 
 
 def trained(run: Run, resume: Any = None, callbacks: tuple[Any, ...] = (), before: Callable[[Any], None] | None = None,
-            **arguments: Any) -> Any:  # fmt: skip
+            **arguments: Any) -> None:  # fmt: skip
     """Train, and note how it ends; None as ``resume``: the newest there is, unless mlflash is off."""
     flash = MLFlashCallback(run.every, run.skip, run.enabled, **run.checkpointing)
     slots = [NotesSlots(run, flash)] if run.variant == "slots" else []
     trainer = make_trainer(run, [*callbacks, flash, *slots], **arguments)
     if before is not None:
         before(trainer)
-    output = trainer.train(run.enabled if resume is None else resume)
+    trainer.train(run.enabled if resume is None else resume)
     run.end(trainer.model, [trainer.optimizer])
     state = dataclasses.asdict(trainer.state)
     states = {type(one).__name__: one.state() for one in trainer.callback_handler.callbacks
               if isinstance(one, ExportableState)}  # fmt: skip
-    note("state", run=run.name, state=state, callbacks=states, loss=output.training_loss,
-         left=sorted(PATCHED & vars(trainer).keys()))  # fmt: skip
-    return trainer
+    note("state", run=run.name, state=state, callbacks=states)
 
 
 def history(run: Run, by: str) -> None:
@@ -105,24 +101,6 @@ def history(run: Run, by: str) -> None:
         eval_steps=2, metric_for_best_model="eval_loss", greater_is_better=False,
         restore_callback_states_from_checkpoint=True,
     )  # fmt: skip
-
-
-def files(run: Run, strategy: str) -> None:
-    """With checkpoints on disk."""
-    trained(run, resume=False, save_strategy=strategy, save_steps=2, save_total_limit=2)
-    torch.distributed.barrier()
-    there = {str(path.relative_to(run.directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-             for path in sorted(run.directory.rglob("*")) if path.is_file()}  # fmt: skip
-    note("files", run=run.name, files=there)
-
-
-def scaled(run: Run) -> None:
-    """With a scaler of gradients, whose scale grows."""
-
-    def before(trainer: Any) -> None:
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-
-    note("scale", run=run.name, scale=trained(run, before=before).accelerator.scaler.get_scale())
 
 
 def wrapped(run: Run) -> None:
@@ -139,27 +117,6 @@ def wrapped(run: Run) -> None:
     except ValueError as error:  # as there is nothing on disk
         failed = str(error)
     note("removed", run=run.name, failed=failed, left=sorted(PATCHED & vars(trainer).keys()))
-
-
-def beginning_of_a_checkpoint(run: Run) -> None:
-    """Beside a checkpoint on disk that the Trainer had not finished."""
-    for step in (97, 98):
-        Path(run.directory, f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
-    Path(run.directory, "checkpoint-98", "trainer_state.json").write_text("{}")  # has no optimizer
-    failed = ""
-    try:
-        trained(run)
-    except ValueError as error:
-        failed = str(error)
-    note("failed", run=run.name, failed=failed)
-
-
-def strict(run: Run) -> None:
-    """With a save that fails on all ranks."""
-    try:
-        trained(run, callbacks=(Counts(0, 2),))
-    except StateError as error:
-        note("failed", run=run.name, failed=str(error))
 
 
 def refused(run: Run) -> None:
@@ -199,20 +156,10 @@ SCENES: dict[str, Callable[[Run], object]] = {
     "": trained,
     "history steps": lambda run: history(run, "steps"),
     "history epoch": lambda run: history(run, "epoch"),
-    "files no": lambda run: files(run, "no"),
-    "files epoch": lambda run: files(run, "epoch"),
-    "files steps": lambda run: files(run, "steps"),
-    "broken callback": lambda run: trained(run, callbacks=(Counts(0, 2 * torch.distributed.get_rank()),)),
     "path": lambda run: trained(run, str(run.directory / "checkpoint-3")),
     "afresh": lambda run: trained(run, False),
-    "sampler of the rank": lambda run: trained(run, accelerator_config={"use_seedable_sampler": False}),
-    "sampler of lengths": lambda run: trained(run, train_sampling_strategy="group_by_length"),
-    "scaled": scaled,
     "slots": trained,
-    "strict": strict,
-    "short": lambda run: trained(run, max_steps=6),
     "wrapped": wrapped,
-    "beginning": beginning_of_a_checkpoint,
     "refused": refused,
     "ddp whole": whole,
     "fsdp2 whole": whole,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,20 +38,6 @@ def test_what_one_rank_cannot_save_is_a_warning_and_the_next_step_is_saved(
         assert ckpt.steps() == [1, 3]
 
 
-@pytest.mark.parametrize("by_environment", [False, True])
-def test_with_strict_it_is_an_exception(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, by_environment: bool
-) -> None:
-    if by_environment:
-        monkeypatch.setenv("MLFLASH_STRICT", "1")
-    else:
-        options["strict"] = True
-    ckpt = Checkpointer(**options)
-    with pytest.raises(errors.StateError):
-        ckpt.adapting.save_or_warn(1, state_at(1, bad_rank=RANK))
-    ckpt.close()
-
-
 def test_the_newest_is_what_was_saved_last_and_not_what_has_the_largest_step(options: dict[str, Any]) -> None:
     with Checkpointer(**options) as ckpt:
         assert ckpt.adapting.newest_step() is None
@@ -65,49 +50,6 @@ def test_the_newest_is_what_was_saved_last_and_not_what_has_the_largest_step(opt
         ckpt.save(5, state_at(5)).wait()
         assert ckpt.adapting.newest_step() == 5
         assert ckpt.restore(state) == 5 and state["more"] == 5
-
-
-def test_all_ranks_hear_what_the_first_one_sees(options: dict[str, Any]) -> None:
-    looked = []
-
-    def look() -> dict[str, int]:
-        looked.append(RANK)
-        return {"seen by": RANK}
-
-    def fail() -> None:
-        raise EOFError("the file is cut off")
-
-    with Checkpointer(**options) as ckpt:
-        assert ckpt.adapting.seen_by_first(look) == {"seen by": 0}
-        with pytest.raises(EOFError if RANK == 0 else errors.StateError, match="cut off"):
-            ckpt.adapting.seen_by_first(fail)
-        assert ckpt.adapting.seen_by_first(lambda: 5) == 5
-    assert looked == [0] * (RANK == 0)
-
-
-@pytest.mark.parametrize("drained", [False, True], ids=["memory", "directory"])
-def test_what_one_rank_cannot_read_is_raised_on_all_before_they_ask_each_other(
-    options: dict[str, Any], tmp_path: Path, drained: bool
-) -> None:
-    def wanted() -> Iterator[Any]:
-        if RANK == SIZE - 1:
-            raise RuntimeError("this file is gone")
-        yield from ()
-
-    directory = str(tmp_path / "kept")
-    with Checkpointer(directory=directory, drain_every=1, **options) as ckpt:
-        ckpt.save(1, state_at(1)).wait()
-        ckpt.drain()
-        opened = ckpt.adapting.open(1, source=directory if drained else None)
-        assert opened is not None
-        if drained:
-            assert opened.read(wanted()) is False
-        else:
-            with pytest.raises(errors.MlflashError, match="this file is gone"):
-                opened.read(wanted())
-        opened.close()
-        ckpt.save(2, state_at(2)).wait()  # the ranks still do the same
-        assert ckpt.steps()[-1] == 2
 
 
 def test_what_an_adapters_optimizers_hold_is_copied_later_until_something_else_has_changed_it(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mlflash import Checkpointer, errors
+from mlflash import Checkpointer
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -41,17 +41,6 @@ def test_copies_go_to_another_rack_and_survives_says_what_that_is_worth(
         assert ckpt.load()[0] == 1
         assert ckpt.survives.endswith("any 1 of 4 nodes; not: domain A, domain B")
     assert ("domain A holds 2 nodes of a group that may lose 1" in caplog.text) == (RANK == 0)
-
-
-@four
-def test_a_file_that_makes_no_sense_is_an_error_on_every_rank(options: dict[str, Any], root: Path) -> None:
-    if RANK == 0:
-        (root / "racks").write_text("node0 A\nnode0 B\n")
-    COMM.Barrier()
-    with pytest.raises(errors.ConfigError, match="line 2: host 'node0' has two places"):
-        Checkpointer(**options, domains=root / "racks")
-    with pytest.raises(errors.ConfigError, match="cannot read the failure domains"):
-        Checkpointer(**options, domains=root / "nothing")
 
 
 @four

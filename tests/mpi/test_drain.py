@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from emulated import Nodes
-from holds import Hold
 from keys import key_pair
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch_jobs import job
 from waiting import until
 
-import mlflash
 from mlflash import Checkpointer, errors
 from mlflash.draining.checkpoint_directory import list_checkpoints
 from mlflash.inspection import on_disk
@@ -36,7 +32,6 @@ MIB = 1 << 20
 
 two = pytest.mark.mpi(min_size=2)
 general = pytest.mark.skipif(SIZE not in (1, 3), reason="runs on 1 and 3 ranks")
-on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
 pytestmark = pytest.mark.filterwarnings("ignore:.*(barrier|ComplexHalf).*:UserWarning")
 
@@ -333,25 +328,6 @@ def test_what_all_ranks_hold_alike_is_written_once(options: dict[str, Any], pfs:
             assert found["alike"].tobytes() == state["alike"].tobytes() and (found["own"] == RANK).all()
 
 
-@general
-@two
-def test_shared_state_is_dealt_out_among_those_that_share_it(options: dict[str, Any], pfs: Path, nodes: Nodes) -> None:
-    # Pairs that hold the same: 0 and 1, 2 and 3, and so on.
-    pair = RANK // 2
-    big = np.random.default_rng(pair).standard_normal((512, 1024))
-    with Checkpointer(**options, replicated=[r for r in (2 * pair, 2 * pair + 1) if r < SIZE]) as ckpt:
-        ckpt.save(1, {"big": big, "own": np.full(3, RANK)}).wait()
-        ckpt.drain().wait()
-    COMM.Barrier()
-    size = sum(path.stat().st_size for path in (pfs / "step-00000001").glob("rank-*"))
-    assert size < -(-SIZE // 2) * big.nbytes + SIZE * 60_000
-    nodes.lose(*range(SIZE))
-    with Checkpointer(**options) as ckpt:
-        found = {"big": np.zeros_like(big), "own": np.zeros(3, dtype=int)}
-        assert ckpt.restore(found) == 1
-        assert found["big"].tobytes() == big.tobytes() and (found["own"] == RANK).all()
-
-
 def sharded(step: int, size: int, dim: int, fill: bool = True) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (size,))
     numbers = np.random.default_rng(step)
@@ -390,48 +366,6 @@ def test_a_drained_checkpoint_goes_on_any_number_of_ranks_in_any_shards(
                 for name in ("w", "b"):
                     assert raw(state["model"][name]) == raw(wanted["model"][name]), name
                 assert state["scale"] == 4.0 and state["epoch"] == 4
-
-
-@general
-def test_saves_go_on_while_a_slow_drain_reads_its_slot_which_is_not_written(
-    options: dict[str, Any], pfs: Path, nodes: Nodes, hold_at: Callable[[str], Hold]
-) -> None:
-    state, go_on = {"w": np.zeros(4 * MIB // 8)}, hold_at("drain.file_made")
-    options["timeout_s"] = 3600.0  # no wait ends at its deadline
-    with Checkpointer(**options, drain_every=2) as ckpt:
-        for step in range(1, 9):
-            state["w"][:] = step + RANK
-            ckpt.save(step, state).wait()  # what waits for the drain does so for ever
-        drain = ckpt._drains.last
-        assert not drain.done and drain.step == 2
-        counts = ckpt.report()["counts"]
-        assert counts["drains"] == 1 and counts["drains put off"] == 5
-        assert [slot["what"] for slot in ckpt.report()["slots"]].count("own") == 3
-        go_on.set()
-    assert steps_in(pfs) == [8, 2]  # the newest one at the end, too
-    nodes.lose(*range(SIZE))
-    with Checkpointer(**options) as ckpt:
-        for wanted in (2, 8):
-            ckpt.restore(state, step=wanted)
-            assert (state["w"] == wanted + RANK).all()
-
-
-@general
-@pytest.mark.parametrize("size", sorted({SIZE, max(1, SIZE - 1)}))
-def test_what_only_memory_has_is_drained_at_the_end_of_a_run_that_restores_it_and_saves_nothing(
-    options: dict[str, Any], pfs: Path, size: int
-) -> None:
-    with job(SIZE) as comm, Checkpointer(comm=comm, **options) as ckpt:
-        ckpt.save(4, sharded(4, SIZE, 0)).wait()
-    assert not pfs.exists()
-    for _ in range(2):  # the second run finds it there
-        with job(size) as comm:
-            if comm is not None:
-                with Checkpointer(comm=comm, **options, drain_every=9) as ckpt:
-                    state = sharded(4, size, 0, fill=False)
-                    assert ckpt.restore(state) == 4
-                    assert raw(state["model"]["w"]) == raw(sharded(4, size, 0)["model"]["w"])
-                assert steps_in(pfs) == [4]
 
 
 @general
@@ -559,51 +493,6 @@ def test_another_directory_is_read_and_never_written(
 
 
 @general
-def test_a_directory_that_cannot_be_written_costs_the_drain_and_nothing_else(
-    options: dict[str, Any], pfs: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    nodes.on_rank_0(lambda: pfs.write_text("a file is in the way"))
-    with Checkpointer(**options) as ckpt:
-        ckpt.save(1, {"w": np.full(1000, 1)}).wait()
-        drain = ckpt.drain()
-        ckpt.wait_drained()
-        assert isinstance(drain.error, errors.DrainFailed) and drain.error.step == 1
-        assert str(pfs) in str(drain.error) and "Errno" in str(drain.error)
-        with pytest.raises(errors.DrainFailed):
-            drain.wait()
-        ckpt.save(2, {"w": np.full(1000, 2)}).wait()
-        with pytest.raises(errors.DrainFailed):
-            ckpt.drain().wait()
-        nodes.on_rank_0(pfs.unlink)
-        ckpt.save(3, {"w": np.full(1000, 3)}).wait()
-        ckpt.drain().wait()
-    assert steps_in(pfs) == [3] and (RANK or caplog.text.count("was not drained") == 2)
-
-
-@general
-def test_a_damaged_file_sends_restore_to_the_checkpoint_before(
-    options: dict[str, Any], pfs: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Checkpointer(**options, drain_every=1) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, {"w": np.random.default_rng([step, RANK]).standard_normal(100_000)}).wait()
-            ckpt.drain().wait()
-
-    def flip() -> None:
-        path = pfs / "step-00000002" / f"rank-{SIZE - 1:05d}.h5"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-
-    nodes.on_rank_0(flip)
-    nodes.lose(*range(SIZE))
-    with Checkpointer(**options) as ckpt:
-        state = {"w": np.zeros(100_000)}
-        assert ckpt.restore(state) == 1
-        assert state["w"].tobytes() == np.random.default_rng([1, RANK]).standard_normal(100_000).tobytes()
-
-
-@general
 def test_a_second_drain_of_the_same_checkpoint_writes_nothing(options: dict[str, Any], pfs: Path) -> None:
     with Checkpointer(**options) as ckpt:
         with pytest.raises(errors.DrainFailed, match="nothing was committed"):
@@ -649,50 +538,3 @@ def test_an_exception_in_training_ends_a_drain_without_waiting_for_it(options: d
     COMM.Barrier()  # it is here within the hours that the drain would take
     until(lambda: not list(pfs.glob("step-*/.*.tmp")), "the thread that wrote to tidy up")
     assert not list(pfs.glob("step-*/checkpoint.h5"))
-
-
-@on_4
-@pytest.mark.parametrize(("redundancy", "lost", "ranks"), [("copy", (3,), 3), ("rs:2+2", (2, 3), 2), ("copy", (2,), 4)])
-def test_what_is_left_of_a_dead_job_is_scavenged_by_processes_of_any_number(
-    options: dict[str, Any], pfs: Path, nodes: Nodes, redundancy: str, lost: tuple[int, ...], ranks: int
-) -> None:
-    with Checkpointer(**options | {"redundancy": redundancy}) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_at(step)).wait()
-    nodes.lose(*lost)
-    mine = COMM.Split(0 if ranks > RANK else MPI.UNDEFINED, RANK)
-    if mine != MPI.COMM_NULL:
-        with Checkpointer(**options | {"redundancy": "none"}, comm=mine) as ckpt:
-            drain = ckpt.scavenge()
-            assert drain is not None and drain.wait().step == 2
-            assert ckpt.scavenge() is None
-        mine.Free()
-    COMM.Barrier()
-    nodes.on_rank_0(lambda: shutil.rmtree(nodes.path))
-    with Checkpointer(**options) as ckpt:
-        state = blank()
-        assert ckpt.restore(state) == 2
-        same(state, state_at(2))
-
-
-@general
-def test_what_is_made_whole_again_survives_the_next_loss(options: dict[str, Any], nodes: Nodes) -> None:
-    if SIZE < 2:
-        pytest.skip("needs two nodes")
-    with Checkpointer(**options) as ckpt:
-        assert ckpt.heal() is None
-        ckpt.save(1, state_at(1)).wait()
-    nodes.lose(0)
-    with Checkpointer(**options) as ckpt:
-        assert ckpt.heal() == 1
-    nodes.lose(1)
-    with Checkpointer(**options) as ckpt:
-        state = blank()
-        assert ckpt.restore(state) == 1
-        same(state, state_at(1))
-
-
-@general
-def test_the_surface_of_draining_is_documented() -> None:
-    for name in ("drain", "wait_drained", "scavenge", "heal"):
-        assert "ollective" in getattr(mlflash.Checkpointer, name).__doc__

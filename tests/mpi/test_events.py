@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
-from mlflash.config import Config
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -108,20 +105,3 @@ def test_a_run_that_is_left_by_an_exception_has_failed(options: dict[str, Any], 
     MPI.COMM_WORLD.Barrier()
     (end,) = of(own_events(path), "end")
     assert end["state"] == "failed"
-
-
-def test_the_first_rank_says_one_line_for_each_courier_checkpoint_and_restore(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "mlflash")
-    for start in (None, 2):
-        with Checkpointer(**options) as ckpt:
-            state = state_at(0)
-            assert ckpt.restore(state) == start
-            for step in (1, 2) if start is None else ():
-                ckpt.save(step, state).wait()
-    said = [record.getMessage().split(",")[0].split(" in ")[0].split(" (")[0] for record in caplog.records
-            if record.levelno == logging.INFO and "deleted" not in record.getMessage()]  # fmt: skip
-    courier = f"courier: {os.environ.get('MLFLASH_COURIER') or Config.courier}"
-    expected = [courier, "committed step 1", "committed step 2", courier, "restored step 2 from memory"]
-    assert said == (expected if RANK == 0 else [])

@@ -10,7 +10,7 @@ import torch
 from holds import Hold
 from mpi4py import MPI
 
-from mlflash import Checkpointer, errors
+from mlflash import Checkpointer
 from mlflash.saving import save_queue
 
 pytestmark = pytest.mark.mpi
@@ -53,20 +53,6 @@ def test_training_goes_on_while_slots_are_made_and_what_is_committed_is_the_stat
             assert found == step
             assert same(loaded, state_of(step, numbers))
             assert loaded["a"].data_ptr() == loaded["tied"].data_ptr()
-
-
-def test_saves_that_follow_at_once_are_all_there_or_skipped(
-    options: dict[str, Any], hold_at: Callable[[str], Hold]
-) -> None:
-    with Checkpointer(**options, when_busy="skip") as ckpt:
-        held = hold_at("room.created")
-        first, second = (ckpt.save(step, state_of(step), until=optimizer_of(state_of(step))) for step in (1, 2))
-        held.set()
-        first.wait()
-        with pytest.raises(errors.SaveFailed, match="skipped"):
-            second.wait()
-        ckpt.save(3, state_of(3)).wait()
-        assert ckpt.steps() == [1, 3]
 
 
 @pytest.mark.parametrize("slots_only", [0, RANK])

@@ -72,23 +72,6 @@ def test_what_is_opened_without_a_step_is_that_which_can_be_read(saved: dict[str
 
 
 @pytest.mark.in_thread
-def test_the_load_that_comes_next_does_not_verify_again_and_the_one_after_does(
-    options: dict[str, Any], verified: list[str]
-) -> None:
-    with Checkpointer(**options) as ckpt:
-        for step in (3, 5):
-            ckpt.save(step, state_at(step)).wait()
-    with Checkpointer(**options) as ckpt:
-        for load in (lambda: ckpt.load(5)[0], lambda: ckpt.restore(state_at(0), 5), lambda: ckpt.load()[0]):
-            verified.clear()
-            assert ckpt.adapting.newest_step() == 5 and load() == 5 and len(verified) == 1
-        verified.clear()
-        assert ckpt.load(5)[0] == 5 and len(verified) == 1
-        verified.clear()
-        assert ckpt.adapting.newest_step() == 5 and ckpt.load(3)[0] == 3 and len(verified) == 2, "of another step"
-
-
-@pytest.mark.in_thread
 def test_what_was_verified_before_a_save_is_verified_again_after_it(
     options: dict[str, Any], verified: list[str]
 ) -> None:

@@ -211,27 +211,6 @@ def test_without_redundancy_or_where_a_share_is_damaged_it_is_said_and_left(
         nodes.on_rank_0(lambda: shutil.rmtree(nodes.path))
 
 
-def test_a_restored_step_is_mended_too_and_what_is_found_then_goes_on_from_there(
-    options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold]
-) -> None:
-    options |= {"redundancy": SCHEME, "strict": True}
-    with Checkpointer(**options) as ckpt:
-        ckpt.save(1, state_at(1)).wait()
-    with Checkpointer(**options) as ckpt:
-        state = {"w": np.zeros_like(state_at(0)["w"]), "step": 0}
-        assert ckpt.restore(state) == 1
-        path, header = file_of(nodes, "own", 0, 1)
-        nodes.on_rank_0(lambda: flip(path, header, "blocks"))
-        wait_found(ckpt, 1)
-        hold = hold_at("protect.announced")
-        snapshot = ckpt.save(2, state_at(2))
-        until(lambda: hold.is_reached, "the save to be announced")
-        COMM.Barrier()
-        assert whole_files(nodes, 1) == [True] * SIZE * 2
-        hold.set()
-        snapshot.wait()
-
-
 def test_the_event_log_has_each_finding_and_what_was_mended(options: dict[str, Any], nodes: Nodes, root: Path) -> None:
     log = root / "events.jsonl"
     options |= {"redundancy": SCHEME, "strict": True, "log": str(log)}

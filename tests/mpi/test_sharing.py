@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from emulated import Nodes
 from mpi4py import MPI
 
-import mlflash
 from mlflash import Checkpointer, errors
 from mlflash.memory.slot_header import Kind
 
@@ -190,23 +188,6 @@ def test_a_damaged_share_comes_from_another_node_and_where_all_are_the_older_ste
     assert restored(options)[0] == 2
 
 
-def test_ranks_that_moved_find_their_shares(options: dict[str, Any], nodes: Nodes) -> None:
-    save(options, 1, 2)
-    last = SIZE - 1
-
-    def swap() -> None:
-        (nodes.path / "node0").rename(nodes.path / "aside")
-        (nodes.path / f"node{last}").rename(nodes.path / "node0")
-        (nodes.path / "aside").rename(nodes.path / f"node{last}")
-
-    nodes.on_rank_0(swap)
-    step, reports = restored(options)
-    assert step == 2 and not any("shares fetched" in r["counts"] for r in reports)  # they are the same on all nodes
-    save(options, 3)
-    nodes.lose(0)
-    assert restored(options)[0] == 3
-
-
 @on_4
 @pytest.mark.parametrize(("before", "after", "transport"), [(2, 1, "rma"), (1, 2, "p2p"), (2, 4, "rma")])
 def test_other_numbers_of_ranks_on_a_node_put_the_shares_together(
@@ -313,114 +294,3 @@ def test_only_what_the_patterns_name_is_shared(options: dict[str, Any], caplog: 
         assert np.array_equal(found["model"]["w"], state_of(2)["model"]["w"])
     with pytest.raises(errors.ConfigError, match="these must be the same for all"):
         Checkpointer(**options, replicated={"a": True, "b": [RANK]})
-
-
-def test_a_state_that_grows_is_shared_too(options: dict[str, Any], nodes: Nodes) -> None:
-    """As with an optimizer that makes its state in the first step."""
-    weight = torch.nn.Parameter(torch.arange(120_000, dtype=torch.float32))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    state = {"model": weight, "optimizer": optimizer}
-    with Checkpointer(**options, replicated=True, strict=True) as ckpt:
-        assert ckpt.restore(state) is None
-        for step in (1, 2, 3):
-            ckpt.save(step, state).wait()
-            weight.grad = torch.full_like(weight, step)
-            optimizer.step()
-        ckpt.save(4, state).wait()
-        assert ckpt.report()["slots"][0]["nbytes"] < 60_000 and ckpt.report()["slots"][2]["nbytes"] > 3 * 480_000
-    wanted = weight.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg"].clone()
-    weight.data.zero_()
-    optimizer.state_dict()["state"][0]["exp_avg"].zero_()
-    nodes.lose(1)
-    with Checkpointer(**options, replicated=True) as ckpt:
-        assert ckpt.restore(state) == 4
-    assert torch.equal(weight, wanted[0]) and torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], wanted[1])
-
-
-def test_saves_that_follow_each_other_at_once(options: dict[str, Any], nodes: Nodes) -> None:
-    for when_busy in ("wait", "skip"):
-        with Checkpointer(**options, replicated=True, when_busy=when_busy) as ckpt:
-            base = {"wait": 1, "skip": 100}[when_busy]
-            snapshots = [ckpt.save(step, state_at(step)) for step in range(base, base + 8)]
-            ckpt.wait()
-            done = [snapshot.step for snapshot in snapshots if not snapshot.skipped]
-        assert restored(options)[0] == done[-1]
-        nodes.lose(0)
-        assert restored(options)[0] == done[-1]
-
-
-def test_a_rank_that_cannot_save_fails_the_step_for_all_and_sharing_goes_on(
-    options: dict[str, Any], nodes: Nodes
-) -> None:
-    with Checkpointer(**options, replicated=True) as ckpt:
-        for step in (1, 3):  # before anything was settled, and after
-            if RANK == 0:
-                with pytest.raises(errors.StateError):
-                    ckpt.save(step, {"a": object()})
-            else:
-                with pytest.raises(errors.SaveFailed, match="cannot be saved"):
-                    ckpt.save(step, state_at(step)).wait()
-            ckpt.save(step + 1, state_at(step + 1)).wait()
-    assert restored(options)[0] == 4
-    assert shares(nodes, RANK, 4)
-
-
-@on_4
-@pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
-def test_replicas_of_hsdp_are_found_by_their_placements(
-    options: dict[str, Any], root: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), SIZE), rank=RANK, world_size=SIZE)
-    try:
-        tensor_parallel = init_device_mesh("cpu", (2, 2))
-        norm = DTensor.from_local(torch.full((8,), float(RANK)), tensor_parallel, [Shard(0), Replicate()])
-        with Checkpointer(**options | {"ranks_per_node": 2, "job": "tp"}, strict=True) as ckpt:
-            assert ckpt.restore({"norm": norm, "plain": torch.tensor(RANK)}) is None
-            ckpt.save(1, {"norm": norm, "plain": torch.tensor(RANK)}).wait()
-            assert ckpt.report()["shared with"] == []  # the replicas are on one node: they are no redundancy
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        whole = torch.arange(400_000, dtype=torch.float32).reshape(1000, 400)
-
-        def state_of(step: int) -> dict[str, Any]:
-            local = (whole + step)[RANK % 2 * 500 :][:500].contiguous()
-            norm = DTensor.from_local(torch.full((8,), float(step)), mesh, [Replicate(), Replicate()])
-            weight = DTensor.from_local(local, mesh, [Replicate(), Shard(0)])
-            return {"weight": weight, "norm": norm, "plain": torch.arange(5)}
-
-        options["ranks_per_node"] = 2
-        for lost in (None, 0):
-            with Checkpointer(**options, strict=True) as ckpt:
-                state = state_of(0)
-                step = ckpt.restore(state)
-                if lost is None:
-                    assert step is None
-                    for step in (1, 2):
-                        ckpt.save(step, state_of(step)).wait()
-                    report = ckpt.report()
-                    assert report["shared with"] == [RANK % 2, RANK % 2 + 2]
-                    assert report["slots"][0]["nbytes"] < 100_000 and 800_000 < report["slots"][2]["nbytes"] < 900_000
-                    assert "any 1 of 2 nodes" in ckpt.survives
-                else:
-                    assert step == 2
-                    assert torch.equal(state["weight"].to_local(), state_of(2)["weight"].to_local())
-                    assert torch.equal(state["norm"].to_local(), state_of(2)["norm"].to_local())
-            nodes.lose(0)
-        assert not said(caplog)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_the_rng_of_each_rank_stays_its_own(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    np.random.seed(RANK)
-    state = {"w": np.arange(1000), "rng": mlflash.rng()}
-    with caplog.at_level(logging.WARNING), Checkpointer(**options, replicated=True, strict=True) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state).wait()
-        wanted = np.random.random(3)
-        assert ckpt.restore(state) == 2
-        assert np.array_equal(np.random.random(3), wanted)
-    assert not said(caplog)

@@ -106,8 +106,3 @@ def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
 def test_a_slot_of_another_rank_or_attempt_is_refused(ring: Ring, owner: int, attempt: Attempt) -> None:
     assert ring.exchange(Source(ring.out, EXTENTS, ring.header), ring.come + owner, attempt) == [False, False]
     assert read_header(ring.inbox.view) is None
-
-
-def test_a_source_that_must_not_be_sealed_is_refused(ring: Ring) -> None:
-    assert ring.exchange(Source(ring.out, EXTENTS, lambda check: None), ring.come) == [False, False]
-    assert read_header(ring.inbox.view) is None and read_header(ring.out.view) is None

@@ -11,9 +11,6 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, SuspectState
-from mlflash.memory.inventory import write_verdict
-from mlflash.memory.node_directory import NodeDirectory
-from mlflash.memory.slot_header import Verdict
 
 pytestmark = pytest.mark.mpi(min_size=2)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -64,13 +61,6 @@ def test_what_is_suspect_is_a_warning_that_names_the_tensor_and_the_next_step_is
         assert ckpt.report()["counts"].get("suspect", 0) == (RANK == 1)
     assert [("step 2" in text, "model.w" in text) for text in of_rank_1(caplog)] == [(True, True)] * (RANK == 1)
     assert restored(options) == 3
-
-
-def test_a_mask_that_is_all_infinite_is_none_of_it(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpointer(**options) as ckpt:
-        for step in range(1, 4):
-            save(ckpt, step)
-    assert not of_rank_1(caplog)
 
 
 def test_raise_lets_the_save_fail_on_all_ranks_and_keeps_the_step_before(options: dict[str, Any]) -> None:
@@ -189,29 +179,3 @@ def test_who_marks_a_step_as_bad_gets_the_one_before_from_then_on(options: dict[
     with Checkpointer(**options) as ckpt:
         ckpt.mark_good(2)
     assert restored(options, certified=True) == 2
-
-
-def test_a_step_that_is_marked_bad_on_one_node_is_passed_over_though_it_was_marked_good(
-    options: dict[str, Any], root: Path
-) -> None:
-    with Checkpointer(**options) as ckpt:
-        save(ckpt, 1)
-        save(ckpt, 2)
-        ckpt.mark_good(2)
-    if RANK == 0:
-        held = NodeDirectory(str(root), "t", 0, make=False)
-        assert write_verdict(held, 2, Verdict.BAD)
-        held.close()
-    MPI.COMM_WORLD.Barrier()
-    assert restored(options) == 1
-
-
-def test_the_verdict_is_in_each_file_that_holds_the_step(options: dict[str, Any]) -> None:
-    with Checkpointer(**options, courier="thread") as ckpt:
-        save(ckpt, 1)
-        pool = ckpt._courier.session.context.pool
-        held = [slot for slot in pool.all() if slot.header is not None]
-        assert held and {slot.verdict for slot in held} == {Verdict.PASSED}
-        save(ckpt, 2, np.nan)
-        newest = [slot for slot in pool.all() if slot.header is not None and slot.header.step == 2]
-        assert newest and {slot.verdict for slot in newest} == {Verdict.SUSPECT}

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from dcp import Kept, spoil
+from dcp import Kept
 from emulated import Nodes
 from mpi4py import MPI
 from torch.distributed.checkpoint import CheckpointException
@@ -88,26 +86,3 @@ def test_an_id_without_a_number_is_refused_before_anything_begins(dcp_job: Any) 
         dcp_job.save(state_at(1), "newest")
     dcp_job.save(state_at(1), "step-1")()
     loads(dcp_job, 1)
-
-
-def test_overlapping_saves_are_each_whole_or_not_there(dcp_job: Any) -> None:
-    """With a process group each, as torch mixes up the messages of two saves in one."""
-    dcp_job.save(state_at(1), 1)()
-    groups = [dist.new_group(backend="gloo") for _ in range(2)]
-    futures = []
-    for step, group in zip((2, 3), groups, strict=True):
-        state = state_at(step)
-        futures.append(dcp.async_save(state, checkpoint_id=step, storage_writer=dcp_job.writer, process_group=group))
-        spoil(state)
-    ends = []
-    for future in futures:
-        try:
-            future.result(60)
-            ends.append(True)
-        except CheckpointException:
-            ends.append(False)
-    assert len(set(map(tuple, MPI.COMM_WORLD.allgather(ends)))) == 1, "the ranks do not agree"
-    newest = max([1] + [step for step, good in zip((2, 3), ends, strict=True) if good])
-    loads(dcp_job, newest)
-    dcp_job.save(state_at(4), 4, "thread")()
-    loads(dcp_job, 4)

@@ -124,30 +124,6 @@ def test_the_safe_planner_loads_data_and_runs_nothing(dcp_job: Any) -> None:
     assert ours.sprung == ["sprung"] and found["sprung"] is None
 
 
-def test_once_prepared_every_async_save_is_copied_straight_into_a_slot_of_the_same_layout(
-    dcp_job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("a second copy was made")
-
-    monkeypatch.setattr("mlflash.adapters.dcp.staged.Staged.clone", refuse)
-    monkeypatch.setattr("mlflash.adapters.dcp.writer.cloned", refuse)
-    state = {
-        "model": {f"blocks.{i}.attention.projection.weight": torch.full((3,), 0.0) for i in range(1500)},
-        "step": 0,
-    }
-    dcp_job.writer.prepare(state)
-    layouts = set()
-    for step in (1, 2, 3):
-        for tensor in state["model"].values():
-            tensor.fill_(step)
-        dcp_job.save({**state, "step": step}, f"step-{step}", "thread")()
-        layouts.add(id(dcp_job.ckpt._saves.stage._layout))
-    assert len(layouts) == 1
-    loaded = dcp_job.load({"model": {name: torch.zeros(3) for name in state["model"]}, "step": 0})
-    assert loaded["step"] == 3 and all(tensor.tolist() == [3.0] * 3 for tensor in loaded["model"].values())
-
-
 @pytest.mark.parametrize("how", ["thread", "process"])
 def test_the_first_save_which_finds_no_slot_is_out_of_reach_of_training_too(dcp_job: Any, how: str) -> None:
     state = state_at(1)

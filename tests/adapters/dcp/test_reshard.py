@@ -13,8 +13,6 @@ from mpi4py import MPI
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch_jobs import job
@@ -54,19 +52,6 @@ def state_of(seed: int, mesh: Any, placements: list[Placement]) -> dict[str, Any
 
 ONE_MESH = [[ROWS], [COLUMNS], [WHOLE]]
 TWO_MESH = [[ROWS, COLUMNS], [COLUMNS, ROWS], [ROWS, ROWS], [WHOLE, ROWS], [COLUMNS, WHOLE]]
-
-
-@pytest.mark.parametrize("how", ["sync", "thread"])
-def test_rows_columns_and_replicas_load_each_other(dcp_job: Any, how: str) -> None:
-    mesh = init_device_mesh("cpu", (SIZE,))
-    for step, placements in enumerate(ONE_MESH, 1):
-        state = state_of(step, mesh, placements)
-        done = dcp_job.save(state, step, how)
-        spoil(state)
-        done()
-        for others in ONE_MESH:
-            found = dcp_job.load(state_of(70, mesh, others), step)
-            Kept.of(state_of(step, mesh, others)).check(found)
 
 
 @pytest.mark.gate
@@ -184,21 +169,6 @@ def test_some_names_load_alone_and_missing_ones_are_refused_unless_asked_for(dcp
     assert torch.equal(strided[:, ::2].t(), wholes(1)["f32"]) and not strided[:, 1::2].any()
 
 
-def test_all_of_it_can_be_exported_without_knowing_what_it_is(dcp_job: Any) -> None:
-    mesh = init_device_mesh("cpu", (SIZE,))
-    dcp_job.save(state_of(1, mesh, [ROWS]), 1)()
-    found: dict[str, Any] = {}
-    dcp_job.reader.reset("step-1")
-    _load_state_dict(found, dcp_job.reader, planner=_EmptyStateDictLoadPlanner())
-    state = state_of(1, mesh, [ROWS])
-    state["cut"] = wholes(1)
-    Kept.of(state).check(found)
-    found = {}
-    dcp_job.reader.reset("step-1")
-    _load_state_dict(found, dcp_job.reader, planner=_EmptyStateDictLoadPlanner(keys={"nested"}))
-    Kept.of({"nested": state["nested"]}).check(found)
-
-
 def test_what_the_checkpointer_itself_saved_loads(dcp_job: Any) -> None:
     mesh = init_device_mesh("cpu", (SIZE,))
     cut = {name: distribute_tensor(w, mesh, [ROWS], src_data_rank=None) for name, w in wholes(1).items()}
@@ -214,13 +184,3 @@ def test_what_the_checkpointer_itself_saved_loads(dcp_job: Any) -> None:
         like |= {"array": torch.from_numpy(own["array"]), "of rank": own["of rank"]}
         wanted = {**like, "scalar": torch.tensor(3.5), "lr": 0.1, "name": "run"}
         Kept.of(wanted).check(found)
-
-
-def test_names_that_look_like_paths_are_kept_apart(dcp_job: Any) -> None:
-    names = ["a", "a.b", "a/b", ".dcp.index", ".dcp.bytes", "a~2", "", " ", "ä"]
-    state = {name: torch.full((3,), float(number)) for number, name in enumerate(names)}
-    for how in ("sync", "thread", "thread"):
-        step = dcp_job.ckpt.last_step or 0
-        dcp_job.save(state, step + 1, how)()
-        found = dcp_job.load({name: torch.zeros(3) for name in names})
-        Kept.of(state).check(found)

@@ -14,7 +14,7 @@ from emulated import COMM, Nodes
 from megatron_on_cpu import Training, digest, on_cpu, virtual_pipeline
 from torch_jobs import job
 
-from mlflash.errors import ConfigError, StateError, StructureMismatch
+from mlflash.errors import ConfigError, StructureMismatch
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),
@@ -225,27 +225,6 @@ def test_chunks_of_a_virtual_pipeline_come_back(easy: Any, options: dict[str, An
         easy.close()
 
 
-def test_another_directory_is_read_and_never_written(
-    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], root: Path
-) -> None:
-    with job(), on_cpu():
-        first, scheduler = Training(), Scheduler()
-        easy.initialize(1, 2, 0, directory=arguments.load, **options | {"job": "before"})
-        train(easy, first, scheduler, 2)
-        weights = digest(first)
-        easy.close()
-        before = sorted(Path(arguments.load).rglob("*")) if COMM.rank == 0 else None
-        again = Training()
-        easy.initialize(1, 2, 0, **options)
-        again.step = easy.load_checkpoint(again.model, again.optimizer, None)
-        assert again.step == 2 and digest(again) == weights
-        train(easy, again, scheduler, 4)
-        easy.close()
-        if COMM.rank == 0:
-            assert sorted(Path(arguments.load).rglob("*")) == before
-            assert [path.name for path in sorted(Path(arguments.save).glob("step-*"))] == ["step-00000004"]
-
-
 @pytest.mark.parametrize(("theirs", "loaded"), [(2, 3), (3, 3), (4, 40)])
 def test_a_newer_checkpoint_of_megatrons_own_is_loaded_by_megatron(
     easy: Any, arguments: argparse.Namespace, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path,
@@ -267,22 +246,6 @@ def test_a_newer_checkpoint_of_megatrons_own_is_loaded_by_megatron(
         easy.close()
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_the_last_iteration_is_in_the_directory_or_a_line_says_that_it_is_in_memory_only(
-    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], caplog: pytest.LogCaptureFixture,
-    in_background: bool,
-) -> None:  # fmt: skip
-    with job(), on_cpu():
-        first = Training()
-        easy.initialize(2, 100, 1, in_background=in_background, **options)
-        train(easy, first, Scheduler(), 5)
-        easy.close()
-    lines = [one.getMessage() for one in caplog.records if "in memory only" in one.getMessage()]
-    assert len(lines) == (1 if in_background and COMM.rank == 0 else 0)
-    assert all("iteration 4 is in memory only" in line for line in lines)
-    assert Path(arguments.save, "step-00000004").exists() == (not in_background)
-
-
 def test_intervals_that_make_no_sense_are_refused(easy: Any) -> None:
     with job():
         for mem, storage in ((0, 10), (2, -2)):
@@ -290,28 +253,3 @@ def test_intervals_that_make_no_sense_are_refused(easy: Any) -> None:
                 easy.initialize(mem, storage, 1)
         with pytest.raises(ConfigError, match="initialize"):
             easy.save_checkpoint_if_needed(1, None, None, None)
-
-
-def test_what_cannot_be_loaded_on_one_rank_is_raised_on_all_and_no_rank_saves(
-    easy: Any, options: dict[str, Any]
-) -> None:
-    class Spoilt(Scheduler):
-        """Its state cannot be loaded on one rank."""
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            if COMM.rank == 1:
-                raise KeyError("num_steps of another build")
-            super().load_state_dict(state)
-
-    with job(), on_cpu():
-        first = Training()
-        easy.initialize(1, 0, 0, directory=None, **options)
-        train(easy, first, Scheduler(), 2)
-        with pytest.raises(StructureMismatch, match="num_steps of another build") as caught:
-            easy.load_checkpoint(first.model, first.optimizer, Spoilt())
-        assert caught.value.rank == 1 and "now undefined" in str(caught.value)
-        with pytest.raises(StateError, match="the state is undefined"):
-            easy._running.checkpointer.save(3, {"w": 1})
-        assert easy.load_checkpoint(first.model, first.optimizer, Scheduler()) == 2
-        train(easy, first, Scheduler(), 3)
-        easy.close()

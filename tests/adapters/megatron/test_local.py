@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from emulated import Nodes
 from tensor_aware import Aware, Hole, Quantized
 from torch_jobs import COMM, job
@@ -88,25 +87,6 @@ def test_at_the_end_a_line_says_what_is_in_memory_only(
     lines = [one.getMessage() for one in caplog.records if "in memory only" in one.getMessage()]
     assert len(lines) == (1 if said and RANK == 0 else 0)
     assert all("iteration 5 is in memory only" in line and said in line for line in lines)
-
-
-def test_what_optimizers_hold_is_copied_until_the_next_step_and_is_what_it_was_at_the_save(
-    start: Any, came: list[None]
-) -> None:
-    weight = torch.nn.Parameter(torch.randn(200, 200))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    weight.grad = torch.ones(200, 200)
-    with job(), start() as manager:
-        for iteration in range(1, 5):
-            state = Aware({"weight": weight.data, **optimizer.state[weight]})
-            kept = [tensor.clone() for tensor in state.tensors]
-            request = manager.save(state, iteration, is_async=True)
-            optimizer.step()  # as early as it may
-            request.execute_sync()
-        assert len(came) >= 2
-        assert manager.find_latest() == 4
-        loaded = manager.load()[0].tensors
-        assert all(map(torch.equal, loaded, kept)) and not torch.equal(weight, kept[0])
 
 
 @pytest.mark.parametrize("strategy", ["copy", "xor:3", argparse.Namespace(replication_factor=2)])
@@ -271,21 +251,6 @@ def test_an_iteration_that_one_rank_lacks_is_passed_over_and_can_be_saved_again(
         assert manager.find_latest() == 5
 
 
-def test_both_copies_lost_is_a_lost_checkpoint(start: Any, nodes: Nodes) -> None:
-    with job(), start(ranks_per_node=1) as manager:
-        for iteration in (3, 5):
-            manager.save(Aware(state_of(iteration)), iteration)
-    nodes.lose(1, 3)
-    with job(), start(ranks_per_node=1) as manager:
-        with pytest.raises(Unrestorable) as caught:
-            manager.find_latest()
-        assert sorted(caught.value.reasons) == [3, 5]
-    with job(), start(ranks_per_node=1, fresh=True) as manager:
-        assert manager.find_latest() == -1
-        manager.save(Aware(state_of(1)), 1)
-        assert manager.find_latest() == 1
-
-
 def test_an_older_iteration_of_a_new_manager_does_not_win(start: Any) -> None:
     with job(), start() as manager:
         for iteration in (3, 5):
@@ -311,15 +276,6 @@ def test_what_was_drained_is_loaded_where_memory_has_nothing_newer(start: Any, n
         if comm is not None:
             with start(directory=root / "pfs", comm=comm, ranks_per_node=1) as manager:
                 assert manager.find_latest() == -1, "saved by other ranks"
-
-
-def test_a_world_of_other_ranks_finds_nothing(start: Any) -> None:
-    with job(), start() as manager:
-        manager.save(Aware(state_of(3)), 3)
-    with job(2) as comm:
-        if comm is not None:
-            with start(comm=comm, ranks_per_node=1) as manager:
-                assert manager.find_latest() == -1 and dist.get_world_size() == 2
 
 
 def test_another_session_is_another_training(start: Any, options: dict[str, Any]) -> None:

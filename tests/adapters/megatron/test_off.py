@@ -10,33 +10,14 @@ from typing import Any
 
 import pytest
 from megatron_on_cpu import Training, digest, on_cpu
-from tensor_aware import Aware
 from torch_jobs import COMM, job
 
 from mlflash import Checkpointer
-from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, checkpointing_context
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),  # its own
 ]
-
-
-def test_a_manager_saves_nothing_and_finds_nothing(options: dict[str, Any], root: Path, enabled: bool) -> None:
-    with job():
-        context = checkpointing_context("/local", "s", "copy", enabled=enabled, **options)
-        manager: LocalCheckpoints = context["local_checkpoint_manager"]
-        assert manager.find_latest() == -1
-        for is_async in (False, True):
-            request = manager.save(Aware({"model": {"weights": []}}), 3, is_async)
-            assert (request is not None) is is_async
-            if is_async:
-                request.execute_sync()
-        assert manager.find_latest() == -1
-        with pytest.raises(CheckpointingException):
-            manager.load()
-        manager.close()
-    assert not any(root.rglob("*"))
 
 
 def test_shards_are_neither_saved_nor_found(options: dict[str, Any], root: Path, enabled: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.nodes import HEAD
@@ -11,13 +11,12 @@ CPUS = 4  # that Slurm believes each node to have
 SPOOL = "/tmp/slurmd"  # every node has a /tmp of its own: a job's script dies with its node, as on diskless nodes
 
 
-def slurm_conf(path: Path, hosts: Sequence[str], changes: Mapping[str, object]) -> str:
+def slurm_conf(path: Path, hosts: Sequence[str]) -> str:
     """Render a slurm.conf.
 
     Args:
         path: Slurm's own directory, which all nodes see.
         hosts: nodes on which jobs run.
-        changes: values of keys that are to be others, or more.
     """
     names = ",".join(hosts)
     settings = {
@@ -47,8 +46,7 @@ def slurm_conf(path: Path, hosts: Sequence[str], changes: Mapping[str, object]) 
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
         # A silent node is DOWN after 17 to 20 s (14 s with 5 and MessageTimeout 3), and used again as soon as its
-        # slurmd reports (2). So a node that reboots before that loses its jobs, and Slurm does not hear of it; with
-        # ReturnToService=1 such a node is DOWN at once, and stays so until state=resume.
+        # slurmd reports (2).
         "SlurmdTimeout": 10,
         "SlurmctldTimeout": 10,
         "MessageTimeout": 5,
@@ -61,7 +59,7 @@ def slurm_conf(path: Path, hosts: Sequence[str], changes: Mapping[str, object]) 
         "MpiDefault": "none",
         "MailProg": "/bin/true",
     }
-    lines = [f"{key}={value}" for key, value in {**settings, **changes}.items()]
+    lines = [f"{key}={value}" for key, value in settings.items()]
     lines.append(f"NodeName={names} CPUs={CPUS} RealMemory=4000 State=UNKNOWN")
     lines.append(f"PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP")
     return "\n".join(lines) + "\n"

@@ -39,27 +39,27 @@ class Slurm:
 
     Args:
         nodes: nodes that are up and that no other Slurm uses.
-        changes: keys of slurm.conf, with the values that they are to have here.
 
     Attributes:
         nodes: the nodes.
         path: a directory that all nodes see, with the configuration, the logs, and what jobs print.
     """
 
-    def __init__(self, nodes: Nodes, changes: Mapping[str, object] | None = None):
+    def __init__(self, nodes: Nodes):
         self.nodes = nodes
         self.path = nodes.path / "slurm"
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLASH_", "SLURM", "SBATCH_"))}
         self._environment["SLURM_CONF"] = str(self.path / "slurm.conf")
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         try:
-            self._write_files(changes or {})
+            self._write_files()
             self._start_munged()
             self._furnish(HEAD)
             self._start("slurmctld", HEAD, ["setpriv", "--pdeathsig", "KILL", "slurmctld", "-D"])
             for host in nodes.names:
-                self.start_slurmd(host)
-            self.wait_for_nodes("idle")
+                self._furnish(host)
+                self._start(host, host, ["slurmd", "-D", "-N", host])
+            self._wait_until_idle()
         except BaseException:
             self.close()
             raise
@@ -138,27 +138,14 @@ class Slurm:
 
     # Nodes
 
-    def node_states(self) -> dict[str, str]:
-        """What Slurm says of each node: "idle", "allocated", "down*", ...; the * is for one that does not answer."""
-        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).stdout.splitlines()
-        return dict(line.split() for line in lines)
-
-    def wait_for_nodes(self, state: str, *hosts: str, timeout: float = PATIENCE_S) -> None:
-        """Wait until Slurm says this of some nodes, or of all; "down" also of those that do not answer ("down*").
-
-        Slurm looks at a DOWN node only once a minute. One whose cable was plugged in again comes back sooner if its
-        slurmd is started anew, which then reports.
-        """
-        hosts = hosts or self.nodes.names
-
-        def reached() -> bool:
+    def _wait_until_idle(self) -> None:
+        def states() -> list[str]:
             for name, daemon in self._daemons.items():
                 if name not in self.nodes.names and daemon.poll() is not None:
                     raise RuntimeError(f"{name} ended with {daemon.returncode}\n{self.logs()}")
-            found = self.node_states()
-            return {found.get(host, "").removesuffix("*" if state == "down" else "") for host in hosts} == {state}
+            return self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).stdout.split()
 
-        self.wait(f"{', '.join(hosts)} {state}", reached, timeout)
+        self.wait("idle nodes", lambda: states() == ["idle"] * len(self.nodes.names))
 
     def kill_slurmd(self, host: str) -> None:
         """Kill the slurmd of a node: its jobs run on, also when the node is DOWN, until there is a slurmd again."""
@@ -167,14 +154,6 @@ class Slurm:
         (slurmd,) = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
         os.kill(int(slurmd), signal.SIGKILL)
         daemon.wait(PATIENCE_S)
-
-    def start_slurmd(self, host: str) -> None:
-        """Start the slurmd of a node that has none, for instance because it was booted; does not wait until idle."""
-        if (before := self._daemons.get(host)) is not None:
-            before.wait(PATIENCE_S)
-        # The uptime that a slurmd sees is the machine's: -b says that this node was booted just now.
-        booted = ["-b"] if self._furnish(host) else []
-        self._start(host, host, ["slurmd", "-D", "-N", host, *booted])
 
     def logs(self) -> str:
         """The last lines of each daemon's log."""
@@ -186,9 +165,9 @@ class Slurm:
 
     # Starting them
 
-    def _write_files(self, changes: Mapping[str, object]) -> None:
+    def _write_files(self) -> None:
         (self.path / "state").mkdir(parents=True)
-        (self.path / "slurm.conf").write_text(slurm_conf(self.path, self.nodes.names, changes))
+        (self.path / "slurm.conf").write_text(slurm_conf(self.path, self.nodes.names))
         key = self.path / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -196,11 +175,11 @@ class Slurm:
             pmix = shutil.copytree(PMIX, self.path / "pmix", symlinks=True)
             (pmix / PMIX_FILE.name).symlink_to("libpmix.so.2")
 
-    def _furnish(self, host: str) -> bool:
-        """Give a node what Slurm needs there; say whether it had nothing of it, as after a boot."""
+    def _furnish(self, host: str) -> None:
+        """Give a node what Slurm needs there."""
         mount = f"test -e {PMIX_FILE} || mount --bind {self.path}/pmix {PMIX}" if (self.path / "pmix").exists() else ":"
-        script = f"set -e; {mount}; test -d {SPOOL} || {{ mkdir {SPOOL}; echo booted; }}"
-        return self.nodes.run(host, "sh", "-c", script) != ""
+        script = f"set -e; {mount}; mkdir -p {SPOOL}"
+        self.nodes.run(host, "sh", "-c", script)
 
     def _start_munged(self) -> None:
         # One for all nodes: they find its socket by its path, in a directory that is root's alone (hence the force).

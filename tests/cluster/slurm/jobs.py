@@ -86,32 +86,9 @@ class Job:
         self._wait(" or ".join(wanted), reached, timeout)
         return state
 
-    def wait_for_output(self, text: str, timeout: float = PATIENCE_S) -> None:
-        """Wait until it has printed a text.
-
-        Raises:
-            AssertionError: it ended without, or has not in time.
-        """
-
-        def printed() -> bool:
-            state = self.state()
-            found = text in self.output()
-            assert found or state not in ENDED, self._shown(f"ended as {state} without printing {text!r}")
-            return found
-
-        self._wait(f"output {text!r}", printed, timeout)
-
-    def cancel(self) -> None:
-        """End it, as ``scancel`` does."""
-        self._slurm.run("scancel", self.id)
-
     def signal(self, name: str, *options: str) -> None:
         """Send it a signal: to its steps; with ``--batch`` to the shell of its script, with ``--full`` to both."""
         self._slurm.run("scancel", f"--signal={name}", *options, self.id)
-
-    def requeue(self) -> None:
-        """End it and put it back into the queue, as ``scontrol requeue`` does."""
-        self._slurm.run("scontrol", "requeue", self.id)
 
     def _wait(self, what: str, done: Callable[[], bool], timeout: float) -> None:
         self._slurm.wait(lambda: self._shown(what), done, timeout)

@@ -85,7 +85,7 @@ def test_a_node_that_falls_silent_is_replaced(slurm: Slurm, expected: list[str],
 def test_before_the_time_limit_it_is_scavenged_and_the_next_job_goes_on(slurm: Slurm, expected: list[str]) -> None:
     training = Training(slurm, pause=1.0)
     training.wait_for_step(5)
-    training.job.signal("USR1", "--batch")  # what --signal=B:USR1@60 does a minute before the end; see test_daemons
+    training.job.signal("USR1", "--batch")  # what --signal=B:USR1@60 does a minute before the end
     training.job.wait("FAILED")
     assert training.job.details()["ExitCode"] == f"{128 + 10}:0" and not training.ends()
     (finish,) = training.events("finish")
@@ -108,21 +108,6 @@ def test_two_of_an_array_do_not_touch_each_other_and_each_requeues_itself(slurm:
     assert [training.job.details()["Restarts"] for training in both] == ["0", "1"]
     assert [event["code"] for event in both[1].events("finish")] == [138, 0]
     assert both[1].ends()[0]["start"] >= 20 and both[1].events("end")[1]["source"].startswith(str(both[1].directory))
-
-
-def test_without_a_spare_it_goes_on_with_fewer_nodes_or_ends_with_the_reason(slurm: Slurm) -> None:
-    fewer = Training(slurm, "--min-nodes 1", name="fewer", nodes=2, hold_at=25)
-    ends = Training(slurm, name="ends", nodes=2, hold_at=25)
-    for training in (fewer, ends):
-        training.wait_for_step(20)
-    for training in (fewer, ends):
-        slurm.nodes.crash(training.job.hosts()[1])
-        training.go_on()
-    fewer.job.wait("COMPLETED")
-    assert len(fewer.ends()) == 1 and len(fewer.events("start")[1]["hosts"]) == 1
-    ends.job.wait("FAILED")
-    assert "fewer than 2 nodes are fit to train" in ends.job.output()
-    assert ends.events("finish")[0]["scavenged"] is True
 
 
 def test_a_hang_shows_its_stacks_and_goes_on_and_without_restarts_a_failure_is_the_end(
