@@ -14,6 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from rounds import ASYNC, DCP, ITSELF, OURS, Rounds, Way, dcp_way
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+import megatron_on_cpu  # noqa: F401, without it Megatron needs Triton
+
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.megatron import easy, persistent
 
@@ -55,7 +58,6 @@ def measure(rounds: Rounds, iteration: int, model: Any, optimizer: Any, schedule
 
 def train(rounds: Rounds) -> None:
     os.environ["OUT"] = rounds.memory  # the training of the tests writes its notes there
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     from megatron_pretrain import pretrain
 
     init_process_group(comm=rounds.comm)

@@ -35,7 +35,7 @@ def schemes(bench: Bench, nbytes: int) -> None:
     ranks, state = bench.comm.size, large_state(nbytes)
     yardsticks = Yardsticks(bench.comm, bench.memory, nbytes)
     for scheme, losses in (("copy", 0), (f"xor:{ranks}", 1), (f"rs:{ranks - 2}+2", 2)):
-        with bench.job(scheme.replace(":", "-")) as job:
+        with bench.job(scheme.replace(":", "-").replace("+", "-")) as job:
             with bench.checkpointer(job, redundancy=scheme) as ckpt:
                 ckpt.prepare(state)
                 actions: dict[str, Action] = {

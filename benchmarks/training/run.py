@@ -51,7 +51,11 @@ def slowdown(bench: Bench, nbytes: int, kind: str, window_s: float) -> None:
     for does, step in {COMPUTES: computing(), WAITS: waiting(), PYTHON: looping()}.items():
         for title, settings in SETTINGS.items():
             with bench.job("training") as job:
-                with cores.of_courier(), under_torchrun(bench.comm):
+                with cores.of_courier(), contextlib.ExitStack() as stack:
+                    if settings["courier"] == "thread":
+                        settings = settings | {"comm": bench.comm}
+                    else:
+                        stack.enter_context(under_torchrun(bench.comm))
                     ckpt = Checkpointer(memory=str(bench.memory), job=job, strict=True, timeout_s=60, **settings)
                 with ckpt:
                     ckpt.prepare(state)
