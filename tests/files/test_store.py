@@ -67,12 +67,17 @@ def test_a_file_is_written_whole_read_in_any_part_listed_and_deleted_by_its_name
     assert inside.write("file", [b"abc", memoryview(b"defg"), np.arange(3, dtype="<u2"), bytearray(b"h"), b""]) == 14
     content = b"abcdefg\0\0\1\0\2\0h"
     assert inside.read("file") == content and inside.nbytes("file") == 14
-    for start, nbytes in ((0, 3), (2, 5), (10, 100), (14, 5), (100, 5)):
+    for start, nbytes in ((0, 3), (2, 5), (10, 100), (14, 5), (100, 5), (5, 0), (0, 0)):
         assert inside.read("file", start, nbytes) == content[start : start + nbytes]
     assert inside.write("file", [b"new"]) == 3 and inside.read("file") == b"new"
     assert inside.write("empty", []) == 0 and inside.read("empty") == inside.read("empty", 0, 512) == b""
     assert (inside.names(), place.names()) == (["empty", "file"], ["step-00000001"])
-    for attempt in (lambda: inside.read("no"), lambda: inside.read("no", 0, 5), lambda: inside.nbytes("no")):
+    for attempt in (
+        lambda: inside.read("no"),
+        lambda: inside.read("no", 0, 5),
+        lambda: inside.read("no", 5, 0),
+        lambda: inside.nbytes("no"),
+    ):
         with pytest.raises(FileNotFoundError, match="step-00000001/no"):
             attempt()
     assert not inside.remove_directory() and inside.names() == ["empty", "file"]
