@@ -1,7 +1,4 @@
-"""Megatron's pretrain trains a GPT and then saves in each compared way. The training is that of the tests.
-
-The tests pretend to have CUDA.
-"""
+"""Megatron's pretrain trains a GPT as in the tests, which pretend to have CUDA, and saves in each compared way."""
 
 from __future__ import annotations
 

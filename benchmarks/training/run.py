@@ -51,12 +51,9 @@ def slowdown(bench: Bench, nbytes: int, kind: str, window_s: float) -> None:
     for does, step in {COMPUTES: computing(), WAITS: waiting(), PYTHON: looping()}.items():
         for title, settings in SETTINGS.items():
             with bench.job("training") as job:
-                with cores.of_courier(), contextlib.ExitStack() as stack:
-                    if settings["courier"] == "thread":
-                        settings = settings | {"comm": bench.comm}
-                    else:
-                        stack.enter_context(under_torchrun(bench.comm))
-                    ckpt = Checkpointer(memory=str(bench.memory), job=job, strict=True, timeout_s=60, **settings)
+                comm = bench.comm if settings["courier"] == "thread" else None
+                with cores.of_courier(), under_torchrun(bench.comm) if comm is None else contextlib.nullcontext():
+                    ckpt = Checkpointer(memory=str(bench.memory), comm=comm, job=job, strict=True, **settings)
                 with ckpt:
                     ckpt.prepare(state)
                     samples = bench.repeat({
