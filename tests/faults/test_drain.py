@@ -616,6 +616,6 @@ def test_it_is_told_where_every_checkpoint_is_damaged_and_how_and_saving_can_go_
     DAMAGES["bit in the data"][1](directory / "step-00000002")
     DAMAGES["rank file missing"][1](directory / "step-00000004")
     result = Cluster(shm).run(2, "support/worker.py", spec(directory, ["save"], ["drain"], ["check", 1]), env=SMALL)
-    damaged = {"step_2": "block 0 is damaged in .*/step-00000002/rank-0000", "step_4": "No such file.*/rank-00000.h5"}
+    damaged = {"step_2": r"block \d is damaged in .*/step-00000002/rank-0000", "step_4": "No such file.*/rank-00000.h5"}
     assert_unrestorable(result, 2, **damaged)
     assert [(r["step"], r["wrong"]) for r in result.of("checked")] == [(1, [])] * 2, result.log
