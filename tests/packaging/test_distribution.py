@@ -42,8 +42,7 @@ def test_the_source_distribution_is_the_project(built: tuple[Path, Path]) -> Non
     with tarfile.open(built[0]) as opened:
         names = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
     assert {"tests/ci/tally.py", "docs/format.md", "constraints.txt", "Makefile", "CONTRIBUTING.md"} <= names
-    made = {"PKG-INFO", "setup.cfg"}  # by setuptools
-    names = {name for name in names if not name.startswith("mlflash.egg-info/")} - made
+    names = {name for name in names if not name.startswith("mlflash.egg-info/")} - {"PKG-INFO", "setup.cfg"}
     if not (REPO / ".git").exists():
         pytest.skip("needs git: this is no checkout")
     tracked = call("git", "ls-files", "-co", "--exclude-standard", cwd=REPO).splitlines()
