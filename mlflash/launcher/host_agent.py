@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..memory.courier_process import read_stat
-from ..wireup.frames import BadFrame, Frames, Outbox
+from ..wireup.frames import BadFrame, Frames, Outbox, receive_ready
 from ..wireup.launcher_variables import KEPT, SEED, without_rank
 from ..wireup.own_process import end_with
 from ..wireup.rendezvous import ports_of
@@ -105,15 +105,14 @@ class KeptProcesses:
         if not is_ready:
             return
         self._out.send_rest()
-        try:
-            received = self._sock.recv(1 << 16)
-            self._frames.add(received)
-            self._has_ended = not received
-            self._heard = time.monotonic()
-            yield from self._frames.messages()
-        except BlockingIOError:
+        if (received := receive_ready(self._sock)) is None:
             return
-        except (OSError, BadFrame):
+        self._frames.add(received)
+        self._has_ended = not received
+        self._heard = time.monotonic()
+        try:
+            yield from self._frames.messages()
+        except BadFrame:
             self._has_ended = True
 
     def stopped(self, pids: Iterable[int]) -> list[int]:

@@ -33,7 +33,7 @@ from typing import Any
 
 from ..errors import LaunchFailed
 from ..human_readable.wording import named
-from ..wireup.frames import BadFrame, Frames, Outbox
+from ..wireup.frames import BadFrame, Frames, Outbox, receive_ready
 from ..wireup.open_files import allow
 from ..wireup.own_address import own_address
 from ..wireup.own_process import running
@@ -219,12 +219,8 @@ class MemberService:
         return one
 
     def _read(self, one: _Connection) -> None:
-        try:
-            received = one.sock.recv(1 << 16)
-        except BlockingIOError:
+        if (received := receive_ready(one.sock)) is None:
             return
-        except OSError:
-            received = b""
         if not received:
             self._drop(one)
             if one.host:

@@ -47,6 +47,16 @@ def send_ready(sock: socket.socket, unsent: bytearray) -> None:
         pass
 
 
+def receive_ready(sock: socket.socket, most_nbytes: int = 1 << 16) -> bytes | None:
+    """Receive what has arrived on a socket that does not block; None: nothing, b"": the connection is lost."""
+    try:
+        return sock.recv(most_nbytes)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
 class Outbox:
     """Messages on their way into a socket that does not block.
 

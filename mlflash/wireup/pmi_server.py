@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from .address_relay import AddressRelay, Watch
+from .frames import receive_ready
 from .process_mapping import mapping
 from .store_client import StoreClient, Then
 
@@ -133,13 +134,9 @@ class PmiServer:
 
     def receive(self) -> None:
         """Answer what has come, without waiting; `error` has what went wrong."""
-        try:
-            received = self._sock.recv(_LINE_LENGTH)
-        except BlockingIOError:
+        if (received := receive_ready(self._sock, _LINE_LENGTH)) is None:
             return
-        except OSError:  # the process has ended without reading an answer
-            received = b""
-        if not received:  # the process has ended, or has no need of PMI any more
+        if not received:  # the process has ended, without reading an answer or not, or has no need of PMI any more
             self.close()
             return
         self._received += received

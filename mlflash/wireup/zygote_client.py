@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ..errors import DeadlineExceeded
 from . import mpich_segments, zygote_host
-from .frames import BadFrame, Frames, pack
+from .frames import BadFrame, Frames, pack, receive_ready
 from .interfaces import for_mpi
 from .launcher_variables import without_launcher
 from .process_mapping import numbered
@@ -235,12 +235,8 @@ class ZygoteClient:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1000)
-        try:
-            received = self._sock.recv(1 << 16)
-        except BlockingIOError:
+        if (received := receive_ready(self._sock)) is None:
             return
-        except OSError:
-            received = b""
         if not received:
             raise self._lost()
         self._frames.add(received)
