@@ -12,14 +12,13 @@ from typing import Any
 from ..human_readable.wording import listed, many
 from ..planning.interval import Costs, best_interval, waste, young
 from .event_log import Event, EventLog
-from .launches import Events, Launch, launches_of, steps_of, unique
+from .launches import CLOCKS_APART_S, Events, Launch, launches_of, steps_of, unique
 from .losses import Span, failures, recoveries, time_spent
 
 NODE_MTBF_S = 264 * 86400.0
 """Assumed time between failures of one node, from the training of Llama 3, see docs/plan.md."""
 _RESTART_S = 120.0  # assumed if none was measured; the default of `mlflash plan`
 _DAY_S, _HOUR_S = 86_400.0, 3600.0
-_CLOCKS_APART_S = 1.0  # clocks that differ by more get a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +228,6 @@ def _clocks_apart(launches: Sequence[Launch]) -> Iterable[str]:
         for node in times if first in times else ():
             ahead_s.setdefault(node, []).append(times[node] - times[first])
     for node, seconds in ahead_s.items():
-        if abs(apart_s := statistics.median(seconds)) > _CLOCKS_APART_S:
+        if abs(apart_s := statistics.median(seconds)) > CLOCKS_APART_S:
             way = "ahead of" if apart_s > 0 else "behind"
             yield f"the commits show that the clock of {node} is {abs(apart_s):.1f} s {way} that of {first}"

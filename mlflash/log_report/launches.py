@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from .event_log import Event, Recovered
 
-_CLOCKS_APART_S = 1.0  # how far the clock of `mlflash run` may differ from those of the nodes
+CLOCKS_APART_S = 1.0  # how far clocks may differ: those of nodes without a note, and that of `mlflash run` from theirs
 
 
 class Events(list[Event]):
@@ -161,8 +161,8 @@ def launches_of(events: Iterable[Event], recoveries: Sequence[Recovered]) -> lis
     launches: list[Launch] = []
     for run in sorted(runs.values(), key=lambda run: run.began):
         stretches = _stretches(run)
-        recovery = next((recovery for recovery in recoveries if recovery.began - _CLOCKS_APART_S <= run.began
-                         <= recovery.time + _CLOCKS_APART_S), None)  # fmt: skip
+        recovery = next((recovery for recovery in recoveries if recovery.began - CLOCKS_APART_S <= run.began
+                         <= recovery.time + CLOCKS_APART_S), None)  # fmt: skip
         if recovery is None or not launches:
             launches.append(Launch([run], stretches))
             continue
