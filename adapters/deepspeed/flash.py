@@ -362,9 +362,8 @@ class OwnFiles:
         """
         engine, tag = self._engine, f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         target = os.path.abspath(os.path.join(save_dir, tag))
-        if engine.use_node_local_storage() or not self._files.begin(
-            target
-        ):  # no rank can wait for files on another node
+        # no rank can wait for files on another node
+        if engine.use_node_local_storage() or not self._files.begin(target):
             self._save(save_dir, tag, client_state, save_latest, exclude)
             return
         notes = {os.path.join(os.path.dirname(target), "latest"): tag} if save_latest else {}

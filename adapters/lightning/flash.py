@@ -188,9 +188,8 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | 
     instead = disk.path or (f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None)
     newest = checkpointer.adapting.newest_step(instead)
     theirs = disk.path or path  # if it is incomplete and the only one, Lightning raises its error
-    if (
-        newest is None or newest <= trainer.global_step
-    ):  # a second call of `fit` continues with the state of this trainer
+    # a second call of `fit` continues with the state of this trainer
+    if newest is None or newest <= trainer.global_step:
         return None, theirs
     return (None, theirs) if disk.step is not None and disk.step > newest else (newest, path)
 

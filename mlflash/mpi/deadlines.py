@@ -254,9 +254,8 @@ class Pings:
     def __init__(self, mpi: Any, comm: Any, progress: Callable[[], int], doing: Callable[[], str]):
         self._mpi, self._comm, self._progress, self._doing = mpi, comm, progress, doing
         self._asked = 0  # how often this rank asked
-        self._told: dict[
-            int, tuple[int, int]
-        ] = {}  # the last answer of each rank: to which question, and how far the rank is
+        # the last answer of each rank: to which question, and how far the rank is
+        self._told: dict[int, tuple[int, int]] = {}
         self._does: dict[int, str] = {}  # what each rank did then
         self._kept: deque[Any] = deque()  # buffers of messages that are being sent
         self.failed: RankFailed | None = None  # a rank that has stopped working; None if there is none
