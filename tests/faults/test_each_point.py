@@ -36,7 +36,7 @@ pytestmark = [needs.PMI_1, pytest.mark.gate]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_trainer.py"
 IMPORTED = ["numpy", "mlflash.checkpointer.checkpointer", "mlflash.courier.courier_link"]
-SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer
+SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer; read at an import
 TRANSPORTS = ("p2p", "rma")  # by turns
 
 RANKS = {"copy": 2, "rs:2+1": 3}  # each on a node of its own
@@ -159,7 +159,7 @@ class Chain:
         self._root, self._scheme, self._is_lazy, self._ranks = root, scheme, is_lazy, RANKS[scheme]
         self._memory, self._directory = root / f"mlflash-{UID}" / "j", root / "directory"
         self._segments = _segments()
-        self._trainers = Trainers([*IMPORTED, *imported], root / "log")
+        self._trainers = Trainers([*IMPORTED, *imported], root / "log", SMALL)
         self._launch, self._before = 0, "nothing"
         self._promised, self._drained = NOTHING, NOTHING
         self.failed: list[str] = []

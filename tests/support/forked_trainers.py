@@ -25,9 +25,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Trainers:
-    """Forks trainers from a process that has imported modules. Close it: what it has forked is killed."""
+    """Forks trainers from a process that has imported modules in an environment. Close it: all trainers are killed."""
 
-    def __init__(self, modules: Sequence[str], log: Path):
+    def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str]):
         self._log = log
         self._pids: list[int] = []
         paths = [str(Path(waiting.__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -35,7 +35,7 @@ class Trainers:
             self._process: subprocess.Popen[str] = subprocess.Popen(
                 [sys.executable, "-W", "error", __file__, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=output, text=True, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )  # fmt: skip
 
     def start(self, script: Path, argument: str, environment: Mapping[str, str], log: Path) -> int:
