@@ -25,7 +25,7 @@ def emptied(root: Path, what: str) -> None:
     """Remove all directories, or only the files in them, in one place for all ranks."""
     COMM.Barrier()
     if RANK == 0:
-        for path in root.glob("mlflash-*") if what == "directories" else root.rglob("*"):
+        for path in root.glob("node*/mlflash-*") if what == "directories" else root.rglob("*"):
             if what == "directories":
                 shutil.rmtree(path)
             elif path.is_file():
@@ -59,7 +59,7 @@ def test_a_save_whose_files_are_removed_meanwhile_fails_and_the_next_one_does_no
 ) -> None:
     def remove(point: str) -> None:
         if point == "protect.sealed" and RANK == 0:
-            for path in root.glob("mlflash-*"):
+            for path in root.glob("node*/mlflash-*"):
                 shutil.rmtree(path)
 
     with Checkpointer(**options) as ckpt:
