@@ -23,7 +23,7 @@ from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
 from ..wireup.launcher_variables import Launched
 from ..wireup.rendezvous import way
-from ..wireup.zygote_imports import vendor
+from ..wireup.zygote import vendor
 from . import couriers
 from .context import Context
 from .findings import Finding, fine, warning, wrong

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import DeadlineExceeded, JobInUse
 from .frames import BadFrame, Frames, pack
-from .private_directory import opened
+from .own_process import opened
 
 READY = "couriers of this job start here now"
 """What `mlflash courier` prints when it is ready for trainers."""

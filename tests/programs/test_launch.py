@@ -110,20 +110,6 @@ def test_ranks_that_only_know_a_port_meet_beside_it(job: Job) -> None:
         assert one["nodes"] == [0, 0, 1], "which were emulated"
 
 
-def test_mpi_starts_where_addresses_go_from_node_to_node(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "from mlflash.wireup import address_relay\n"
-        "assert address_relay.LEAST_NODES > 3 and address_relay.FAN_OUT > 1\n"
-        "address_relay.FAN_OUT, address_relay.LEAST_NODES = 1, 2\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    job.plain(3, do="epochs", epochs=2, nodes=[0, 1, 2])
-    assert job.wait() == [0] * 3
-    check(job, 3, 2)
-
-
 def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(job: Job) -> None:
     job.plain(3, do="late")
     assert job.wait() == [0] * 3

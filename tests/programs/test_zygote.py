@@ -14,7 +14,7 @@ import needs
 import pytest
 from waiting import PATIENCE_S, until
 
-from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.key_value_store import KeyValueStore, listen
 from mlflash.wireup.pmi_server import new_epoch_name
 from mlflash.wireup.store_client import StoreClient
 from mlflash.wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
@@ -27,7 +27,7 @@ INITIALISES = "import atexit\nfrom mpi4py import MPI\nMPI.Init()\natexit.registe
 
 @pytest.fixture
 def store() -> Iterator[KeyValueStore]:
-    store = KeyValueStore()
+    store = KeyValueStore(listen())
     yield store
     store.close()
 

@@ -13,8 +13,14 @@ from pathlib import Path
 import pytest
 
 from mlflash.wireup import mpich_segments
-from mlflash.wireup.mpich_segments import SHARED_MEMORY, is_segment, mapped_by, named_after, remove_unmapped
-from mlflash.wireup.segment_records import SegmentRecord
+from mlflash.wireup.mpich_segments import (
+    SHARED_MEMORY,
+    SegmentRecord,
+    is_segment,
+    mapped_by,
+    named_after,
+    remove_unmapped,
+)
 
 
 @pytest.fixture

@@ -16,11 +16,10 @@ import torch.distributed as distributed
 from waiting import PATIENCE_S
 
 from mlflash.errors import UnsafePath, WorldMismatch
-from mlflash.wireup import text_server
 from mlflash.wireup.frames import pack
+from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import Launched
-from mlflash.wireup.own_address import own_address
-from mlflash.wireup.rendezvous import rendezvous, way, who_am_i
+from mlflash.wireup.rendezvous import ask, give, rendezvous, way, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
@@ -59,14 +58,10 @@ def ranks() -> Iterator[Ranks]:
 def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    ranks.start(0, lambda: text_server.serve(listener, "mine", 3, TEXT, PATIENCE_S))
+    mine = "1" * 32
+    ranks.start(0, lambda: give(listener, mine, 3, TEXT, PATIENCE_S))
     strangers = [socket.create_connection(address, PATIENCE_S) for _ in range(70)]  # some are closed for the next
-    bad = [
-        pack(["mlflash rendezvous", "other", 1]),
-        pack(["mlflash rendezvous", "mine", 3]),
-        pack("got"),
-        b"GET / HTTP",
-    ]
+    bad = [pack("2" * 32), pack([mine]), pack([1, "get", "text"]), b"GET / HTTP"]
     for sent in bad:
         with socket.create_connection(address, PATIENCE_S) as sock:
             sock.sendall(sent)
@@ -74,11 +69,11 @@ def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks
                 assert sock.recv(1) == b""
             except ConnectionError:
                 pass
-    connect = functools.partial(socket.create_connection, address)
+    silent = socket.create_server(("127.0.0.1", 0))
     for rank in (1, 2):
-        ranks.start(rank, functools.partial(text_server.ask, [connect], "here", "mine", rank, PATIENCE_S))
+        ranks.start(rank, functools.partial(ask, [silent.getsockname(), address], "here", mine, rank, PATIENCE_S))
     assert ranks.join() == {0: None, 1: TEXT, 2: TEXT}
-    for sock in strangers:
+    for sock in [*strangers, silent]:
         sock.close()
 
 
