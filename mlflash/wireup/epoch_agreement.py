@@ -39,17 +39,11 @@ class RankDeparted(ConnectionError):
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """A rank that has left, and why.
-
-    Attributes:
-        rank: that has left.
-        why: a clause to follow a colon.
-        ends_job: whether the other ranks must end, too, as after MPI_Abort.
-    """
+    """A rank that has left, and why."""
 
     rank: int
-    why: str
-    ends_job: bool
+    why: str  # a clause to follow a colon
+    ends_job: bool  # whether the other ranks must end, too, as after MPI_Abort
 
     def __str__(self) -> str:
         return f"rank {self.rank} has left the job: {self.why}"
@@ -92,13 +86,7 @@ def check_departure(told: str) -> None:
 
 
 class Farewell:
-    """Tells all ranks about a departure, without waiting.
-
-    Args:
-        store: a connection of its own.
-        departure: to be reported.
-        number: of the newest epoch.
-    """
+    """Tells all ranks about a departure, over a connection of its own and without waiting."""
 
     def __init__(self, store: StoreClient, departure: Departure, number: int):
         self.store, self._end = store, time.monotonic() + _TOLD_S
@@ -121,39 +109,24 @@ _ASK_S = 5.0  # limit for one more answer after a deadline, to find the reason
 
 
 class Epoch(NamedTuple):
-    """One world of MPI.
-
-    Attributes:
-        name: of the world.
-        nodes: of each rank.
-        reads: whether ranks of a node can read each other's memory.
-        freed: what ranks had seen freed when it began. It needs no courier any more.
-    """
+    """One world of MPI."""
 
     name: str
-    nodes: tuple[int, ...]
-    reads: bool = True
-    freed: frozenset[str] = frozenset()
+    nodes: tuple[int, ...]  # of each rank
+    reads: bool = True  # whether ranks of a node can read each other's memory
+    freed: frozenset[str] = frozenset()  # what ranks had seen freed when it began. It needs no courier any more
 
 
 class EpochAgreement:
     """How one rank agrees with the others. Close it; it may be closed twice.
 
-    One thread uses it, but any thread may call `put` and `share`.
+    One thread uses it, but any thread may call `put` and `share`. `agree` may replace the connection ``store``.
 
     Args:
-        rank: of this process.
-        size: number of ranks.
         node: name of the node with which this rank shares memory.
         seat: its cores, as text of `courier_cores.Seat`; "" if the other ranks need not know.
-        address: of the store.
-        token: of the store.
         end: when it must be connected, by time.monotonic.
         check: see `store_client.connect`.
-
-    Attributes:
-        address, token: of the store.
-        store: the connection. `agree` may replace it.
     """
 
     def __init__(self, rank: int, size: int, node: str, seat: str, address: tuple[str, int], token: str, end: float,
@@ -197,9 +170,8 @@ class EpochAgreement:
         """Ask for an epoch, and wait until all ranks have asked for it. Collective.
 
         Args:
-            number: of the epoch, the same on all ranks.
             end: until when to wait, by time.monotonic.
-            timeout_s: how long that was when the caller began, in seconds, for the error.
+            timeout_s: how long that was when the caller began, for the error.
             freed: what this rank has seen freed.
 
         Raises:
@@ -274,9 +246,7 @@ class EpochAgreement:
     def wait_for_end(self, number: int) -> None:
         """Wait until a rank has announced the end of an epoch, however long that takes.
 
-        Raises:
-            RankDeparted: a rank has left the job.
-            StoreLost: the store is lost, so nobody can announce anything.
+        Raises RankDeparted, or StoreLost: nobody can announce anything.
         """
         while True:
             try:

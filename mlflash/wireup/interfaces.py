@@ -25,14 +25,9 @@ _OF_FABRICS = ("/sys/class/infiniband", "/sys/class/cxi")  # EFA and Omni-Path a
 
 
 def chosen(environment: Mapping[str, str], names: Sequence[str] | None = None) -> list[str] | None:
-    """The interfaces of this host to use; None if no variable names any.
+    """The interfaces of this host to use, among ``names`` or all; None if no variable names any.
 
-    Args:
-        environment: of the job.
-        names: of the interfaces of this host; None: look them up.
-
-    Raises:
-        WorldMismatch: MLFLASH_INTERFACE is given, and this host has none of these interfaces.
+    Raises WorldMismatch: MLFLASH_INTERFACE is given, and this host has none of these interfaces.
     """
     names = [name for _, name in socket.if_nameindex()] if names is None else names
     for variable in (OWN, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -75,14 +70,8 @@ def for_mpi(environment: Mapping[str, str], fabrics: Sequence[str] = _OF_FABRICS
     """The network variables that MPI's libraries need, without those that the user has set.
 
     On a host with an RDMA fabric they only concern libfabric's TCP, because UCX would otherwise not use the fabric. On
-    a host without one they tell libfabric to use TCP, because its own choice does not work between hosts.
-
-    Args:
-        environment: of the job.
-        fabrics: directories of Linux that are not empty if there is a fabric.
-
-    Raises:
-        WorldMismatch: see `chosen`.
+    a host without one they tell libfabric to use TCP, because its own choice does not work between hosts. Raises
+    WorldMismatch as `chosen` does.
     """
     has_fabric = any(Path(path).is_dir() and any(Path(path).iterdir()) for path in fabrics)
     told: dict[str, str] = {} if has_fabric else {"FI_PROVIDER": "tcp"}
@@ -101,16 +90,11 @@ def own_address(one_host: bool, environment: Mapping[str, str]) -> str:
     """Choose the numeric address at which all ranks reach this host.
 
     If all ranks are on this host, it is loopback. Otherwise it is the first of these that is an address of this host
-    and not loopback: that of the interfaces to use (`interfaces`); the address of MASTER_ADDR, which usually is the
+    and not loopback: that of the interfaces to use (`chosen`); the address of MASTER_ADDR, which usually is the
     host of rank 0; the address from which this host reaches MASTER_ADDR; the address of its own host name; the address
     from which it reaches the rest of the world; that of any of its interfaces. If there is none, it is loopback.
 
-    Args:
-        one_host: whether all ranks are known to be on this host.
-        environment: of the job.
-
-    Raises:
-        WorldMismatch: MLFLASH_INTERFACE names no interface of this host.
+    Raises WorldMismatch: MLFLASH_INTERFACE names no interface of this host.
     """
     if one_host:
         return _LOOPBACK

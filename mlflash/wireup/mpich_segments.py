@@ -33,14 +33,7 @@ def is_segment(name: object) -> bool:
 
 
 def mapped_by(pid: int | str) -> set[str]:
-    """The names of the segments that a process maps.
-
-    Args:
-        pid: of the process, or "self".
-
-    Returns:
-        Names; none if the process has ended or belongs to somebody else.
-    """
+    """The names of the segments that a process maps; none if it has ended or belongs to somebody else."""
     try:
         return set(_NAME.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
     except OSError:
@@ -48,25 +41,13 @@ def mapped_by(pid: int | str) -> set[str]:
 
 
 def named_after(epoch: str, node: int) -> set[str]:
-    """The names of the segments that MPICH 5 makes for an epoch on a node.
-
-    Args:
-        epoch: its name, which must never have been used before.
-        node: its number, as in `process_mapping`.
-    """
+    """The names of the segments that MPICH 5 makes for an epoch on a node, numbered as in `process_mapping`."""
     hashes = (_fnv(epoch.encode()), _fnv(f"{epoch}-1".encode()))  # MPICH 5.0 and 5.1
     return {f"mpich_{what}_{hashed:x}_{node}" for what in ("shm", "vci") for hashed in hashes}
 
 
 def remove_unmapped(names: Collection[str]) -> set[str]:
-    """Remove those of these segments that no process maps any more.
-
-    Args:
-        names: of segments that our couriers mapped.
-
-    Returns:
-        Names of the segments that are still mapped.
-    """
+    """Remove those of these segments that no process maps any more; return the others."""
     ours = {name for name in names if _is_ours(name)}
     if not ours:
         return set()
@@ -100,15 +81,9 @@ _PREFIX = "segments-"
 
 
 class SegmentRecord:
-    """The file of one zygote. Close it; it may be closed twice.
+    """The file of one zygote in a private directory of its user. Close it; it may be closed twice.
 
-    It also removes what zygotes have left that were killed.
-
-    Args:
-        directory: private to this user; made if needed.
-
-    Raises:
-        OSError, UnsafePath: no file can be written there.
+    It also removes what zygotes have left that were killed. Raises OSError or UnsafePath: no file can be written there.
     """
 
     def __init__(self, directory: Path):

@@ -23,10 +23,7 @@ def running(module: str) -> list[str]:
     """The command that runs a module, and finds no other module in the working directory.
 
     With ``python -m``, a file ``tokenize.py`` in the working directory would be run in the place of Python's own.
-    mlflash itself is found where this process has it.
-
-    Args:
-        module: its name; the arguments of the program follow the command.
+    mlflash itself is found where this process has it. The arguments of the program follow the command.
     """
     root = str(Path(__file__).resolve().parents[2])
     start = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; import runpy; " \
@@ -37,8 +34,7 @@ def running(module: str) -> list[str]:
 def end_with(parent: int) -> None:
     """Have this process killed when its parent ends, or now if it has already ended.
 
-    Args:
-        parent: its process id, taken before this process was forked.
+    ``parent``: its process id, taken before this process was forked.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -51,11 +47,7 @@ def set_name(name: str) -> None:
 
 
 def allow(count: int) -> str:
-    """Allow this process a number of open descriptors.
-
-    Returns:
-        Why that is not possible; "" if it is.
-    """
+    """Allow this process a number of open descriptors. Return why that is not possible; "" if it is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = hard == resource.RLIM_INFINITY
     if not is_unlimited and hard < count:
@@ -72,10 +64,8 @@ def allow(count: int) -> str:
 def opened(directory: Path) -> Iterator[str]:
     """Open a private directory of this user; make it if it does not exist.
 
-    Yields a path that always means the directory that was checked, and that is short enough for a socket in it.
-
-    Raises:
-        UnsafePath: it is somebody else's, or open to others.
+    Yields a path that always means the directory that was checked, and that is short enough for a socket in it. Raises
+    UnsafePath: it is somebody else's, or open to others.
     """
     with contextlib.suppress(FileExistsError):
         directory.mkdir(0o700, parents=True)

@@ -35,12 +35,7 @@ _KEY = "mlflash-rendezvous"
 
 
 def has_pmi(environment: Mapping[str, str], me: Launched) -> bool:
-    """Whether this process has an unused PMI of its launcher.
-
-    Args:
-        environment: of this process.
-        me: its rank, which must be that of PMI.
-    """
+    """Whether this process has an unused PMI of its launcher, with the same rank."""
     if (environment.get("PMI_RANK"), environment.get("PMI_SIZE")) != (str(me.rank), str(me.size)) or uses_mpi():
         return False
     try:
@@ -55,13 +50,7 @@ def has_pmi(environment: Mapping[str, str], me: Launched) -> bool:
 
 
 def share(environment: Mapping[str, str], me: Launched, text: str | None, timeout_s: float) -> str:
-    """Give rank 0's text to all. Collective over the ranks of the launcher.
-
-    Args:
-        environment: of this process.
-        me: its rank.
-        text: on rank 0, without spaces; None on others.
-        timeout_s: how long it may take, in seconds.
+    """Give rank 0's text, without spaces, to all. Collective over the ranks of the launcher.
 
     Raises:
         DeadlineExceeded: a rank has not come.

@@ -79,14 +79,10 @@ def parse(line: bytes) -> dict[str, str]:
 
 
 class PmiServer:
-    """The server of one MPI process.
+    """The server of one MPI process, which has the other end of the socketpair.
 
-    Args:
-        sock: one end of a socketpair; the process has the other. `close` closes it.
-        epoch: a unique name, the same on all ranks.
-        rank: of the process.
-        nodes: the node of each rank, any numbers `(ranks)`.
-        store: a client of the store. The owner of this object drives both.
+    The owner of this object drives it and ``store``, a client of the store. ``nodes``: the node of each rank, any
+    numbers.
     """
 
     def __init__(self, sock: socket.socket, epoch: str, rank: int, nodes: Sequence[int], store: StoreClient):

@@ -71,12 +71,7 @@ def who_am_i(environment: Mapping[str, str]) -> Launched:
 
 
 def way(environment: Mapping[str, str], me: Launched) -> str:
-    """How ranks find each other without MPI, in words; "" if they cannot. The same on all ranks; not collective.
-
-    Args:
-        environment: of this process.
-        me: its rank.
-    """
+    """How ranks find each other without MPI, in words; "" if they cannot. The same on all ranks; not collective."""
     if me.size == 1:
         return "there is one rank"
     if _torch_distributed() is not None:
@@ -96,11 +91,8 @@ def rendezvous(
     """Give rank 0's text to all ranks, by the `way` of this job. Collective over the ranks that were launched.
 
     Args:
-        environment: of this process.
-        me: its rank.
         text: on rank 0, of letters, digits and ``.,:-``; None on others.
         directory: a private directory of this user, made if needed; for ranks on one host. None: not this way.
-        timeout_s: how long it may take, in seconds.
 
     Raises:
         DeadlineExceeded: some ranks have not come.
@@ -207,12 +199,8 @@ def _by_directory(directory: Path, name: str, me: Launched, text: str | None, ti
 def give(listener: socket.socket, launch: str, size: int, text: str, timeout_s: float) -> None:
     """Give a text to all other ranks, and return when all have it. Collective, with `ask` on the others.
 
-    Args:
-        listener: closed in the end.
-        launch: 32 hexadecimal digits that only this launch has; no secret.
-
-    Raises:
-        DeadlineExceeded: some ranks have not come; it names them.
+    ``launch``: 32 hexadecimal digits that only this launch has; no secret. Raises DeadlineExceeded, with the ranks that
+    have not come.
     """
     end = time.monotonic() + timeout_s
     with contextlib.closing(KeyValueStore(listener, launch, stranger_s=_ANSWER_S)) as store:
@@ -232,12 +220,8 @@ def give(listener: socket.socket, launch: str, size: int, text: str, timeout_s: 
 def ask(addresses: Sequence[tuple[str, int] | str], where: str, launch: str, rank: int, timeout_s: float) -> str:
     """Ask rank 0 for its text until it answers. Collective, with `give` on rank 0.
 
-    Args:
-        addresses: where rank 0 may listen, in the order in which it tries them.
-        where: these addresses, in words.
-
-    Raises:
-        DeadlineExceeded: rank 0 has not answered.
+    ``addresses``, ``where``: where rank 0 may listen, in the order in which it tries them, and the same in words.
+    Raises DeadlineExceeded.
     """
     end = time.monotonic() + timeout_s
     pause_s, why = _PAUSE_S, "it was not tried"

@@ -31,12 +31,10 @@ class StoreLost(ConnectionError):
 class StoreClient:
     """A connection to the store. Close it; it may be closed twice.
 
-    The constructor does not wait for the connection: the first answer shows that it works. One thread
-    uses it.
+    The constructor does not wait for the connection: the first answer shows that it works. One thread uses it.
 
     Args:
         address: host and port, or the path of a socket. If nothing may wait, the host must be numeric.
-        token: that of the store.
         check: called from time to time while a call waits; what it raises ends the wait. A host that has vanished
             closes no connection.
     """
@@ -108,21 +106,11 @@ class StoreClient:
     # Calls that wait
 
     def put(self, key: str, value: str, timeout_s: float) -> None:
-        """Set the value of a key.
-
-        Raises:
-            DeadlineExceeded: the store has not answered. It may still set the value.
-            StoreLost: there is no connection.
-        """
+        """Set the value of a key. Raises DeadlineExceeded: the store may still set it."""
         self._ask(timeout_s, "put", key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Wait until a key exists, and return its value.
-
-        Raises:
-            DeadlineExceeded: it did not exist in time.
-            StoreLost: there is no connection.
-        """
+        """Wait until a key exists, and return its value. Raises DeadlineExceeded: it did not exist in time."""
         value: str = self._ask(timeout_s, "get", key)
         return value
 
@@ -248,14 +236,10 @@ _ONLY_HERE = (
 
 
 def connect(address: tuple[str, int], token: str, end: float, check: Callable[[], None]) -> StoreClient:
-    """Connect to a store, which may be just restarting.
+    """Connect to a store, which may be just restarting, until ``end`` by time.monotonic.
 
-    Args:
-        end: until when to try, by time.monotonic.
-        check: called before each attempt, and while calls of the client wait; what it raises ends that.
-
-    Raises:
-        StoreLost, DeadlineExceeded: the store is not there, or does not answer.
+    ``check`` is called before each attempt, and while calls of the client wait; what it raises ends that. Raises
+    StoreLost or DeadlineExceeded: the store is not there, or does not answer.
     """
     pause_s = 0.005
     while True:
