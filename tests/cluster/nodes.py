@@ -127,27 +127,11 @@ class Nodes:
 
     def limit_rate(self, name: str, mbit: int) -> None:
         """Limit what a node's cable carries, each way, to so many Mbit/s."""
-        self._shape(name, "tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
-
-    def disturb(self, name: str, delay_ms: int, loss_percent: float) -> None:
-        """Delay what a node's cable carries, each way, and lose some of its packets.
-
-        Raises:
-            LookupError: this kernel has no netem.
-        """
-        try:
-            self._shape(name, "netem", "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%")
-        except RuntimeError as error:
-            if "qdisc kind is unknown" in str(error):
-                raise LookupError("this kernel has no netem") from None
-            raise
-
-    def _shape(self, name: str, *discipline: str) -> None:
         assert self._switch is not None
         node = self._up[name]
         for pid, port in ((self._switch.pid, node.port), (node.pid, "eth0")):
-            command = ["tc", "qdisc", "replace", "dev", port, "root", *discipline]
-            _run(["nsenter", "--target", str(pid), "--net", *command])
+            shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
+            _run(["nsenter", "--target", str(pid), "--net", "tc", "qdisc", "replace", "dev", port, *shape])
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes that a node has sent over its cable since it was booted."""

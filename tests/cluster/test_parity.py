@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 from cluster.jobs import Cluster
 from cluster.nodes import Nodes
 from cluster.test_node_loss import assert_restored, slot_files, sources
 from harness import assert_unrestorable
-from waiting import until
 
 FOUR = ("host1", "host2", "host3", "host4")
 THREE = FOUR[:3]
@@ -75,40 +73,3 @@ def test_the_ranks_of_four_nodes_go_on_with_three(nodes: Nodes) -> None:
     assert sources(result) == ["host1", "host2", "parity", "host4"]
     crash(nodes, "host1")  # two ranks were there: one is covered by parity, one by a copy, as its node has more ranks
     assert_restored(cluster.run(fewer, last=5, options={"redundancy": "xor:3"}), fewer, 4)
-
-
-def crash_at(
-    nodes: Nodes, cluster: Cluster, path: list[str], victim: int, hosts: Sequence[str], **options: object
-) -> None:
-    """Start a job; when the victim comes to the end of the path it waits there, and its node goes."""
-    trap = {"path": path, "action": "wait", "rank": victim}
-    job = cluster.start(hosts, one_by_one=True, traps=[trap], **options)
-    until((job.out / f"sprung{victim}").exists, lambda: f"rank {victim} at {path}\n{(job.out / 'log').read_text()}")
-    nodes.crash(hosts[victim])
-    job.wait()
-    nodes.boot(hosts[victim])
-
-
-SAVE, HEAL = ["commit.seen", "commit.seen"], ["heal.begun"]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "path", "allowed", "transport"),
-    [("rs:2+2", [*SAVE, "parity.coded"], {2}, "rma"), ("rs:2+2", [*SAVE, "parity.received"], {2, 3}, "p2p"),
-     ("rs:2+2", [*SAVE, "commit.agreed"], {3}, "rma"), ("rs:2+2", ["restore.verified", "parity.coded"], {3}, "rma"),
-     ("rs:2+2", [*HEAL, "parity.sent"], {3}, "p2p"), ("copy", [*SAVE, "transfer.sent"], {2}, "rma"),
-     ("copy", [*SAVE, "transfer.arrived"], {2, 3}, "p2p"), ("copy", [*HEAL, "heal.done"], {3}, "p2p")],
-)  # fmt: skip
-def test_a_node_that_crashes_at_a_point_of_a_save_a_rebuild_or_a_heal(
-    nodes: Nodes, scheme: str, path: list[str], allowed: set[int], transport: str
-) -> None:
-    cluster, options = Cluster(nodes, transport), {"redundancy": scheme}
-    if path[:2] != SAVE:
-        train_and_die(cluster, FOUR, scheme)
-        crash(nodes, "host1")
-    # Host 2 codes blocks of host 1, or sends it what its parity is made of, when it crashes too.
-    crash_at(nodes, cluster, path, 1, FOUR, last=3, options=options)
-    result = cluster.run(FOUR, last=4, options=options)
-    (step,) = {r["step"] for r in result.of("restored")}
-    assert step in allowed, result.log
-    assert_restored(result, FOUR, step)

@@ -11,7 +11,7 @@ import signal
 import socket
 from pathlib import Path
 
-from processes import described, runs, started_by
+from processes import described, runs
 from waiting import until
 
 from mlflash.launcher.kept_ranks import KeptRanks
@@ -136,9 +136,3 @@ def speak(ranks: KeptRanks, said: bytes) -> None:
                 pass
         except ConnectionResetError:  # there was more than it has read
             pass
-
-
-def sizes(pid: int) -> dict[str, int]:
-    """How many descriptors and threads a process has, and how many that it has started."""
-    counts = {what: len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task")}
-    return {**counts, "processes": len(started_by({pid}))}

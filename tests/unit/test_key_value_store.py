@@ -249,24 +249,31 @@ def test_strangers_that_stay_silent_keep_nobody_out_and_are_closed() -> None:
 
 
 def test_it_sleeps_where_no_descriptor_is_left_and_accepts_again() -> None:
+    """But first the oldest that has not said who it is gives its own."""
     store = KeyValueStore(listen())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.create_connection(store.address) as first:
-        first.sendall(pack(store.token))
-        until(lambda: store.step() or store.connections == 1, "the first is there")
+    first, silent = (socket.create_connection(store.address) for _ in range(2))
+    first.sendall(pack(store.token) + pack([1, "ping"]))
+    until(lambda: store.step() or (store.connections == 2 and select.select([first], [], [], 0)[0]), "both are there")
+    second = socket.create_connection(store.address)
+    try:
+        os.close(lowest := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        until(lambda: store.step() or select.select([silent], [], [], 0)[0], "the oldest is closed")
+        assert is_closed(silent)
+        until(lambda: store.step() or store.connections == 2, "the second is there")
+        second.sendall(pack(store.token))
+        third = socket.create_connection(store.address)
+        until(lambda: store.step() or not len(store._strangers), "it has said who it is, and no descriptor is left")
         store.step()
-        second = socket.create_connection(store.address)
-        try:
-            os.close(lowest := os.dup(0))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-            store.step()
-            assert not select.select([store], [], [], 0)[0], "it would never sleep"
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    until(lambda: store.step() or store.connections == 1, "the first is gone, the second is there")
-    second.sendall(pack(store.token) + pack([1, "ping"]))
-    until(lambda: store.step() or bool(select.select([second], [], [], 0)[0]), "an answer")
-    assert second.recv(100) == pack([1, True])
+        assert not select.select([store], [], [], 0)[0], "it would never sleep"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    first.close()
+    third.sendall(pack(store.token) + pack([1, "ping"]))
+    until(lambda: store.step() or bool(select.select([third], [], [], 0)[0]), "an answer")
+    assert third.recv(100) == pack([1, True])
     second.close()
+    third.close()
     store.close()
     store.close()

@@ -17,7 +17,6 @@ from waiting import PATIENCE_S
 
 from mlflash.errors import UnsafePath, WorldMismatch
 from mlflash.wireup.frames import pack
-from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import Launched
 from mlflash.wireup.rendezvous import ask, give, rendezvous, way, who_am_i
 
@@ -134,12 +133,3 @@ def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any
         who_am_i({"RANK": "0", "WORLD_SIZE": "3"})
     torch.is_up = False
     assert who_am_i({}) == Launched(0, 1, 0, "none")
-
-
-# The own address
-
-
-def test_the_own_address_can_be_listened_at() -> None:
-    for main_host in (None, "localhost", "no.such.host.invalid", socket.gethostname()):
-        found = own_address(False, {"MASTER_ADDR": main_host} if main_host else {})
-        socket.create_server((found, 0), family=socket.AF_INET6 if ":" in found else socket.AF_INET).close()

@@ -135,11 +135,6 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_slurm_is_asked_for_whole_lines(scontrol: Path) -> None:
-    script(scontrol, '[ "$*" = "show topology" ] && echo "SwitchName=s$SLURM_TOPO_LEN Level=0 Nodes=n1"')
-    assert ask_slurm() == Domains(("switch",), {"n1": ("s1000000",)})
-
-
 @pytest.mark.parametrize(
     "text", ["exit 1", "echo 'SwitchName=s0 Level=0 Nodes=n1'; exit 1", "echo nothing", "echo 'SwitchName=s Nodes=n['"]
 )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from waiting import until
 
-from mlflash.launcher import first_node_guard, node_watch, processes, supervisor
+from mlflash.launcher import node_watch, processes, supervisor
 from mlflash.launcher.launch_system import RunLog, RunOptions, Step
 from mlflash.launcher.node_watch import Beside, Looks
 from mlflash.launcher.processes import ask_within, end_session, spawn
@@ -172,19 +172,3 @@ def test_a_look_that_does_not_end_is_told_of_and_keeps_nothing_from_ending(
     finally:
         over.set()
     until(look.done, "the end of the look", END_S)
-
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], None]:
-    """Makes a program of Slurm, for a guard of node a."""
-
-    def make(name: str, text: str) -> None:
-        (tmp_path / f"{name}.new").write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / f"{name}.new").chmod(0o700)
-        (tmp_path / f"{name}.new").rename(tmp_path / name)
-
-    monkeypatch.setattr(first_node_guard, "_BEAT_S", 0.05)
-    for name, value in (("PATH", str(tmp_path)), ("SLURMD_NODENAME", "a"), ("SLURM_JOB_NODELIST", "a,b")):
-        monkeypatch.setenv(name, value)
-    make("scontrol", "printf 'a\\nb\\n'")
-    return make
