@@ -85,18 +85,6 @@ def test_without_a_recovery_in_the_journal_each_loss_is_a_failure(events: Path, 
     assert alone == beside and len(files[1]) == len(files[0]) + 1
 
 
-def test_rounds_that_failed_before_all_had_begun_are_part_of_the_recovery(tmp_path: Path) -> None:
-    job = made_logs.Job(ranks_per_node=1)
-    job.launch("a", 1000.0, ["n1", "n2"], None, 30, end=None)
-    job.launch("b", 1036.0, ["n1", "n3"], None, 0, end=None)
-    job.launch("c", 1040.0, ["n1", "n4"], 20, 40, ready_s=2.0)
-    journal = made_logs.journal(tmp_path / "run.jsonl", recovered(1042.0, seconds=8.0, round=3, lost=[1, 1]))
-    told = numbers(job.write(tmp_path / "events.jsonl")[0], journal)
-    assert (len(told["launches"]), told["failures"], told["nodes"], told["notes"]) == (1, [], ["n1", "n4"], [])
-    assert [told["seconds"][part] for part in ("recovering_s", "starting_s", "down_s")] == [8.0, 0.0, 0.0]
-    assert [row["lost"] for row in told["recoveries"]] == [[1]]
-
-
 def test_a_relaunch_after_a_recovery_is_a_failure_as_ever(events: Path, journal: Path) -> None:
     job = made_logs.Job(ranks_per_node=1)
     job.launch("a", 1000.0, ["n1", "n2"], None, 30, end=None)
@@ -107,12 +95,6 @@ def test_a_relaunch_after_a_recovery_is_a_failure_as_ever(events: Path, journal:
     assert (len(told["launches"]), failure["launch"], failure["restored"], recovery["launch"]) == (2, 0, 40, 0)
     assert (failure["gone"], failure["lost_s"], recovery["lost_s"]) == ([], pytest.approx(2.01), 11.0)
     assert told["seconds"]["wall_s"] == pytest.approx(told["ended"] - told["began"])
-
-
-def test_a_recovery_of_which_no_rank_tells_is_left_out_and_said(events: Path, tmp_path: Path) -> None:
-    told = numbers(events, made_logs.journal(tmp_path / "run.jsonl", recovered(), recovered(5000.0, round=7)))
-    assert len(told["recoveries"]) == 1
-    assert any("1 line of the journal record" in note and "(round 7)" in note for note in told["notes"])
 
 
 @pytest.mark.parametrize("change", [
