@@ -7,17 +7,11 @@ import itertools
 import pytest
 from cluster.jobs import Cluster
 from cluster.nodes import Nodes
-from cluster.test_node_loss import assert_restored, slot_files, sources
+from cluster.test_node_loss import assert_restored, slot_files, sources, train_and_die
 from harness import assert_unrestorable
 
 FOUR = ("host1", "host2", "host3", "host4")
 THREE = FOUR[:3]
-
-
-def train_and_die(cluster: Cluster, hosts: tuple[str, ...], scheme: str) -> None:
-    """Train up to step 3, then every process dies at once."""
-    result = cluster.run_until_all_die(hosts, 3, options={"redundancy": scheme})
-    assert {r["step"] for r in result.of("committed")} >= {3}, result.log
 
 
 def crash(nodes: Nodes, *hosts: str) -> None:
@@ -32,7 +26,7 @@ def test_every_loss_that_is_covered_is_restored_with_no_save_between(
 ) -> None:
     cluster = Cluster(nodes, transport)
     options = {"redundancy": scheme}
-    train_and_die(cluster, FOUR, scheme)
+    train_and_die(cluster, FOUR, 3, options={"redundancy": scheme})
     for lost in itertools.combinations(FOUR, losses):
         crash(nodes, *lost)
         before = sum(nodes.sent_nbytes(host) for host in FOUR if host not in lost)
@@ -49,7 +43,7 @@ def test_every_loss_that_is_covered_is_restored_with_no_save_between(
 
 def test_a_spare_takes_the_place_of_a_lost_node_and_ranks_may_move(nodes: Nodes) -> None:
     cluster, options = Cluster(nodes), {"redundancy": "xor:3"}
-    train_and_die(cluster, THREE, "xor:3")
+    train_and_die(cluster, THREE, 3, options={"redundancy": "xor:3"})
     nodes.crash("host2")
     in_its_place = ("host1", "host4", "host3")
     result = cluster.run(in_its_place, last=4, options=options)
@@ -65,7 +59,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_ranks_may_move(nodes: Nodes)
 
 def test_the_ranks_of_four_nodes_go_on_with_three(nodes: Nodes) -> None:
     cluster = Cluster(nodes)
-    train_and_die(cluster, FOUR, "rs:2+2")
+    train_and_die(cluster, FOUR, 3, options={"redundancy": "rs:2+2"})
     nodes.crash("host3")
     fewer = ("host1", "host1", "host2", "host4")
     result = cluster.run(fewer, last=4, options={"redundancy": "xor:3"})

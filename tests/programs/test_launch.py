@@ -19,7 +19,6 @@ from harness import SUPPORT
 from processes import free_port, started_by
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import find_mpiexec
 from mlflash.wireup.mpich_segments import named_after
 
 SHM = Path("/dev/shm")
@@ -92,14 +91,6 @@ def check(job: Job, size: int, epochs: int) -> list[dict[str, Any]]:
     took = sorted(moment for one in said for moment in one["took"])
     assert statistics.median(took) < 0.5 * (1 if os.getloadavg()[0] < 4 else 4), "from a kill to an allreduce"
     return said
-
-
-def test_hydra_that_does_not_say_which_rank_a_process_is_gets_no_job_of_single_ranks(job: Job) -> None:
-    path = find_mpiexec()[0]
-    job.start([path, "-launcher", "fork", "-pmi-port", "-n", "2", sys.executable], {}, do="fails")
-    assert job.wait() == [0]
-    (said,) = job.said(0)
-    assert said["kind"] == "WorldMismatch" and "without -pmi-port" in said["error"]
 
 
 @pytest.mark.gate

@@ -33,13 +33,6 @@ class Kept(Results):
     nodes: Nodes
     ranks: int
 
-    @property
-    def has_ended(self) -> bool:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
     def steps(self, rank: int) -> list[list[str]]:
         """What a rank has noted of each step: when, which, by which process, its number of entries, on which host."""
         path = self.out / f"steps-{rank}"

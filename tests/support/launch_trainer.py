@@ -125,15 +125,10 @@ def begin_soon(couriers: Couriers) -> bool:
 def fails() -> None:
     try:
         start()
-    except MlflashError as error:
+    except (MlflashError, StoreLost) as error:
         rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0"))
-        say(rank, error=str(error), ranks=error.ranks, kind=type(error).__name__, children=list_children())
-    except StoreLost as error:
-        say(int(os.environ["RANK"]), error=str(error), kind="StoreLost", children=list_children())
-
-
-def list_children() -> list[int]:
-    return sorted(started_by({os.getpid()}))
+        say(rank, error=str(error), ranks=getattr(error, "ranks", None), kind=type(error).__name__,
+            children=sorted(started_by({os.getpid()})))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,16 +17,19 @@ from waiting import until
 from mlflash.launcher.kept_ranks import KeptRanks
 
 # As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere. At "apart" what
-# it starts is in a session of its own, as on another machine.
+# it starts is in a session of its own, as on another machine. "dark" does not answer, and "gone" cannot be reached.
 SHELL = """#!/bin/bash
 echo $$ > {folder}/shell-$1
 host=$1; shift; cd /
-if [ $host = apart ]; then
+case $host in
+dark) exec sleep 1000;;
+gone) echo "connect to host gone: No route to host" >&2; exit 255;;
+apart)
     exec 3<&0
     setsid -w env -i PATH=/usr/bin:/bin sh -c "$*" < <(exec cat <&3) 3<&-
-    exit
-fi
-exec env -i PATH=/usr/bin:/bin sh -c "$*"
+    exit;;
+esac
+exec env -i PATH=/usr/bin:/bin FROM_LOGIN=$host sh -c "$*"
 """
 RANK = """
 import json, os, signal, sys
@@ -70,11 +73,7 @@ except MlflashError:
 
 
 class Said:
-    """What the processes of a job have said.
-
-    Args:
-        folder: that they were given.
-    """
+    """What the processes of a job have said, in the folder that they were given."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -41,11 +41,6 @@ def test_any_nodes_come_back(nodes: list[int]) -> None:
     assert nodes_of(blocks(nodes), len(nodes)) == numbered
 
 
-def test_a_large_world_on_uneven_nodes_is_small() -> None:
-    scattered = [rank * 7919 % 4099 for rank in range(16_384)]
-    assert read_as_mpich(mapping(scattered), len(scattered)) == nodes_of(blocks(scattered), len(scattered))
-
-
 class Client:
     """An MPI process, as the server sees it, and the event loop that both stand in."""
 

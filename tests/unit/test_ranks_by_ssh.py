@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from processes import killed_in_the_end
-from unit.kept_job import is_gone
+from unit.kept_job import SHELL, is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import LaunchFailed
@@ -24,16 +24,6 @@ from mlflash.launcher.host_agent import Spec
 from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.ranks_by_ssh import OnSsh, RanksBySsh, address_of
 
-# As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere.
-SHELL = """#!/bin/sh
-echo $$ > {folder}/shell-$1
-case $1 in
-dark) exec sleep 1000;;
-gone) echo "connect to host gone: No route to host" >&2; exit 255;;
-esac
-host=$1; shift; cd /
-exec env -i PATH=/usr/bin:/bin FROM_LOGIN=$host sh -c "$*"
-"""
 # A shell may take a signal just before it waits for a command, and hear it after that.
 LISTENS = """
 import os, signal, sys

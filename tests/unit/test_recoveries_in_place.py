@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mlflash
 from mlflash.cli import main
-from mlflash.log_report.event_log import _JOURNAL_KINDS, Recovered
+from mlflash.log_report.event_log import _JOURNAL_KINDS
 
 TIMES = {"leave": 0.25, "wait": 0.5, "couriers": 0.75, "checkpointer": 0.125, "groups": 0.25, "restore": 1.5}
 
@@ -76,15 +76,6 @@ def test_a_recovery_in_place_is_neither_training_nor_a_relaunch(events: Path, jo
     assert told["files"][-1]["journal"] == 5
 
 
-def test_without_a_recovery_in_the_journal_each_loss_is_a_failure(events: Path, journal: Path) -> None:
-    alone = numbers(events)
-    journal.write_text("".join(line for line in journal.read_text().splitlines(True) if "recovered" not in line))
-    beside = numbers(events, journal)
-    assert (len(alone["launches"]), len(alone["failures"]), alone["recoveries"]) == (2, 1, [])
-    files = alone.pop("files"), beside.pop("files")
-    assert alone == beside and len(files[1]) == len(files[0]) + 1
-
-
 def test_a_relaunch_after_a_recovery_is_a_failure_as_ever(events: Path, journal: Path) -> None:
     job = made_logs.Job(ranks_per_node=1)
     job.launch("a", 1000.0, ["n1", "n2"], None, 30, end=None)
@@ -124,10 +115,6 @@ def test_whatever_a_journal_says_the_parts_of_the_time_add_up(events: Path, tmp_
         assert min(told["seconds"].values()) >= 0 and len(told["recoveries"]) + len(told["failures"]) == 1
 
     check()
-
-
-def test_a_line_is_what_the_decider_writes() -> None:
-    assert set(recovered()) - {"event"} == set(Recovered.__struct_fields__)
 
 
 def test_whatever_a_journal_says_is_known_to_the_report() -> None:
