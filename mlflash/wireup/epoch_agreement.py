@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import DeadlineExceeded
+from ..placement.node import name_of_host
 from . import cross_memory
 from .pmi_server import new_epoch_name
-from .process_mapping import Block, blocks, name_of_host, nodes_of
+from .process_mapping import Block, blocks, nodes_of
 from .store_client import StoreClient, StoreLost, connect, left_s
 
 _TOLD_S = 10.0  # limit for the store of a busy host to take it: a rank that is not told waits forever
