@@ -15,6 +15,7 @@ from processes import described, runs
 from waiting import until
 
 from mlflash.launcher.kept_ranks import KeptRanks
+from mlflash.launcher.ranks_by_ssh import RanksBySsh
 
 # As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere. At "apart" what
 # it starts is in a session of its own, as on another machine. "dark" does not answer, and "gone" cannot be reached.
@@ -121,7 +122,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
 
-def code_of(ranks: KeptRanks) -> int:
+def code_of(ranks: RanksBySsh) -> int:
     found: list[int | None] = until(lambda: [ranks.poll()] if ranks.poll() is not None else [], "the end of all")
     return found[0] or 0
 

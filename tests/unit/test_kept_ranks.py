@@ -27,8 +27,7 @@ SUPERVISOR = """
 import sys, threading
 from mlflash.launcher.kept_ranks import OnKeptHosts
 from mlflash.launcher.membership import Deadlines
-from mlflash.launcher.launch_system import NodeAssignment
-from mlflash.launcher.launch_system import RunLog
+from mlflash.launcher.launch_system import NodeAssignment, RunLog
 launcher = OnKeptHosts(["a", "b"], {shell!r}, 0, Deadlines(2.0), RunLog(None))
 ranks = launcher.train(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
 threading.Event().wait()

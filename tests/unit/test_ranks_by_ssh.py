@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from processes import killed_in_the_end
-from unit.kept_job import SHELL, is_gone
+from unit.kept_job import SHELL, code_of, is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import LaunchFailed
@@ -69,10 +69,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     for ranks in started:
         ranks.end(0)
         assert ranks.poll() is not None
-
-
-def code_of(ranks: RanksBySsh) -> int:
-    return until(lambda: (ranks.poll() is not None and [ranks.poll() or 0]) or None, "the end of the ranks")[0]
 
 
 def pid_of(folder: Path, what: str) -> int:

@@ -104,12 +104,8 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
         assert found["srun_args"].split()[1:] == [mounts, "--no-container-remap-root"]
 
 
-def section(title: str) -> str:
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-
-
 def test_the_page_has_every_option_of_mlflash_run_and_no_other() -> None:
-    page = section("Options")
+    page = PAGE.partition("\n## Options\n")[2].partition("\n## ")[0]
     table = re.findall(r"^\| `(--[\w-]+)", page, re.M)
     there = [option.opts[0] for option in run.params if isinstance(option, click.Option)]
     assert table == there
