@@ -31,8 +31,8 @@ from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMisma
 from mlflash.in_place.decider_link import decider, is_spare
 from mlflash.in_place.forked_spare import fork_spares
 from mlflash.mpi.world import find_comm
+from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
-from mlflash.wireup.own_address import own_address
 from mlflash.wireup.pmi_client import uses_mpi
 from mlflash.wireup.rendezvous import rendezvous, way
 

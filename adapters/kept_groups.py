@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mlflash.in_place.decider_link import Seat, is_spare, registered_groups
 from mlflash.in_place.forked_spare import begin_anew
-from mlflash.wireup.own_address import own_address
+from mlflash.wireup.interfaces import own_address
 
 from . import exchangeable_group
 from .exchangeable_group import BACKEND

@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 
 from mlflash.courier import linked
-from mlflash.wireup.mpi_refused import is_refused
+from mlflash.wireup.pmi_client import is_refused
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 

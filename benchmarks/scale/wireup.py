@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from typing import Any, NamedTuple
 
-from mlflash.wireup.address_relay import Watch
-from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.key_value_store import KeyValueStore, listen
 from mlflash.wireup.pmi_server import PmiServer, new_epoch_name
 from mlflash.wireup.store_client import StoreClient
-from mlflash.wireup.store_limits import Limits
+from mlflash.wireup.strangers import MOST
 
 WORKERS = 2
 PATIENCE_S = 600.0
@@ -66,9 +65,9 @@ class Rank:
         """Whether MPI is up and the store has answered all requests."""
         return self._is_up and not self.store._then
 
-    def watches(self) -> Iterator[Watch]:
+    def watches(self) -> Iterator[tuple[int, int, Callable[[], None]]]:
         yield self.mpi.fileno(), select.POLLIN, self.hear
-        yield from self.server.watches()
+        yield self.server.fileno(), select.POLLIN, self.server.receive
         yield self.store.fileno(), self.store.events, self.store.step
 
     def ask(self) -> None:
@@ -179,7 +178,7 @@ def watch(poll: select.epoll, acts: dict[int, tuple[Rank, Callable[[], None]]], 
 
 def serve(size: int, pipe: Any, is_over: Event) -> None:
     """Run the store until the event is set."""
-    store = KeyValueStore("127.0.0.1", limits=Limits(strangers=64 + 2 * size))
+    store = KeyValueStore(listen(), strangers=MOST + 2 * size)
     pipe.send((store.address, store.token))
     keys = 0
     while not is_over.is_set():

@@ -94,8 +94,7 @@ def _abort(world: World | None) -> None:
 
 def main() -> int:
     """Run a module as one of the ranks, and return the exit code of its courier."""
-    from ..wireup.launch import Couriers
-    from ..wireup.running_courier import CourierEnded
+    from ..wireup.launch import CourierEnded, Couriers
     from ..wireup.zygote_client import ZygoteLost, ZygoteRefused
 
     if len(sys.argv) < 3 or sys.argv[1] != "-m":

@@ -28,10 +28,9 @@ from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..events import Event
 from ..wireup.courier_cores import to_list
-from ..wireup.departures import Departure, RankDeparted
-from ..wireup.launch import Couriers, Meeting
+from ..wireup.epoch_agreement import Departure, RankDeparted
+from ..wireup.launch import CourierEnded, Couriers, Meeting, StartFailed, check_start
 from ..wireup.launcher_variables import KEPT
-from ..wireup.running_courier import CourierEnded, StartFailed, check_start
 from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 from . import wire_format as wire

@@ -33,7 +33,7 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; see `forked_courier.ENDS_S`
+ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; see `zygote.ENDS_S`
 _TOLD_S = 0.05  # shortest time between two reports of a drain's progress
 _PLANS = 3  # older plans to keep, in addition to the newest
 

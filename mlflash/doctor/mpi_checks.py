@@ -23,7 +23,7 @@ from ..mpi.world import World
 from ..placement.node import Node
 from ..wireup.launcher_variables import Launched
 from ..wireup.rendezvous import way
-from ..wireup.zygote_imports import vendor
+from ..wireup.zygote import vendor
 from . import couriers
 from .context import Context
 from .findings import Finding, fine, warning, wrong

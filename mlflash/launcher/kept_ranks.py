@@ -34,9 +34,8 @@ from typing import Any
 from ..errors import LaunchFailed
 from ..human_readable.wording import named
 from ..wireup.frames import BadFrame, Frames, Outbox, receive_ready
-from ..wireup.open_files import allow
-from ..wireup.own_address import own_address
-from ..wireup.own_process import running
+from ..wireup.interfaces import own_address
+from ..wireup.own_process import allow, running
 from ..wireup.strangers import MOST, Strangers
 from .host_agent import BEATS, LARGEST_NBYTES, LOST
 from .launch_system import NodeAssignment, RunLog

@@ -26,15 +26,10 @@ Cores = frozenset[int]
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """The cores of a rank.
+    """The cores of a rank."""
 
-    Attributes:
-        trains_on: the cores of its trainer.
-        may_have: the cores that it could ask for.
-    """
-
-    trains_on: Cores
-    may_have: Cores
+    trains_on: Cores  # the cores of its trainer
+    may_have: Cores  # the cores that it could ask for
 
     def to_text(self) -> str:
         """As text, for other ranks."""
@@ -49,15 +44,10 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True)
 class Domains:
-    """How the cores of this host are grouped.
+    """How the cores of this host are grouped."""
 
-    Attributes:
-        numa: returns the cores that share a NUMA node with a core.
-        siblings: returns all numbers of the same core, including the given one.
-    """
-
-    numa: Callable[[int], Cores]
-    siblings: Callable[[int], Cores]
+    numa: Callable[[int], Cores]  # core → the cores that share a NUMA node with it
+    siblings: Callable[[int], Cores]  # core → all numbers of the same core, including the given one
 
 
 def from_list(text: str) -> Cores:
@@ -104,15 +94,9 @@ def _could_have() -> Cores:
 
 
 def choose(seats: Sequence[Seat], mine: int, domains: Domains | None = None) -> Cores | None:
-    """Choose the cores of a courier. All ranks of a host get different ones, or share.
+    """Choose the cores of the courier of rank ``mine`` of a host; None: those of its trainer, unchanged.
 
-    Args:
-        seats: of all ranks of the host, in the order of ranks.
-        mine: index of this rank in ``seats``.
-        domains: of this host; None: look them up.
-
-    Returns:
-        Cores; None: those of its trainer, unchanged.
+    All ranks of the host, whose seats are given in order, get different ones, or share.
     """
     domains = domains or here()
     free = [_free(seat, seats, domains) for seat in seats]

@@ -28,29 +28,17 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass
 class Courier:
-    """The only argument of a courier's entry point.
+    """The only argument of a courier's entry point."""
 
-    Attributes:
-        epoch: the name of this world of MPI.
-        rank: in that world.
-        nodes: the node of each rank, any numbers `(ranks)`.
-        trainer: a socket to the trainer.
-        trainer_pidfd: readable when the trainer has ended.
-        reports_fd: a pipe to the zygote.
-        has_mpi: whether it may initialize MPI. The only rank of a world may not, and does not need it.
-        trains_on: the cores that its trainer had when the zygote was started.
-        cores: the cores for this process; empty: those of the trainer.
-    """
-
-    epoch: str
+    epoch: str  # the name of this world of MPI
     rank: int
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # of each rank, any numbers
     trainer: socket.socket
-    trainer_pidfd: int
-    reports_fd: int
-    has_mpi: bool = True
-    trains_on: frozenset[int] = frozenset()
-    cores: frozenset[int] = frozenset()
+    trainer_pidfd: int  # readable when the trainer has ended
+    reports_fd: int  # a pipe to the zygote
+    has_mpi: bool = True  # the only rank of a world may not initialize MPI, and does not need it
+    trains_on: frozenset[int] = frozenset()  # the cores that its trainer had when the zygote was started
+    cores: frozenset[int] = frozenset()  # for this process; empty: those of the trainer
 
     def tell_mpi_is_up(self) -> None:
         """Tell the zygote that MPI is initialized, and what to remove if this process is killed.

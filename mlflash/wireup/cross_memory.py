@@ -38,12 +38,7 @@ def reach() -> str:
 
 
 def is_whole(nodes: Sequence[int], reaches: Sequence[str]) -> bool:
-    """Whether on each node all ranks can read each other's memory.
-
-    Args:
-        nodes: of each rank `(ranks)`.
-        reaches: the result of `reach` on each rank `(ranks)`.
-    """
+    """Whether on each node all ranks can read each other's memory, given node and `reach` of each rank."""
     found: dict[int, list[str]] = {}
     for node, its in zip(nodes, reaches, strict=True):
         found.setdefault(node, []).append(its)
@@ -51,10 +46,5 @@ def is_whole(nodes: Sequence[int], reaches: Sequence[str]) -> bool:
 
 
 def settings(reads: bool, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that MPI needs, without those that the user has set.
-
-    Args:
-        reads: whether on each node all ranks can read each other's memory.
-        environment: of the courier.
-    """
+    """The variables that MPI needs, without those that the user has set. ``reads``: see `is_whole`."""
     return {} if reads else {name: value for name, value in _OFF.items() if name not in environment}

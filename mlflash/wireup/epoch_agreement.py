@@ -5,62 +5,129 @@ read its memory there (`cross_memory`), and what it has seen freed. ``launch/N/a
 ranks want the epoch: ``[name, nodes, reads, freed]``. ``launch/N/ended`` is written by a rank whose courier has ended.
 In addition, the keys below ``launch/N/cores/HOST/`` have the cores of each rank of a host, for `courier_cores`. When
 MPI is initialized on all ranks, only ``all`` and ``ended`` stay.
+
+If a rank has left the job permanently, a rank that waits for the end of an epoch or for the next one is told there that
+another rank will never come (`Departure`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import DeadlineExceeded
 from ..placement.node import name_of_host
 from . import cross_memory
-from .departures import below, check_departure
 from .pmi_server import new_epoch_name
 from .process_mapping import Block, blocks, nodes_of
 from .store_client import StoreClient, StoreLost, connect, left_s
+
+_TOLD_S = 10.0  # limit for the store of a busy host to take it: a rank that is not told waits forever
+
+
+class RankDeparted(ConnectionError):
+    """A rank has left the job, so there is no next epoch of its couriers."""
+
+    def __init__(self, departure: Departure):
+        super().__init__(str(departure))
+        self.departure = departure
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """A rank that has left, and why."""
+
+    rank: int
+    why: str  # a clause to follow a colon
+    ends_job: bool  # whether the other ranks must end, too, as after MPI_Abort
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} has left the job: {self.why}"
+
+    def puts(self, number: int) -> list[tuple[str, str]]:
+        """Keys and values that tell all ranks that wait for the end of epoch ``number`` or for the next epoch."""
+        told = json.dumps({"departed": dataclasses.asdict(self)})
+        return [
+            (below(number + 1) + "all", told),
+            (departed_key(number, self.rank), ""),
+            (below(number) + "ended", told),
+        ]
+
+
+def below(number: int) -> str:
+    """The prefix of the keys of an epoch."""
+    return f"launch/{number}/"
+
+
+def departed_key(number: int, rank: int) -> str:
+    """The key that has an empty value once a rank of epoch ``number`` has told all that it leaves."""
+    return f"{below(number + 1)}node/{rank}"
+
+
+def needed_until_up(number: int) -> tuple[str, str]:
+    """Prefixes of the keys of an epoch that are no longer needed when MPI is initialized everywhere."""
+    return below(number) + "node/", below(number) + "cores/"
+
+
+def number_of(epoch: str) -> int:
+    """The number of an epoch, from its name (`pmi_server.new_epoch_name`)."""
+    return int(epoch.split("-")[1])
+
+
+def check_departure(told: str) -> None:
+    """Raise RankDeparted if a value of the store reports a departure."""
+    value = json.loads(told)
+    if isinstance(value, dict) and "departed" in value:
+        raise RankDeparted(Departure(**value["departed"]))
+
+
+class Farewell:
+    """Tells all ranks about a departure, over a connection of its own and without waiting."""
+
+    def __init__(self, store: StoreClient, departure: Departure, number: int):
+        self.store, self._end = store, time.monotonic() + _TOLD_S
+        puts = departure.puts(number)
+        self._untold = len(puts)
+        for put in puts:
+            store.send(self._told, "put", *put)
+
+    def _told(self, result: object, error: OSError | None) -> None:
+        self._untold -= 1
+
+    @property
+    def left_s(self) -> float:
+        """How long it may still take, in seconds; 0 if everything is told, or cannot be."""
+        return max(0.0, self._end - time.monotonic()) if self._untold else 0.0
+
 
 _FOREVER_S = 1e6  # nearly as long as poll can wait
 _ASK_S = 5.0  # limit for one more answer after a deadline, to find the reason
 
 
 class Epoch(NamedTuple):
-    """One world of MPI.
-
-    Attributes:
-        name: of the world.
-        nodes: of each rank.
-        reads: whether ranks of a node can read each other's memory.
-        freed: what ranks had seen freed when it began. It needs no courier any more.
-    """
+    """One world of MPI."""
 
     name: str
-    nodes: tuple[int, ...]
-    reads: bool = True
-    freed: frozenset[str] = frozenset()
+    nodes: tuple[int, ...]  # of each rank
+    reads: bool = True  # whether ranks of a node can read each other's memory
+    freed: frozenset[str] = frozenset()  # what ranks had seen freed when it began. It needs no courier any more
 
 
 class EpochAgreement:
     """How one rank agrees with the others. Close it; it may be closed twice.
 
-    One thread uses it, but any thread may call `put` and `share`.
+    One thread uses it, but any thread may call `put` and `share`. `agree` may replace the connection ``store``.
 
     Args:
-        rank: of this process.
-        size: number of ranks.
         node: name of the node with which this rank shares memory.
         seat: its cores, as text of `courier_cores.Seat`; "" if the other ranks need not know.
-        address: of the store.
-        token: of the store.
         end: when it must be connected, by time.monotonic.
         check: see `store_client.connect`.
-
-    Attributes:
-        address, token: of the store.
-        store: the connection. `agree` may replace it.
     """
 
     def __init__(self, rank: int, size: int, node: str, seat: str, address: tuple[str, int], token: str, end: float,
@@ -104,9 +171,8 @@ class EpochAgreement:
         """Ask for an epoch, and wait until all ranks have asked for it. Collective.
 
         Args:
-            number: of the epoch, the same on all ranks.
             end: until when to wait, by time.monotonic.
-            timeout_s: how long that was when the caller began, in seconds, for the error.
+            timeout_s: how long that was when the caller began, for the error.
             freed: what this rank has seen freed.
 
         Raises:
@@ -181,9 +247,7 @@ class EpochAgreement:
     def wait_for_end(self, number: int) -> None:
         """Wait until a rank has announced the end of an epoch, however long that takes.
 
-        Raises:
-            RankDeparted: a rank has left the job.
-            StoreLost: the store is lost, so nobody can announce anything.
+        Raises RankDeparted, or StoreLost: nobody can announce anything.
         """
         while True:
             try:

@@ -58,14 +58,7 @@ def receive_ready(sock: socket.socket, most_nbytes: int = 1 << 16) -> bytes | No
 
 
 class Outbox:
-    """Messages on their way into a socket that does not block.
-
-    Args:
-        sock: the socket.
-
-    Attributes:
-        unsent: what it has not taken yet.
-    """
+    """Messages on their way into a socket that does not block. ``unsent``: what it has not taken yet."""
 
     def __init__(self, sock: socket.socket):
         self._sock, self.unsent = sock, bytearray()

@@ -14,7 +14,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import WorldMismatch
@@ -25,14 +25,9 @@ _OF_FABRICS = ("/sys/class/infiniband", "/sys/class/cxi")  # EFA and Omni-Path a
 
 
 def chosen(environment: Mapping[str, str], names: Sequence[str] | None = None) -> list[str] | None:
-    """The interfaces of this host to use; None if no variable names any.
+    """The interfaces of this host to use, among ``names`` or all; None if no variable names any.
 
-    Args:
-        environment: of the job.
-        names: of the interfaces of this host; None: look them up.
-
-    Raises:
-        WorldMismatch: MLFLASH_INTERFACE is given, and this host has none of these interfaces.
+    Raises WorldMismatch: MLFLASH_INTERFACE is given, and this host has none of these interfaces.
     """
     names = [name for _, name in socket.if_nameindex()] if names is None else names
     for variable in (OWN, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -75,14 +70,8 @@ def for_mpi(environment: Mapping[str, str], fabrics: Sequence[str] = _OF_FABRICS
     """The network variables that MPI's libraries need, without those that the user has set.
 
     On a host with an RDMA fabric they only concern libfabric's TCP, because UCX would otherwise not use the fabric. On
-    a host without one they tell libfabric to use TCP, because its own choice does not work between hosts.
-
-    Args:
-        environment: of the job.
-        fabrics: directories of Linux that are not empty if there is a fabric.
-
-    Raises:
-        WorldMismatch: see `chosen`.
+    a host without one they tell libfabric to use TCP, because its own choice does not work between hosts. Raises
+    WorldMismatch as `chosen` does.
     """
     has_fabric = any(Path(path).is_dir() and any(Path(path).iterdir()) for path in fabrics)
     told: dict[str, str] = {} if has_fabric else {"FI_PROVIDER": "tcp"}
@@ -91,3 +80,65 @@ def for_mpi(environment: Mapping[str, str], fabrics: Sequence[str] = _OF_FABRICS
         told["FI_TCP_IFACE"] = names[0]
         told |= {} if has_fabric else {"UCX_NET_DEVICES": ",".join(names)}
     return {name: value for name, value in told.items() if name not in environment}
+
+
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # addresses for documentation; nothing is sent there
+
+
+def own_address(one_host: bool, environment: Mapping[str, str]) -> str:
+    """Choose the numeric address at which all ranks reach this host.
+
+    If all ranks are on this host, it is loopback. Otherwise it is the first of these that is an address of this host
+    and not loopback: that of the interfaces to use (`chosen`); the address of MASTER_ADDR, which usually is the
+    host of rank 0; the address from which this host reaches MASTER_ADDR; the address of its own host name; the address
+    from which it reaches the rest of the world; that of any of its interfaces. If there is none, it is loopback.
+
+    Raises WorldMismatch: MLFLASH_INTERFACE names no interface of this host.
+    """
+    if one_host:
+        return _LOOPBACK
+    return next(filter(_is_own, _candidates(environment)), _LOOPBACK)
+
+
+def _candidates(environment: Mapping[str, str]) -> Iterator[str]:
+    for name in chosen(environment) or ():
+        yield from addresses(name)
+    main_host = environment.get("MASTER_ADDR")
+    if main_host:
+        yield from _meanings(main_host)
+        yield from speaking_to(main_host)
+    yield from _meanings(socket.gethostname())
+    for host in _ELSEWHERE:
+        yield from speaking_to(host)
+    for name in chosen({OWN: "^docker"}) or ():  # no route leads elsewhere, and no name means an address of this host
+        yield from addresses(name)
+
+
+def _meanings(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def speaking_to(host: str) -> list[str]:
+    """The address from which this host reaches another one; [] if it cannot. Nothing is sent."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)  # with UDP this only looks up the route
+            return [str(sock.getsockname()[0])]
+    except OSError:
+        return []
+
+
+def _is_own(address: str) -> bool:
+    try:
+        if ipaddress.ip_address(address).is_loopback or ipaddress.ip_address(address).is_link_local:
+            return False
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -5,18 +5,15 @@ whenever there is something. So it fits into any event loop.
 
 Messages are those of `frames`. The first one of a connection is the token, a string of 32 hexadecimal digits. After
 anything else the store closes the connection without an answer. Each later message is a list, ``[number, operation,
-...]``, with a number that the client chooses. Its answer is ``[number, result]``, or ``[number, null, text]`` if it was
-refused. Answers come in any order:
+...]``, with a number that the client chooses. Its answer is ``[number, result]``. Answers come in any order:
 
 | message                    | result                                                               |
 |----------------------------|----------------------------------------------------------------------|
 | ``[n, "put", key, value]`` | true; an existing value is replaced                                  |
 | ``[n, "get", key]``        | the value, as soon as there is one                                   |
 | ``[n, "look", key]``       | the value, or null                                                   |
-| ``[n, "below", prefix,     | ``[page, last]``. The page is an object with the keys that begin     |
-|  after]``                  | with the prefix, without it, in order, after ``after`` (or null),    |
-|                            | and their values. If the page is full, ``last`` is its last key, and |
-|                            | the next page begins after it; otherwise null                        |
+| ``[n, "below", prefix]``   | an object with the keys that begin with the prefix, without it, and  |
+|                            | their values                                                         |
 | ``[n, "add", key, number]``| the sum, whose text is the new value; a missing key counts as 0      |
 | ``[n, "delete", prefix]``  | how many keys began with it; clients that wait for them go on waiting|
 | ``[n, "cancel", m]``       | whether message m still waited; it will not be answered              |
@@ -30,23 +27,17 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hmac
-import itertools
 import secrets
 import selectors
 import socket
 from typing import Any
 
-from .frames import BadFrame, Frames, pack, packed_text, text_of
-from .store_limits import Limits
-from .strangers import Strangers
+from .frames import BadFrame, Frames, packed_text, text_of
+from .strangers import MOST, Strangers
 
-_LARGEST_NUMBER = 2**53
 _TOKEN_NBYTES = 16
-_PREFIXES = 8  # prefixes whose pages are kept
-
-
-class _Refused(Exception):
-    """A message that is well formed, but cannot be fulfilled."""
+_LARGEST_NBYTES = 1 << 20  # of a message: the nodes of 16,384 ranks, in any order on 2,048 nodes, take 207 kB
+_UNSENT_NBYTES = 1 << 26  # of the answers that a connection has not read
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,6 +50,12 @@ class _Connection:
     waits: dict[int, str] = dataclasses.field(default_factory=dict)  # message → the key it waits for
 
 
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """Listen at an address of this machine, IPv4 or IPv6. All ranks may connect at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1 << 14)  # somaxconn of the kernel is the limit
+
+
 class KeyValueStore:
     """A key-value store that listens. Close it; it may be closed twice.
 
@@ -67,39 +64,25 @@ class KeyValueStore:
     and MPI_Init waits for all.
 
     Args:
-        host: the one address to listen on, IPv4 or IPv6.
-        port: 0 for any.
+        listener: closed in the end.
         token: 32 hexadecimal digits, which all clients know; None: make one.
-        limits: how much it holds at most.
-
-    Raises:
-        OSError: the address is not of this machine, or the port is taken.
+        strangers: number of connections that have not sent the token; the oldest is closed for the next.
+        stranger_s: how long a connection may take to send the token.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, token: str | None = None, limits: Limits | None = None):
+    def __init__(self, listener: socket.socket, token: str | None = None, strangers: int = MOST,
+                 stranger_s: float = 10.0):  # fmt: skip
         self.token = token or secrets.token_hex(_TOKEN_NBYTES)
-        self.limits = limits or Limits()
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1 << 14)  # all ranks come at once; somaxconn of the kernel is the limit
-        except OSError:
-            listener.close()
-            raise
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._values: dict[str, str] = {}
         self._keys: list[str] = []  # in order
-        self._nbytes = 0
         self._waiting: dict[str, dict[tuple[_Connection, int], None]] = {}  # in order of arrival
         self._connections: dict[_Connection, None] = {}
         self._answered: dict[_Connection, None] = {}  # in this step
         # Answers in the form in which they are sent, until a key in them changes: all ranks ask for the same ones.
-        self._pages: dict[str, dict[str | None, bytes]] = {}
+        self._texts: dict[str, bytes] = {}
         self._selector = selectors.EpollSelector()
-        limits = self.limits
-        self._strangers = Strangers(listener, self._selector, limits.stranger_s, self._drop, limits.strangers)
+        self._strangers = Strangers(listener, self._selector, stranger_s, self._drop, strangers)
         self._is_open = True
 
     def fileno(self) -> int:
@@ -130,35 +113,23 @@ class KeyValueStore:
                     self._flush(connection)
                 if connection.is_open and events & selectors.EVENT_READ:
                     self._receive(connection)
-            except (OSError, BadFrame):
+            except (OSError, ValueError):
                 self._drop(connection)
         self._flush_answered()
         self._strangers.look()
 
-    def put(self, key: str, value: str) -> bool:
-        """Set the value of a key, without a client.
-
-        Returns:
-            False: the store is full.
-        """
-        try:
-            self._put(key, value)
-        except _Refused:
-            return False
+    def put(self, key: str, value: str) -> None:
+        """Set the value of a key, without a client."""
+        self._put(key, value)
         self._flush_answered()
-        return True
-
-    def delete(self, prefix: str) -> None:
-        """Delete all keys that begin with a prefix."""
-        self._delete(prefix)
 
     def look(self, key: str) -> str | None:
         """The value of a key; None if it has none."""
         return self._values.get(key)
 
-    def awaits(self, key: str) -> bool:
-        """Whether a client waits for a key."""
-        return key in self._waiting
+    def below(self, prefix: str) -> dict[str, str]:
+        """All keys that begin with a prefix, without it, and their values."""
+        return {key[len(prefix) :]: self._values[key] for key in self._keys[self._range(prefix)]}
 
     def close(self) -> None:
         """Close all connections; waiting clients notice it."""
@@ -172,11 +143,12 @@ class KeyValueStore:
     # Connections
 
     def _made(self, sock: socket.socket) -> _Connection:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A node that has lost power sends nothing any more: its connection ends after a minute.
-        for option, seconds in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-            sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sock.family != socket.AF_UNIX:
+            # A node that has lost power sends nothing any more: its connection ends after a minute.
+            for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3),
+                                  (socket.TCP_NODELAY, 1)):  # fmt: skip
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection = _Connection(sock, Frames(2 * _TOKEN_NBYTES + 2))
         self._connections[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
@@ -206,27 +178,19 @@ class KeyValueStore:
         for message in connection.frames.messages():
             if connection.is_known:
                 self._answer(connection, message)
-            elif isinstance(message, str) and hmac.compare_digest(message.encode(errors="replace"), self._secret):
+            elif isinstance(message, str) and hmac.compare_digest(message.encode(), self.token.encode()):
                 connection.is_known = True
-                connection.frames.largest_nbytes = self.limits.message_nbytes
+                connection.frames.largest_nbytes = _LARGEST_NBYTES
                 self._strangers.known(connection)
             else:
                 raise BadFrame("no token")
             if not connection.is_open:
                 return
 
-    @property
-    def _secret(self) -> bytes:
-        return self.token.encode()
-
-    def _send(self, connection: _Connection, *message: Any) -> None:
-        self._send_packed(connection, pack(message))
-
-    def _send_packed(self, connection: _Connection, packed: bytes) -> None:
-        connection.unsent += packed
+    def _send(self, connection: _Connection, number: int, result: object) -> None:
+        text = result if isinstance(result, bytes) else text_of(result)
+        connection.unsent += packed_text(b"[%d,%s]" % (number, text))
         self._answered[connection] = None
-        if len(connection.unsent) > self.limits.unsent_nbytes:
-            self._flush(connection)
 
     def _flush_answered(self) -> None:
         flushing, self._answered = self._answered, {}
@@ -243,7 +207,7 @@ class KeyValueStore:
         except OSError:
             self._drop(connection)
             return
-        if len(connection.unsent) > self.limits.unsent_nbytes:
+        if len(connection.unsent) > _UNSENT_NBYTES:
             self._drop(connection)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
@@ -253,20 +217,13 @@ class KeyValueStore:
     # Messages
 
     def _answer(self, connection: _Connection, message: Any) -> None:
-        if not (isinstance(message, list) and message and _is_number(message[0])):
-            raise BadFrame("a message without a number")
-        number, *operation = message
-        if number in connection.waits:
-            raise BadFrame(f"two messages {number} at a time")
-        try:
-            result = self._operate(connection, number, operation)
-        except _Refused as refused:
-            self._send(connection, number, None, str(refused))
-        else:
-            if isinstance(result, bytes):
-                self._send_packed(connection, packed_text(b"[%d,%s]" % (number, result)))
-            elif number not in connection.waits:
-                self._send(connection, number, result)
+        match message:
+            case [int(number), *operation] if number not in connection.waits:
+                result = self._operate(connection, number, operation)
+                if number not in connection.waits:
+                    self._send(connection, number, result)
+            case _:
+                raise BadFrame("a message without a number, or with that of one that still waits")
 
     def _operate(self, connection: _Connection, number: int, operation: list[Any]) -> Any:
         match operation:
@@ -274,88 +231,49 @@ class KeyValueStore:
                 self._put(key, value)
                 return True
             case ["get", str(key)]:
-                if key in self._values:
-                    return self._values[key]
-                return self._wait(connection, number, key)
+                return self._values[key] if key in self._values else self._wait(connection, number, key)
             case ["look", str(key)]:
                 return self._values.get(key)
-            case ["below", str(prefix), str() | None as after] if prefix:
-                return self._page(prefix, after)
-            case ["add", str(key), summand] if _is_number(summand):
-                return self._add(key, summand)
-            case ["delete", str(prefix)] if prefix:
+            case ["below", str(prefix)]:
+                if prefix not in self._texts:
+                    self._texts[prefix] = text_of(self.below(prefix))
+                return self._texts[prefix]
+            case ["add", str(key), int(summand)]:
+                total = int(self._values.get(key, "0")) + summand
+                self._put(key, str(total))
+                return total
+            case ["delete", str(prefix)]:
                 return self._delete(prefix)
-            case ["cancel", other] if _is_number(other):
+            case ["cancel", int(other)]:
                 return self._forget(connection, other)
             case ["ping"]:
                 return True
         raise BadFrame(f"an unknown operation of the store: {str(operation)[:80]}")
 
     def _put(self, key: str, value: str) -> None:
-        self._check(key)
-        before = self._values.get(key)
-        nbytes = self._nbytes + len(value) + (len(key) if before is None else -len(before))
-        if nbytes > self.limits.nbytes or (before is None and len(self._values) >= self.limits.keys):
-            raise _Refused(f"the store is full: {len(self._values)} keys, {self._nbytes} bytes")
-        if before is None:
+        if key not in self._values:
             bisect.insort(self._keys, key)
-        self._values[key], self._nbytes = value, nbytes
-        for prefix in [prefix for prefix in self._pages if key.startswith(prefix)]:
-            del self._pages[prefix]
+        self._values[key] = value
+        for prefix in [prefix for prefix in self._texts if key.startswith(prefix)]:
+            del self._texts[prefix]
         for connection, number in list(self._waiting.get(key, {})):
             self._forget(connection, number)
             self._send(connection, number, value)
 
-    def _check(self, key: str) -> None:
-        if not 0 < len(key) <= self.limits.key_length:
-            raise _Refused(f"a key has 1 to {self.limits.key_length} characters, this one {len(key)}")
-
-    def _add(self, key: str, summand: int) -> int:
-        try:
-            total = int(self._values.get(key, "0")) + summand
-        except ValueError:
-            raise _Refused(f"{key} is no number") from None
-        if not _is_number(total):
-            raise _Refused(f"{key} would be larger than 2**53")
-        self._put(key, str(total))
-        return total
-
     def _delete(self, prefix: str) -> int:
-        begin, end = self._below(prefix)
-        self._pages.clear()
-        for key in self._keys[begin:end]:
-            self._nbytes -= len(key) + len(self._values.pop(key))
-        del self._keys[begin:end]
-        return end - begin
+        found = self._range(prefix)
+        self._texts.clear()
+        for key in self._keys[found]:
+            del self._values[key]
+        del self._keys[found]
+        return int(found.stop - found.start)
 
-    def _below(self, prefix: str) -> tuple[int, int]:
-        """The range of the sorted keys that begin with a prefix."""
+    def _range(self, prefix: str) -> slice:
+        """Where the keys are that begin with a prefix."""
         begin = bisect.bisect_left(self._keys, prefix)
-        return begin, bisect.bisect_left(self._keys, True, begin, key=lambda key: not key.startswith(prefix))
-
-    def _page(self, prefix: str, after: str | None) -> bytes:
-        """A page in the form in which it is sent. It is made once, for all that ask for it."""
-        if prefix not in self._pages and len(self._pages) >= _PREFIXES:
-            del self._pages[next(iter(self._pages))]
-        pages = self._pages.setdefault(prefix, {})
-        if after not in pages:
-            (begin, end), page, nbytes = self._below(prefix), dict[str, str](), 0
-            if after is not None:
-                begin = bisect.bisect_right(self._keys, prefix + after, begin, end)
-            for key in itertools.islice(self._keys, begin, end):
-                if page and nbytes > self.limits.page_nbytes:
-                    break
-                rest = key[len(prefix) :]
-                page[rest] = self._values[key]
-                nbytes += len(rest) + len(page[rest])
-            last = next(reversed(page)) if begin + len(page) < end else None
-            pages[after] = text_of([page, last])
-        return pages[after]
+        return slice(begin, bisect.bisect_left(self._keys, True, begin, key=lambda key: not key.startswith(prefix)))
 
     def _wait(self, connection: _Connection, number: int, key: str) -> None:
-        self._check(key)
-        if len(connection.waits) >= self.limits.waits:
-            raise _Refused(f"{self.limits.waits} messages of this connection wait already")
         connection.waits[number] = key
         self._waiting.setdefault(key, {})[connection, number] = None
 
@@ -367,7 +285,3 @@ class KeyValueStore:
         if not self._waiting[key]:
             del self._waiting[key]
         return True
-
-
-def _is_number(number: object) -> bool:
-    return type(number) is int and -_LARGEST_NUMBER < number < _LARGEST_NUMBER

@@ -2,7 +2,7 @@
 
 Each trainer makes one `Couriers`, for its whole life. The zygote of rank 0 serves the key-value store. The ranks learn
 its address once (`rendezvous`), and agree on everything else through it (`epoch_agreement`). If a rank leaves the job,
-it or its zygote tells the others (`departures`). A job of one rank has no store and no MPI, only a courier.
+it or its zygote tells the others (`epoch_agreement`). A job of one rank has no store and no MPI, only a courier.
 
 If a zygote is killed, its courier ends, and the next epoch replaces both. The new zygote of rank 0 serves an empty
 store at the same address with the same token, and the other ranks connect again.
@@ -26,15 +26,68 @@ from ..errors import DeadlineExceeded, WorldMismatch
 from ..events import Event
 from ..placement.node import this_node
 from . import courier_cores
-from .departures import Departure, below
-from .epoch_agreement import Epoch, EpochAgreement
+from .epoch_agreement import Departure, Epoch, EpochAgreement, below
+from .interfaces import own_address
 from .launcher_variables import is_on_one_host
-from .own_address import own_address
-from .pmi_server import new_epoch_name
+from .pmi_server import ABORTS, new_epoch_name
 from .rendezvous import rendezvous, way, who_am_i
-from .running_courier import CourierEnded, RunningCourier, ended
 from .store_client import left_s
-from .zygote_client import ZygoteClient, ZygoteLost
+from .zygote import NOT_UP
+from .zygote_client import CourierEnd, ZygoteClient, ZygoteLost
+
+_REAPED_S = 5.0  # limit for a courier to end, and for its zygote to report how
+
+
+class CourierEnded(ConnectionError):
+    """A courier has ended while it was needed; the text says how."""
+
+
+class StartFailed(CourierEnded):
+    """The first courier of a trainer has ended by itself before its MPI was up. The next one would do the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningCourier:
+    """A courier, as its trainer sees it."""
+
+    number: int  # of its epoch, from 1
+    epoch: str  # the name of its world of MPI, the same on all ranks
+    nodes: tuple[int, ...]  # of each rank, numbered as they first appear
+    trainer: socket.socket  # the trainer's end of the socket to it
+    pid: int
+    pidfd: int  # readable when it has ended
+    cores: frozenset[int] | None = None  # that it was told to use; None: those of this process
+
+    def close(self) -> None:
+        """Close the socket and the pidfd, only once: `Couriers` does so before the next epoch."""
+        self.trainer.close()
+        os.close(self.pidfd)
+
+
+def ended(end: CourierEnd) -> CourierEnded:
+    """An error that says how a courier has ended."""
+    how = f"exited with {end.status}" if end.signal is None else f"was killed by signal {end.signal}"
+    why = f", since {end.why}" if end.why else ""
+    return CourierEnded(f"courier {end.pid} of rank {end.rank} {how}{why}; its output may say more")
+
+
+def check_start(running: RunningCourier, zygote: ZygoteClient) -> None:
+    """Check whether a courier that has closed its socket had reached MPI.
+
+    This only checks the first courier of a trainer. Later ones may have ended for other reasons. Raises StartFailed: it
+    has ended by itself before MPI was up.
+    """
+    if running.number > 1 or zygote.is_up(running.pid):
+        return
+    poll = select.poll()
+    poll.register(running.pidfd, select.POLLIN)
+    if poll.poll(_REAPED_S * 1000):
+        end = zygote.wait(running.pid, _REAPED_S)
+        # The zygote kills a courier whose MPI has reported an abort, or has not come up. It has ended by itself.
+        by_itself = end.signal is None or (end.why or "").startswith((ABORTS, NOT_UP))
+        if not zygote.is_up(running.pid) and by_itself:
+            raise StartFailed(str(ended(end)))
+
 
 log = logging.getLogger("mlflash")
 
@@ -63,21 +116,17 @@ class Couriers:
     Args:
         entry_point: ``module:function`` that each courier runs, importable without the trainer's script.
         environment: of this process, with the variables of its launcher.
-        timeout_s: how long everything may take, in seconds.
         node: sets apart ranks of one host, as if they were on several; "": they are on one node.
         directory: a private directory of this user, where ranks of one host may meet; None: they meet by MASTER_ADDR.
         host: the address of rank 0's host at which the other ranks reach it; None: find it out.
         output: where couriers print to, open until `close`; None: where this process prints to.
         zygote: of this process, with that entry point; None: start it here.
-        cores: of couriers: "auto", "inherit", or a list such as "0-3,8".
+        own_cores: whether couriers get cores on which no trainer runs.
         meeting: how the ranks meet; None: as `rendezvous` finds possible.
 
     Attributes:
-        rank: of this process.
-        size: number of ranks.
         met: how the ranks found each other, in words.
-        courier: the newest courier. It was forked and is starting MPI.
-        freed: what ranks had seen freed when it was forked.
+        freed: what ranks had seen freed when the newest courier was forked.
 
     Raises:
         DeadlineExceeded: some ranks, those in ``ranks``, have not come.
@@ -153,19 +202,14 @@ class Couriers:
         """Have a courier forked, in a world of MPI with those of all other ranks, after the end of the last one.
 
         Collective. A courier that still runs is killed first, and its socket and pidfd are closed. The call returns
-        when the courier is forked; `wait_up` waits for its MPI. After DeadlineExceeded it may be called again.
-
-        Args:
-            timeout_s: how long it may take, in seconds. If MPI of the courier is not up so long after its fork, it is
-                killed.
-            freed: what this rank has seen freed, for all ranks to know.
+        when the courier is forked; `wait_up` waits for its MPI. If that is not up ``timeout_s`` after the fork, the
+        courier is killed. After DeadlineExceeded the call may be made again. ``freed``: what this rank has seen freed.
 
         Raises:
             DeadlineExceeded: some ranks, those in ``ranks``, have not called it.
             CourierEnded: the courier has ended at once.
             RankDeparted: a rank has left the job.
-            ZygoteLost: the zygote of this rank cannot start.
-            ZygoteRefused: the zygote could not fork, or could not serve the store again.
+            ZygoteLost, ZygoteRefused: the zygote of this rank cannot start, fork, or serve the store again.
         """
         end = time.monotonic() + timeout_s
         try:
@@ -207,13 +251,8 @@ class Couriers:
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
         """Tell all ranks that this one leaves the job permanently. Not collective; any thread.
 
-        Args:
-            why: such as the text of the exception.
-            timeout_s: how long each message may take, in seconds.
-            ends_job: whether the other ranks must end, too.
-
-        Raises:
-            StoreLost, DeadlineExceeded: they could not be told.
+        ``ends_job``: whether the other ranks must end, too. Raises StoreLost or DeadlineExceeded: they could not be
+        told.
         """
         if self._agreement is not None:
             self._has_departed = True
@@ -235,12 +274,7 @@ class Couriers:
         return self._agreement.share(text, timeout_s)
 
     def wait_for_end(self) -> None:
-        """Wait until a rank has announced the end of this epoch, however long that takes.
-
-        Raises:
-            RankDeparted: a rank has left the job.
-            StoreLost: the store is lost, so nobody can announce anything.
-        """
+        """Wait until a rank has announced the end of this epoch, see `EpochAgreement.wait_for_end`."""
         if self._agreement is None:
             self._ended.wait()
             self._ended.clear()
@@ -280,12 +314,9 @@ class Couriers:
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
         """End the courier, if there is one, and the zygote.
 
-        On rank 0 this ends the store: no rank can start an epoch any more.
-
-        Args:
-            timeout_s: how long they may take to end by themselves, in seconds; then they are killed.
-            kill: whether the courier is killed at once. If not, it is only told that nothing more comes, and in the end
-                all ranks hear that this one has left the job.
+        On rank 0 this ends the store: no rank can start an epoch any more. If they have not ended by themselves after
+        ``timeout_s``, they are killed. Without ``kill`` the courier is only told that nothing more comes, and in the
+        end all ranks hear that this one has left the job.
         """
         if self._running is not None and not kill:
             with contextlib.suppress(OSError):

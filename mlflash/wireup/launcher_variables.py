@@ -39,19 +39,12 @@ _NAMES_OF_LAUNCH = {
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A rank as its launcher describes it.
-
-    Attributes:
-        rank: of this process.
-        size: number of ranks.
-        local_rank: its number on its node; None if the launcher does not tell.
-        launcher: hydra, prterun, srun, torchrun, or none; torch.distributed if the program itself has set it up.
-    """
+    """A rank as its launcher describes it."""
 
     rank: int
     size: int
-    local_rank: int | None
-    launcher: str
+    local_rank: int | None  # its number on its node; None if the launcher does not tell
+    launcher: str  # hydra, prterun, srun, torchrun, or none; torch.distributed if the program has set it up
 
 
 def launched(environment: Mapping[str, str]) -> Launched:
@@ -98,12 +91,9 @@ def is_on_one_host(environment: Mapping[str, str], me: Launched) -> bool:
 
 
 def name_of_launch(environment: Mapping[str, str], me: Launched) -> str | None:
-    """A name that all ranks of this launch have, and no other launch on this host.
+    """A name that all ranks of this launch have, and no other launch on this host; None if the launcher gives none.
 
     Example: the first step of Slurm's job 7 is ``srun 7 0 ``, and ``srun 7 0 1`` after a requeue.
-
-    Returns:
-        The name; None if the launcher gives none.
     """
     needed, *more = _NAMES_OF_LAUNCH.get(me.launcher, ("",))
     if needed not in environment:

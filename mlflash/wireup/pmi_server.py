@@ -18,8 +18,8 @@ when the key-value store answers. A process asks one question at a time, as a li
 
 In the store all keys of an epoch are below its name: ``EPOCH/started/RANK``, ``EPOCH/put/KEY``, ``EPOCH/barrier/N`` and
 ``EPOCH/barrier/N/all``, and ``EPOCH/up``, the number of ranks that have initialized MPI. The last of them deletes
-``started`` and ``put``, which are no longer needed. Between many nodes, `address_relay` passes on what was put. MPI
-names its shared memory after the epoch. So a name must never have been used before, or MPI_Init hangs.
+``started`` and ``put``, which are no longer needed. MPI names its shared memory after the epoch. So a name must never
+have been used before, or MPI_Init hangs.
 
 Source: MPICH, src/pmi/src/pmi_wire.c; what MPICH 5.0.2 actually sends.
 """
@@ -28,19 +28,16 @@ from __future__ import annotations
 
 import re
 import secrets
-import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
-from .address_relay import AddressRelay, Watch
 from .frames import receive_ready
 from .process_mapping import mapping
 from .store_client import StoreClient, Then
 
 _NAME_LENGTH, _KEY_LENGTH, _VALUE_LENGTH = 256, 64, 1024
 _LINE_LENGTH = 4096
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _WORD = re.compile(r"([A-Za-z0-9_-]+)(?:=((?:[^\s\\]|\\[^\n])*))?")  # after a backslash, a space is part of a word
 ABORTS = "MPI_Abort"
 """Beginning of the reason why a courier is killed whose MPI aborts."""
@@ -53,11 +50,6 @@ class PmiError(ValueError):
 def new_epoch_name(number: int) -> str:
     """Make a new, unique name of an epoch. Not collective: one rank makes it for all."""
     return f"epoch-{number}-{secrets.token_hex(8)}"
-
-
-def is_epoch_name(name: str) -> bool:
-    """Whether this can be the name of an epoch."""
-    return _NAME.fullmatch(name) is not None
 
 
 def parse(line: bytes) -> dict[str, str]:
@@ -87,22 +79,15 @@ def parse(line: bytes) -> dict[str, str]:
 
 
 class PmiServer:
-    """The server of one MPI process.
+    """The server of one MPI process, which has the other end of the socketpair.
 
-    Args:
-        sock: one end of a socketpair; the process has the other. `close` closes it.
-        epoch: a unique name, the same on all ranks.
-        rank: of the process.
-        nodes: the node of each rank, any numbers `(ranks)`.
-        store: a client of the store. The owner of this object drives both.
+    The owner of this object drives it and ``store``, a client of the store. ``nodes``: the node of each rank, any
+    numbers.
     """
 
     def __init__(self, sock: socket.socket, epoch: str, rank: int, nodes: Sequence[int], store: StoreClient):
         self.error: str | None = None
         """Why this process cannot go on; its parent then ends it."""
-        self.abort_code: int | None = None
-        """The exit code of its call of MPI_Abort."""
-        self.is_finalized = False
         self._sock, self._store = sock, store
         self._epoch, self._size = epoch, len(nodes)
         self._mapping = mapping(nodes)
@@ -112,7 +97,6 @@ class PmiServer:
         # What all ranks have put, fetched at once after each barrier, because MPI asks for all of it on each rank.
         self._known: dict[str, str] | None = None
         self._is_open = True
-        self._relay = AddressRelay(epoch, rank, nodes, store)
         sock.setblocking(False)
         self._ask(self._looked, "look", "up")
         self._ask(self._started, "add", f"started/{rank}", 1)
@@ -121,15 +105,9 @@ class PmiServer:
         """The descriptor of the process; -1 if there is nothing to wait for any more."""
         return self._sock.fileno()
 
-    def watches(self) -> Iterator[Watch]:
-        """Everything to wait for, except the store's connection."""
-        yield self.fileno(), select.POLLIN, self.receive
-        yield from self._relay.watches()
-
     def close(self) -> None:
         """Close the socket. If the process still needs it, it gets an error."""
         self._is_open = False
-        self._relay.close()
         self._sock.close()
 
     def receive(self) -> None:
@@ -154,8 +132,7 @@ class PmiServer:
         command = words["cmd"]
         if command == "abort":
             code = words.get("exitcode", "")
-            self.abort_code = int(code) if re.fullmatch(r"-?\d{1,9}", code) else 1
-            self._fail(f"{ABORTS}({self.abort_code})")
+            self._fail(f"{ABORTS}({code if re.fullmatch(r'-?[0-9]{1,9}', code) else 1})")
             return
         if self._is_busy:
             raise PmiError(f"{command} before the last command was answered")
@@ -177,7 +154,6 @@ class PmiServer:
         elif command == "barrier_in":
             self._enter_barrier()
         elif command == "finalize":
-            self.is_finalized = True
             self._send("finalize_ack rc=0")
         else:
             raise PmiError(f"an unknown command: {command[:80]}")
@@ -216,7 +192,7 @@ class PmiServer:
             self._get(key)
 
         self._is_busy = True
-        self._relay.learn(self._then(learnt))
+        self._ask(learnt, "below", "put/")
 
     def _found(self, value: object) -> None:
         if value is None:
@@ -234,12 +210,8 @@ class PmiServer:
             if number == self._size:
                 self._ask(lambda _: None, "put", f"{name}/all", "1")
 
-        def passed(_: object) -> None:
-            self._relay.pass_barrier(self._barriers)
-            self._send("barrier_out rc=0")
-
         self._ask(arrived, "add", name, 1)
-        self._ask(passed, "get", f"{name}/all")
+        self._ask(lambda _: self._send("barrier_out rc=0"), "get", f"{name}/all")
 
     def initialized(self, *others: str) -> None:
         """Note that MPI is initialized. The last process deletes what is no longer needed.
@@ -250,7 +222,7 @@ class PmiServer:
 
         def counted(number: object) -> None:
             if number == self._size:
-                for prefix in (*(f"{self._epoch}/{what}/" for what in ("started", "put", "relay")), *others):
+                for prefix in (*(f"{self._epoch}/{what}/" for what in ("started", "put")), *others):
                     self._store.send(lambda *_: None, "delete", prefix)
 
         self._ask(counted, "add", "up", 1)

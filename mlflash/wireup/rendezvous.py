@@ -7,7 +7,7 @@ They use the first of these ways that the job has:
    it no more then (`mpi_refused`);
 3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of 16 ports that follow from MASTER_PORT (torch or
    torchrun listens on MASTER_PORT itself, and other jobs of the host on the ports after it), and gives the text to
-   every rank that knows the launch (`text_server`);
+   every rank that knows the launch, by a key-value store for this purpose;
 4. a socket in a private directory, if all ranks are on one host and the launcher has a name for the launch: prterun
    and srun.
 
@@ -16,21 +16,24 @@ All ranks choose the same way, because they have the same launcher and run the s
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import WorldMismatch
-from . import pmi_client, text_server, torch_store
+from ..errors import DeadlineExceeded, WorldMismatch
+from . import pmi_client, torch_store
+from .key_value_store import KeyValueStore
 from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
-from .mpi_refused import refuse_mpi
-from .private_directory import opened
+from .own_process import opened
+from .pmi_client import refuse_mpi
+from .store_client import StoreClient, StoreLost, left_s
 
 _PREFIX = "mlflash"
 _PORTS = 16
@@ -38,6 +41,8 @@ _BELOW = 7000
 """How far the ports are below MASTER_PORT, which usually is 29500. Jobs of a host count upward from there, toward the
 ports that the kernel gives to connections."""
 _LAST_RESERVED = 1023  # only root may use ports up to this one
+_ANSWER_S = 2.0  # limit for a new connection to say which launch it is of, and for rank 0 to answer
+_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 _HELP = (
     "set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port, the same on all ranks, or call "
     "torch.distributed.init_process_group before"
@@ -66,12 +71,7 @@ def who_am_i(environment: Mapping[str, str]) -> Launched:
 
 
 def way(environment: Mapping[str, str], me: Launched) -> str:
-    """How ranks find each other without MPI, in words; "" if they cannot. The same on all ranks; not collective.
-
-    Args:
-        environment: of this process.
-        me: its rank.
-    """
+    """How ranks find each other without MPI, in words; "" if they cannot. The same on all ranks; not collective."""
     if me.size == 1:
         return "there is one rank"
     if _torch_distributed() is not None:
@@ -91,11 +91,8 @@ def rendezvous(
     """Give rank 0's text to all ranks, by the `way` of this job. Collective over the ranks that were launched.
 
     Args:
-        environment: of this process.
-        me: its rank.
         text: on rank 0, of letters, digits and ``.,:-``; None on others.
         directory: a private directory of this user, made if needed; for ranks on one host. None: not this way.
-        timeout_s: how long it may take, in seconds.
 
     Raises:
         DeadlineExceeded: some ranks have not come.
@@ -144,14 +141,19 @@ def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, ti
     where = f"at ports {ports[0]} to {ports[-1]} of {host}"
     launch = _digest(port, str(me.size), environment.get("TORCHELASTIC_RUN_ID", ""))
     if text is None:
-        addresses = [functools.partial(socket.create_connection, (host, number)) for number in ports]
-        return text_server.ask(addresses, where, launch, me.rank, timeout_s)
+        return ask([(host, number) for number in ports], where, launch, me.rank, timeout_s)
     # If all ranks are on this host, only this host listens. Otherwise MASTER_ADDR may mean something else here.
-    hosts = [host, ""] if is_on_one_host(environment, me) else [""]
-    attempts = [functools.partial(_listen_at, one, number) for one in hosts for number in ports]
-    listener = text_server.listen(attempts, where)
-    text_server.serve(listener, launch, me.size, text, timeout_s)
-    return text
+    why = ""
+    for address in [host, ""] if is_on_one_host(environment, me) else [""]:
+        for number in ports:
+            try:
+                listener = _listen_at(address, number)
+            except OSError as error:
+                why = str(error)
+            else:
+                give(listener, launch, me.size, text, timeout_s)
+                return text
+    raise WorldMismatch(f"rank 0 cannot listen {where}, where the other ranks look for it: {why}", rank=0)
 
 
 def ports_of(port: int) -> range:
@@ -175,41 +177,72 @@ def _listen_at(host: str, port: int) -> socket.socket:
 
 def _by_directory(directory: Path, name: str, me: Launched, text: str | None, timeout_s: float) -> str:
     launch = _digest(name, str(me.size))
-    where = f"at a socket in {directory}"
     with opened(directory) as folder:
         path = f"{folder}/{launch}"  # short enough for a socket, wherever the directory is
         if text is None:
-            return text_server.ask([functools.partial(_connect, path)], where, launch, me.rank, timeout_s)
-        listener = text_server.listen([functools.partial(_listen_in, path)], where)
-        try:
-            text_server.serve(listener, launch, me.size, text, timeout_s)
-        finally:
-            os.unlink(path)
+            return ask([path], f"at a socket in {directory}", launch, me.rank, timeout_s)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            new = f"{path}.{secrets.token_hex(4)}"
+            listener.bind(new)
+            listener.listen(1024)
+            os.rename(new, path)  # replaces what a killed rank 0 has left
+            try:
+                give(listener, launch, me.size, text, timeout_s)
+            finally:
+                os.unlink(path)
         return text
 
 
-def _listen_in(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    new = f"{path}.{secrets.token_hex(4)}"
-    try:
-        listener.bind(new)
-        listener.listen(1024)
-        os.rename(new, path)  # replaces what a killed rank 0 has left
-    except OSError:
-        listener.close()
-        raise
-    return listener
+# A store that all ranks find
 
 
-def _connect(path: str, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout_s)
-    try:
-        sock.connect(path)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+def give(listener: socket.socket, launch: str, size: int, text: str, timeout_s: float) -> None:
+    """Give a text to all other ranks, and return when all have it. Collective, with `ask` on the others.
+
+    ``launch``: 32 hexadecimal digits that only this launch has; no secret. Raises DeadlineExceeded, with the ranks that
+    have not come.
+    """
+    end = time.monotonic() + timeout_s
+    with contextlib.closing(KeyValueStore(listener, launch, stranger_s=_ANSWER_S)) as store:
+        store.put("text", text)
+        while len(got := store.below("got/")) < size - 1:
+            if time.monotonic() >= end:
+                missing = [rank for rank in range(1, size) if str(rank) not in got]
+                raise DeadlineExceeded(
+                    f"waited {timeout_s:g} s for the other ranks to ask rank 0 where its key-value store is: "
+                    f"{len(missing)} of {size} have not come",
+                    rank=0,
+                    ranks=missing,
+                )
+            store.step(min(left_s(end), _ANSWER_S))
+
+
+def ask(addresses: Sequence[tuple[str, int] | str], where: str, launch: str, rank: int, timeout_s: float) -> str:
+    """Ask rank 0 for its text until it answers. Collective, with `give` on rank 0.
+
+    ``addresses``, ``where``: where rank 0 may listen, in the order in which it tries them, and the same in words.
+    Raises DeadlineExceeded.
+    """
+    end = time.monotonic() + timeout_s
+    pause_s, why = _PAUSE_S, "it was not tried"
+    while True:
+        for address in addresses:
+            if not (left := left_s(end)):
+                raise DeadlineExceeded(
+                    f"waited {timeout_s:g} s for rank 0 to say where its key-value store is, {where}; last: {why}",
+                    rank=rank,
+                    ranks=[0],
+                )
+            try:
+                with contextlib.closing(StoreClient(address, launch)) as store:
+                    text = store.get("text", min(left, _ANSWER_S))
+                    with contextlib.suppress(StoreLost, DeadlineExceeded):  # rank 0 has heard of it or given up
+                        store.put(f"got/{rank}", "", min(left, _ANSWER_S))
+                    return text
+            except (OSError, DeadlineExceeded) as error:
+                why = str(error)
+        time.sleep(min(pause_s, left_s(end)))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _digest(*words: str) -> str:

@@ -20,7 +20,7 @@ from .frames import BadFrame, Frames, pack, send_ready
 Then = Callable[[Any, OSError | None], None]
 """A function that gets the answer, or the error."""
 
-_LARGEST_NBYTES = 1 << 23
+_LARGEST_NBYTES = 1 << 26
 _LOOK_S = 1.0  # between two checks whether a wait is useless
 
 
@@ -28,24 +28,18 @@ class StoreLost(ConnectionError):
     """The key-value store cannot be reached, or no longer."""
 
 
-class StoreRefused(OSError):
-    """The key-value store has not done what it was asked to do."""
-
-
 class StoreClient:
     """A connection to the store. Close it; it may be closed twice.
 
-    The constructor does not wait for the connection: the first answer shows that it works. One thread
-    uses it.
+    The constructor does not wait for the connection: the first answer shows that it works. One thread uses it.
 
     Args:
-        address: host and port. If nothing may wait, the host must be numeric.
-        token: that of the store.
+        address: host and port, or the path of a socket. If nothing may wait, the host must be numeric.
         check: called from time to time while a call waits; what it raises ends the wait. A host that has vanished
             closes no connection.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, check: Callable[[], None] = lambda: None):
+    def __init__(self, address: tuple[str, int] | str, token: str, check: Callable[[], None] = lambda: None):
         self.address, self.token, self._check = address, token, check
         self.lost: StoreLost | None = None
         self._frames = Frames(_LARGEST_NBYTES)
@@ -53,10 +47,16 @@ class StoreClient:
         self._then: dict[int, Then] = {}
         self._number = 0
         self._is_connected = False
-        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        self._sock = socket.socket(family, kind, protocol)
+        where: Any = address
+        if isinstance(address, str):
+            self._place = address
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            self._place = f"{address[0]} port {address[1]}"
+            family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+            self._sock = socket.socket(family, kind, protocol)
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock.setblocking(False)
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         failed = self._sock.connect_ex(where)
         if failed not in (0, errno.EINPROGRESS):
             self._lose(os.strerror(failed))
@@ -88,26 +88,6 @@ class StoreClient:
             self._flush()
         return self._number
 
-    def send_below(self, then: Then, prefix: str) -> None:
-        """Ask for all keys that begin with a prefix, a page at a time; `step` calls ``then`` with all of them.
-
-        ``then`` gets a dictionary of the keys, without the prefix, and their values.
-        """
-        found = dict[str, str]()
-
-        def paged(told: Any, error: OSError | None) -> None:
-            if error is not None:
-                then(None, error)
-                return
-            page, after = told
-            found.update(page)
-            if after is None:
-                then(found, None)
-            else:
-                self.send(paged, "below", prefix, after)
-
-        self.send(paged, "below", prefix, None)
-
     def step(self) -> None:
         """Send and receive as much as possible without waiting."""
         if self.lost is not None:
@@ -126,22 +106,11 @@ class StoreClient:
     # Calls that wait
 
     def put(self, key: str, value: str, timeout_s: float) -> None:
-        """Set the value of a key.
-
-        Raises:
-            DeadlineExceeded: the store has not answered. It may still set the value.
-            StoreLost: there is no connection.
-            StoreRefused: the store is full.
-        """
+        """Set the value of a key. Raises DeadlineExceeded: the store may still set it."""
         self._ask(timeout_s, "put", key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Wait until a key exists, and return its value.
-
-        Raises:
-            DeadlineExceeded: it did not exist in time.
-            StoreLost: there is no connection.
-        """
+        """Wait until a key exists, and return its value. Raises DeadlineExceeded: it did not exist in time."""
         value: str = self._ask(timeout_s, "get", key)
         return value
 
@@ -152,12 +121,8 @@ class StoreClient:
 
     def below(self, prefix: str, timeout_s: float) -> dict[str, str]:
         """All keys that begin with a prefix, without it, and their values."""
-        end, after, found = time.monotonic() + timeout_s, None, dict[str, str]()
-        while True:
-            page, after = self._ask(left_s(end), "below", prefix, after)
-            found |= page
-            if after is None:
-                return found
+        found: dict[str, str] = self._ask(timeout_s, "below", prefix)
+        return found
 
     def add(self, key: str, number: int, timeout_s: float) -> int:
         """Add to the number that a key has, 0 if it does not exist, and return the sum."""
@@ -190,9 +155,8 @@ class StoreClient:
                 if operation[0] == "get":
                     self.send(lambda result, error: None, "cancel", number)
                 what = " ".join(str(word) for word in operation[:2])
-                host, port = self.address
                 raise DeadlineExceeded(
-                    f"waited {timeout_s:g} s for the key-value store at {host} port {port} to answer: {what}"
+                    f"waited {timeout_s:g} s for the key-value store at {self._place} to answer: {what}"
                 )
             poll = select.poll()
             poll.register(self._sock, self.events)
@@ -246,21 +210,15 @@ class StoreClient:
     def _take(self, message: Any) -> None:
         match message:
             case [int(number), result]:
-                error = None
-            case [int(number), result, str(text)]:
-                error = StoreRefused(text)
+                if (then := self._then.pop(number, None)) is not None:  # None: nobody waits for it any more
+                    then(result, None)
             case _:
                 raise BadFrame(f"a message that is no answer of a key-value store: {str(message)[:80]}")
-        then = self._then.pop(number, None)  # None: nobody waits for it any more
-        if then is not None:
-            then(result, error)
 
     def _lose(self, why: str) -> None:
         if self.lost is not None:
             return
-        self.lost = StoreLost(
-            f"no connection to the key-value store at {self.address[0]} port {self.address[1]}: {why}"
-        )
+        self.lost = StoreLost(f"no connection to the key-value store at {self._place}: {why}")
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # closing says nothing where a forked process has it open, too
         except OSError:
@@ -278,14 +236,10 @@ _ONLY_HERE = (
 
 
 def connect(address: tuple[str, int], token: str, end: float, check: Callable[[], None]) -> StoreClient:
-    """Connect to a store, which may be just restarting.
+    """Connect to a store, which may be just restarting, until ``end`` by time.monotonic.
 
-    Args:
-        end: until when to try, by time.monotonic.
-        check: called before each attempt, and while calls of the client wait; what it raises ends that.
-
-    Raises:
-        StoreLost, DeadlineExceeded: the store is not there, or does not answer.
+    ``check`` is called before each attempt, and while calls of the client wait; what it raises ends that. Raises
+    StoreLost or DeadlineExceeded: the store is not there, or does not answer.
     """
     pause_s = 0.005
     while True:

@@ -23,14 +23,12 @@ _PAUSE_S = 1.0  # until a port listens again whose accept failed for lack of des
 
 
 class Strangers(Generic[C]):
-    """The port of a service, and its connections that have not said who they are.
-
-    Close it.
+    """The port of a service, and its connections that have not said who they are. Close it.
 
     Args:
-        listener: listens. It is closed in the end.
+        listener: closed in the end.
         selector: of the service. It has the listener, with no data.
-        longest_s: how long a connection may be a stranger, in seconds.
+        longest_s: how long a connection may be a stranger.
         drop: closes a connection of the service, which then calls `closed`.
         most: number of strangers. The oldest is closed for the next.
     """
@@ -49,13 +47,9 @@ class Strangers(Generic[C]):
         return len(self._since)
 
     def accept(self, make: Callable[[socket.socket], C]) -> C | None:
-        """Accept a connection.
+        """Accept a connection; ``make`` makes what the service calls a connection of a socket, which does not block.
 
-        Args:
-            make: makes what the service calls a connection of a socket, which does not block.
-
-        Returns:
-            It; None: it has already gone, or there is no descriptor for it. Then the oldest stranger gives its own.
+        Returns None: it has already gone, or there is no descriptor for it. Then the oldest stranger gives its own.
         """
         try:
             sock, _ = self._listener.accept()

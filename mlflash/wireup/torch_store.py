@@ -28,18 +28,9 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 def share(torch: Any, store: Any, rank: int, size: int, text: str | None, timeout_s: float) -> str:
-    """Give rank 0's text to all ranks. Collective.
+    """Give rank 0's text to all ranks, by a store that all reach. Collective.
 
-    Args:
-        torch: the module torch.distributed.
-        store: one that all ranks reach.
-        rank: of this process.
-        size: number of ranks.
-        text: on rank 0; None on others.
-        timeout_s: how long it may take, in seconds.
-
-    Raises:
-        DeadlineExceeded: some ranks have not come, or the store is lost.
+    ``torch`` is the module torch.distributed. Raises DeadlineExceeded: some ranks have not come, or the store is lost.
     """
     own = torch.PrefixStore(_PREFIX, store)
     try:

@@ -5,8 +5,8 @@ trainer; MPI is ``mpi`` or ``no-mpi``. If a `zygote_host` starts it, the second 
 
 It has one thread, never initializes MPI, and never imports torch. In couriers it only runs the given functions. It ends
 when it is told to or when its trainer has ended, but not before the last courier. Then it tells all ranks that this one
-has left the job (`departures`), unless ``tells`` of the order to end is false. It notices a trainer's end by a pidfd,
-because forked children of the trainer may hold the socket open.
+has left the job (`epoch_agreement.Departure`), unless ``tells`` of the order to end is false. It notices a trainer's
+end by a pidfd, because forked children of the trainer may hold the socket open.
 
 Messages are those of `frames`. The trainer sends orders and gets one answer to each, in order: ``"error": text``, or
 the answer in this table.
@@ -19,7 +19,7 @@ the answer in this table.
 |                 | descriptor, by SCM_RIGHTS                        |                                         |
 | ``"ask"``       | ``pid``                                          | ``running``, ``mpi`` (whether it is up) |
 | ``"vendor"``    |                                                  | ``vendor``: of MPI, "" without          |
-| ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
+| ``"kill"``      | ``pid``                                          | the same, from before                   |
 | ``"end"``       | ``tells``                                        | nothing; no courier is forked after it  |
 
 After ``serve`` it serves the key-value store of ``ranks`` ranks, at an address of this machine, until it ends. With
@@ -40,8 +40,10 @@ the number of the signal is null; ``why`` is why the zygote killed it, or null.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
+import importlib
 import os
 import select
 import signal
@@ -53,19 +55,23 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..errors import UnsafePath
-from . import courier_process, mpich_segments, open_files
+from . import courier_process, mpich_segments
 from .courier_process import Courier
-from .departures import Departure, Farewell, departed_key, needed_until_up, number_of
-from .forked_courier import ENDS_S, NOT_UP, ForkedCourier
+from .epoch_agreement import Departure, Farewell, departed_key, needed_until_up, number_of
 from .frames import BadFrame, Frames, pack, send_ready
-from .key_value_store import KeyValueStore
-from .pmi_server import PmiServer, is_epoch_name
+from .key_value_store import KeyValueStore, listen
+from .mpich_segments import SegmentRecord
+from .own_process import allow
+from .pmi_server import PmiServer
 from .process_mapping import numbered
-from .segment_records import SegmentRecord
 from .store_client import StoreClient
-from .store_limits import Limits
-from .zygote_imports import Entry, import_all, vendor
+from .strangers import MOST
 
+Entry = Callable[[Courier], object]
+NOT_UP = "MPI was not up"
+"""How the text begins why a courier was killed in MPI_Init."""
+ENDS_S = 6.0
+"""Limit for a courier to end after its trainer: it gives up what is left after 4 s, and a new run waits 8 s for it."""
 _LARGEST_NBYTES = 1 << 23
 _ASKED_S = 5.0  # below the time that a trainer gives its zygote to end
 # Each rank has two connections to the store, from its trainer and its courier, and a third while it shares a text. The
@@ -73,19 +79,74 @@ _ASKED_S = 5.0  # below the time that a trainer gives its zygote to end
 _DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 3, 192
 
 
+def import_all(entries: list[str], with_mpi: bool) -> dict[str, Entry]:
+    """Import everything that couriers will need; return their entry points by name.
+
+    Raises:
+        RuntimeError: an import has initialized MPI or imported torch.
+    """
+    import numpy  # noqa: F401
+
+    initialised: Callable[[], bool] = lambda: False
+    if with_mpi:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+
+        initialised = MPI.Is_initialized
+
+    found = {}
+    for entry in entries:
+        module, _, function = entry.partition(":")
+        found[entry] = getattr(importlib.import_module(module), function)
+    if initialised() or "torch" in sys.modules:
+        raise RuntimeError(f"importing {', '.join(entries)} has initialized MPI or imported torch")
+    return found
+
+
+def vendor() -> str:
+    """The MPI implementation that was loaded, as mpi4py names it. Not collective; MPI need not be initialized."""
+    name: str = sys.modules["mpi4py.MPI"].get_vendor()[0]
+    return name
+
+
+@dataclasses.dataclass
+class ForkedCourier:
+    """A courier that still runs, or was not reaped yet."""
+
+    pid: int
+    pidfd: int
+    epoch: str
+    rank: int
+    mpi: tuple[PmiServer, StoreClient] | None  # over which it starts MPI; None without MPI
+    up_s: float  # how long it may take to initialize MPI
+    reports_fd: int  # a pipe from it
+    reports: Frames  # what came over the pipe
+    segments: set[str]  # shared memory that it may leave behind
+    reports_more: bool = True
+    is_up: bool = False
+    up_at: float = 0.0  # by time.monotonic
+    why: str | None = None  # why the zygote killed it
+    forked_at: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def error(self) -> str | None:
+        return self.mpi[0].error if self.mpi is not None else None
+
+    def close(self) -> None:
+        for one in self.mpi or ():
+            one.close()
+        os.close(self.pidfd)
+        os.close(self.reports_fd)
+
+
 class _Refused(Exception):
     """A command that cannot be carried out."""
 
 
 class Zygote:
-    """The process: `run` is its loop.
-
-    Args:
-        sock: to the trainer.
-        trainer_pidfd: of the trainer.
-        entries: the functions that a courier may run, by name.
-        has_mpi: whether couriers may initialize MPI.
-    """
+    """The process: `run` is its loop. ``entries``: the functions that a courier may run, by name."""
 
     def __init__(self, sock: socket.socket, trainer_pidfd: int, entries: dict[str, Entry], has_mpi: bool = True):
         self._sock, self._trainer_pidfd, self._entries, self._has_mpi = sock, trainer_pidfd, entries, has_mpi
@@ -182,8 +243,10 @@ class Zygote:
             # Handle the end of a courier first: then what it has reported is read, too.
             watch(child.pidfd, select.POLLIN, functools.partial(self._reap, child))
             watch(child.reports_fd, select.POLLIN if child.reports_more else 0, functools.partial(self._hear, child))
-            for fd, events, act in child.watches():
-                watch(fd, events, act)
+            if child.mpi is not None:
+                pmi, store = child.mpi
+                watch(pmi.fileno(), select.POLLIN, pmi.receive)
+                watch(store.fileno(), store.events, store.step)
         if self._store is not None:
             watch(self._store.fileno(), select.POLLIN, self._store.step)
         waits = [left_s for _, left_s, _ in self._limits()]
@@ -231,28 +294,22 @@ class Zygote:
         except OSError:  # the trainer has gone
             self._unsent.clear()
 
-    def _obey(self, message: Any) -> dict[str, Any]:
+    def _obey(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            match message:
-                case {"do": "fork", "epoch": str(), "rank": int(), "nodes": list(), "store": [str(), int()] | None,
-                      "token": str(), "entry": str(), "up_s": int() | float(), "cores": list() | None,
-                      "reads": bool()}:  # fmt: skip
+            match message["do"]:
+                case "fork":
                     return {"pid": self._fork(message)}
-                case {"do": "serve", "host": str(), "port": int(), "token": str() | None, "ranks": int()}:
+                case "serve":
                     return self._serve(message["host"], message["port"], message["token"], message["ranks"])
-                case {"do": "ask", "pid": int(pid)}:
-                    child = self._children.get(pid)
-                    return {"running": child is not None, "mpi": child is not None and child.is_up}
-                case {"do": "vendor"}:
+                case "vendor":
                     return {"vendor": vendor() if self._has_mpi else ""}
-                case {"do": "kill", "pid": int(pid)}:
-                    if (child := self._children.get(pid)) is not None:
-                        self._kill(child, None)
-                    return {"running": child is not None}
-                case {"do": "end", "tells": bool(tells)}:
-                    self._is_ending, self._tells = True, tells
+                case "end":
+                    self._is_ending, self._tells = True, message["tells"]
                     return {}
-            raise _Refused(f"no command of a zygote: {str(message)[:80]}")
+            child = self._children.get(message["pid"])
+            if message["do"] == "kill" and child is not None:
+                self._kill(child, None)
+            return {"running": child is not None, "mpi": child is not None and child.is_up}
         except _Refused as refused:
             return {"error": str(refused)}
         except OSError as error:
@@ -262,33 +319,18 @@ class Zygote:
 
     def _serve(self, host: str, port: int, token: str | None, ranks: int) -> dict[str, Any]:
         if self._store is None:
-            if why_not := open_files.allow(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS):
+            if why_not := allow(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS):
                 raise _Refused(f"the key-value store of rank 0 {why_not}")
             # All ranks connect at once, and those that were forked first send their token last.
-            strangers = Limits.strangers + _DESCRIPTORS_PER_RANK * ranks
-            self._store = KeyValueStore(host, port, token, Limits(strangers=strangers))
+            self._store = KeyValueStore(listen(host, port), token, MOST + _DESCRIPTORS_PER_RANK * ranks)
         host, port = self._store.address
         return {"host": host, "port": port, "token": self._store.token}
 
     # Couriers
 
     def _fork(self, order: dict[str, Any]) -> int:
-        descriptor = self._descriptors.popleft() if self._descriptors else -1
-        trainer = socket.socket(fileno=descriptor) if descriptor >= 0 else None
-        try:
-            epoch, rank, nodes = order["epoch"], order["rank"], order["nodes"]
-            if trainer is None:
-                raise _Refused("no descriptor came with it")
-            if order["entry"] not in self._entries:
-                raise _Refused(f"{order['entry']!r} is not one of its entry points: {', '.join(self._entries)}")
-            if not (is_epoch_name(epoch) and 0 <= rank < len(nodes) and all(type(node) is int for node in nodes)):
-                raise _Refused(f"no rank of an epoch: rank {rank} of {len(nodes)}, epoch {epoch[:80]!r}")
-            if not all(type(core) is int and core >= 0 for core in order["cores"] or ()):
-                raise _Refused(f"no cores: {str(order['cores'])[:80]}")
-            if order["store"] is None and len(nodes) > 1:
-                raise _Refused(f"{len(nodes)} ranks need a store, and none was named")
-            if order["store"] is not None and not self._has_mpi:
-                raise _Refused("it was started without MPI")
+        with socket.socket(fileno=self._descriptors.popleft()) as trainer:
+            epoch, rank = order["epoch"], order["rank"]
             if self._is_ending:
                 raise _Refused("it was told to end")
             if (epoch, rank) in self._used:
@@ -300,9 +342,6 @@ class Zygote:
             mpich_segments.remove_unmapped(self._segments)
             self._newest = order
             return self._fork_checked(order, trainer)
-        finally:
-            if trainer is not None:
-                trainer.close()
 
     def _fork_checked(self, order: dict[str, Any], trainer: socket.socket) -> int:
         epoch, rank, nodes = order["epoch"], order["rank"], tuple(order["nodes"])
@@ -352,7 +391,7 @@ class Zygote:
 
     def _kill(self, child: ForkedCourier, why: str | None) -> None:
         child.why = child.why or why
-        child.note_segments()
+        child.segments |= mpich_segments.mapped_by(child.pid)
         try:
             signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
         except ProcessLookupError:

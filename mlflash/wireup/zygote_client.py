@@ -37,31 +37,25 @@ class ZygoteRefused(OSError):
 
 @dataclasses.dataclass(frozen=True)
 class CourierEnd:
-    """How a courier ended.
-
-    Attributes:
-        pid: its process number.
-        epoch: the name of its world.
-        rank: in that world.
-        status: its exit status; None after a signal.
-        signal: the signal that killed it; None after an exit.
-        why: why the zygote killed it; None if it did not.
-    """
+    """How a courier ended."""
 
     pid: int
-    epoch: str
+    epoch: str  # the name of its world
     rank: int
-    status: int | None
-    signal: int | None
-    why: str | None
+    status: int | None  # None after a signal
+    signal: int | None  # None after an exit
+    why: str | None  # why the zygote killed it; None if it did not
 
 
 class ZygoteClient:
     """The zygote of this process. Stop it; it may be stopped twice.
 
-    The constructor returns before the zygote has imported everything; the first courier waits for that.
-    One thread uses it, and no process that was forked from this one. If there is a host of this job on this node
-    (`zygote_host`), the host starts the zygote, and the zygote prints to where the host prints to.
+    The constructor returns before the zygote has imported everything; the first courier waits for that. One thread uses
+    it, and no process that was forked from this one. If there is a host of this job on this node (`zygote_host`), the
+    host starts the zygote, and the zygote prints to where the host prints to.
+
+    All calls raise ZygoteLost if it has ended, DeadlineExceeded if it has not answered, ZygoteRefused if it says why
+    not.
 
     Args:
         entry_points: ``module:function`` of everything that a courier may run, importable without the trainer's script.
@@ -126,19 +120,8 @@ class ZygoteClient:
     ) -> tuple[tuple[str, int], str]:
         """Have the zygote serve the key-value store of a job until it ends; return its address and token.
 
-        Not collective: one rank of a job does it. A second call returns the same.
-
-        Args:
-            host: an address of this machine that all ranks reach.
-            ranks: number of ranks.
-            timeout_s: how long to wait, in seconds; the first call also waits for the zygote's imports.
-            port: that of a store whose zygote has ended; 0 for any.
-            token: that of the former store; None for a new one.
-
-        Raises:
-            DeadlineExceeded: the zygote has not answered.
-            ZygoteLost: it has ended.
-            ZygoteRefused: it cannot serve the address, or this number of ranks.
+        Not collective: one rank of a job does it. A second call returns the same. ``port`` and ``token`` are those of a
+        store whose zygote has ended. The first call also waits for the zygote's imports.
         """
         order = {"do": "serve", "host": host, "ranks": ranks, "port": port, "token": token}
         answer = self._ask(order, timeout_s)
@@ -160,25 +143,15 @@ class ZygoteClient:
     ) -> int:
         """Have a courier forked, and return its process number.
 
-        Not collective, but its MPI_Init is, over all ranks of the epoch.
+        Not collective, but its MPI_Init is, over all ranks of the epoch. The first call also waits for the zygote's
+        imports.
 
         Args:
-            entry_point: the function that it runs, one of those given before.
-            epoch: a unique name.
-            rank: of the courier.
-            nodes: the node of each rank `(ranks)`.
             store: numeric host and port of the key-value store; None for a courier that is alone, without MPI.
-            token: that of the store.
             descriptor: a socket; the courier gets a copy, so close yours.
-            timeout_s: how long to wait, in seconds; the first call also waits for the zygote's imports.
-            up_s: how long the courier may take to initialize MPI, in seconds; None: ``timeout_s``.
+            up_s: how long the courier may take to initialize MPI; None: ``timeout_s``.
             cores: the cores on which it runs if possible; None: those of the zygote.
             reads: whether on each node all ranks can read each other's memory (`cross_memory`).
-
-        Raises:
-            DeadlineExceeded: the zygote has not answered.
-            ZygoteLost: it has ended.
-            ZygoteRefused: it has not forked a courier; the message says why.
         """
         order = {"do": "fork", "entry": entry_point, "epoch": epoch, "rank": rank, "nodes": list(nodes),
                  "store": None if store is None else list(store), "token": token,
@@ -190,12 +163,7 @@ class ZygoteClient:
         return pid
 
     def vendor(self, timeout_s: float) -> str:
-        """The MPI implementation that couriers would load, as mpi4py names it; "" without MPI.
-
-        Raises:
-            DeadlineExceeded: the zygote has not answered.
-            ZygoteLost: it has ended, because no MPI can be loaded.
-        """
+        """The MPI implementation that couriers would load, as mpi4py names it; "" without MPI."""
         vendor: str = self._ask({"do": "vendor"}, timeout_s)["vendor"]
         return vendor
 
@@ -208,22 +176,12 @@ class ZygoteClient:
         self._ask({"do": "kill", "pid": pid}, timeout_s)
 
     def wait(self, pid: int, timeout_s: float) -> CourierEnd:
-        """Wait for the end of a courier.
-
-        Raises:
-            DeadlineExceeded: it still runs.
-            ZygoteLost: the zygote has ended.
-        """
+        """Wait for the end of a courier."""
         self._until(lambda: pid in self.ended, f"courier {pid} to end", timeout_s)
         return self.ended[pid]
 
     def wait_up(self, pid: int, timeout_s: float) -> bool:
-        """Wait until a courier has initialized MPI or ended; return whether it has initialized MPI.
-
-        Raises:
-            DeadlineExceeded: it has done neither.
-            ZygoteLost: the zygote has ended.
-        """
+        """Wait until a courier has initialized MPI or ended; return whether it has initialized MPI."""
         self._until(lambda: pid in self._up or pid in self.ended, f"courier {pid} to initialize MPI", timeout_s)
         return pid in self._up
 
@@ -249,10 +207,8 @@ class ZygoteClient:
     def stop(self, timeout_s: float, kill: bool = True, tell: bool = False) -> None:
         """Kill the remaining couriers, or let them end, and end the zygote, whatever its state.
 
-        Args:
-            timeout_s: how long it may take to end by itself, in seconds; then it and its couriers are killed.
-            kill: whether couriers are killed at once.
-            tell: whether to tell all ranks that this one has left the job.
+        After ``timeout_s`` it and its couriers are killed. ``tell``: whether to tell all ranks that this one has left
+        the job.
         """
         if os.getpid() != self._owner:
             return

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import DeadlineExceeded, JobInUse
 from .frames import BadFrame, Frames, pack
-from .private_directory import opened
+from .own_process import opened
 
 READY = "couriers of this job start here now"
 """What `mlflash courier` prints when it is ready for trainers."""
@@ -89,16 +89,9 @@ class HostedProcess:
 
 def start(environment: Mapping[str, str], arguments: Sequence[str], its: Mapping[str, str], descriptor: int
           ) -> HostedProcess | None:  # fmt: skip
-    """Have a host of this job start a zygote; None if there is no host.
+    """Have a host of this job start a zygote with this environment and the end of a socket; None if there is no host.
 
-    Args:
-        environment: of this process, to find the host.
-        arguments: a program and its arguments, including `SOCK` and `TRAINER`.
-        its: environment of the zygote.
-        descriptor: the zygote's end of a socket.
-
-    Raises:
-        DeadlineExceeded: there is a host, but it does not answer.
+    The arguments of the program include `SOCK` and `TRAINER`. Raises DeadlineExceeded: the host does not answer.
     """
     directory = place(environment)
     if not directory.is_dir():
@@ -139,12 +132,7 @@ def _ask(sock: socket.socket, its: Mapping[str, str], arguments: Sequence[str], 
 
 
 class ZygoteHost:
-    """The host of one job on one node.
-
-    Use it as a context manager.
-
-    Args:
-        environment: of the job.
+    """The host of one job on one node. A context manager.
 
     Raises:
         JobInUse: this node already has a host of this job.

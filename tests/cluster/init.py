@@ -12,27 +12,21 @@ import subprocess
 import sys
 
 
-def furnish(name: str, hosts: str, scratch: str, shm: str, tmp: str, keep: list[str], own_pids: bool) -> None:
+def furnish(name: str, hosts: str, scratch: str, keep: list[str], own_pids: bool) -> None:
     """Make this mount and UTS namespace a node.
 
-    Args:
-        name: the hostname.
-        hosts: file that becomes /etc/hosts.
-        scratch: an empty directory, used as a mount point for a moment.
-        shm: size of /dev/shm, as tmpfs takes it.
-        tmp: size of /tmp.
-        keep: directories below /tmp that the node still needs.
-        own_pids: whether this is a PID namespace of its own.
+    ``hosts`` becomes /etc/hosts, the empty directory ``scratch`` is used as a mount point for a moment, and the node
+    still needs the directories ``keep`` below /tmp.
     """
     if own_pids:
         mount("-t", "proc", "proc", "/proc")
-    mount("-t", "tmpfs", "-o", f"size={tmp},mode=1777", "tmpfs", scratch)
+    mount("-t", "tmpfs", "-o", "size=256m,mode=1777", "tmpfs", scratch)
     for path in keep:
         place = scratch + path.removeprefix("/tmp")
         os.makedirs(place, exist_ok=True)
         mount("--bind", path, place)
     mount("--move", scratch, "/tmp")
-    mount("-t", "tmpfs", "-o", f"size={shm},mode=1777", "tmpfs", "/dev/shm")
+    mount("-t", "tmpfs", "-o", "size=1g,mode=1777", "tmpfs", "/dev/shm")
     mount("--bind", hosts, "/etc/hosts")
     subprocess.run(["hostname", name], check=True)
 

@@ -46,13 +46,7 @@ def mpiexec_on(nodes: Nodes, hosts: Sequence[str], per_node: int, argv: Sequence
 
 
 class Cluster:
-    """Jobs with one job name on some nodes, one after the other.
-
-    Args:
-        nodes: where they run.
-        transport: mlflash's.
-        netmod: what MPI uses between nodes.
-    """
+    """Jobs with one job name on some nodes, one after the other; MPI uses ``netmod`` between nodes."""
 
     def __init__(self, nodes: Nodes, transport: str = "p2p", netmod: str = NETMODS_HERE[0]):
         self.nodes = nodes
@@ -72,7 +66,6 @@ class Cluster:
 
     def run(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, timeout: float = PATIENCE_S,
             **options: object) -> Result:  # fmt: skip
-        """Start a rank program and wait for its end."""
         return self.start(hosts, program, per_node=per_node, **options).wait(timeout)
 
     def run_until_all_die(self, hosts: Sequence[str], last: int, *, per_node: int = 1, **options: object) -> Result:
@@ -105,8 +98,6 @@ class Cluster:
 
 
 class Job(Launch):
-    """A job that runs on nodes."""
-
     def __init__(self, nodes: Nodes, command: list[str], out: Path):
         self._nodes = nodes
         super().__init__(command, {**os.environ}, out)

@@ -33,24 +33,14 @@ _SUBNET = "10.77.0"  # in namespaces of our own: it can clash with nothing
 
 
 class Nodes:
-    """Nodes with these hostnames, up and connected; the names need not say so.
+    """Nodes with these hostnames, up and connected.
 
-    Several can live side by side. They end with `close`, and by themselves when this process dies.
-
-    Args:
-        names: hostnames.
-        shm: size of each node's /dev/shm, as tmpfs takes it.
-        tmp: size of each node's /tmp.
-
-    Attributes:
-        names: the hostnames.
-        path: a directory of the machine that all nodes see.
-        shell: an executable that does what ssh does.
+    All see the directory ``path`` of the machine, and ``shell`` is an executable that does what ssh does. They end with
+    `close`, and by themselves when this process dies.
     """
 
-    def __init__(self, names: Sequence[str], shm: str = "1g", tmp: str = "256m"):
+    def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
-        self._sizes = {"shm": shm, "tmp": tmp}
         self._addresses = {name: f"{_SUBNET}.{i}" for i, name in enumerate((HEAD, *names), 1)}
         self._up: dict[str, _Node] = {}
         self._dead: dict[str, _Node] = {}  # crashed, and not booted since
@@ -73,7 +63,6 @@ class Nodes:
         self.close()
 
     def address(self, name: str) -> str:
-        """The address of a node."""
         return self._addresses[name]
 
     # Life and death
@@ -85,10 +74,8 @@ class Nodes:
     def crash(self, name: str, power_cut: bool = False) -> None:
         """Take a node down with all that is in its memory.
 
-        Args:
-            name: the node.
-            power_cut: the cable goes first, so that no peer hears of it (no FIN, no RST). Otherwise the node's
-                kernel closes its connections, and lives on for as long as that takes on a slow cable.
+        In a power cut the cable goes first, so that no peer hears of it (no FIN, no RST). Otherwise the node's kernel
+        closes its connections, and lives on for as long as that takes on a slow cable.
         """
         if power_cut:
             self.cut(name)
@@ -121,33 +108,16 @@ class Nodes:
         self._ip_switch(f"link set {self._up[name].port} down")
 
     def plug(self, name: str) -> None:
-        """Plug the cable of a node in again."""
         self._ip_switch(f"link set {self._up[name].port} up")
         self._state(name, "dark").unlink()
 
     def limit_rate(self, name: str, mbit: int) -> None:
         """Limit what a node's cable carries, each way, to so many Mbit/s."""
-        self._shape(name, "tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
-
-    def disturb(self, name: str, delay_ms: int, loss_percent: float) -> None:
-        """Delay what a node's cable carries, each way, and lose some of its packets.
-
-        Raises:
-            LookupError: this kernel has no netem.
-        """
-        try:
-            self._shape(name, "netem", "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%")
-        except RuntimeError as error:
-            if "qdisc kind is unknown" in str(error):
-                raise LookupError("this kernel has no netem") from None
-            raise
-
-    def _shape(self, name: str, *discipline: str) -> None:
         assert self._switch is not None
         node = self._up[name]
         for pid, port in ((self._switch.pid, node.port), (node.pid, "eth0")):
-            command = ["tc", "qdisc", "replace", "dev", port, "root", *discipline]
-            _run(["nsenter", "--target", str(pid), "--net", *command])
+            shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
+            _run(["nsenter", "--target", str(pid), "--net", "tc", "qdisc", "replace", "dev", port, *shape])
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes that a node has sent over its cable since it was booted."""
@@ -159,13 +129,11 @@ class Nodes:
     # Processes
 
     def command(self, name: str, argv: Sequence[str]) -> list[str]:
-        """Build the command that runs ``argv`` on a node, from the machine."""
         pids = [] if name == HEAD else ["--pid"]
         spaces = ["--net", "--uts", "--mount", "--ipc", *pids]
         return ["nsenter", "--target", str(self._up[name].pid), *spaces, "--wdns=/", *argv]
 
     def run(self, name: str, *argv: str) -> str:
-        """Run a command on a node and return what it printed."""
         return _run(self.command(name, argv))
 
     def running(self, name: str, word: str = "") -> list[int]:
@@ -220,7 +188,7 @@ class Nodes:
         keep = sorted(path for path in needed if path.startswith("/tmp/"))
         own_pids = name != HEAD
         spec = {"name": name, "hosts": str(self.path / "hosts"), "scratch": str(scratch), "keep": keep,
-                "own_pids": own_pids, **self._sizes}  # fmt: skip
+                "own_pids": own_pids}  # fmt: skip
         pids = ["--pid", "--fork", "--kill-child"] if own_pids else []
         spaces = ["--net", "--uts", "--mount", "--ipc", *pids]
         return _start(["unshare", *spaces, sys.executable, "-I", str(HERE / "init.py"), json.dumps(spec)], log)
@@ -244,21 +212,12 @@ class Nodes:
 
 
 class _Node:
-    """A node that is up.
-
-    Args:
-        process: what was started.
-        port: name of the switch's end of its cable.
-
-    Attributes:
-        pid: its PID 1, by the machine's numbers; the init of the head.
-        network: its network namespace; everything on a node is in it.
-    """
+    """A node that is up; ``port`` is the switch's end of its cable."""
 
     def __init__(self, process: subprocess.Popen[str], port: str):
         self.process, self.port = process, port
-        self.pid = process.pid
-        self.network = ""
+        self.pid = process.pid  # its PID 1, by the machine's numbers; the init of the head
+        self.network = ""  # everything on a node is in this namespace
         self._network_fd = -1  # the network stays while this is open, without a process in it
 
     def wait_ready(self, log: Path) -> None:
@@ -315,7 +274,6 @@ def _network(pid: int) -> str | None:
 
 
 def _processes(networks: set[str]) -> list[int]:
-    """Processes in these network namespaces."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _network(int(name)) in networks]
 
 

@@ -18,11 +18,8 @@ def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str, hold
                   traps: Sequence[dict[str, object]] = ()) -> None:  # fmt: skip
     """Save each step and wait for its commit.
 
-    Args:
-        hold_at: do not begin this step before the file "go on" is among the records.
-        traps: see traps.py.
-        when_late: "leave": note it and end at once, as a job does that wants to be relaunched elsewhere; "stay":
-            wait on, and go on when the step is committed after all.
+    The step ``hold_at`` does not begin before the file "go on" is among the records. When a commit is late, "leave"
+    notes it and ends at once, as a job does that wants to be relaunched elsewhere; "stay" waits on.
     """
     set_traps(traps, RANK)
     state = state_at(RANK, 0, nbytes + 1000 * RANK)

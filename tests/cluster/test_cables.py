@@ -115,18 +115,3 @@ def test_save_does_not_wait_for_a_slow_network(nodes: Nodes) -> None:
     nodes.crash("host2")
     nodes.boot("host2")
     check_restored(cluster, THREE, [4])
-
-
-def test_cables_that_delay_and_lose_packets_cost_time_only(nodes: Nodes) -> None:
-    try:
-        for host in nodes.names:
-            nodes.disturb(host, delay_ms=10, loss_percent=0.5)
-    except LookupError as error:
-        pytest.skip(f"needs netem: {error}")
-    cluster = Cluster(nodes, "p2p")
-    result = cluster.run(THREE, last=3)
-    assert len(result.of("end")) == len(THREE), result.log
-    nodes.crash("host2")
-    nodes.boot("host2")
-    restored = cluster.run(THREE, last=3).of("restored")
-    assert [(r["step"], r["wrong"]) for r in restored] == [(3, [])] * len(THREE)

@@ -113,7 +113,7 @@ def test_the_own_address_is_that_of_an_interface_where_nothing_else_tells_it() -
     """No default route, and a host name that nobody knows, as on a cluster whose only network is its fabric."""
     words = ["ip link add one type veth peer name other", "ip addr add 10.99.0.7/24 dev one", "ip link set one up",
              "ip link set other up", "hostname nobody-knows-it"]  # fmt: skip
-    program = "from mlflash.wireup.own_address import own_address; print(own_address(False, {}))"
+    program = "from mlflash.wireup.interfaces import own_address; print(own_address(False, {}))"
     shell = ["unshare", "--net", "--uts", "sh", "-c", f'{" && ".join(words)} && exec "$@"', "sh"]
     command = [*shell, sys.executable, "-c", program]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -139,30 +139,26 @@ def test_nothing_but_the_memory_has_to_be_writable(shm: Path) -> None:
         assert said == [f"restored {step} {{'rank': 0, 'step': {step or 0}}}\n"]
 
 
-def test_without_an_inode_a_save_fails_with_the_reason_and_saves_go_on() -> None:
-    script = 'mount -t tmpfs -o size=64m,nr_inodes=200 tmpfs /dev/shm && exec "$@"'
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH")}
-    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", NO_INODES]
-    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+def limited(before: str, script: str, **env: str) -> str:
+    """Run one rank in a mount namespace of its own, after a line of a shell; gives what it printed."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH")}
+    command = ["unshare", "--mount", "sh", "-c", f'{before} && exec "$@"', "sh", sys.executable, "-c", script]
+    done = subprocess.run(command, env=plain | env, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    assert "restored None" in done.stdout and "has no inode left for another file" in done.stdout
-    assert done.stdout.endswith("then True\n")
+    assert done.stdout.endswith("then True\n"), "saves go on"
+    return done.stdout
+
+
+def test_without_an_inode_a_save_fails_with_the_reason_and_saves_go_on() -> None:
+    said = limited("mount -t tmpfs -o size=64m,nr_inodes=200 tmpfs /dev/shm", NO_INODES)
+    assert "restored None" in said and "has no inode left for another file" in said
 
 
 def test_what_is_larger_than_ulimit_allows_fails_with_the_reason_and_saves_go_on(shm: Path) -> None:
-    env = {**os.environ, "MLFLASH_MEMORY": str(shm)}
-    command = ["sh", "-c", 'ulimit -f 20000 && exec "$@"', "sh", sys.executable, "-c", LARGE]
-    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "may not have such large files of this process (ulimit -f)" in done.stdout
-    assert done.stdout.endswith("then True\n")
+    said = limited("ulimit -f 20000", LARGE, MLFLASH_MEMORY=str(shm))
+    assert "may not have such large files of this process (ulimit -f)" in said
 
 
 def test_what_does_not_fit_into_the_64_mib_of_dockers_dev_shm_fails_with_numbers_and_saves_go_on() -> None:
-    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH")}
-    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", LARGE]
-    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    assert "do not fit into its memory" in done.stdout and "free space of /dev/shm" in done.stdout
-    assert "--shm-size" in done.stdout
-    assert done.stdout.endswith("then True\n")
+    said = limited("mount -t tmpfs -o size=64m tmpfs /dev/shm", LARGE)
+    assert "do not fit into its memory" in said and "free space of /dev/shm" in said and "--shm-size" in said

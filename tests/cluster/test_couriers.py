@@ -56,13 +56,3 @@ def test_ranks_whose_host_names_mean_loopback_have_couriers(nodes: Nodes) -> Non
     command = mpiexec_on(nodes, ["host1", "host2"], 1, trainer(nodes.path))
     assert subprocess.run(command, timeout=PATIENCE_S, stdin=subprocess.DEVNULL).returncode == 0
     check(nodes, nodes.path, "hydra", [0, 1])
-
-
-def test_ranks_that_only_know_the_name_of_the_first_host_have_couriers(nodes: Nodes) -> None:
-    started = []
-    for rank, host in enumerate(("host1", "host2")):
-        names = ["MASTER_ADDR=host1", "MASTER_PORT=29400", f"RANK={rank}", "WORLD_SIZE=2"]
-        command = nodes.command(host, trainer(nodes.path, *names))
-        started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
-    assert [process.wait(PATIENCE_S) for process in started] == [0, 0]
-    check(nodes, nodes.path, "torchrun", [0, 1])

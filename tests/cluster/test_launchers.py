@@ -26,13 +26,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 class Torchrun:
-    """One torchrun on each of some nodes.
-
-    Args:
-        nodes: that there are.
-        options: of all.
-        program: what each worker runs.
-    """
+    """One torchrun on each of some nodes."""
 
     def __init__(self, nodes: Nodes):
         self._nodes, self.out = nodes, nodes.path / "out"
@@ -101,9 +95,8 @@ def test_workers_that_torchrun_starts_again_in_place_go_on_from_memory(
     os.kill(victim, signal.SIGKILL)
     assert torchrun.wait(*hosts, timeout_s=150) == [0, 0], torchrun.log()
     restored = torchrun.records("restored")
-    assert {(record["step"], record["same"], record["mpi"]) for record in restored[::2]} | {
-        (record["step"], record["same"], record["mpi"]) for record in restored
-    } == {(None, True, False), (3, True, False)}, torchrun.log()
+    found = {(record["step"], record["same"], record["mpi"]) for record in restored}
+    assert found == {(None, True, False), (3, True, False)}, torchrun.log()
     how = "the store of torch.distributed" if initializes else "MASTER_ADDR and MASTER_PORT"
     assert all(f" ranks met by {how})" in record["courier"] for record in restored)
     assert [record["steps"] for record in torchrun.records("end")] == [[4, 5]] * 4

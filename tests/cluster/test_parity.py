@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 from cluster.jobs import Cluster
 from cluster.nodes import Nodes
-from cluster.test_node_loss import assert_restored, slot_files, sources
+from cluster.test_node_loss import assert_restored, slot_files, sources, train_and_die
 from harness import assert_unrestorable
-from waiting import until
 
 FOUR = ("host1", "host2", "host3", "host4")
 THREE = FOUR[:3]
-
-
-def train_and_die(cluster: Cluster, hosts: tuple[str, ...], scheme: str) -> None:
-    """Train up to step 3, then every process dies at once."""
-    result = cluster.run_until_all_die(hosts, 3, options={"redundancy": scheme})
-    assert {r["step"] for r in result.of("committed")} >= {3}, result.log
 
 
 def crash(nodes: Nodes, *hosts: str) -> None:
@@ -34,7 +26,7 @@ def test_every_loss_that_is_covered_is_restored_with_no_save_between(
 ) -> None:
     cluster = Cluster(nodes, transport)
     options = {"redundancy": scheme}
-    train_and_die(cluster, FOUR, scheme)
+    train_and_die(cluster, FOUR, 3, options={"redundancy": scheme})
     for lost in itertools.combinations(FOUR, losses):
         crash(nodes, *lost)
         before = sum(nodes.sent_nbytes(host) for host in FOUR if host not in lost)
@@ -51,7 +43,7 @@ def test_every_loss_that_is_covered_is_restored_with_no_save_between(
 
 def test_a_spare_takes_the_place_of_a_lost_node_and_ranks_may_move(nodes: Nodes) -> None:
     cluster, options = Cluster(nodes), {"redundancy": "xor:3"}
-    train_and_die(cluster, THREE, "xor:3")
+    train_and_die(cluster, THREE, 3, options={"redundancy": "xor:3"})
     nodes.crash("host2")
     in_its_place = ("host1", "host4", "host3")
     result = cluster.run(in_its_place, last=4, options=options)
@@ -67,7 +59,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_ranks_may_move(nodes: Nodes)
 
 def test_the_ranks_of_four_nodes_go_on_with_three(nodes: Nodes) -> None:
     cluster = Cluster(nodes)
-    train_and_die(cluster, FOUR, "rs:2+2")
+    train_and_die(cluster, FOUR, 3, options={"redundancy": "rs:2+2"})
     nodes.crash("host3")
     fewer = ("host1", "host1", "host2", "host4")
     result = cluster.run(fewer, last=4, options={"redundancy": "xor:3"})
@@ -75,40 +67,3 @@ def test_the_ranks_of_four_nodes_go_on_with_three(nodes: Nodes) -> None:
     assert sources(result) == ["host1", "host2", "parity", "host4"]
     crash(nodes, "host1")  # two ranks were there: one is covered by parity, one by a copy, as its node has more ranks
     assert_restored(cluster.run(fewer, last=5, options={"redundancy": "xor:3"}), fewer, 4)
-
-
-def crash_at(
-    nodes: Nodes, cluster: Cluster, path: list[str], victim: int, hosts: Sequence[str], **options: object
-) -> None:
-    """Start a job; when the victim comes to the end of the path it waits there, and its node goes."""
-    trap = {"path": path, "action": "wait", "rank": victim}
-    job = cluster.start(hosts, one_by_one=True, traps=[trap], **options)
-    until((job.out / f"sprung{victim}").exists, lambda: f"rank {victim} at {path}\n{(job.out / 'log').read_text()}")
-    nodes.crash(hosts[victim])
-    job.wait()
-    nodes.boot(hosts[victim])
-
-
-SAVE, HEAL = ["commit.seen", "commit.seen"], ["heal.begun"]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "path", "allowed", "transport"),
-    [("rs:2+2", [*SAVE, "parity.coded"], {2}, "rma"), ("rs:2+2", [*SAVE, "parity.received"], {2, 3}, "p2p"),
-     ("rs:2+2", [*SAVE, "commit.agreed"], {3}, "rma"), ("rs:2+2", ["restore.verified", "parity.coded"], {3}, "rma"),
-     ("rs:2+2", [*HEAL, "parity.sent"], {3}, "p2p"), ("copy", [*SAVE, "transfer.sent"], {2}, "rma"),
-     ("copy", [*SAVE, "transfer.arrived"], {2, 3}, "p2p"), ("copy", [*HEAL, "heal.done"], {3}, "p2p")],
-)  # fmt: skip
-def test_a_node_that_crashes_at_a_point_of_a_save_a_rebuild_or_a_heal(
-    nodes: Nodes, scheme: str, path: list[str], allowed: set[int], transport: str
-) -> None:
-    cluster, options = Cluster(nodes, transport), {"redundancy": scheme}
-    if path[:2] != SAVE:
-        train_and_die(cluster, FOUR, scheme)
-        crash(nodes, "host1")
-    # Host 2 codes blocks of host 1, or sends it what its parity is made of, when it crashes too.
-    crash_at(nodes, cluster, path, 1, FOUR, last=3, options=options)
-    result = cluster.run(FOUR, last=4, options=options)
-    (step,) = {r["step"] for r in result.of("restored")}
-    assert step in allowed, result.log
-    assert_restored(result, FOUR, step)

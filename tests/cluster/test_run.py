@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,8 @@ from typing import Any
 import pytest
 from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
 from cluster.nodes import HEAD, Nodes
-from run_results import WORKER, Results, uninterrupted, uninterrupted_without_mpi
+from run_results import WORKER, Launched, uninterrupted, uninterrupted_without_mpi
 from waiting import until
-
-from mlflash.launcher.processes import signal_group, spawn
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 ENV = {**NETMODS[NETMODS_HERE[0]], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -27,40 +24,19 @@ LAST = 60
 HANG_S = 20  # runs that do not hang must have saved for the first time by then
 
 
-class Run(Results):
-    """`mlflash run` on the head.
-
-    Args:
-        nodes: that it runs on.
-        options: of it.
-        hosts: how many of the nodes it is told of.
-        by_ssh: whether its ranks are started without mpiexec, and use no MPI themselves.
-        training: see `run_worker`.
-    """
+class Run(Launched):
+    """`mlflash run` on the head, told of some hosts. ``by_ssh``: its ranks use no MPI, and no mpiexec starts them."""
 
     def __init__(self, nodes: Nodes, *options: object, hosts: int = 4, by_ssh: bool = False, **training: object):
-        super().__init__(nodes.path / "out")
-        self.nodes, self.directory = nodes, nodes.path / "pfs"
+        out, self.nodes, self.directory = nodes.path / "out", nodes, nodes.path / "pfs"
         names = ",".join(f"host{n}" for n in range(1, hosts + 1))
         training = {"pause": 0.03, **training}
         told = ["--hosts", names, "--rsh", nodes.shell, "--look-every", 2, "--directory", self.directory, "--journal",
-                self.out / "run.jsonl", *options]  # fmt: skip
+                out / "run.jsonl", *options]  # fmt: skip
         python = [sys.executable] if by_ssh else [sys.executable, "-m", "mpi4py"]
-        training_words = [*python, WORKER, self.directory, self.out, LAST, json.dumps(training)]
-        words = [MLFLASH, "run", *told, "--", *training_words]
+        words = [MLFLASH, "run", *told, "--", *python, WORKER, self.directory, out, LAST, json.dumps(training)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | ENV
-        command = nodes.command(HEAD, ["env", f"TMPDIR={self.out}", *map(str, words)])
-        self._log = (self.out / "log").open("w")
-        self._process = spawn(command, stdout=self._log, stderr=self._log, env=environment)
-
-    def log(self) -> str:
-        return (self.out / "log").read_text()[-20_000:]
-
-    def wait(self, timeout: float = 90) -> int:
-        try:
-            return self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it still runs after {timeout} s:\n{self.log()}") from None
+        super().__init__(out, nodes.command(HEAD, ["env", f"TMPDIR={out}", *map(str, words)]), environment)
 
     def go_on(self) -> None:
         """Let a training with ``hold_at`` begin that step."""
@@ -68,12 +44,6 @@ class Run(Results):
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            signal_group(self._process, signal.SIGKILL)
-            self._process.wait(30)
-        self._log.close()
 
     def memory(self, host: str) -> str:
         return self.nodes.run(host, "find", "/dev/shm", "-name", "slot-*")
@@ -114,6 +84,17 @@ def expected_without_mpi(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return uninterrupted_without_mpi(tmp_path_factory.mktemp("uninterrupted"), 3, LAST)
 
 
+def check_replaced(run: Run, expected: list[str]) -> None:
+    """The spare has taken the place of host2, and nothing is left in memory."""
+    assert run.wait() == 0, run.log()
+    assert [end["digest"] for end in run.ends()] == expected
+    assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
+    assert all(end["start"] >= 14 for end in run.ends()) and run.events("end")[1]["source"] == "memory"
+    assert run.events("finish")[0]["scavenged"] is True
+    assert (run.directory / f"step-{LAST:08d}" / "checkpoint.h5").exists()
+    assert not any(run.memory(host) for host in ("host1", "host3", "host4")), "the nodes were not cleaned"
+
+
 def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
     start: Any, nodes: Nodes, expected: list[str]
 ) -> None:
@@ -121,18 +102,12 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
     run.wait_for_step(15)
     nodes.crash("host2")
     run.go_on()
-    assert run.wait() == 0, run.log()
-    assert [end["digest"] for end in run.ends()] == expected
-    assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
-    assert all(end["start"] >= 14 for end in run.ends())
+    check_replaced(run, expected)
     first, second = run.events("start")
     assert (first["hosts"], second["hosts"]) == (["host1", "host2", "host3"], ["host1", "host4", "host3"])
     failed, ended = run.events("end")
-    assert failed["why"] and ended["why"] == "" and ended["source"] == "memory" and 0 <= ended["steps_lost"] <= 2
+    assert failed["why"] and ended["why"] == "" and 0 <= ended["steps_lost"] <= 2
     assert min(ended[name] for name in ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s", "outage_s")) > 0
-    assert run.events("finish")[0]["scavenged"] is True
-    assert (run.directory / f"step-{LAST:08d}" / "checkpoint.h5").exists()
-    assert not any(run.memory(host) for host in ("host1", "host3", "host4")), "the nodes were not cleaned"
 
 
 @pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot be started without its launcher")
@@ -145,15 +120,9 @@ def test_without_an_mpiexec_ssh_starts_the_ranks_and_a_spare_takes_the_place_of_
     run.wait_for_step(15)
     nodes.crash("host2", power_cut)
     run.go_on()
-    assert run.wait() == 0, run.log()
+    check_replaced(run, expected_without_mpi)
     assert "there is no mpiexec, so ssh starts the ranks" in run.log()
-    assert [end["digest"] for end in run.ends()] == expected_without_mpi
-    assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
-    assert all(end["start"] >= 14 for end in run.ends()) and run.events("end")[1]["source"] == "memory"
-    assert run.events("finish")[0]["scavenged"] is True
-    assert (run.directory / f"step-{LAST:08d}" / "checkpoint.h5").exists()
     for host in ("host1", "host3", "host4"):
-        assert not run.memory(host), "the nodes were not cleaned"
         until(lambda host=host: not nodes.running(host), f"nothing is left on {host}")
 
 

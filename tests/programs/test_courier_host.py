@@ -21,7 +21,7 @@ from waiting import PATIENCE_S, until
 
 from mlflash.doctor import couriers
 from mlflash.memory.courier_process import works_for
-from mlflash.wireup.private_directory import opened
+from mlflash.wireup.own_process import opened
 from mlflash.wireup.zygote_client import ZygoteClient
 from mlflash.wireup.zygote_host import HostedProcess
 

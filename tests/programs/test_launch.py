@@ -19,7 +19,6 @@ from harness import SUPPORT
 from processes import free_port, started_by
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import find_mpiexec
 from mlflash.wireup.mpich_segments import named_after
 
 SHM = Path("/dev/shm")
@@ -94,34 +93,12 @@ def check(job: Job, size: int, epochs: int) -> list[dict[str, Any]]:
     return said
 
 
-def test_hydra_that_does_not_say_which_rank_a_process_is_gets_no_job_of_single_ranks(job: Job) -> None:
-    path = find_mpiexec()[0]
-    job.start([path, "-launcher", "fork", "-pmi-port", "-n", "2", sys.executable], {}, do="fails")
-    assert job.wait() == [0]
-    (said,) = job.said(0)
-    assert said["kind"] == "WorldMismatch" and "without -pmi-port" in said["error"]
-
-
 @pytest.mark.gate
 def test_ranks_that_only_know_a_port_meet_beside_it(job: Job) -> None:
     job.plain(3, do="epochs", epochs=3, nodes=[7, 7, 9])
     assert job.wait() == [0] * 3
     for one in check(job, 3, 3):
         assert one["nodes"] == [0, 0, 1], "which were emulated"
-
-
-def test_mpi_starts_where_addresses_go_from_node_to_node(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "from mlflash.wireup import address_relay\n"
-        "assert address_relay.LEAST_NODES > 3 and address_relay.FAN_OUT > 1\n"
-        "address_relay.FAN_OUT, address_relay.LEAST_NODES = 1, 2\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    job.plain(3, do="epochs", epochs=2, nodes=[0, 1, 2])
-    assert job.wait() == [0] * 3
-    check(job, 3, 2)
 
 
 def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(job: Job) -> None:

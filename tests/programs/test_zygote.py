@@ -14,7 +14,7 @@ import needs
 import pytest
 from waiting import PATIENCE_S, until
 
-from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.key_value_store import KeyValueStore, listen
 from mlflash.wireup.pmi_server import new_epoch_name
 from mlflash.wireup.store_client import StoreClient
 from mlflash.wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
@@ -27,7 +27,7 @@ INITIALISES = "import atexit\nfrom mpi4py import MPI\nMPI.Init()\natexit.registe
 
 @pytest.fixture
 def store() -> Iterator[KeyValueStore]:
-    store = KeyValueStore()
+    store = KeyValueStore(listen())
     yield store
     store.close()
 
@@ -93,22 +93,13 @@ def test_couriers_print_where_they_are_told_and_import_nothing_of_the_working_di
     zygote.stop(PATIENCE_S)
 
 
-def test_a_courier_leaves_no_core_file_and_survives_ulimit(tmp_path: Path, store: KeyValueStore) -> None:
+def test_a_courier_survives_signals_to_a_whole_step_and_ulimit_and_leaves_no_core_file(
+    tmp_path: Path, store: KeyValueStore
+) -> None:
     source = (
-        "import resource, signal\n"
+        "import os, resource, signal\n"
         "def run(courier):\n"
         "    print(resource.getrlimit(resource.RLIMIT_CORE)[0], signal.getsignal(signal.SIGXFSZ).name)\n"
-    )
-    zygote = start(tmp_path, source)
-    assert zygote.wait(fork(zygote, store), PATIENCE_S).status == 0
-    assert (tmp_path / "output").read_text() == "0 SIG_IGN\n"
-    zygote.stop(PATIENCE_S)
-
-
-def test_signals_that_a_scheduler_sends_to_a_whole_step_end_no_courier(tmp_path: Path, store: KeyValueStore) -> None:
-    source = (
-        "import os, signal\n"
-        "def run(courier):\n"
         "    for name in ('INT', 'TERM', 'HUP', 'USR1', 'USR2'):\n"
         "        os.kill(os.getpid(), signal.Signals['SIG' + name])\n"
         "        os.kill(os.getppid(), signal.Signals['SIG' + name])\n"
@@ -117,7 +108,7 @@ def test_signals_that_a_scheduler_sends_to_a_whole_step_end_no_courier(tmp_path:
     zygote = start(tmp_path, source)
     end = zygote.wait(fork(zygote, store), PATIENCE_S)
     assert (end.status, end.signal) == (0, None)
-    assert (tmp_path / "output").read_text() == "commits\n"
+    assert (tmp_path / "output").read_text() == "0 SIG_IGN\ncommits\n"
     zygote.stop(PATIENCE_S)
     assert zygote.process.returncode == 0
 

@@ -22,9 +22,8 @@ from scheduler import Process, Scheduler
 
 from mlflash.courier import choice, connect, courier_link, linked, process_main
 from mlflash.errors import DeadlineExceeded
-from mlflash.wireup.departures import Departure, RankDeparted
-from mlflash.wireup.launch import Meeting
-from mlflash.wireup.running_courier import CourierEnded, StartFailed
+from mlflash.wireup.epoch_agreement import Departure, RankDeparted
+from mlflash.wireup.launch import CourierEnded, Meeting, StartFailed
 from mlflash.wireup.store_client import StoreLost
 from mlflash.wireup.zygote_client import ZygoteLost
 

@@ -35,13 +35,8 @@ def main(
 ) -> None:  # fmt: skip
     """Restore, save two steps, perhaps come to an end while the second one is committed, and save until one more is.
 
-    Args:
-        who: trainer | courier | zygote; "": nobody.
-        how: what happens to it.
-        rank: whose it is; -1: both.
-        saves: before it, where all have returned.
-        patient: wait for a save that is late, as often as it takes.
-        closes: what happens while it is closed: see `close_and_lose_a_courier`.
+    ``how`` something happens to ``who``, the trainer, courier or zygote of a rank (-1: of both), after so many saves
+    that have returned. A patient one waits for a save that is late. ``closes``: see `close_and_lose_a_courier`.
     """
     if closes:
         set_traps([{"path": [closes.split(",", maxsplit=1)[0]], "action": "hold", "rank": rank}], RANK)
@@ -113,12 +108,9 @@ def wait_until_committed(snapshot: Any) -> None:
 def close_and_lose_a_courier(ckpt: mlflash.Checkpointer, closes: str, rank: int) -> None:
     """Close; the courier of a rank is killed meanwhile, where it is held.
 
-    Args:
-        ckpt: it.
-        closes: "close.asked": the courier has come to where it waits for the other rank, which closes when it is dead;
-            "close.freed": the other rank has closed by then; "close.freed, left": and has left the job; and with
-            ", and goes on" nobody is killed.
-        rank: whose courier it is.
+    At "close.asked" the courier has come to where it waits for the other rank, which closes when it is dead; at
+    "close.freed" the other rank has closed by then; "close.freed, left": and has left the job; and with ", and goes on"
+    nobody is killed.
     """
     others, pid = OUT / "others", ckpt._courier._link.couriers.courier.pid
 

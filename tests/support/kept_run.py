@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Any
 from cluster.jobs import NETMODS, NETMODS_HERE
 from cluster.nodes import HEAD, Nodes
 from cluster.slurm.daemons import Slurm
-from run_results import Results
+from run_results import Launched, Results
 from waiting import until
-
-from mlflash.launcher.processes import signal_group, spawn
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 TRAINER = Path(__file__).with_name("kept_trainer.py")
@@ -33,16 +30,8 @@ _ENV = {"FI_PROVIDER": "tcp", "MPIR_CVAR_CH4_NETMOD": "ofi", "OMP_NUM_THREADS": 
 class Kept(Results):
     """What a training writes that has one rank on each node."""
 
-    def __init__(self, nodes: Nodes, out: Path, ranks: int):
-        super().__init__(out)
-        self.nodes, self.ranks = nodes, ranks
-
-    @property
-    def has_ended(self) -> bool:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
+    nodes: Nodes
+    ranks: int
 
     def steps(self, rank: int) -> list[list[str]]:
         """What a rank has noted of each step: when, which, by which process, its number of entries, on which host."""
@@ -72,46 +61,30 @@ class Kept(Results):
         (self.out / ("go on" if step is None else f"go on {step}")).touch()
 
 
-class KeptRun(Kept):
+class KeptRun(Launched, Kept):
     """A run that was started on the head, by a remote shell; nodes beyond the ranks wait. Close it."""
 
     def __init__(self, nodes: Nodes, ranks: int, last: int, **training: Any):
-        super().__init__(nodes, nodes.path / "out", ranks)
+        self.nodes, self.ranks, out = nodes, ranks, nodes.path / "out"
         training = {"settings": {"job": "kept"}, **training}
         told = ["--keep-alive", "-N", ranks, "--hosts", ",".join(nodes.names), "--rsh", nodes.shell, "--job", "kept",
-                "--lost-after", LOST_S, "--journal", self.out / "run.jsonl"]  # fmt: skip
-        words = [MLFLASH, "run", *told, "--", sys.executable, TRAINER, self.out, last, json.dumps(training)]
+                "--lost-after", LOST_S, "--journal", out / "run.jsonl"]  # fmt: skip
+        words = [MLFLASH, "run", *told, "--", sys.executable, TRAINER, out, last, json.dumps(training)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | _ENV
         environment["PYTHONPATH"] = str(TRAINER.parent)
-        self._log = (self.out / "log").open("w")
-        self._process = spawn(nodes.command(HEAD, [*map(str, words)]), stdout=self._log, stderr=self._log,
-                              env=environment)  # fmt: skip
+        Launched.__init__(self, out, nodes.command(HEAD, [*map(str, words)]), environment)
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
-
-    def log(self) -> str:
-        return (self.out / "log").read_text()[-20_000:]
-
-    def wait(self, timeout: float = 90) -> int:
-        try:
-            return self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it still runs after {timeout} s:\n{self.log()}") from None
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            signal_group(self._process, signal.SIGKILL)
-            self._process.wait(30)
-        self._log.close()
 
 
 class KeptJob(Kept):
     """A job of Slurm, whose nodes are one more than the ranks."""
 
     def __init__(self, slurm: Slurm, ranks: int, last: int, **training: Any):
-        super().__init__(slurm.nodes, slurm.path / "out", ranks)
+        super().__init__(slurm.path / "out")
+        self.nodes, self.ranks = slurm.nodes, ranks
         paths = os.pathsep.join(filter(None, (str(TRAINER.parent), os.environ.get("PYTHONPATH"))))
         env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
                "MLFLASH": MLFLASH, "TRAINER": str(TRAINER), "OUT": str(self.out), "LAST": str(last),

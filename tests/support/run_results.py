@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import PlainRanks
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.launcher.processes import mpiexec, signal_group, spawn
 
 WORKER = Path(__file__).with_name("run_worker.py")
 
@@ -43,6 +45,31 @@ class Results:
             return int((self.out / "step0").read_text())
         except (FileNotFoundError, ValueError):  # not yet, or it is being written
             return -1
+
+
+class Launched(Results):
+    """A run that was started with this command. Close it."""
+
+    def __init__(self, out: Path, command: Sequence[str], env: Mapping[str, str]):
+        super().__init__(out)
+        self._log = (out / "log").open("w")
+        self._process = spawn(command, stdout=self._log, stderr=self._log, env=env)
+
+    def log(self) -> str:
+        return (self.out / "log").read_text()[-20_000:]
+
+    def wait(self, timeout: float = 90) -> int:
+        try:
+            code: int = self._process.wait(timeout)
+            return code
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it still runs after {timeout} s:\n{self.log()}") from None
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            signal_group(self._process, signal.SIGKILL)
+            self._process.wait(30)
+        self._log.close()
 
 
 def uninterrupted(out: Path, ranks: int, last: int) -> list[str]:

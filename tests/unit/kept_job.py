@@ -11,22 +11,26 @@ import signal
 import socket
 from pathlib import Path
 
-from processes import described, runs, started_by
+from processes import described, runs
 from waiting import until
 
 from mlflash.launcher.kept_ranks import KeptRanks
+from mlflash.launcher.ranks_by_ssh import RanksBySsh
 
 # As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere. At "apart" what
-# it starts is in a session of its own, as on another machine.
+# it starts is in a session of its own, as on another machine. "dark" does not answer, and "gone" cannot be reached.
 SHELL = """#!/bin/bash
 echo $$ > {folder}/shell-$1
 host=$1; shift; cd /
-if [ $host = apart ]; then
+case $host in
+dark) exec sleep 1000;;
+gone) echo "connect to host gone: No route to host" >&2; exit 255;;
+apart)
     exec 3<&0
     setsid -w env -i PATH=/usr/bin:/bin sh -c "$*" < <(exec cat <&3) 3<&-
-    exit
-fi
-exec env -i PATH=/usr/bin:/bin sh -c "$*"
+    exit;;
+esac
+exec env -i PATH=/usr/bin:/bin FROM_LOGIN=$host sh -c "$*"
 """
 RANK = """
 import json, os, signal, sys
@@ -70,11 +74,7 @@ except MlflashError:
 
 
 class Said:
-    """What the processes of a job have said.
-
-    Args:
-        folder: that they were given.
-    """
+    """What the processes of a job have said, in the folder that they were given."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -122,7 +122,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
 
-def code_of(ranks: KeptRanks) -> int:
+def code_of(ranks: RanksBySsh) -> int:
     found: list[int | None] = until(lambda: [ranks.poll()] if ranks.poll() is not None else [], "the end of all")
     return found[0] or 0
 
@@ -136,9 +136,3 @@ def speak(ranks: KeptRanks, said: bytes) -> None:
                 pass
         except ConnectionResetError:  # there was more than it has read
             pass
-
-
-def sizes(pid: int) -> dict[str, int]:
-    """How many descriptors and threads a process has, and how many that it has started."""
-    counts = {what: len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task")}
-    return {**counts, "processes": len(started_by({pid}))}

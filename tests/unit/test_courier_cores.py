@@ -53,15 +53,12 @@ def test_what_ranks_tell_of_their_seats_is_read_in_the_order_of_ranks() -> None:
             choose_among({"0": wrong}, "0")
 
 
-@pytest.mark.parametrize("text", ["0", "0-3,8", "1,3,5-7"])
-def test_lists_are_read_and_written_as_the_kernel_does(text: str) -> None:
-    assert to_list(from_list(text)) == text
-
-
-@pytest.mark.parametrize("text", ["", "7-1", "a", "0-", "1,,2", "auto", "-1"])
-def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a list of cores"):
-        from_list(text)
+def test_lists_are_those_of_the_kernel() -> None:
+    for text in ("0", "0-3,8", "1,3,5-7"):
+        assert to_list(from_list(text)) == text
+    for text in ("", "7-1", "a", "0-", "1,,2", "auto", "-1"):
+        with pytest.raises(ValueError, match="is not a list of cores"):
+            from_list(text)
 
 
 def test_what_a_process_could_have_is_found_and_its_mask_stays(monkeypatch: pytest.MonkeyPatch) -> None:

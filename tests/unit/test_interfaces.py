@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlflash.errors import WorldMismatch
-from mlflash.wireup.interfaces import addresses, chosen, for_mpi
-from mlflash.wireup.own_address import own_address
+from mlflash.wireup.interfaces import addresses, chosen, for_mpi, own_address
 
 HERE = ["lo", "eth0", "eth1", "ib0", "docker0", "veth12"]
 

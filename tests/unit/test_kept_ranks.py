@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import resource
@@ -18,8 +17,6 @@ from processes import described, killed_in_the_end, left_here, started_by
 from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, speak
 from waiting import until
 
-from mlflash.adapters import distributed
-from mlflash.errors import ConfigError, LaunchFailed
 from mlflash.launcher.kept_ranks import KeptRanks, OnKeptHosts
 from mlflash.launcher.launch_system import NodeAssignment, RunLog
 from mlflash.launcher.membership import Deadlines
@@ -30,8 +27,7 @@ SUPERVISOR = """
 import sys, threading
 from mlflash.launcher.kept_ranks import OnKeptHosts
 from mlflash.launcher.membership import Deadlines
-from mlflash.launcher.launch_system import NodeAssignment
-from mlflash.launcher.launch_system import RunLog
+from mlflash.launcher.launch_system import NodeAssignment, RunLog
 launcher = OnKeptHosts(["a", "b"], {shell!r}, 0, Deadlines(2.0), RunLog(None))
 ranks = launcher.train(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
 threading.Event().wait()
@@ -114,21 +110,6 @@ def test_when_a_rank_is_killed_all_others_leave_and_a_spare_gets_its_rank(
     end_well(ranks, tmp_path)
 
 
-@pytest.mark.slow
-def test_a_process_that_is_stopped_is_killed_and_replaced(
-    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ranks = start("a", spares=1, per_node=2, lost_s=6.0)
-    said = Said(tmp_path)
-    first, second = said.seats(1)
-    kill(first, signal.SIGSTOP)
-    _, spare = said.seats(2)[::-1]
-    assert spare == said.begun()["a#2"] and said.seats(2)[1] == second
-    all_gone(first)
-    end_well(ranks, tmp_path)
-    assert f"process {first} is stopped (SIGSTOP), and nobody lets it go on:" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     "killed", ["agent", pytest.param("agent that is stopped", marks=pytest.mark.slow), "remote shell"]
 )
@@ -155,13 +136,6 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     assert ranks.seats(NodeAssignment((*began.hosts, "more"), 2)).hosts[-1] == "more"  # they are on fewer now
     assert len(said.begun()) == 6  # nothing is started there any more
     end_well(ranks, tmp_path)
-
-
-def test_it_fails_when_nobody_decides_any_more(start: Start, tmp_path: Path) -> None:
-    ranks = start("a,b", per_node=2, lost_s=2.0)
-    ranks._service.close()
-    all_gone(*Said(tmp_path).seats(1))
-    assert code_of(ranks) == 255
 
 
 def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -228,21 +202,3 @@ def test_agents_kill_their_ranks_when_nothing_is_heard_of_who_decides(tmp_path: 
         supervisor.send_signal(how)
         until(lambda: all(map(is_gone, (*seats, *said.begun().values()))), "the end of its ranks", timeout_s=30)
     all_gone(*seen)
-
-
-def test_what_cannot_be_started_is_said_and_fails(
-    start: Start, tmp_path: Path, shell: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launcher = OnKeptHosts(["a", "b"], shell, 0, Deadlines(LATER_S), RunLog(None))
-    ranks = launcher.train(NodeAssignment(("a",), 1), ["/no/such/program"], {})
-    assert code_of(ranks) and "/no/such/program cannot be started: No such file" in capfd.readouterr().err
-    ranks.end(0)
-    with pytest.raises(LaunchFailed, match="shell cannot be started: No such file"):
-        OnKeptHosts(["a"], "/no/shell", 0, Deadlines(), RunLog(None)).train(NodeAssignment(("a",), 1), ["true"], {})
-
-
-def test_a_pytorch_that_cannot_forget_a_step_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
-    with pytest.raises(ConfigError, match="needs a newer PyTorch") as refused:
-        distributed._init_kept(None, {}, datetime.timedelta(seconds=1))
-    assert refused.value.expected == "2.13"

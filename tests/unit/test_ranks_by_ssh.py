@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from processes import killed_in_the_end
-from unit.kept_job import is_gone
+from unit.kept_job import SHELL, code_of, is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import LaunchFailed
@@ -24,16 +24,6 @@ from mlflash.launcher.host_agent import Spec
 from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.ranks_by_ssh import OnSsh, RanksBySsh, address_of
 
-# As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere.
-SHELL = """#!/bin/sh
-echo $$ > {folder}/shell-$1
-case $1 in
-dark) exec sleep 1000;;
-gone) echo "connect to host gone: No route to host" >&2; exit 255;;
-esac
-host=$1; shift; cd /
-exec env -i PATH=/usr/bin:/bin FROM_LOGIN=$host sh -c "$*"
-"""
 # A shell may take a signal just before it waits for a command, and hear it after that.
 LISTENS = """
 import os, signal, sys
@@ -79,10 +69,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     for ranks in started:
         ranks.end(0)
         assert ranks.poll() is not None
-
-
-def code_of(ranks: RanksBySsh) -> int:
-    return until(lambda: (ranks.poll() is not None and [ranks.poll() or 0]) or None, "the end of the ranks")[0]
 
 
 def pid_of(folder: Path, what: str) -> int:

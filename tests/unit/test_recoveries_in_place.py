@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mlflash
 from mlflash.cli import main
-from mlflash.log_report.event_log import _JOURNAL_KINDS, Recovered
+from mlflash.log_report.event_log import _JOURNAL_KINDS
 
 TIMES = {"leave": 0.25, "wait": 0.5, "couriers": 0.75, "checkpointer": 0.125, "groups": 0.25, "restore": 1.5}
 
@@ -76,44 +76,6 @@ def test_a_recovery_in_place_is_neither_training_nor_a_relaunch(events: Path, jo
     assert told["files"][-1]["journal"] == 5
 
 
-def test_the_page_and_the_command_tell_of_recoveries_in_place(events: Path, journal: Path, tmp_path: Path) -> None:
-    output = tmp_path / "r.html"
-    said = CliRunner().invoke(main, ["report", str(events), str(journal), "-o", str(output)])
-    assert said.stdout == f"{output}: 1 launch, 0 failures, 1 loss recovered in place, goodput 71.3 %\n"
-    text = output.read_text()
-    assert "0 failures and 1 recovery in place in 59 s cost 25.3 % of the time" in " ".join(text.split())
-    assert 'title="recovery R1"' in text and "rank 1\nits process was killed by signal 9" in text
-    assert "4 s\nleave: 250 ms" in text and 'title="n3, rank 1"' in text and "down after" not in text
-    alone = CliRunner().invoke(main, ["report", str(journal), "-o", str(output)])
-    assert alone.exit_code == 1 and "the journal of `mlflash run` alone is not enough" in alone.stderr
-
-
-def test_without_a_recovery_in_the_journal_each_loss_is_a_failure(events: Path, journal: Path) -> None:
-    alone = numbers(events)
-    journal.write_text("".join(line for line in journal.read_text().splitlines(True) if "recovered" not in line))
-    beside = numbers(events, journal)
-    assert (len(alone["launches"]), len(alone["failures"]), alone["recoveries"]) == (2, 1, [])
-    files = alone.pop("files"), beside.pop("files")
-    assert alone == beside and len(files[1]) == len(files[0]) + 1
-
-
-def test_a_spare_that_has_waited_for_hours_is_no_part_of_a_recovery(events: Path, tmp_path: Path) -> None:
-    journal = made_logs.journal(tmp_path / "run.jsonl", recovered(times={"wait": 7200.0, "restore": 1.5}))
-    assert [row["times"] for row in numbers(events, journal)["recoveries"]] == [{"restore": 1.5}]
-
-
-def test_rounds_that_failed_before_all_had_begun_are_part_of_the_recovery(tmp_path: Path) -> None:
-    job = made_logs.Job(ranks_per_node=1)
-    job.launch("a", 1000.0, ["n1", "n2"], None, 30, end=None)
-    job.launch("b", 1036.0, ["n1", "n3"], None, 0, end=None)
-    job.launch("c", 1040.0, ["n1", "n4"], 20, 40, ready_s=2.0)
-    journal = made_logs.journal(tmp_path / "run.jsonl", recovered(1042.0, seconds=8.0, round=3, lost=[1, 1]))
-    told = numbers(job.write(tmp_path / "events.jsonl")[0], journal)
-    assert (len(told["launches"]), told["failures"], told["nodes"], told["notes"]) == (1, [], ["n1", "n4"], [])
-    assert [told["seconds"][part] for part in ("recovering_s", "starting_s", "down_s")] == [8.0, 0.0, 0.0]
-    assert [row["lost"] for row in told["recoveries"]] == [[1]]
-
-
 def test_a_relaunch_after_a_recovery_is_a_failure_as_ever(events: Path, journal: Path) -> None:
     job = made_logs.Job(ranks_per_node=1)
     job.launch("a", 1000.0, ["n1", "n2"], None, 30, end=None)
@@ -124,12 +86,6 @@ def test_a_relaunch_after_a_recovery_is_a_failure_as_ever(events: Path, journal:
     assert (len(told["launches"]), failure["launch"], failure["restored"], recovery["launch"]) == (2, 0, 40, 0)
     assert (failure["gone"], failure["lost_s"], recovery["lost_s"]) == ([], pytest.approx(2.01), 11.0)
     assert told["seconds"]["wall_s"] == pytest.approx(told["ended"] - told["began"])
-
-
-def test_a_recovery_of_which_no_rank_tells_is_left_out_and_said(events: Path, tmp_path: Path) -> None:
-    told = numbers(events, made_logs.journal(tmp_path / "run.jsonl", recovered(), recovered(5000.0, round=7)))
-    assert len(told["recoveries"]) == 1
-    assert any("1 line of the journal record" in note and "(round 7)" in note for note in told["notes"])
 
 
 @pytest.mark.parametrize("change", [
@@ -143,13 +99,6 @@ def test_a_line_with_a_field_that_makes_no_sense_is_left_out(
     path = made_logs.journal(tmp_path / "run.jsonl", recovered(), {**recovered(), **change})
     file = numbers(events, path)["files"][-1]
     assert (file["lines"], file["foreign"], file["first_foreign"], file["journal"]) == (2, 1, 2, 1)
-
-
-def test_lines_of_a_journal_that_stop_in_the_middle_cost_no_other_line(events: Path, journal: Path) -> None:
-    line = json.dumps({"time": 1036.0, **recovered()})
-    journal.write_text(f"{line[:40]}{line}\n{line[:30]}")
-    told = numbers(events, journal)
-    assert len(told["recoveries"]) == 1 and (told["files"][-1]["torn"], told["files"][-1]["journal"]) == (2, 1)
 
 
 def test_whatever_a_journal_says_the_parts_of_the_time_add_up(events: Path, tmp_path: Path) -> None:
@@ -168,16 +117,10 @@ def test_whatever_a_journal_says_the_parts_of_the_time_add_up(events: Path, tmp_
     check()
 
 
-def test_a_line_is_what_the_decider_writes() -> None:
-    assert set(recovered()) - {"event"} == set(Recovered.__struct_fields__)
-
-
-def test_whatever_a_journal_says_is_known_to_the_report_and_to_the_page() -> None:
+def test_whatever_a_journal_says_is_known_to_the_report() -> None:
     root = Path(mlflash.__file__).parent
     said = {
         kind for path in (root / "launcher").glob("*.py") for kind in re.findall(r'note\(\s*"(\w+)"', path.read_text())
     }
     assert said >= {"start", "recovered", "host_back"}
     assert said <= {*_JOURNAL_KINDS}
-    page = (Path(__file__).parents[2] / "docs/slurm.md").read_text()
-    assert [kind for kind in sorted(said) if f"\n| `{kind}` |" not in page] == []

@@ -8,19 +8,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as distributed
 from waiting import PATIENCE_S
 
 from mlflash.errors import UnsafePath, WorldMismatch
-from mlflash.wireup import text_server
 from mlflash.wireup.frames import pack
 from mlflash.wireup.launcher_variables import Launched
-from mlflash.wireup.own_address import own_address
-from mlflash.wireup.rendezvous import rendezvous, way, who_am_i
+from mlflash.wireup.rendezvous import ask, give, rendezvous, way, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
@@ -59,14 +56,10 @@ def ranks() -> Iterator[Ranks]:
 def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    ranks.start(0, lambda: text_server.serve(listener, "mine", 3, TEXT, PATIENCE_S))
+    mine = "1" * 32
+    ranks.start(0, lambda: give(listener, mine, 3, TEXT, PATIENCE_S))
     strangers = [socket.create_connection(address, PATIENCE_S) for _ in range(70)]  # some are closed for the next
-    bad = [
-        pack(["mlflash rendezvous", "other", 1]),
-        pack(["mlflash rendezvous", "mine", 3]),
-        pack("got"),
-        b"GET / HTTP",
-    ]
+    bad = [pack("2" * 32), pack([mine]), pack([1, "get", "text"]), b"GET / HTTP"]
     for sent in bad:
         with socket.create_connection(address, PATIENCE_S) as sock:
             sock.sendall(sent)
@@ -74,11 +67,11 @@ def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks
                 assert sock.recv(1) == b""
             except ConnectionError:
                 pass
-    connect = functools.partial(socket.create_connection, address)
+    silent = socket.create_server(("127.0.0.1", 0))
     for rank in (1, 2):
-        ranks.start(rank, functools.partial(text_server.ask, [connect], "here", "mine", rank, PATIENCE_S))
+        ranks.start(rank, functools.partial(ask, [silent.getsockname(), address], "here", mine, rank, PATIENCE_S))
     assert ranks.join() == {0: None, 1: TEXT, 2: TEXT}
-    for sock in strangers:
+    for sock in [*strangers, silent]:
         sock.close()
 
 
@@ -120,15 +113,8 @@ def test_where_no_way_fits_it_is_said_what_to_set(environment: dict[str, str], l
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch: Any = ModuleType("torch.distributed")
-    store = distributed.HashStore()
-    torch.rank, torch.size, torch.is_up = 1, 3, True
-    torch.is_initialized = lambda: torch.is_up
-    torch.get_rank, torch.get_world_size = lambda: torch.rank, lambda: torch.size
-    torch.PrefixStore = distributed.PrefixStore
-    torch.distributed_c10d = ModuleType("distributed_c10d")
-    torch.distributed_c10d._get_default_store = lambda: store
-    monkeypatch.setitem(sys.modules, "torch.distributed", torch)
+    torch = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: 1, get_world_size=lambda: 3)
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch)  # type: ignore[arg-type]
     return torch
 
 
@@ -137,14 +123,5 @@ def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any
     assert who_am_i({"RANK": "1", "WORLD_SIZE": "3"}) == Launched(1, 3, None, "torchrun")
     with pytest.raises(WorldMismatch, match=r"rank 0 of 3 \(torchrun\)\n.*rank 1 of 3 \(torch.distributed\)"):
         who_am_i({"RANK": "0", "WORLD_SIZE": "3"})
-    torch.is_up = False
+    torch.is_initialized = lambda: False
     assert who_am_i({}) == Launched(0, 1, 0, "none")
-
-
-# The own address
-
-
-def test_the_own_address_can_be_listened_at() -> None:
-    for main_host in (None, "localhost", "no.such.host.invalid", socket.gethostname()):
-        found = own_address(False, {"MASTER_ADDR": main_host} if main_host else {})
-        socket.create_server((found, 0), family=socket.AF_INET6 if ":" in found else socket.AF_INET).close()

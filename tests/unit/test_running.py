@@ -24,19 +24,12 @@ HOSTS = [f"n{number}" for number in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("fit", "least", "hosts"),
-    [
-        ("acde", 0, "adc"),  # a spare takes the place of b
-        ("abcde", 0, "abc"),
-        ("de", 0, None),
-        ("de", 2, "de"),
-        ("ac", 2, "ac"),  # ranks have other numbers: training that reshards
-        ("c", 2, None),
-    ],
+    ("fit", "hosts"),
+    [("de", "de"), ("ac", "ac"), ("c", None)],  # ranks have other numbers: training that reshards
 )
-def test_who_can_stay_stays_and_spares_take_the_other_seats(fit: str, least: int, hosts: str | None) -> None:
+def test_fewer_nodes_are_enough_where_that_was_said(fit: str, hosts: str | None) -> None:
     before = NodeAssignment(tuple("abc"), 2)
-    assert reassign_nodes(before, list(fit), 3, least) == (None if hosts is None else NodeAssignment(tuple(hosts), 2))
+    assert reassign_nodes(before, list(fit), 3, 2) == (None if hosts is None else NodeAssignment(tuple(hosts), 2))
 
 
 @given(st.lists(st.sampled_from(HOSTS), min_size=1, max_size=5, unique=True), st.sets(st.sampled_from(HOSTS)))
@@ -49,56 +42,54 @@ def test_nobody_sits_twice_and_nobody_moves_without_need(taken: list[str], fit: 
         assert all(new == old for new, old in zip(after.hosts, before.hosts, strict=True) if old in fit)
 
 
-def test_it_is_started_again_as_long_as_it_gets_on() -> None:
-    restarts = Restarts(most=10)
-    for newest in (5, 9, 12):
-        assert restarts.after_failure(newest, node_lost=False) == ""
-        assert restarts.pause_s == 0
-    assert "failed 2 times after step 12" in restarts.after_failure(12, node_lost=False)
-
-
-def test_a_lost_node_is_no_fault_of_the_training() -> None:
-    restarts = Restarts(most=9)
-    pauses = []
-    for _ in range(9):
-        assert restarts.after_failure(5, node_lost=True) == ""
-        pauses.append(restarts.pause_s)
-    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert "9 of 9 restarts" in restarts.after_failure(5, node_lost=True)
-
-
-def test_a_training_that_never_gets_to_a_checkpoint_has_two_tries() -> None:
-    restarts = Restarts(most=10)
-    assert restarts.after_failure(None, node_lost=False) == ""
-    assert "before the first checkpoint" in restarts.after_failure(None, node_lost=False)
-
-
-def test_a_step_that_failed_twice_is_left_for_the_certified_one_and_once_only() -> None:
-    restarts = Restarts(most=10)
-    assert restarts.after_failure(12, node_lost=False, certified=8) == "" and not restarts.goes_back
-    assert restarts.after_failure(12, node_lost=False, certified=8) == "" and restarts.goes_back
-    assert restarts.after_failure(8, node_lost=False, certified=8) == "" and restarts.goes_back, "nothing was saved yet"
-    assert "failed 2 times after step 8" in restarts.after_failure(12, node_lost=False, certified=8)
-
-
-def test_a_lost_node_is_no_reason_to_go_back_nor_is_a_step_that_is_the_newest() -> None:
-    restarts = Restarts(most=10)
-    for _ in range(3):
-        assert restarts.after_failure(12, node_lost=True, certified=8, is_suspect=True) == "" and not restarts.goes_back
-    assert restarts.after_failure(12, node_lost=False, certified=12, is_suspect=True) == "" and not restarts.goes_back
-    assert restarts.after_failure(13, node_lost=False, is_suspect=True) == "" and not restarts.goes_back
-
-
-@pytest.mark.parametrize("state", ["down", "down*", "allocated*", "idle*", "fail", "DOWN"])
-def test_a_node_that_is_out_of_service_is_lost(state: str) -> None:
-    assert is_lost(state)
+Failed = dict[str, Any]
+LOST: Failed = {"newest": 5, "node_lost": True}
 
 
 @pytest.mark.parametrize(
-    "state", ["allocated", "idle", "mixed", "mixed-", "allocated$", "draining", "drained", "completing", "unknown", ""]
+    ("failures", "end"),
+    [
+        ([{"newest": newest} for newest in (5, 9, 12, 12)], "failed 2 times after step 12"),
+        ([{"newest": None}] * 2, "failed 2 times before the first checkpoint"),
+        ([LOST] * 10, "9 of 9 restarts"),  # which is no fault of the training
+        ([{"newest": newest, "certified": 8} for newest in (12, 12, 8, 12)], "failed 2 times after step 8"),
+    ],
 )
-def test_one_that_trains_goes_on_whatever_else_slurm_says(state: str) -> None:
-    assert not is_lost(state)
+def test_it_is_started_again_as_long_as_that_has_a_chance(failures: list[Failed], end: str) -> None:
+    restarts = Restarts(most=9)
+    for failed in failures[:-1]:
+        assert restarts.after_failure(**{"node_lost": False, **failed}) == ""
+    assert end in restarts.after_failure(**{"node_lost": False, **failures[-1]})
+
+
+def test_pauses_grow_while_nothing_new_is_committed() -> None:
+    restarts = Restarts(most=20)
+    pauses = [restarts.after_failure(**LOST) or restarts.pause_s for _ in range(9)]
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert restarts.after_failure(6, node_lost=False) == "" and restarts.pause_s == 0
+
+
+def test_a_step_that_failed_twice_or_is_suspect_is_left_for_the_certified_one() -> None:
+    restarts = Restarts(most=10)
+    failures = [
+        (LOST | {"newest": 12, "certified": 8, "is_suspect": True}, False),  # a lost node is no reason
+        ({"newest": 12, "certified": 12, "is_suspect": True}, False),  # it is the newest
+        ({"newest": 13, "is_suspect": True}, False),
+        ({"newest": 14, "certified": 12, "is_suspect": True}, True),
+        ({"newest": 15, "certified": 14}, False),
+        ({"newest": 15, "certified": 14}, True),
+    ]
+    for failed, goes_back in failures:
+        assert restarts.after_failure(**{"node_lost": False, **failed}) == "" and restarts.goes_back == goes_back
+
+
+@pytest.mark.parametrize(
+    ("states", "lost"),
+    [("down down* allocated* idle* fail DOWN", True),
+     ("allocated idle mixed mixed- allocated$ draining drained completing unknown", False)],
+)  # fmt: skip
+def test_a_node_that_is_out_of_service_is_lost_and_one_that_trains_goes_on(states: str, lost: bool) -> None:
+    assert {is_lost(state) for state in states.split()} == {lost} and not is_lost("")
 
 
 PULSE: dict[str, Any] = {

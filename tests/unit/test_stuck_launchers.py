@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from waiting import until
 
-from mlflash.launcher import first_node_guard, node_watch, processes, supervisor
+from mlflash.launcher import node_watch, processes, supervisor
 from mlflash.launcher.launch_system import RunLog, RunOptions, Step
 from mlflash.launcher.node_watch import Beside, Looks
-from mlflash.launcher.processes import ask_within, end_session, spawn
+from mlflash.launcher.processes import ask_within
 
 END_S = 60
 TRACEE = """
@@ -26,13 +26,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0)  # PR_SET_PTRACER, anybody
 print(flush=True)
 signal.pause()
-"""
-TIDY = """
-import signal
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-print(flush=True)
-signal.sigwait({signal.SIGTERM})
-raise SystemExit(3)
 """
 # A process that is traced has not ended for its parent before its tracer has seen the end, whatever signal it got.
 TRACER = """
@@ -75,14 +68,7 @@ def test_a_launcher_that_sigkill_does_not_end_is_named_and_left_behind(
     assert "in state" in caplog.text and "is left behind" in caplog.text and step.poll() is None
 
 
-def test_what_has_time_to_end_tidies_up_and_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
-    process = spawn([sys.executable, "-S", "-c", TIDY], stdout=subprocess.PIPE)
-    with process:
-        process.stdout.readline()
-        end_session(process, END_S)
-        end_session(process, END_S)  # once more, as at the end of a launch
-    assert process.returncode == 3
-
+def test_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
@@ -172,19 +158,3 @@ def test_a_look_that_does_not_end_is_told_of_and_keeps_nothing_from_ending(
     finally:
         over.set()
     until(look.done, "the end of the look", END_S)
-
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], None]:
-    """Makes a program of Slurm, for a guard of node a."""
-
-    def make(name: str, text: str) -> None:
-        (tmp_path / f"{name}.new").write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / f"{name}.new").chmod(0o700)
-        (tmp_path / f"{name}.new").rename(tmp_path / name)
-
-    monkeypatch.setattr(first_node_guard, "_BEAT_S", 0.05)
-    for name, value in (("PATH", str(tmp_path)), ("SLURMD_NODENAME", "a"), ("SLURM_JOB_NODELIST", "a,b")):
-        monkeypatch.setenv(name, value)
-    make("scontrol", "printf 'a\\nb\\n'")
-    return make

@@ -63,3 +63,12 @@ def test_each_use_of_the_time_of_day_has_an_answer() -> None:
 
 def test_no_program_is_told_to_throw_its_errors_away() -> None:
     assert found(r"stderr=subprocess\.DEVNULL") == set()
+
+
+def test_each_listener_is_in_the_table_of_guarantees() -> None:
+    listens = found(r"\.listen\(|create_server\(")
+    adapters = {f"adapters{name.partition('adapters')[2]}" for name in listens if name.startswith("adapters/")}
+    page = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text()
+    table = page.partition("### Listeners")[2].partition("###")[0]
+    # One only tries whether an address can be listened at.
+    assert (listens | adapters) - {"wireup/interfaces.py"} == set(re.findall(r"^\| `([\w/]+\.py)`", table, re.M))

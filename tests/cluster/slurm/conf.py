@@ -12,12 +12,7 @@ SPOOL = "/tmp/slurmd"  # every node has a /tmp of its own: a job's script dies w
 
 
 def slurm_conf(path: Path, hosts: Sequence[str]) -> str:
-    """Render a slurm.conf.
-
-    Args:
-        path: Slurm's own directory, which all nodes see.
-        hosts: nodes on which jobs run.
-    """
+    """A slurm.conf for jobs on these hosts; all nodes see Slurm's own directory."""
     names = ",".join(hosts)
     settings = {
         "ClusterName": "mlflash",

@@ -33,16 +33,9 @@ PMIX_FILE = PMIX / "libpmix.so"
 
 
 class Slurm:
-    """Slurm on these nodes; all of them are idle.
+    """Slurm on these nodes; all of them are idle. It ends with `close`, and by itself when this process dies.
 
-    It ends with `close`, and by itself when this process dies.
-
-    Args:
-        nodes: nodes that are up and that no other Slurm uses.
-
-    Attributes:
-        nodes: the nodes.
-        path: a directory that all nodes see, with the configuration, the logs, and what jobs print.
+    All nodes see ``path``, with the configuration, the logs, and what jobs print.
     """
 
     def __init__(self, nodes: Nodes):
@@ -88,13 +81,6 @@ class Slurm:
         """Run a command on the head, as a user does on a login node, and wait for its end.
 
         One that is killed at its deadline may leave on the nodes what it started there, until `close`.
-
-        Args:
-            argv: the command, for instance ``"srun", "-N2", "hostname"``.
-            stdin: what it reads.
-            env: further environment.
-            timeout: deadline, seconds.
-            check: raise where it fails.
         """
         command = self.nodes.command(HEAD, ["setpriv", "--pdeathsig", "KILL", *argv])
         try:
@@ -109,26 +95,13 @@ class Slurm:
             raise RuntimeError(f"{shown}\n{self.logs()}")
         return done
 
-    def sbatch(self, script: Path | str, *options: str, env: Mapping[str, str] | None = None) -> Job:
-        """Submit a job; what it prints goes to a file in ``path`` unless the options say otherwise.
-
-        Args:
-            script: a file, or the text of a script.
-            options: of sbatch; they come before those in the script.
-            env: further environment of the job.
-        """
-        file, text = ([str(script)], "") if isinstance(script, Path) else ([], script)
+    def sbatch(self, script: str, *options: str, env: Mapping[str, str] | None = None) -> Job:
+        """Submit a job; what it prints goes to a file in ``path``. Options come before those in the script."""
         output = f"--output={self.path / 'job%j.out'}"
-        command = ["sbatch", "--parsable", f"--chdir={self.path}", output, "--open-mode=append", *options, *file]
-        return Job(self, self.run(*command, stdin=text, env=env).stdout.strip())
+        command = ["sbatch", "--parsable", f"--chdir={self.path}", output, "--open-mode=append", *options]
+        return Job(self, self.run(*command, stdin=script, env=env).stdout.strip())
 
     def wait(self, what: str | Callable[[], str], done: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
-        """Wait until something is so.
-
-        Raises:
-            AssertionError: it was not within ``timeout`` seconds; says what, with the daemons' logs.
-        """
-
         def looked() -> bool:
             if not (is_so := done()):
                 take(LOOK_S)

@@ -25,11 +25,7 @@ MLFLASH = Path(sys.executable).with_name("mlflash")
 def written(slurm: Slurm, template: str, more: str, *options: object) -> str:
     """The batch script that `mlflash template` writes on the login node, for the MPI of this Python.
 
-    Args:
-        slurm: its login node.
-        template: name.
-        more: further options for `mlflash run`, which hold instead of the script's, as the tests have less patience.
-        options: of `mlflash template`.
+    ``more`` are options for `mlflash run` that hold instead of the script's, as the tests have less patience.
     """
     folder = slurm.path / f"written{len([*slurm.path.glob('written*')])}"
     slurm.run(str(MLFLASH), "template", template, "--output", str(folder), "--time", "10", *map(str, options))
@@ -39,12 +35,6 @@ def written(slurm: Slurm, template: str, more: str, *options: object) -> str:
 
 
 class Job:
-    """A job that was submitted.
-
-    Attributes:
-        id: Slurm's number of it.
-    """
-
     def __init__(self, slurm: Slurm, id: str):
         self.id = id
         self._slurm = slurm
@@ -55,25 +45,18 @@ class Job:
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
     def state(self) -> str:
-        """Its state, in Slurm's words: "PENDING", "RUNNING", ..."""
         return self.details()["JobState"]
 
     def hosts(self) -> list[str]:
-        """The nodes that it has now."""
         names = self.details()["NodeList"]
         return [] if names in ("", "(null)") else self._slurm.run("scontrol", "show", "hostnames", names).stdout.split()
 
     def output(self) -> str:
-        """What it has printed so far."""
         path = Path(self.details()["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, *states: str, timeout: float = PATIENCE_S) -> str:
-        """Wait for one of these states, or for its end, and return its state.
-
-        Raises:
-            AssertionError: it ended in another state, or did not come to that in time.
-        """
+        """Wait for one of these states, or for its end, and return its state."""
         wanted = states or ENDED
         state = ""
 

@@ -137,10 +137,3 @@ done
     ], job.output()
     assert all(" ranks met by the store of torch.distributed)" in record["courier"] for record in restored)
     assert all(slurm.nodes.run(host, "ls", "/dev/shm/mlflash-0").startswith("slurm-") for host in ("host1", "host2"))
-
-
-def test_the_doctor_tries_couriers_beside_ranks_of_srun(slurm: Slurm) -> None:
-    env = {"PYTHON": sys.executable, **NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1"}
-    said = slurm.run("srun", "-N2", "--mpi=pmi2", str(MLFLASH), "doctor", "--json", env=env, check=False).stdout
-    (line,) = [line for line in json.loads(said)["lines"] if line["check"] == "couriers"]
-    assert line["level"] == "ok" and "two ranks saved without a launcher after " in line["text"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster.slurm.daemons import Slurm
-from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, Job, written
+from cluster.slurm.jobs import MLFLASH, MPI_ENVIRONMENT, OTHER_PMI, Job, written
 from run_results import WORKER, Results, uninterrupted
 
 LAST = 150
@@ -57,6 +57,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_node_that_crashes_is_replaced_by_a_spare(slurm: Slurm, expected: list[str]) -> None:
     training = Training(slurm, hold_at=25, sbatch=["--export=NONE"])  # its steps get its environment nevertheless
     training.wait_for_step(20)
+    options = ["--directory", str(training.directory), "--slurm-job", training.job.id]
+    told = json.loads(slurm.run(str(MLFLASH), "top", "--json", *options, timeout=60).stdout)
+    assert [(rank["rank"], rank["node"], rank["alive"]) for rank in told["ranks"]] == [
+        (0, "host1", True), (1, "host2", True),
+    ]  # fmt: skip
+    assert told["silent"] == [] and set(told["free"]) == {"host1", "host2", "host3"}, "the spare is a node, too"
     slurm.nodes.crash("host2")
     training.go_on()
     training.job.wait("COMPLETED")

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.slurm.daemons import Slurm
@@ -44,24 +44,14 @@ def uninterrupted(out: Path, names: Sequence[str], last: int, script: Path, *arg
 
 
 class Training(Results):
-    """A job from a template.
+    """A job from a template that starts the framework's own training. Numbers of these names are compared."""
 
-    Args:
-        slurm: it is submitted there.
-        template: its name.
-        script: the framework's own training, which the train.py of the template starts.
-        arguments: its words.
-        names: of the numbers that are compared.
-        env: of the job, besides.
-    """
-
-    def __init__(self, slurm: Slurm, template: str, script: Path, arguments: Sequence[str], names: Sequence[str],
-                 env: Mapping[str, str] | None = None):  # fmt: skip
+    def __init__(self, slurm: Slurm, template: str, script: Path, arguments: Sequence[str], names: Sequence[str]):
         super().__init__(slurm.path / "out")
         self._slurm, self._names = slurm, names
         text = written(slurm, template, f'--journal "{self.out}/run.jsonl"', "--nodes", 2, "--spares", 1,
                        "--directory", slurm.path / "pfs", "--script", script, "--", *arguments)  # fmt: skip
-        self.job: Job = slurm.sbatch(text, env={**MPI_ENVIRONMENT, **ENV, **(env or {}), "OUT": str(self.out)})
+        self.job: Job = slurm.sbatch(text, env={**MPI_ENVIRONMENT, **ENV, "OUT": str(self.out)})
 
     def log(self) -> str:
         return self.job.output()
