@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashpoint import assert_it_recovers
 from harness import COURIER, Cluster, Result
 from waiting import until
 
@@ -143,11 +142,6 @@ def test_the_last_iteration_is_on_disk_or_a_line_says_that_it_is_in_memory_only(
     assert losses(exits) | losses(ends) == uninterrupted, ends.log
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(LAST)
     assert "in memory only" not in ends.log
-
-
-@pytest.mark.timeout(400)
-def test_the_megatron_recipe_of_ml_flashpoints_guide_recovers(shm: Path) -> None:
-    assert_it_recovers(shm, "megatron", first=1)
 
 
 @pytest.mark.timeout(400)
