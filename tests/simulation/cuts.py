@@ -77,7 +77,7 @@ def run(fixed: Mapping[str, object], cut: tuple[int, ...] | None, lost: int | No
     history = Cut(fixed, cut, lost)
     history.run()
     passed = [history.passed[rank] for rank in range(history.setting.ranks)]
-    return {"cut": cut, "lost": lost, "problems": history.problems, "passed": passed, "cpu_s": 0.0}
+    return {"cut": cut, "lost": lost, "problems": history.problems, "passed": passed}
 
 
 def points(fixed: Mapping[str, object]) -> list[int]:
