@@ -58,19 +58,6 @@ def jobs(shm: Path) -> Jobs:
     return Jobs(shm)
 
 
-@pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.gate)])
-def test_trainers_without_mpi_save_and_go_on_from_there_bit_for_bit(jobs: Jobs, redundancy: str) -> None:
-    for start in (None, 3):
-        result = jobs.run(3, settings={"redundancy": redundancy})
-        restored = result.of("restored")
-        assert [record["step"] for record in restored] == [start] * 3
-        assert all(record["same"] and not record["has_mpi"] for record in restored)
-    (end, *_) = result.of("end")
-    assert end["steps"] == [5, 6] and end["survives"].startswith("any process; any 1 of 3 nodes")
-    assert end["report"]["counts"]["committed"] == 3 and end["report"]["counts"]["saves"] == 3
-    assert [record["text"] for record in result.of("log")] == [], result.log
-
-
 @pytest.mark.parametrize("kills", ["idle", "busy", "twice"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, ranks: int, kills: str) -> None:
@@ -92,16 +79,6 @@ def test_a_zygote_that_is_killed_again_while_the_next_one_starts_ends_no_saving(
     again = result.of("again")
     assert len(again) == len(result.of("end")) == 2 and len({record["step"] for record in again}) == 1, result.log
     restored = jobs.run(2).of("restored")
-    assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
-
-
-@pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
-def test_couriers_that_fail_as_another_dies_are_followed_by_the_next_ones_too(jobs: Jobs, redundancy: str) -> None:
-    result = jobs.run(3, "one_fails", settings={"redundancy": redundancy})
-    again = result.of("again")
-    assert len(again) == len(result.of("end")) == 3 and len({record["step"] for record in again}) == 1, result.log
-    assert all("failed" in record["why"] for record in again)
-    restored = jobs.run(3).of("restored")
     assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
 
 

@@ -74,26 +74,6 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
     note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
 
 
-def one_fails(settings: dict[str, Any]) -> None:
-    """The courier of rank 1 fails in the second save, as one whose peer has died; then that of rank 0 is killed."""
-    sent = "transfer.sent" if settings["redundancy"] == "copy" else "parity.sent"
-    trap = {"path": ["commit.seen", sent], "action": "fail", "rank": 1}
-    set_traps([trap], RANK)
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
-        ckpt.save(1, state_at(1)).wait()
-        ckpt.save(2, state_at(2))
-        until(lambda: ckpt._courier.broken is not None, "this rank to save no more")
-        why = str(ckpt._courier.broken)
-        ckpt.save(3, state_at(3))  # is refused, and its slots are not the courier's
-        (OUT / f"broken{RANK}").touch()
-        if RANK == 0:
-            until(lambda: len([*OUT.glob("broken*")]) == ckpt._trainer.ranks.size, "all ranks to save no more")
-            os.kill(ckpt._courier._link.pid, signal.SIGKILL)
-        until(lambda: ckpt._courier.broken is None, "this rank to hear that couriers start anew")
-        note("again", rank=RANK, step=_save_until_committed(ckpt, 4), why=why)
-        note("end", rank=RANK, steps=ckpt.steps())
-
-
 def mpi_fails(settings: dict[str, Any], point: str) -> None:
     """MPI fails in the courier of rank 1, in the second save; say what became of each save on this rank."""
     set_traps([{"path": ["commit.seen", point], "action": "mpi fails", "rank": 1}], RANK)
@@ -351,8 +331,4 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = [
-        train, one_fails, mpi_fails, cycle, groups, one_leaves, later, fail_to_start, weigh, stay, out_of_step,
-        abandoned, only_look,
-    ]  # fmt: skip
-    {program.__name__: program for program in programs}[spec.pop("program")](**spec)
+    globals()[spec.pop("program")](**spec)
