@@ -97,7 +97,7 @@ def held(run: Run) -> str:
 
 
 def replicas(seed: int) -> Run:
-    """Sharded by FSDP2 over two ranks, and only one of two replicas saves; its id ends with the step, as in a script."""
+    """Sharded by FSDP2 over two ranks, and only one of two replicas saves; its id ends with the step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     torch.manual_seed(seed)
     model = torch.nn.Linear(8, 6)

@@ -71,10 +71,12 @@ def main(arguments: Sequence[str]) -> int:
             continue
         results = given.src.resolve() / "results"
         own, ours = (run(suite, checkout, results / f"{name}-{parts}", parts) for parts in ("own", "ours"))
-        rows.append(verdict.Row(suite.title, suite.version(checkout), own, ours, verdict.read_expected(HERE / f"{name}.txt")))
+        expected = verdict.read_expected(HERE / f"{name}.txt")
+        rows.append(verdict.Row(suite.title, suite.version(checkout), own, ours, expected))
     print(verdict.table(rows), *absent, sep="\n")
     for row in rows:
-        print(f"\n{row.title} {row.version}", *(f"{count} x {why}" for why, count in row.reasons.items()), *row.wrong, sep="\n  ")
+        reasons = [f"{count} x {why}" for why, count in row.reasons.items()]
+        print(f"\n{row.title} {row.version}", *reasons, *row.wrong, sep="\n  ")
     return int(not rows or any(row.wrong for row in rows))
 
 

@@ -21,7 +21,7 @@ if os.environ["SUITE_PARTS"] == "ours":
 
 
 class _Writer:
-    """Writes a line of JSON for each test that there is, and for what becomes of it: it is there if a rank is killed."""
+    """Writes a line of JSON for each test that there is, and for what becomes of it, at once: a rank may die."""
 
     def __init__(self, path: Path):
         self._file = path.open("w", buffering=1)
