@@ -149,25 +149,6 @@ def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> N
     assert not left_here(), "zygotes or couriers"
 
 
-GROUPS = {"most": [0, 1], "rest": [2, 1], "all": [0, 1, 2], "one": [2]}
-
-
-def test_groups_that_overlap_save_in_any_order_and_none_waits_for_one_that_is_stuck(jobs: Jobs) -> None:
-    newest: dict[str, int] = dict.fromkeys(GROUPS, 0)
-    for kills in (False, True):
-        result = jobs.run(3, "groups", members=GROUPS, kills=kills)
-        for record in result.of("restored"):
-            assert record["steps"] == {name: newest[name] for name, ranks in GROUPS.items() if record["rank"] in ranks}
-            assert record["places"] == {name: GROUPS[name].index(record["rank"]) for name in record["steps"]}
-        orders = [record["order"] for record in result.of("in opposite orders")]
-        assert orders[0] == ["all", "most"] and orders[1] == ["rest", "most", "all"]
-        assert not any(record["done"] for record in result.of("beside a stuck one"))
-        ends = result.of("end")
-        assert len(ends) == 3 and not any(record["has_mpi"] for record in ends)
-        newest = {name: step for record in ends for name, (*_, step) in record["steps"].items()}
-        assert all(steps[-1] == newest[name] for record in ends for name, steps in record["steps"].items())
-
-
 def test_mpi_that_is_started_where_it_cannot_be_any_more_is_refused_and_it_says_what_to_do(jobs: Jobs) -> None:
     result = jobs.run(2, "later")
     assert len(result.of("end")) == 2
