@@ -28,10 +28,9 @@ machine.install()
 
 import couriers  # noqa: E402
 import runner  # noqa: E402
-from faults import LEAST_NODES, Plan  # noqa: E402
+from faults import LEAST_NODES, Plan, parse  # noqa: E402
 from history import History, Launch  # noqa: E402
 from scheduler import Task  # noqa: E402
-from settings import parse  # noqa: E402
 
 _WAITS = {"test", "sleep", "queue.get", "event.wait", "poll", "socket.recv", "thread.join"}
 _CUT_STEP, _ENOUGH_S = 2, 30.0  # virtual seconds, before anybody's deadline

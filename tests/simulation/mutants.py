@@ -310,7 +310,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of faults.Setting")
     args = parser.parse_args()
     import torch.distributed.checkpoint  # once, and not again for each mutant
-    from settings import parse
+    from faults import parse
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
