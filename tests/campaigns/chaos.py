@@ -313,8 +313,9 @@ class Chaos:
             byte = file.read(1)[0]
             file.seek(at)
             file.write(bytes([byte ^ 1 << bit]))
-        self.memory.lose({int(path.parent.name.removeprefix("node"))})
-        return f"bit {bit} of byte {at} of {path.parent.name}/{path.name}"
+        (node, *_) = path.relative_to(self.cluster.root).parts
+        self.memory.lose({int(node.removeprefix("node"))})
+        return f"bit {bit} of byte {at} of {node}/{path.name}"
 
     def refuse_complaints(self, job: Attacked) -> None:
         """Before anything is done to a launch its log must be free of what only a fault explains."""

@@ -58,7 +58,9 @@ class Training(Results):
     def is_ready(self, step: int) -> bool:
         """Whether all ranks have done a step, and a process waits."""
         steps = self.last_steps()
-        waiting = {path.name.rpartition("-")[2] for path in self.out.glob("waits-*")} - {line[2] for line in steps if line}
+        waiting = {path.name.rpartition("-")[2] for path in self.out.glob("waits-*")} - {
+            line[2] for line in steps if line
+        }
         has_spare = any(Path(f"/proc/{pid}").exists() for pid in waiting)
         return has_spare and all(line and int(line[1]) >= step for line in steps)
 

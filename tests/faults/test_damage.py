@@ -32,7 +32,8 @@ def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str,
         elif place == "zeroed":
             np.memmap(file, mode="r+")[extents.payload_start : extents.payload_start + 65_536] = 0
         elif place in ("old header", "old file"):
-            older = slots_of(cluster, rank, step - 1, [int(file.parent.name.removeprefix("node"))])[0].read_bytes()
+            (older,) = [path.read_bytes() for path, header in headers(file.parent)
+                        if (header.rank, header.step) == (rank, step - 1)]  # fmt: skip
             with file.open("r+b") as slot:
                 slot.write(older[: 4096 if place == "old header" else file.stat().st_size])
         else:

@@ -22,7 +22,7 @@ def headers(folder: Path) -> Iterator[tuple[Path, Header]]:
 def slot(folder: Path, kind: str, rank: int, step: int) -> tuple[Path, Header]:
     """The own slot of a rank with a step, the copy of it on another node, or the parity of a rank."""
     for path, header in headers(folder):
-        is_own = path.parent.name == f"node{header.rank}"
+        is_own = f"node{header.rank}" in path.parts
         found = "share" if header.kind is Kind.SHARE else "parity" if header.parities else "own" if is_own else "copy"
         if (found, header.rank, header.step) == (kind, rank, step):
             return path, header

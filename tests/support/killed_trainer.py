@@ -136,7 +136,7 @@ class Training:
         """Flip a byte of a node's own slot, copy or parity of a rank, and wait until its courier has found that."""
         if node != RANK:
             return
-        folder = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"], f"node{node}")
+        folder = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
         path, header = damage.slot(folder, kind, rank, self._step)
         damage.flip(path, header.extents.payload_start + 5000)
         until(lambda: "is damaged: " in (OUT / "log").read_text(), "the courier to find the damage")
