@@ -181,13 +181,12 @@ class Attacked:
             raise self.failure("the job ended by itself")
 
     def failure(self, what: str) -> Failure:
-        """Say what went wrong, with the ranks' stacks and log; the job is killed."""
+        """Say what went wrong, with notes, and the log, which has the ranks' stacks; the job is killed."""
         left = self.processes()
         self.signal({rank for rank in left.values() if rank >= 0}, signal.SIGUSR1)
         take(1)  # to write them
-        stacks = "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.out.glob("stacks*")))
         notes = "\n".join(str(r) for r in sorted(self.launch.records(), key=lambda r: r["at"])[-40:])
-        text = f"launch {self.number}: {what}\n{stacks}--- notes\n{notes}\n--- log\n{self.log()[-20000:]}"
+        text = f"launch {self.number}: {what}\n--- notes\n{notes}\n--- log\n{self.log()[-20000:]}"
         self.signal(set(left.values()), signal.SIGKILL)
         self.launch.kill()
         return Failure(text)

@@ -7,23 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import flip, headers
 from harness import Cluster, assert_unrestorable, train_and_die
 
-from mlflash.errors import CorruptSlot
 from mlflash.memory.slot_header import HEADER_NBYTES, unpack
 
 
 def slots_of(cluster: Cluster, rank: int, step: int, nodes: list[int]) -> list[Path]:
     """The files that hold a rank's state of a step on some nodes."""
-    found = []
-    for file in (file for node in nodes for file in sorted(cluster.node(node).glob("slot-*"))):
-        try:
-            header = unpack(file.read_bytes()[:HEADER_NBYTES])
-        except CorruptSlot:
-            continue
-        if (header.rank, header.step) == (rank, step):
-            found.append(file)
-    return found
+    return [path for node in nodes for path, header in headers(cluster.node(node))
+            if (header.rank, header.step) == (rank, step)]  # fmt: skip
 
 
 def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str, bit: int = 1) -> None:
@@ -36,17 +29,15 @@ def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str,
               "table": extents.table_start + 3}.get(place, 0)  # fmt: skip
         if place == "truncated":
             os.truncate(file, 8192)
-            continue
-        raw = np.memmap(file, mode="r+")
-        if place == "zeroed":
-            raw[extents.payload_start : extents.payload_start + 65_536] = 0
+        elif place == "zeroed":
+            np.memmap(file, mode="r+")[extents.payload_start : extents.payload_start + 65_536] = 0
         elif place in ("old header", "old file"):
-            older = slots_of(cluster, rank, step - 1, [int(file.parent.name.removeprefix("node"))])[0].read_bytes()
-            length = 4096 if place == "old header" else min(len(older), raw.size)
-            raw[:length] = np.frombuffer(older[:length], dtype=np.uint8)
+            (older,) = [path.read_bytes() for path, header in headers(file.parent)
+                        if (header.rank, header.step) == (rank, step - 1)]  # fmt: skip
+            with file.open("r+b") as slot:
+                slot.write(older[: 4096 if place == "old header" else file.stat().st_size])
         else:
-            raw[at] ^= bit
-        raw.flush()
+            flip(file, at, bit)
 
 
 # Each place is damaged in one of the first two tests. "old header" and "old file" are those of the step before, whole

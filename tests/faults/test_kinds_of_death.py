@@ -128,7 +128,7 @@ def test_the_relaunch_restores_what_it_must_whoever_dies(
     # Nothing piles up: two own slots, two of another rank, two shares and a pulse for each rank, the lock of each node.
     each = 6 if case.scheme == "alike" else 4
     assert len(cluster.slot_files()) == each * ranks
-    files = [f for f in cluster.node(0).parent.rglob("*") if f.is_file() and f.parent.name.startswith("node")]
+    files = [path for node in range(ranks // per_node) for path in cluster.node(node).iterdir() if path.is_file()]
     assert len(files) == (each + 1) * ranks + ranks // per_node
 
 

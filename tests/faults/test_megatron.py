@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashpoint import assert_it_recovers
 from harness import COURIER, Cluster, Result
 from waiting import until
 
@@ -70,32 +69,6 @@ def test_pretrain_with_one_line_more_goes_on_where_it_was(
 
 
 @pytest.mark.timeout(600)
-def test_pretrain_with_the_lines_of_easyckpts_page_goes_on_where_it_was(
-    shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
-) -> None:
-    """It loads before it initializes, and never closes; what is lost is a node, in the middle of a save."""
-    cluster, path = Cluster(shm, 2), str(shm / "pfs")
-    flags = [*TRAINING, "--save", path, "--load", path]
-    easy = {
-        "save_mem_interval": 2,
-        "save_storage_interval": 3,
-        "max_ckpt_num": 5,
-        "log_file_path": str(shm / "test.log"),
-    }
-    trap = {"path": ["transfer.sent", "commit.recorded", "transfer.sent"], "action": "wipe", "rank": 3}
-    crashed = run(cluster, last=LAST, flags=flags, traps=[trap], easy=easy)
-    assert any(shm.glob("out-*/sprung*")) and not crashed.of("end"), crashed.log
-    result = run(cluster, last=LAST, flags=flags, easy=easy)
-    assert len(result.of("end")) == 4, result.log
-    found = losses(result)
-    assert min(step for _, step in found) in {3, 4}, result.log
-    assert losses(crashed) | found == uninterrupted
-    assert "step 3" in (shm / "test.log").read_text()
-    again = run(cluster, last=LAST + 1, flags=flags, easy=easy)
-    assert {step for _, step in losses(again)} == {LAST + 1}, again.log
-
-
-@pytest.mark.timeout(600)
 def test_megatron_alone_goes_on_from_what_came_to_its_directory_behind_training(
     shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
 ) -> None:
@@ -143,11 +116,6 @@ def test_the_last_iteration_is_on_disk_or_a_line_says_that_it_is_in_memory_only(
     assert losses(exits) | losses(ends) == uninterrupted, ends.log
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(LAST)
     assert "in memory only" not in ends.log
-
-
-@pytest.mark.timeout(400)
-def test_the_megatron_recipe_of_ml_flashpoints_guide_recovers(shm: Path) -> None:
-    assert_it_recovers(shm, "megatron", first=1)
 
 
 @pytest.mark.timeout(400)

@@ -10,13 +10,12 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from damage import flip, slot
 from harness import Cluster
 from waiting import until
 
-from mlflash.errors import CorruptSlot
-from mlflash.memory.slot_header import HEADER_NBYTES, unpack
+from mlflash.memory.slot_header import HEADER_NBYTES
 
 ENV = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}
 
@@ -60,22 +59,6 @@ CASES = [
 ]
 
 
-def damage(cluster: Cluster, ranks: int, kind: str, of: int, block: int) -> None:
-    """Flip a byte in a block of a file: a rank's slot, its copy on another node, or its parity."""
-    for node in range(ranks):
-        for file in sorted(cluster.node(node).glob("slot-*")):
-            try:
-                header = unpack(file.read_bytes()[:HEADER_NBYTES])
-            except CorruptSlot:
-                continue
-            found = "parity" if header.parities else "own" if node == header.rank else "copy"
-            if (found, header.rank, header.step) == (kind, of, 1):
-                raw = np.memmap(file, mode="r+")
-                raw[4096 + block * header.extents.block_nbytes + 5000] ^= 1
-                return
-    raise AssertionError(f"there is no {kind} of rank {of}")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_whatever_dies_while_damage_is_mended_costs_no_more_than_before(shm: Path, case: Case) -> None:
     cluster = Cluster(shm)
@@ -86,8 +69,9 @@ def test_whatever_dies_while_damage_is_mended_costs_no_more_than_before(shm: Pat
     spec = {"program": "keep_saving", "last": 2, "hold_at": 2, "traps": traps}
     job = cluster.start(case.ranks, "support/worker.py", json.dumps(spec), env=env)
     job.wait_for("committed", case.ranks)
-    for one in case.damaged:
-        damage(cluster, case.ranks, *one)
+    for kind, rank, block in case.damaged:
+        path, header = slot(cluster.root, kind, rank, 1)
+        flip(path, HEADER_NBYTES + block * header.extents.block_nbytes + 5000)
     log = job.out / "log"
     until(lambda: log.read_text().count("is damaged: ") == len(case.damaged), lambda: log.read_text())
     (job.out / "go on").touch()

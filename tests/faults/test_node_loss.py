@@ -83,14 +83,18 @@ def test_without_redundancy_a_lost_process_loses_nothing_and_a_lost_node_everyth
     assert_unrestorable(told, 2, step_1="no slot and no copy of rank 1 of 2", step_2="ranks that were on node0")
 
 
-@pytest.mark.parametrize(("ranks", "per_node", "die_rank", "transport"), [(2, 1, 0, "rma"), (4, 2, 1, "p2p")])
+# Of four ranks, rank 1 and its partner are done at once, and the copy of rank 0 is late.
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "die_rank", "transport", "sizes"),
+    [(2, 1, 0, "p2p", {}), (4, 2, 1, "rma", {"nbytes": 1000, "big_rank": 0, "big_nbytes": 60_000_000})],
+)
 def test_the_node_of_the_first_to_see_its_commit_may_die_in_that_moment(
-    shm: Path, ranks: int, per_node: int, die_rank: int, transport: str
+    shm: Path, ranks: int, per_node: int, die_rank: int, transport: str, sizes: dict[str, int]
 ) -> None:
     cluster = Cluster(shm, per_node, transport=transport)
-    result = cluster.train(ranks, last=9, die_at=3, die_rank=die_rank, die="committed")
+    result = cluster.train(ranks, last=9, die_at=3, die_rank=die_rank, die="committed", **sizes)
     assert not result.of("end")
-    again = cluster.train(ranks, last=5)
+    again = cluster.train(ranks, last=5, **sizes)
     steps = {r["step"] for r in again.of("restored")}
     # The others may have gone on, but not past the next commit, which needs the dead node.
     assert steps in ({3}, {4}), result.log + again.log
@@ -108,17 +112,6 @@ def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(s
     crashed = job.wait()
     assert {r["step"] for r in crashed.of("committed") if r["rank"] > 0} == {1, 2}
     assert_restored(cluster.train(ranks, more=1), ranks, 3)
-
-
-def test_no_rank_sees_its_commit_before_the_slowest_copy_is_in_place(shm: Path) -> None:
-    cluster = Cluster(shm, ranks_per_node=2, transport="rma")
-    sizes = {"nbytes": 1000, "big_rank": 0, "big_nbytes": 60_000_000}  # rank 1 and its partner are done at once
-    result = cluster.train(4, last=9, die_at=3, die_rank=1, die="committed", **sizes)
-    assert not result.of("end")
-    again = cluster.train(4, last=0, **sizes)
-    step = again.of("restored")[0]["step"]
-    assert step in (3, 4), result.log + again.log
-    assert_restored(again, 4, step)
 
 
 @pytest.mark.parametrize(("places", "transport"), [({0: 1, 1: 0}, "rma"), ({0: 1, 1: 2, 2: 0}, "p2p")])
@@ -164,7 +157,7 @@ def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: P
             if header.step == 3:
                 file.seek(COMMIT_START)
                 file.write(bytes(RECORD_NBYTES))
-            if (header.step, header.rank, path.parent.name) == (3, 0, "node2"):
+            if (header.step, header.rank) == (3, 0) and "node2" in path.parts:
                 file.seek(0)
                 file.write(bytes(HEADER_NBYTES))
     traps = [{"path": ["heal.begun"], "action": "wait", "rank": rank} for rank in range(4)]

@@ -51,9 +51,3 @@ def test_a_rank_that_others_wait_for_in_a_restore_is_named_in_the_log_and_in_the
         if how == "reads" or record["rank"] != slow:  # when the others come, nobody waits for them any more
             assert record["kind"] == "DeadlineExceeded" and record["wrong"] == [], record
             assert named in record["text"] and record["ranks"] == [slow], record
-
-
-def test_a_restore_that_nobody_delays_logs_nothing_about_waiting(shm: Path, drained: Path) -> None:
-    result = run(shm, "restore", drained, timeout_s=300.0)
-    assert [(record["step"], record["wrong"]) for record in result.of("restored")] == [(1, [])] * 4, result.log
-    assert len(result.of("end")) == 4 and not any("waiting for" in record["text"] for record in result.of("log"))

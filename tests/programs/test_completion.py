@@ -61,13 +61,6 @@ def test_commands_options_and_what_is_there_are_offered(environment: Mapping[str
     assert offered(nothing, "inspect", "--directory", str(tmp_path / "nowhere"), "1") == []
 
 
-def test_a_damaged_or_foreign_memory_offers_less_and_says_nothing(environment: Mapping[str, str], shm: Path) -> None:
-    job = next(shm.glob("mlflash-*/run42-x"))
-    job.chmod(0o755)  # no longer private: mlflash does not use it
-    assert offered(environment, "inspect", "") == []
-    assert offered(environment, "clean", "") == ["run42-x"]
-
-
 def test_a_shell_completes_at_tab(environment: Mapping[str, str], tmp_path: Path) -> None:
     outside, inside = pty.openpty()
     with killed_in_the_end(["bash", "--noprofile", "--norc", "-i"], stdin=inside, stdout=inside, stderr=inside,
@@ -103,13 +96,6 @@ def test_completing_loads_nothing_heavy(words: str, environment: Mapping[str, st
     assert done.stdout.endswith("heavy: set()\n") and done.stdout.startswith("plain,"), done.stdout
 
 
-def test_the_version_stands_alone_on_the_first_line() -> None:
-    done = subprocess.run([BIN / "mlflash", "--version"], capture_output=True, text=True, timeout=60, check=True)
-    first, second = done.stdout.splitlines()
-    assert first == f"mlflash {mlflash.__version__}"
-    assert "torch " in second and "mpi4py " in second and "Python 3." in second
-
-
 def test_each_shell_has_a_script_and_another_one_is_asked_for_its_name(environment: Mapping[str, str]) -> None:
     def call(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([BIN / "mlflash", "completion", *words], env={**environment, "SHELL": "/bin/tcsh"},
@@ -117,11 +103,6 @@ def test_each_shell_has_a_script_and_another_one_is_asked_for_its_name(environme
 
     assert "#compdef mlflash" in call("zsh").stdout and "--command mlflash" in call("fish").stdout
     assert call().returncode == 2 and "which shell? Name one: bash, zsh, fish" in call().stderr
-
-
-def test_a_command_mistyped_is_told_its_name() -> None:
-    done = subprocess.run([BIN / "mlflash", "stat"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "No such command 'stat'. Did you mean status?" in done.stderr
 
 
 class Terminal:

@@ -59,19 +59,6 @@ def jobs(shm: Path) -> Jobs:
     return Jobs(shm)
 
 
-@pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.gate)])
-def test_trainers_without_mpi_save_and_go_on_from_there_bit_for_bit(jobs: Jobs, redundancy: str) -> None:
-    for start in (None, 3):
-        result = jobs.run(3, settings={"redundancy": redundancy})
-        restored = result.of("restored")
-        assert [record["step"] for record in restored] == [start] * 3
-        assert all(record["same"] and not record["has_mpi"] for record in restored)
-    (end, *_) = result.of("end")
-    assert end["steps"] == [5, 6] and end["survives"].startswith("any process; any 1 of 3 nodes")
-    assert end["report"]["counts"]["committed"] == 3 and end["report"]["counts"]["saves"] == 3
-    assert [record["text"] for record in result.of("log")] == [], result.log
-
-
 @pytest.mark.parametrize("kills", ["idle", "busy", "twice"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, ranks: int, kills: str) -> None:
@@ -93,16 +80,6 @@ def test_a_zygote_that_is_killed_again_while_the_next_one_starts_ends_no_saving(
     again = result.of("again")
     assert len(again) == len(result.of("end")) == 2 and len({record["step"] for record in again}) == 1, result.log
     restored = jobs.run(2).of("restored")
-    assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
-
-
-@pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
-def test_couriers_that_fail_as_another_dies_are_followed_by_the_next_ones_too(jobs: Jobs, redundancy: str) -> None:
-    result = jobs.run(3, "one_fails", settings={"redundancy": redundancy})
-    again = result.of("again")
-    assert len(again) == len(result.of("end")) == 3 and len({record["step"] for record in again}) == 1, result.log
-    assert all("failed" in record["why"] for record in again)
-    restored = jobs.run(3).of("restored")
     assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
 
 
@@ -174,25 +151,6 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
     assert len(jobs.run(2, "cycle", times=25).of("end")) == 2
     assert not left_here(), "zygotes or couriers"
-
-
-GROUPS = {"most": [0, 1], "rest": [2, 1], "all": [0, 1, 2], "one": [2]}
-
-
-def test_groups_that_overlap_save_in_any_order_and_none_waits_for_one_that_is_stuck(jobs: Jobs) -> None:
-    newest: dict[str, int] = dict.fromkeys(GROUPS, 0)
-    for kills in (False, True):
-        result = jobs.run(3, "groups", members=GROUPS, kills=kills)
-        for record in result.of("restored"):
-            assert record["steps"] == {name: newest[name] for name, ranks in GROUPS.items() if record["rank"] in ranks}
-            assert record["places"] == {name: GROUPS[name].index(record["rank"]) for name in record["steps"]}
-        orders = [record["order"] for record in result.of("in opposite orders")]
-        assert orders[0] == ["all", "most"] and orders[1] == ["rest", "most", "all"]
-        assert not any(record["done"] for record in result.of("beside a stuck one"))
-        ends = result.of("end")
-        assert len(ends) == 3 and not any(record["has_mpi"] for record in ends)
-        newest = {name: step for record in ends for name, (*_, step) in record["steps"].items()}
-        assert all(steps[-1] == newest[name] for record in ends for name, steps in record["steps"].items())
 
 
 def test_mpi_that_is_started_where_it_cannot_be_any_more_is_refused_and_it_says_what_to_do(jobs: Jobs) -> None:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from processes import killed_in_the_end
 from waiting import PATIENCE_S, until
 
 pytest.importorskip("torch.distributed")
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mlflash.adapters import exchangeable_group, gloo_sockets
-from mlflash.adapters.exchangeable_group import InterruptibleWork
 
 PROGRAM = Path(__file__).with_name("cut_group_rank.py")
 
@@ -38,47 +36,6 @@ def test_a_wait_for_gloo_ends_when_its_group_is_cut_at_any_moment(tmp_path: Path
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0] * size and all("well" in one for one in said), said
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> list[dist.ProcessGroupGloo]:
-    """Rank 0 of two; rank 1 takes part in nothing."""
-    path = str(tmp_path / "store")
-    store = dist.FileStore(path, 2)
-    program = ("import sys, torch.distributed as dist; from datetime import timedelta; "
-               f"group = dist.ProcessGroupGloo(dist.FileStore({path!r}, 2), 1, 2, timedelta(seconds=600)); "
-               "sys.stdin.read()")  # fmt: skip
-    with killed_in_the_end([sys.executable, "-c", program], stdin=subprocess.PIPE):
-        yield dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=600))
-
-
-@pytest.mark.parametrize("waits", ["before", "later", "in a future"])
-def test_what_is_interrupted_raises_that_and_nothing_else(pair: dist.ProcessGroupGloo, waits: str) -> None:
-    tensor = torch.ones(3)
-    for send in (lambda: pair.allreduce([tensor]), lambda: pair.recv([tensor], 1, 7)):
-        work = InterruptibleWork(send())
-        future = work.get_future() if waits != "later" else None
-        assert not work.is_completed()
-        work.interrupt(KeyError("the rank is lost"))
-        work.interrupt(ValueError("once more"))
-        assert work.is_completed() and not work.is_success()
-        if waits == "in a future":
-            with pytest.raises(RuntimeError, match="the rank is lost"):
-                (future or work.get_future()).wait()
-            continue
-        for _ in range(2):
-            with pytest.raises(KeyError, match="the rank is lost"):
-                work.wait()
-
-
-def test_what_is_not_interrupted_is_as_gloo_has_it() -> None:
-    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
-    tensor = torch.full((3,), 2.0)
-    work = InterruptibleWork(alone.allreduce([tensor]))
-    assert work.wait() and work.is_completed() and work.is_success()
-    assert [one.tolist() for one in work.get_future().wait()] == [[2.0] * 3]
-    work = InterruptibleWork(alone.allreduce([torch.ones(2)]))
-    assert [one.tolist() for one in work.get_future().then(lambda ended: ended.value()).wait()] == [[1.0, 1.0]]
 
 
 def test_a_rank_that_comes_late_to_a_new_group_is_waited_for_until_the_timeout_or_a_loss(

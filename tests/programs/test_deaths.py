@@ -25,10 +25,6 @@ from mlflash.launcher.processes import find_mpiexec
 _IN_A_TERMINAL = ["env", "--default-signal=HUP", "setsid", "--ctty"]  # under nohup it is ignored
 LAUNCHERS = ["hydra", "prterun", "none"]
 ENDS = ["killed", "killed with children", "raises", "exits", "exits at once", "executes", "hung up", "terminal closed"]
-CLOSES = [
-    ("close.asked", "hydra", 0), ("close.asked", "none", 1), ("close.freed", "hydra", 1), ("close.freed", "none", 0),
-    ("close.freed, left", "none", 0), ("close.freed, left, and goes on", "hydra", 1),
-]  # fmt: skip
 DEATHS = [
     *(("trainer", how) for how in [*ENDS, "stopped"]),
     *((who, how) for who in ("courier", "zygote") for how in ("killed", "stopped")),
@@ -150,17 +146,6 @@ def test_a_trainer_that_a_debugger_stops_for_longer_than_any_deadline_catches_up
     os.kill(victim["pid"], signal.SIGCONT)
     assert not any(job.wait()), job.log
     assert [record["steps"] for record in job.records("end")] == [[3, 4]] * 2, job.log
-
-
-@pytest.mark.parametrize(("closes", "launcher", "rank"), CLOSES)
-def test_a_courier_that_ends_while_all_close_takes_nothing_along(
-    job: Job, launcher: str, closes: str, rank: int
-) -> None:
-    job.start(closes=closes, rank=rank)
-    assert not any(job.wait()), job.log
-    assert all(record["seconds"] < PATIENCE_S / 2 for record in job.records("closed")), job.log
-    assert len(job.records("closed")) == 2 and "nothing is saved any more" not in job.log, job.log
-    until(lambda: not job.left(), "the end of all that was started")
 
 
 @pytest.mark.parametrize("launcher", ["none"])

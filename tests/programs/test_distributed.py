@@ -50,14 +50,6 @@ def test_ranks_of_torchrun_that_never_use_torch_do_not_take_each_others_checkpoi
     assert "comm=MPI.COMM_SELF" in said and not list(shm.glob("mlflash-*"))
 
 
-def test_one_rank_of_torchrun_is_a_world_of_one(shm: Path) -> None:
-    program = "import os, mlflash\nassert os.environ['WORLD_SIZE'] == '1'\n" + SAVE.format(comm=None)
-    (shm / "script.py").write_text(program)
-    found = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-                "script.py", shm=shm)  # fmt: skip
-    assert found.returncode == 0, found.stderr
-
-
 def test_a_comm_that_is_given_is_taken_whatever_a_launcher_says(shm: Path) -> None:
     program = "import os\nos.environ.update(RANK='1', WORLD_SIZE='2')\nimport mlflash\nfrom mpi4py import MPI\n"
     found = run(sys.executable, "-c", program + SAVE.format(comm="MPI.COMM_SELF"), shm=shm)

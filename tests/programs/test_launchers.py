@@ -51,6 +51,7 @@ def test_the_example_of_the_readme_is_killed_under_torchrun_and_goes_on(page: st
 
 RANKS: dict[str, dict[str, str]] = {
     "ssh": {},
+    "a file": {},
     "IPv6": {"MASTER_ADDR": "::1"},
     "Ray Train": {"LOCAL_RANK": "{rank}", "NODE_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
     "PyTorchJob": {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "{rank}", "PYTHONUNBUFFERED": "1"},
@@ -64,6 +65,7 @@ RANKS: dict[str, dict[str, str]] = {
     [
         ("ssh", True),
         pytest.param("ssh", False, marks=pytest.mark.gate),
+        ("a file", True),
         ("IPv6", False),
         ("Ray Train", True),
         ("PyTorchJob", False),
@@ -74,6 +76,7 @@ def test_ranks_find_each_other_by_what_launchers_set(shm: Path, launcher: str, i
     """Two processes with these variables, and no launcher: what they have committed is restored by the next two."""
     for start in (None, 2):
         spec = {"last": (start or 0) + 2, "initializes": initializes, "settings": {"job": "j"}}
+        spec |= {"file": str(shm / f"store-{start}")} if launcher == "a file" else {}
         program = [sys.executable, str(SUPPORT / "elastic_worker.py"), json.dumps(spec)]
         ranks = PlainRanks(shm, 2, program, {**environment(shm), **RANKS[launcher]})
         assert ranks.wait() == [0, 0], ranks.log

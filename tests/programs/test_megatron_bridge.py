@@ -87,40 +87,11 @@ assert made("global", False, enabled=False) is None
 # NVRx is not installed: Bridge could not make a manager of its own, and ours saves nothing.
 assert made("local", True, enabled=False) == ("copy:2", None, "run42/0")
 """
-OFF = """
-import sys, types
-from megatron.bridge.training import checkpointing
-from mlflash.adapters import megatron_bridge
-from mlflash.adapters.megatron import nvrx
-
-def manager_of(config):
-    return checkpointing.create_checkpoint_manager(config).checkpointing_context.get("local_checkpoint_manager")
-
-config = types.SimpleNamespace(non_persistent_ckpt_type="local", non_persistent_local_ckpt_dir="run42",
-                               replication=True, replication_jump=4, replication_factor=3, custom_manager_class=None)
-megatron_bridge.use(config)
-idle = manager_of(config)
-assert idle.find_latest() == -1 and idle.save(object(), 3) is None and idle.find_latest() == -1
-assert "mpi4py.MPI" not in sys.modules
-nvrx.HAVE_NVRX = True  # then Bridge's own manager makes NVRx's
-checkpointing.DefaultCheckpointManager.__init__ = lambda self, config: setattr(self, "_context", {})
-assert manager_of(config) is None
-config.custom_manager_class = None
-megatron_bridge.use(config)
-assert config.custom_manager_class is None
-"""
 
 
 @pytest.mark.parametrize("minor", [4, 5, 6])
 def test_bridge_makes_a_manager_with_our_local_checkpoints(tmp_path: Path, minor: int) -> None:
     bridge(tmp_path, minor, USE.format(callbacks=int(minor >= 5)))
-
-
-def test_switched_off_bridge_makes_its_own_manager_or_ours_saves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLASH_DISABLE", "1")
-    bridge(tmp_path, 6, OFF)
 
 
 def bridge(tmp_path: Path, minor: int, code: str) -> None:

@@ -151,14 +151,3 @@ from megatron.core.dist_checkpointing import tensor_aware_state_dict as theirs
 assert theirs.HAVE_NVRX
 """
     assert python(code, tmp_path) == "/local/run/second/0 xor:3 find_latest"
-
-
-def test_a_loop_that_imports_megatron_and_sets_no_arguments_of_it_has_none(tmp_path: Path) -> None:
-    make_core(tmp_path)
-    (tmp_path / "megatron/training.py").write_text("def get_args():\n    assert False, 'args is not initialized.'\n")
-    code = """
-import megatron.training
-from mlflash.adapters.megatron import persistent
-print(persistent.arguments())
-"""
-    assert python(code, tmp_path) == "Namespace()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import pickle
@@ -122,19 +121,3 @@ def test_a_worker_gives_up_at_its_deadline() -> None:
     made, start = Save().request(timeout_s=0.2), time.monotonic()
     made.async_fn(*made.async_fn_args)
     assert time.monotonic() - start > 0.1
-
-
-def test_the_queues_of_megatron_and_nvrx_make_their_own_request_of_it() -> None:
-    fields = "async_fn async_fn_args finalize_fns async_fn_kwargs preload_fn is_frozen call_idx"
-    theirs = collections.namedtuple("theirs", fields, defaults=(None, None, False, 0))  # type: ignore[misc]  # noqa: PYI024
-    save = Save()
-    made = save.request()
-    made.add_finalize_fn(save.finalize)
-    assert len(made._fields) != len(theirs._fields)
-    queued = theirs(**made._asdict())
-    assert queued.async_fn is wait_for and queued.async_fn_kwargs == {} and queued.preload_fn is None
-    save.snapshot.end(None)
-    queued.async_fn(*queued.async_fn_args, **queued.async_fn_kwargs)
-    for finalize in queued.finalize_fns:
-        finalize()
-    assert save.finalized == 2

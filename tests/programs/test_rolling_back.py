@@ -57,15 +57,6 @@ def test_the_command_marks_a_step_bad_and_good_again(shm: Path) -> None:
     assert restored(settings, certified=True) == 3
 
 
-def test_where_all_that_is_there_is_marked_bad_nothing_is_restored_and_the_reason_is_said(shm: Path) -> None:
-    settings = options(shm)
-    with mlflash.Checkpointer(**settings) as ckpt:
-        save(ckpt, 1)
-        ckpt.mark_bad(1)
-    with mlflash.Checkpointer(**settings) as ckpt, pytest.raises(Unrestorable, match="step 1: it was marked bad"):
-        ckpt.restore({"w": np.zeros(1000)})
-
-
 def test_what_is_drained_and_marked_bad_hides_nothing_that_is_good(shm: Path, tmp_path: Path) -> None:
     """Step 2 is drained and bad, step 1 is good and in memory only."""
     with mlflash.Checkpointer(tmp_path, **options(shm)) as ckpt:
@@ -85,26 +76,20 @@ def test_what_is_drained_and_marked_bad_hides_nothing_that_is_good(shm: Path, tm
     assert restored(options(shm), tmp_path) == 1
 
 
-@pytest.mark.parametrize("command", ["status", "list"])
-def test_a_directory_with_nothing_but_bad_steps_has_nothing_to_restore(shm: Path, tmp_path: Path, command: str) -> None:
-    with mlflash.Checkpointer(tmp_path, **options(shm, drain_every=1)) as ckpt:
-        save(ckpt, 1)
-        ckpt.wait_drained()
-        ckpt.mark_bad(1)
-    mlflash_command("clean", "j", "--memory", str(shm))
-    found = mlflash_command(command, "--job", "j", "--memory", str(shm), "--directory", str(tmp_path), "--json")
-    told = json.loads(found.stdout)["directory"]["checkpoints"]
-    assert found.returncode == 1 and [one["values"] for one in told] == ["bad"], found.stdout + found.stderr
-
-
-def test_where_all_that_was_drained_is_marked_bad_training_does_not_begin_anew_without_a_word(
+def test_where_all_that_is_there_is_marked_bad_training_does_not_begin_anew_without_a_word(
     shm: Path, tmp_path: Path
 ) -> None:
     with mlflash.Checkpointer(tmp_path, **options(shm, drain_every=1)) as ckpt:
         save(ckpt, 1)
         ckpt.wait_drained()
         ckpt.mark_bad(1)
+    with pytest.raises(Unrestorable, match="step 1: it was marked bad"):
+        restored(options(shm))
     mlflash_command("clean", "j", "--memory", str(shm))
+    for command in ("status", "list"):
+        found = mlflash_command(command, "--job", "j", "--memory", str(shm), "--directory", str(tmp_path), "--json")
+        told = json.loads(found.stdout)["directory"]["checkpoints"]
+        assert found.returncode == 1 and [one["values"] for one in told] == ["bad"], found.stdout + found.stderr
     with pytest.raises(Unrestorable, match="step 1: step-00000001: it was marked bad"):
         restored(options(shm), tmp_path)
 

@@ -22,8 +22,8 @@ import machine
 machine.install()
 
 import runner  # noqa: E402
+from faults import parse_seeds  # noqa: E402
 from scheduler import NEVER  # noqa: E402
-from settings import parse_seeds  # noqa: E402
 
 from mlflash.crash_points import POINTS  # noqa: E402
 

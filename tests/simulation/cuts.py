@@ -28,10 +28,9 @@ machine.install()
 
 import couriers  # noqa: E402
 import runner  # noqa: E402
-from faults import LEAST_NODES, Plan  # noqa: E402
+from faults import LEAST_NODES, Plan, parse  # noqa: E402
 from history import History, Launch  # noqa: E402
 from scheduler import Task  # noqa: E402
-from settings import parse  # noqa: E402
 
 _WAITS = {"test", "sleep", "queue.get", "event.wait", "poll", "socket.recv", "thread.join"}
 _CUT_STEP, _ENOUGH_S = 2, 30.0  # virtual seconds, before anybody's deadline
@@ -77,7 +76,7 @@ def run(fixed: Mapping[str, object], cut: tuple[int, ...] | None, lost: int | No
     history = Cut(fixed, cut, lost)
     history.run()
     passed = [history.passed[rank] for rank in range(history.setting.ranks)]
-    return {"cut": cut, "lost": lost, "problems": history.problems, "passed": passed, "cpu_s": 0.0}
+    return {"cut": cut, "lost": lost, "problems": history.problems, "passed": passed}
 
 
 def points(fixed: Mapping[str, object]) -> list[int]:

@@ -112,7 +112,7 @@ class History:
 
     Attributes:
         problems: what must not have happened.
-        reached, kills, outcomes: how often each crash point was reached, where processes were killed, what happened.
+        reached, outcomes: how often each crash point was reached, and what happened.
     """
 
     def __init__(self, seed: int, fixed: dict[str, object] | None = None, keeps_trace: bool = False,
@@ -124,7 +124,7 @@ class History:
         self.files = self.memory / "files"
         self.problems: list[str] = []
         self._worked_at = 0.0  # virtual time of the last crash point of any rank
-        self.reached, self.kills, self.outcomes = Counter[str](), Counter[str](), Counter[str]()
+        self.reached, self.outcomes = Counter[str](), Counter[str]()
         self.states = States(self.setting.nbytes, self.setting.special, self.kernel.random.random() < 0.3)
         self.oracle = Oracle(self)
         self.launch: Launch
@@ -244,7 +244,6 @@ class History:
             return
         if not launch.triggered and plan.dies != "none" and self._is_time(process, name):
             launch.triggered = True
-            self.kills[name if plan.point else f"in {plan.phase}"] += 1
             self._carry_out(plan)
 
     def _is_time(self, process: Process, name: str) -> bool:

@@ -351,14 +351,10 @@ class Comm:
             return False
         for rank, member in enumerate(self.members):
             mail = self.network.mail.get((self.key, member, self.me, tag))
-            if (
-                mail
-                and mail[0].has_arrived
-                and mail[0].copied is not None
-                and self.network.kernel.random.random() < 0.7
-            ):
+            first = mail[0] if mail and mail[0].has_arrived else None
+            if first is not None and first.copied is not None and self.network.kernel.random.random() < 0.7:
                 if status is not None:
-                    status.source, status.count = rank, len(mail[0].copied)
+                    status.source, status.count = rank, len(first.copied)
                 return True
         return False
 
@@ -432,18 +428,14 @@ class Window:
         while self._pending.get(target):
             self._network.kernel.sleep(1e-4)
 
-    def Flush_all(self) -> None:
-        for target in self._pending:
-            self.Flush(target)
-
     def Free(self) -> None:
         self._network.kernel.point("Win.Free")
         self._network.open.discard((self.key, self._comm.me))
 
-    def _nothing(self, *_: object) -> None:
+    def Lock_all(self, *_: object) -> None:
         pass
 
-    Lock_all = Unlock_all = Sync = _nothing
+    Unlock_all = Sync = Lock_all
 
 
 class Mpi:
@@ -454,15 +446,7 @@ class Mpi:
     """
 
     MIN, SUM = np.minimum.reduce, np.add.reduce
-    BYTE, UNDEFINED, ANY_SOURCE, MODE_NOCHECK, THREAD_MULTIPLE, COMM_TYPE_SHARED, TAG_UB = (
-        "BYTE",
-        -32766,
-        -2,
-        0,
-        3,
-        0,
-        0,
-    )
+    BYTE, UNDEFINED, ANY_SOURCE, MODE_NOCHECK, THREAD_MULTIPLE, TAG_UB = "BYTE", -32766, -2, 0, 3, 0
     COMM_NULL = COMM_SELF = None
     Comm, Status, Exception = Comm, Status, MpiError
     Win = SimpleNamespace(Create=Window)
@@ -475,18 +459,11 @@ class Mpi:
         task = None if threads.SCHEDULER is None else threads.SCHEDULER.current
         return None if task is None else self.worlds.get(task.process)
 
-    @staticmethod
-    def Query_thread() -> int:
-        return Mpi.THREAD_MULTIPLE
+    def Query_thread(self) -> int:
+        return self.THREAD_MULTIPLE
 
-    @staticmethod
-    def Is_initialized() -> bool:
+    def Is_initialized(self) -> bool:
         return True
 
-    @staticmethod
-    def Get_processor_name() -> str:
+    def Get_processor_name(self) -> str:
         return "host"
-
-    @staticmethod
-    def Get_library_version() -> str:
-        return "simulated"

@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same each time
     os.environ.update(PYTHONHASHSEED="0", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
@@ -37,7 +36,6 @@ class Mutant:
         old: lines of it, which occur once there.
         new: what they become.
         fixed: fields of the setting that are given.
-        seed: one that finds it, which the gate runs; None: the gate leaves this mutant out.
     """
 
     name: str
@@ -46,7 +44,6 @@ class Mutant:
     old: str
     new: str
     fixed: dict[str, object] = dataclasses.field(default_factory=dict)
-    seed: int | None = None
 
 
 MUTANTS = [
@@ -58,8 +55,8 @@ MUTANTS = [
     ),
     Mutant(
         "receipt-before-copies", "the receipt is written before the copies are made", "saving/commit.py",
-        "    context.pace.begin()\n",
-        "    _record(save, context, [save.slot])\n    context.pace.begin()\n",
+        "    whole = context.protection.protect(",
+        "    _record(save, context, [save.slot])\n    whole = context.protection.protect(",
     ),
     Mutant(
         "told-before-agreed", "the snapshot says committed when this rank is done", "saving/commit.py",
@@ -183,10 +180,6 @@ MUTANTS = [
         "slots-not-taken-back", "a restore writes slots that belong to the trainer", "restoring/from_memory.py",
         "    context.pool.take_back()\n", "",
     ),
-    Mutant(
-        "adopted-without-barrier", "a file is reused before its rank has mapped it", "startup/context.py",
-        " before every rank of the node has attached its own.\n        world.agree([0])\n", "\n",
-    ),
     # Heal
     Mutant(
         "heal-makes-nothing", "missing copies and parity are not made again", "restoring/heal.py",
@@ -200,21 +193,6 @@ MUTANTS = [
         "copies-not-verified", "a damaged copy counts as whole", "redundancy/protection.py",
         "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
         "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy", "launches": 4},
-    ),
-    Mutant(
-        "older-not-held", "after a step was rolled forward, saves may write the one before", "courier/restores.py",
-        "        self._context.pool.hold_older()\n", "",
-    ),
-    Mutant(
-        "rolled-forward-is-committed", "a step that nobody saw committed counts as committed",
-        "restoring/from_memory.py",
-        "    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])\n",
-        "    context.rolled_forward = False\n",
-    ),
-    Mutant(
-        "one-receipt-is-enough", "whether a step was rolled forward is not agreed", "restoring/from_memory.py",
-        "    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])\n",
-        "    context.rolled_forward = not own.committed\n",
     ),
     # Special
     Mutant(
@@ -245,17 +223,6 @@ MUTANTS = [
         "    pending = [] if bad else [e for e in errands if e.comes]\n", "    pending: list[_Errand] = []\n",
     ),
     Mutant(
-        "drained-slot-written", "a slot is written while it is drained", "memory/slot_pool.py",
-        "slot.use is Use.FREE and not slot.drains and (only", "slot.use is Use.FREE and (only",
-    ),
-    Mutant(
-        "mark-not-drained", "a mark that comes while the step is drained is in memory only",
-        "draining/write_checkpoint.py",
-        "        if verdict is not written:\n",
-        "        if verdict is written:\n",
-        {"special": frozenset({"values", "drain"})},
-    ),
-    Mutant(
         "drain-error-not-agreed", "a rank that cannot write its file gives the drain up alone",
         "draining/write_checkpoint.py",
         "        yield from collectives.raise_together(error)\n        reach(",
@@ -269,20 +236,6 @@ MUTANTS = [
         "all-complete-at-restart", "saves that a courier had when it died count as committed", "courier/in_process.py",
         "job.answers.request.step == step\n            if is_there and generation > self._generation:\n",
         "True\n            if is_there:\n",
-    ),
-    Mutant(
-        "unprotected-counts", "a step counts as committed although its copies could not be made", "restoring/heal.py",
-        "    counts = context.unhealed is None or not context.rolled_forward\n", "    counts = True\n",
-    ),
-    Mutant(
-        "sealed-counts", "after the death of a courier, a step counts as committed when all slots are sealed",
-        "restoring/heal.py",
-        "    else:\n        heal_or_remember(context, home)\n    assert", "    assert",
-    ),
-    Mutant(
-        "answers-held-back", "answers to a courier that is coming up are dropped", "courier/in_process.py",
-        "        self._link.send_first(Sent(wire.pack(Kind.REPLY, self",
-        "        self._link.queue.put(Sent(wire.pack(Kind.REPLY, self",
     ),
     Mutant(
         "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/in_process.py",
@@ -309,43 +262,22 @@ class Finding:
     cpu_s: float
 
 
-def find(mutant: Mutant | None, seeds: Iterable[int], fixed: Mapping[str, object]) -> Finding:
-    """Run seeds with a mutant until one fails; without (None), with mlflash as it is.
+def find(mutant: Mutant, seeds: Iterable[int], fixed: Mapping[str, object]) -> Finding:
+    """Run seeds with a mutant until one fails.
 
     The caller has not imported mlflash: it is imported in a child, which runs the seeds.
     """
-    package = Path(next(iter(_spec().submodule_search_locations or ())))
+    assert "mlflash" not in sys.modules
+    (package,) = map(Path, importlib.util.find_spec("mlflash").submodule_search_locations)  # type: ignore[union-attr,arg-type]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "mlflash"
         shutil.copytree(package, copy, ignore=shutil.ignore_patterns("adapters", "slurm"))  # which nothing here imports
-        if mutant is not None:
-            path = copy / mutant.file
-            text = path.read_text()
-            assert text.count(mutant.old) == 1, f"{mutant.name}: its lines occur {text.count(mutant.old)} times"
-            path.write_text(text.replace(mutant.old, mutant.new))
-        out, into = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.close(out)
-                finding = _search(folder, seeds, {**fixed, **(mutant.fixed if mutant is not None else {})})
-            except BaseException:
-                finding = Finding(-1, traceback.format_exc(), 0.0)
-            os.write(into, json.dumps(dataclasses.astuple(finding)).encode())
-            _exit(0)
-        os.close(into)
-        with os.fdopen(out) as pipe:
-            written = pipe.read()
-        os.waitpid(child, 0)
-    return Finding(*json.loads(written))
-
-
-def _spec() -> Any:
-    assert "mlflash" not in sys.modules
-    return importlib.util.find_spec("mlflash")
-
-
-_exit = os._exit  # which a simulation replaces
+        path = copy / mutant.file
+        text = path.read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.name}: its lines occur {text.count(mutant.old)} times"
+        path.write_text(text.replace(mutant.old, mutant.new))
+        with ProcessPoolExecutor(1, get_context("fork")) as child:
+            return child.submit(_search, folder, seeds, {**fixed, **mutant.fixed}).result()
 
 
 def _search(folder: str, seeds: Iterable[int], fixed: Mapping[str, object]) -> Finding:
@@ -370,31 +302,18 @@ def _one_line(text: str) -> str:
     return "".join(lines) if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
 
 
-def _gate() -> int:
-    """Whether known seeds find some mutants, and find nothing without these."""
-    sample = [mutant for mutant in MUTANTS if mutant.seed is not None]
-    findings = {mutant.name: find(mutant, [mutant.seed], {}) for mutant in sample}
-    missed = [name for name, finding in findings.items() if finding.seed is None]
-    without = find(None, [mutant.seed for mutant in sample], {})
-    print(f"not found: {missed}; without a mutant: {without.said or 'nothing'}")
-    return int(bool(missed) or without.seed is not None)
-
-
 def main() -> int:
     """Print which seed finds each mutant; 1 if some mutant is not found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="so many at the most")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of faults.Setting")
-    parser.add_argument("--gate", action="store_true", help="only some mutants, each with a seed that finds it")
     args = parser.parse_args()
     import torch.distributed.checkpoint  # once, and not again for each mutant
-    from settings import parse
+    from faults import parse
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
-    if args.gate:
-        return _gate()
     unknown = set(args.names) - {mutant.name for mutant in MUTANTS}
     assert not unknown, f"there are no mutants {unknown}"
     findings = []

@@ -5,15 +5,13 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
-import json
-import os
-import selectors
 import shutil
-import signal
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from history import History
 from scheduler import NEVER
 
 Result = dict[str, Any]
+FORK = get_context("fork")
 LIMIT_S = 120.0  # real seconds of a seed
 now = threads.REAL_TIME["monotonic"]
 
@@ -44,9 +43,8 @@ def run(seed: int, fixed: Mapping[str, object], until_points: float = NEVER, kee
     kernel = history.kernel
     return {
         "seed": seed, "problems": history.problems, "digest": kernel.digest.hexdigest(), "points": kernel.points,
-        "seconds": kernel.now, "cpu_s": time.process_time() - started, "outcomes": history.outcomes,
-        "reached": history.reached, "kills": history.kills, "setting": str(history.setting),
-        "trace": "\n".join(kernel.trace or ()),
+        "cpu_s": time.process_time() - started, "outcomes": history.outcomes, "reached": history.reached,
+        "setting": str(history.setting), "trace": "\n".join(kernel.trace or ()),
     }  # fmt: skip
 
 
@@ -64,41 +62,6 @@ Make = functools.partial[Result]
 """What makes a result; its first argument says which."""
 
 
-class _Child:
-    """A process that makes one result. Shortly before its time is over, it prints where it is."""
-
-    def __init__(self, make: Make):
-        self.end, self.output, self._name = now() + LIMIT_S, b"", make.args[0]
-        self.out, into = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            os.close(self.out)
-            faulthandler.dump_traceback_later(0.95 * LIMIT_S)
-            try:
-                text = json.dumps(make())
-            except BaseException as error:
-                text = json.dumps({"problems": ["".join(traceback.format_exception(error))[-3000:]]})
-            with os.fdopen(into, "w") as pipe:
-                pipe.write(text)
-            machine.exit_now(0)
-        os.close(into)
-
-    def read(self) -> bool:
-        part = os.read(self.out, 1 << 20)
-        self.output += part
-        return not part
-
-    def finish(self) -> Result:
-        os.close(self.out)
-        os.waitpid(self.pid, 0)
-        shutil.rmtree(Path(f"/dev/shm/simulation-{self.pid}"), ignore_errors=True)
-        try:
-            result: Result = json.loads(self.output)
-        except ValueError:
-            result = {"seed": self._name, "problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
-        return result
-
-
 def seeds(numbers: Iterable[int], fixed: Mapping[str, object], until_points: float = NEVER, keeps_trace: bool = False
           ) -> Iterator[Make]:  # fmt: skip
     """What makes the results of some seeds; see `run`."""
@@ -111,34 +74,46 @@ def run_all(makes: Iterable[Make], jobs: int = 1, end: float = NEVER) -> Iterato
     Args:
         end: by the real time.monotonic; none is begun after it.
     """
-    selector, waiting = selectors.DefaultSelector(), iter(makes)
-    running: set[_Child] = set()
+    waiting = iter(makes)
+    running: dict[Connection, tuple[Any, Any, float]] = {}
     try:
         while True:
             while len(running) < jobs and now() < end and (make := next(waiting, None)) is not None:
-                child = _Child(make)
-                running.add(child)
-                selector.register(child.out, selectors.EVENT_READ, child)
+                answer, into = FORK.Pipe(duplex=False)
+                process = FORK.Process(target=_answer, args=(make, into))
+                process.start()
+                into.close()
+                running[answer] = process, make.args[0], now() + LIMIT_S
             if not running:
                 return
-            selector.select(timeout=max(0.0, min(child.end for child in running) - now()))
-            for child in [child for child in running if now() > child.end or (_is_readable(child) and child.read())]:
-                if now() > child.end:
-                    os.kill(child.pid, signal.SIGKILL)
-                selector.unregister(child.out)
-                running.discard(child)
-                yield child.finish()
+            ready = connection.wait(running, max(0.0, min(due for *_, due in running.values()) - now()))
+            for answer in ready or [answer for answer, (*_, due) in running.items() if now() > due]:
+                process, name, _ = running.pop(answer)
+                yield _received(answer, process, name)
     finally:
-        for child in running:
-            os.kill(child.pid, signal.SIGKILL)
-            child.finish()
-        selector.close()
+        for answer, (process, name, _) in running.items():
+            _received(answer, process, name)
 
 
-def _is_readable(child: _Child) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.out, selectors.EVENT_READ)
-        return bool(selector.select(0))
+def _answer(make: Make, into: Connection) -> None:
+    faulthandler.dump_traceback_later(0.95 * LIMIT_S)  # where it is, shortly before its time is over
+    try:
+        into.send(make())
+    except BaseException as error:
+        into.send({"problems": ["".join(traceback.format_exception(error))[-3000:]]})
+    machine.exit_now(0)
+
+
+def _received(answer: Connection, process: Any, name: object) -> Result:
+    """What a process has answered, which ends then."""
+    try:
+        result: Result = answer.recv() if answer.poll() else {}
+    except EOFError:
+        result = {}
+    process.kill()
+    process.join()
+    shutil.rmtree(Path(f"/dev/shm/simulation-{process.pid}"), ignore_errors=True)
+    return result or {"seed": name, "problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
 
 
 def shortest(result: Result, fixed: Mapping[str, object]) -> int:
@@ -155,14 +130,14 @@ class Summary:
     def __init__(self) -> None:
         self.seeds = self.points = 0
         self.cpu_s = 0.0
-        self.outcomes, self.reached, self.kills = Counter[str](), Counter[str](), Counter[str]()
+        self.outcomes, self.reached = Counter[str](), Counter[str]()
         self.failed: list[Result] = []
 
     def add(self, result: Result) -> None:
         self.seeds += 1
         self.points += result.get("points", 0)
         self.cpu_s += result.get("cpu_s", 0.0)
-        for total, name in ((self.outcomes, "outcomes"), (self.reached, "reached"), (self.kills, "kills")):
-            total.update(result.get(name, {}))
+        self.outcomes.update(result.get("outcomes", {}))
+        self.reached.update(result.get("reached", {}))
         if result["problems"]:
             self.failed.append(result)

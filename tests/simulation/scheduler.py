@@ -54,6 +54,7 @@ class Process:
     at_death: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Task:
     """A simulated thread.
 
@@ -63,30 +64,19 @@ class Task:
         thread: the object that stands for it in the simulated module `threading`.
     """
 
-    __slots__ = (
-        "done",
-        "due",
-        "glet",
-        "joiners",
-        "name",
-        "number",
-        "priority",
-        "process",
-        "seen_news",
-        "tested_at",
-        "thread",
-        "timed_out",
-        "wakes",
-    )  # fmt: skip
-
-    def __init__(self, process: Process, name: str, number: int, priority: float):
-        self.process, self.name, self.number, self.priority = process, name, number, priority
-        self.wakes, self.timed_out, self.done = 0, False, False
-        self.seen_news, self.tested_at = -1, -1
-        self.due: float | None = None
-        self.joiners: list[Task] = []
-        self.thread: Any = None
-        self.glet: Any = None
+    process: Process
+    name: str
+    number: int
+    priority: float
+    wakes: int = 0
+    timed_out: bool = False
+    done: bool = False
+    seen_news: int = -1
+    tested_at: int = -1
+    due: float | None = None
+    joiners: list[Task] = dataclasses.field(default_factory=list)
+    thread: Any = None
+    glet: Any = None
 
 
 class Scheduler:
@@ -188,7 +178,8 @@ class Scheduler:
 
     def block(self, until: float = NEVER) -> bool:
         """Let the running task wait until something wakes it, or until a time; whether it was woken."""
-        task = self._running()
+        task = self.current
+        assert task is not None, "the scheduler itself would wait"
         if until < NEVER:
             self._push(until, task, task.wakes)
         self._leave()
@@ -200,7 +191,8 @@ class Scheduler:
         A poll without news would only look again: two thirds of all scheduling points were such polls. Returns whether
         something woke it before.
         """
-        task = self._running()
+        task = self.current
+        assert task is not None, "the scheduler itself would wait"
         process = task.process
         soon = self.now + max(seconds, _POINT_S)
         late = soon if task.seen_news != process.news else max(soon, self.now + more_s)
@@ -257,10 +249,6 @@ class Scheduler:
             return
         self._ready.append(task)
         self._leave()
-
-    def _running(self) -> Task:
-        assert self.current is not None, "the scheduler itself would wait"
-        return self.current
 
     def _leave(self) -> None:
         self._hub.switch()

@@ -33,9 +33,7 @@ class _Waiters:
     def wait(self, until: float, timeout: float | None) -> None:
         """Wait until woken or until a time; a short timeout is that of a poll."""
         kernel = scheduler()
-        task = kernel.current
-        assert task is not None, "the scheduler would wait"
-        self._tasks.append(task)
+        self._tasks.append(task := kernel.current)
         is_poll = timeout is not None and timeout <= 4 * POLL_S
         kernel.doze(until - kernel.now, 4 * DOZE_S) if is_poll else kernel.block(until)
         if task in self._tasks:  # something else has woken it, or its time is over
@@ -163,8 +161,6 @@ class Queue:
             self._waiters.wake(1)
             SCHEDULER.tell_news()
 
-    put_nowait = put
-
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         kernel = scheduler()
         kernel.point("queue.get")
@@ -175,17 +171,11 @@ class Queue:
             self._waiters.wait(until, timeout)
         return self._items.popleft()
 
-    def get_nowait(self) -> Any:
-        return self.get(False)
-
     def empty(self) -> bool:
         return not self._items
 
     def qsize(self) -> int:
         return len(self._items)
-
-    def task_done(self) -> None:
-        pass
 
 
 class Thread:

@@ -21,14 +21,14 @@ from pathlib import Path
 
 from harness import SUPPORT, TESTS, own_memory
 
-from . import outcomes, verdict
+from . import verdict
 from .suite import Suite
 
 HERE = Path(__file__).parent
 NAMES = ("nvrx", "megatron", "pytorch", "trainer", "trainer_behind")
 
 
-def run(suite: Suite, checkout: Path, results: Path, parts: str) -> list[outcomes.Outcome]:
+def run(suite: Suite, checkout: Path, results: Path, parts: str) -> verdict.Outcomes:
     """Run a suite in its checkout, with "ours" or "own" parts; the folder of results gets a log, too."""
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True)
@@ -53,7 +53,7 @@ def run(suite: Suite, checkout: Path, results: Path, parts: str) -> list[outcome
             if running.poll() is None:
                 os.killpg(running.pid, signal.SIGKILL)
                 running.wait()
-        return outcomes.read(results)
+        return verdict.read_outcomes(results)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,10 +71,12 @@ def main(arguments: Sequence[str]) -> int:
             continue
         results = given.src.resolve() / "results"
         own, ours = (run(suite, checkout, results / f"{name}-{parts}", parts) for parts in ("own", "ours"))
-        rows.append(verdict.Row(suite.title, suite.version(checkout), own, ours, verdict.read(HERE / f"{name}.txt")))
+        expected = verdict.read_expected(HERE / f"{name}.txt")
+        rows.append(verdict.Row(suite.title, suite.version(checkout), own, ours, expected))
     print(verdict.table(rows), *absent, sep="\n")
     for row in rows:
-        print(f"\n{row.title} {row.version}", *row.explained, *row.wrong, sep="\n  ")
+        reasons = [f"{count} x {why}" for why, count in row.reasons.items()]
+        print(f"\n{row.title} {row.version}", *reasons, *row.wrong, sep="\n  ")
     return int(not rows or any(row.wrong for row in rows))
 
 

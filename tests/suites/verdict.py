@@ -1,4 +1,4 @@
-"""Which tests are expected to fail with our parts alone, what is not as expected, and the table of all suites.
+"""What became of each test, which failures are expected with our parts alone, and the table of all suites.
 
 A list of expected differences has a line for each: the test, where ``*`` stands for anything; what it says when it
 fails; and why that is right. A bar between them, with a space at each side. Lines with ``#`` are for who reads it.
@@ -7,20 +7,21 @@ What fails with the projects' own parts, too, has no line.
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from .outcomes import FAILED, PASSED, SKIPPED, Outcome
-
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 HEAD = ("suite", "version", "tests", "pass with theirs", "pass with ours", "fail with both", "fail as listed",
         "fail otherwise", "skipped")  # fmt: skip
+Outcomes = dict[str, tuple[str, str]]
+"""Of each test what became of it, and all that was said where it failed or was skipped."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A test that is expected to fail, what it says then, and why."""
 
     test: str
@@ -31,76 +32,61 @@ class Difference:
         return re.fullmatch(".*".join(map(re.escape, self.test.split("*"))), test) is not None
 
 
-@dataclasses.dataclass(frozen=True)
 class Row:
     """A suite in the table: what became of it with their own parts, and with ours.
 
-    `wrong` has a line for all that is not as expected.
+    Attributes:
+        reasons: why tests failed that did so as expected, and how many for each.
+        wrong: a line for all that is not as expected.
     """
 
-    title: str
-    version: str
-    own: Sequence[Outcome]
-    ours: Sequence[Outcome]
-    expected: Sequence[Difference]
-
-    @property
-    def wrong(self) -> list[str]:
-        found = [] if self.ours else ["no test ran"]
-        if {one.test for one in self.own} != {one.test for one in self.ours}:
-            found.append("other tests ran with their parts than with ours")
-        for outcome in self.ours:
-            about = [one for one in self.expected if one.covers(outcome.test)]
-            if outcome.test in self._fail_with_theirs:
-                found += [f"is in the list, and fails with their parts, too: {outcome.test}"] if about else []
-            elif outcome.what == FAILED and not about:
-                found.append(f"failed, and is not in the list: {outcome.test}: {short(outcome.why)}")
-            elif outcome.what == FAILED and not any(one.says in outcome.why for one in about):
-                found.append(f"failed otherwise than the list says ({about[0].says}): {outcome.test}: "
-                             f"{short(outcome.why)}")  # fmt: skip
-            elif outcome.what != FAILED and about:
-                found.append(f"{outcome.what}, and is in the list of those that fail: {outcome.test}")
-        found += [f"is in the list, and there is no such test: {one.test}" for one in self.expected
-                  if not any(one.covers(outcome.test) for outcome in self.ours)]  # fmt: skip
-        return found
-
-    @property
-    def cells(self) -> tuple[object, ...]:
-        theirs, counted = (Counter(outcome.what for outcome in ended) for ended in (self.own, self.ours))
-        both = sum(outcome.what == FAILED and outcome.test in self._fail_with_theirs for outcome in self.ours)
-        right = len(self._explained)
-        return (self.title, self.version, len(self.ours), theirs[PASSED], counted[PASSED], both, right,
-                counted[FAILED] - both - right, counted[SKIPPED])  # fmt: skip
-
-    @property
-    def _fail_with_theirs(self) -> set[str]:
-        return {outcome.test for outcome in self.own if outcome.what == FAILED}
-
-    @property
-    def explained(self) -> list[str]:
-        """A line for each reason, with the number of tests that fail for it."""
-        return [f"{count} x {why}" for why, count in Counter(self._explained).items()]
-
-    @property
-    def _explained(self) -> list[str]:
-        """Why each test failed that did so as expected."""
-        reasons = [
-            [one.why for one in self.expected if one.covers(outcome.test) and one.says in outcome.why]
-            for outcome in self.ours if outcome.what == FAILED and outcome.test not in self._fail_with_theirs
-        ]  # fmt: skip
-        return [found[0] for found in reasons if found]
+    def __init__(self, title: str, version: str, own: Outcomes, ours: Outcomes, expected: list[Difference]):
+        self.title, self.version = title, version
+        self.reasons, self.wrong = Counter[str](), [] if ours else ["no test ran"]
+        if own.keys() != ours.keys():
+            self.wrong.append("other tests ran with their parts than with ours")
+        theirs, counted = (Counter(what for what, _ in ended.values()) for ended in (own, ours))
+        both = 0
+        for test, (what, said) in ours.items():
+            about = [difference for difference in expected if difference.covers(test)]
+            reasons = [difference.why for difference in about if difference.says in said]
+            fails_with_theirs = own.get(test, ("", ""))[0] == FAILED
+            both += fails_with_theirs and what == FAILED
+            if fails_with_theirs:
+                self.wrong += [f"is in the list, and fails with their parts, too: {test}"] if about else []
+            elif what == FAILED and reasons:
+                self.reasons[reasons[0]] += 1
+            elif what == FAILED:
+                listed = f"otherwise than the list says ({about[0].says})" if about else "and is not in the list"
+                self.wrong.append(f"failed, {listed}: {test}: {short(said)}")
+            elif about:
+                self.wrong.append(f"{what}, and is in the list of those that fail: {test}")
+        self.wrong += [f"is in the list, and there is no such test: {difference.test}" for difference in expected
+                       if not any(map(difference.covers, ours))]  # fmt: skip
+        listed = self.reasons.total()
+        self.cells = (title, version, len(ours), theirs[PASSED], counted[PASSED], both, listed,
+                      counted[FAILED] - both - listed, counted[SKIPPED])  # fmt: skip
 
 
-def read(path: Path) -> list[Difference]:
-    """Read a list of expected differences."""
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        parts = [part.strip() for part in line.split(" | ")]
-        if len(parts) != 3 or not all(parts):
-            raise ValueError(f"{path.name}, line {number}: not 'test | what it says | why': {line}")
-        found.append(Difference(*parts))
+def read_expected(path: Path) -> list[Difference]:
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    return [Difference(*(part.strip() for part in line.split(" | "))) for line in lines]
+
+
+def read_outcomes(folder: Path) -> Outcomes:
+    """Read what all ranks have written: what failed on one has failed, and so has what has no end on one."""
+    ranks = []
+    for path in sorted(folder.glob("*.jsonl")):
+        ranks.append(rank := Outcomes())
+        for test, what, why in map(json.loads, path.read_text().splitlines()):
+            if rank.get(test, ("", ""))[0] != FAILED:  # a test that failed is torn down all the same
+                rank[test] = what, why
+    found = Outcomes()
+    for test in dict.fromkeys(test for rank in ranks for test in rank):
+        ends = [rank.get(test) or ("", "") for rank in ranks]
+        failed = [why or "it has no end on some rank" for what, why in ends if what in (FAILED, "")]
+        skipped = all(what == SKIPPED for what, _ in ends)
+        found[test] = (FAILED, "\n".join(failed)) if failed else (SKIPPED if skipped else PASSED, ends[0][1])
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
@@ -72,26 +71,6 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
             os.kill(ckpt._courier._link.pid, signal.SIGKILL)
     note("again", rank=RANK, step=_save_until_committed(ckpt, 100), seconds=time.perf_counter() - start)
     note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
-
-
-def one_fails(settings: dict[str, Any]) -> None:
-    """The courier of rank 1 fails in the second save, as one whose peer has died; then that of rank 0 is killed."""
-    sent = "transfer.sent" if settings["redundancy"] == "copy" else "parity.sent"
-    trap = {"path": ["commit.seen", sent], "action": "fail", "rank": 1}
-    set_traps([trap], RANK)
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
-        ckpt.save(1, state_at(1)).wait()
-        ckpt.save(2, state_at(2))
-        until(lambda: ckpt._courier.broken is not None, "this rank to save no more")
-        why = str(ckpt._courier.broken)
-        ckpt.save(3, state_at(3))  # is refused, and its slots are not the courier's
-        (OUT / f"broken{RANK}").touch()
-        if RANK == 0:
-            until(lambda: len([*OUT.glob("broken*")]) == ckpt._trainer.ranks.size, "all ranks to save no more")
-            os.kill(ckpt._courier._link.pid, signal.SIGKILL)
-        until(lambda: ckpt._courier.broken is None, "this rank to hear that couriers start anew")
-        note("again", rank=RANK, step=_save_until_committed(ckpt, 4), why=why)
-        note("end", rank=RANK, steps=ckpt.steps())
 
 
 def mpi_fails(settings: dict[str, Any], point: str) -> None:
@@ -179,56 +158,6 @@ def leave(how: str) -> None:
         os._exit(3)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "hung up": signal.SIGHUP}[how])
-
-
-def groups(settings: dict[str, Any], members: dict[str, list[int]], kills: bool) -> None:
-    """Save by groups of ranks that overlap: in opposite orders, one of them stuck, and with a courier killed."""
-    import torch.distributed as dist
-
-    from mlflash.adapters.distributed import init_process_group
-
-    init_process_group("gloo", courier="process")
-    made = {name: dist.new_group(ranks, sort_ranks=False) for name, ranks in members.items()}
-    with contextlib.ExitStack() as stack:
-        mine = {name: stack.enter_context(mlflash.Checkpointer(
-                    courier="process", process_group=made[name], **settings | {"job": name}))
-                for name, ranks in members.items() if RANK in ranks}  # fmt: skip
-        start = {name: _restored(name, ckpt) for name, ckpt in mine.items()}
-        note("restored", rank=RANK, steps=start, places={name: ckpt.report()["rank"] for name, ckpt in mine.items()})
-        step = max(start.values()) + 1
-        order = sorted(mine, reverse=bool(RANK % 2))
-        _save_all([mine[name] for name in order], step)
-        note("in opposite orders", rank=RANK, order=order)
-        stuck = mine["most"].save(step + 1, state_at(step + 1)) if RANK == 1 else None
-        for later in (step + 1, step + 2):
-            _save_all([mine[name] for name in order if name != "most"], later)
-        note("beside a stuck one", rank=RANK, done=stuck is not None and stuck.done)
-        dist.barrier()
-        if RANK == 0:
-            stuck = mine["most"].save(step + 1, state_at(step + 1))
-        if stuck is not None:
-            stuck.wait(PATIENCE_S)
-        if kills:
-            dist.barrier()
-            if RANK == 1:
-                os.kill(mine["all"]._courier._link.pid, signal.SIGKILL)
-            for name in sorted(mine):
-                note("again", rank=RANK, step=_save_until_committed(mine[name], step + 3), name=name)
-        note("end", rank=RANK, steps={name: ckpt.steps() for name, ckpt in mine.items()},
-             has_mpi="libmpi" in Path("/proc/self/maps").read_text())  # fmt: skip
-    dist.destroy_process_group()
-
-
-def _restored(name: str, ckpt: mlflash.Checkpointer) -> int:
-    state = state_at(0)
-    step = ckpt.restore(state) or 0
-    assert is_same(state, state_at(step)), name
-    return step
-
-
-def _save_all(ckpts: list[mlflash.Checkpointer], step: int) -> None:
-    for snapshot in [ckpt.save(step, state_at(step)) for ckpt in ckpts]:
-        snapshot.wait(PATIENCE_S)
 
 
 def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
@@ -351,8 +280,4 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = [
-        train, one_fails, mpi_fails, cycle, groups, one_leaves, later, fail_to_start, weigh, stay, out_of_step,
-        abandoned, only_look,
-    ]  # fmt: skip
-    {program.__name__: program for program in programs}[spec.pop("program")](**spec)
+    globals()[spec.pop("program")](**spec)

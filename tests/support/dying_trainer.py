@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,26 +29,23 @@ note = functools.partial(records.note, rank=RANK)
 
 
 def main(
-    settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1, saves: int = 0, patient: bool = False,
-    closes: str = "",
-) -> None:  # fmt: skip
+    settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1, saves: int = 0, patient: bool = False
+) -> None:
     """Restore, save two steps, perhaps come to an end while the second one is committed, and save until one more is.
 
-    ``how`` something happens to ``who``, the trainer, courier or zygote of a rank (-1: of both), after so many saves
-    that have returned. A patient one waits for a save that is late. ``closes``: see `close_and_lose_a_courier`.
+    Args:
+        who: trainer | courier | zygote; "": nobody.
+        how: what happens to it.
+        rank: whose it is; -1: both.
+        saves: before it, where all have returned.
+        patient: wait for a save that is late, as often as it takes.
     """
-    if closes:
-        set_traps([{"path": [closes.split(",", maxsplit=1)[0]], "action": "hold", "rank": rank}], RANK)
     if how == STEP_KILLED:
         set_traps([{"path": ["commit.released", "protect.announced"], "action": "hold", "rank": rank}], RANK)
     ckpt = mlflash.Checkpointer(courier="process", **settings)
     state = state_at(0)
     step = ckpt.restore(state)
     note("restored", step=step, same=is_same(state, state_at(step or 0)))
-    if closes:
-        ckpt.save(1, state_at(1)).wait()
-        close_and_lose_a_courier(ckpt, closes, rank)
-        return
     if not who:
         ckpt.close()
         return
@@ -103,40 +99,6 @@ def wait_until_committed(snapshot: Any) -> None:
         except mlflash.errors.DeadlineExceeded:
             note("late")
             take(1.0)
-
-
-def close_and_lose_a_courier(ckpt: mlflash.Checkpointer, closes: str, rank: int) -> None:
-    """Close; the courier of a rank is killed meanwhile, where it is held.
-
-    At "close.asked" the courier has come to where it waits for the other rank, which closes when it is dead; at
-    "close.freed" the other rank has closed by then; "close.freed, left": and has left the job; and with ", and goes on"
-    nobody is killed.
-    """
-    others, pid = OUT / "others", ckpt._courier._link.couriers.courier.pid
-
-    def kill() -> None:
-        until((OUT / f"sprung{rank}").exists, "the courier to be held")
-        if closes != "close.asked":
-            until(others.exists, "the other rank to have closed")
-        if "left" in closes:
-            until(lambda: not Path("/proc", others.read_text()).exists(), "the other rank to leave the job")
-        if "goes on" not in closes:
-            os.kill(pid, signal.SIGKILL)
-        (OUT / "go on").touch()
-
-    if rank == RANK:
-        threading.Thread(target=kill, daemon=True).start()
-    elif closes == "close.asked":
-        until((OUT / "go on").exists, "the courier to be killed")
-    start = time.monotonic()
-    ckpt.close()
-    note("closed", seconds=time.monotonic() - start)
-    if rank != RANK:
-        (OUT / "others.part").write_text(str(os.getpid()))
-        (OUT / "others.part").rename(others)
-    if "left" not in closes:
-        (OUT / f"closed{RANK}").touch()
-        until(lambda: len([*OUT.glob("closed*")]) == 2, "the other rank to close")
 
 
 def save_and_die(ckpt: mlflash.Checkpointer, step: int, saves: int, rank: int) -> None:

@@ -34,9 +34,20 @@ def state_at(step: int, mesh: DeviceMesh) -> dict[str, Any]:
     return {"weights": distribute_tensor(whole_at(step), mesh, [Shard(0)], src_data_rank=None), "step": step}
 
 
-def train(last: int, holds_at: int = 0, initializes: bool = True, settings: dict[str, Any] | None = None) -> None:
+def meet_in(file: str) -> None:
+    """Initialize as processes that a program has spawned: no launcher has told them anything."""
+    rank, size = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE"))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+
+
+def train(last: int, holds_at: int = 0, initializes: bool = True, settings: dict[str, Any] | None = None,
+          file: str = "") -> None:  # fmt: skip
     """Restore, and save each step; before `holds_at` the first launch waits for the test to end somebody."""
-    if initializes:
+    if file:
+        meet_in(file)
+    elif initializes:
         dist.init_process_group("gloo")
     with mlflash.Checkpointer(**(settings or {})) as ckpt:
         if not initializes:

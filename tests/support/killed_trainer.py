@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import damage
 import numpy as np
 import records
 from records import OUT
@@ -22,7 +23,6 @@ from traps import set_traps
 from waiting import PATIENCE_S, until
 
 import mlflash
-from mlflash.memory.slot_header import HEADER_NBYTES, Kind, unpack
 from mlflash.wireup.launcher_variables import launched
 
 RANK = launched(os.environ).rank
@@ -137,16 +137,9 @@ class Training:
         if node != RANK:
             return
         folder = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
-        for path in folder.glob("slot-*"):
-            page = path.read_bytes()[:HEADER_NBYTES]
-            if page[:8] != b"MLFLASH\0" or (header := unpack(page)).kind is Kind.SHARE:
-                continue
-            found = "parity" if header.parities else "own" if header.rank == node else "copy"
-            if (found, header.rank, header.step) == (kind, rank, self._step):
-                np.memmap(path, mode="r+")[header.extents.payload_start + 5000] ^= 1
-                until(lambda: "is damaged: " in (OUT / "log").read_text(), "the courier to find the damage")
-                return
-        raise AssertionError(f"node {node} has no {kind} of rank {rank}")
+        path, header = damage.slot(folder, kind, rank, self._step)
+        damage.flip(path, header.extents.payload_start + 5000)
+        until(lambda: "is damaged: " in (OUT / "log").read_text(), "the courier to find the damage")
 
 
 def main(

@@ -76,8 +76,7 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
 
     Args:
         last: the last step; with ``more``: so many steps after the one restored.
-        die: "committed": in the moment the snapshot is committed; "saved": right after save() returned;
-            "all": all ranks end without a word once the step is committed.
+        die: "committed": in the moment the snapshot is committed; "all": all ranks end without a word then.
         grow_at: from this step on the state is three times as large.
         load: take the state as fresh arrays, whatever its size, instead of filling one of known size.
         one_by_one: each save waits for its commit.
@@ -147,9 +146,7 @@ def wait_for(snapshot: mlflash.Snapshot, goes_on: bool) -> None:
 
 
 def die_of(how: str, snapshot: mlflash.Snapshot) -> None:
-    if how == "saved":
-        kill_my_node(wipe=True)
-    elif how == "committed":
+    if how == "committed":
         while not snapshot.committed:
             pass
         kill_my_node(wipe=True)

@@ -125,7 +125,7 @@ def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
         (b'{"entries":[["a","tensor","float32",[4],[2],[4],0,16]],"tree":["e",0],"plain":[]}', "not inside its tensor"),
         (b'{"entries":[["a","array","|O",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[["a","tensor","object",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "KeyError"),
-        # Found by tests/campaigns/fuzz_format.py: numpy evaluates parts of a dtype; a scalar of no bytes.
+        # Found by fuzzing: numpy evaluates parts of a dtype; a scalar of no bytes.
         (b'{"entries":[["a","array","(01)i4",[1],[0],[1],0,4]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[["a","array","<i4,<i4",[1],[0],[1],0,8]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[],"tree":["p",0],"plain":[["n","1 1","AAE="]]}', "not allowed"),
