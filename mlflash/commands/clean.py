@@ -34,17 +34,13 @@ from .status import job_to_json, show_jobs
 @click.pass_context
 def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: bool, dry_run: bool, memory: str,
           as_json: bool) -> None:  # fmt: skip
-    """Free the memory that ended jobs hold on this node.
-
-    Use it when you no longer need the checkpoints of a job that are in memory. They cannot be restored afterwards. Take
-    care of jobs that wait in the queue for their next start.
+    """Free the memory that ended jobs hold on this node. Their checkpoints in memory are lost.
 
     \b
     mlflash clean --all --dry-run
     mlflash clean run41-7c1d02aa
 
-    Without JOB and --all it lists the jobs, as `mlflash jobs` does. It refuses a job that is alive, and exits with 1
-    then.
+    Without JOB and --all it lists the jobs, as `mlflash jobs` does. It refuses a job that is alive.
     """
     there = jobs_of(memory)
     if unknown := sorted(set(jobs) - set(there)):

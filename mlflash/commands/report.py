@@ -31,16 +31,12 @@ def _seconds(context: click.Context, option: click.Parameter, text: str | None) 
 def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_json: bool) -> None:
     """Make one HTML page from event logs: launches, failures, recoveries, and where the time went.
 
-    Use it after a job, or while it runs. LOGS are files that Checkpointer(log="events.jsonl") wrote. The name of one
-    file stands for the files of the other nodes, too.
-
     \b
     mlflash report events.jsonl -o report.html
     mlflash report events.jsonl run.jsonl
 
-    If you add the journal of `mlflash run --keep-alive`, the page also shows ranks that were replaced in place. The
-    page needs no network. With --json the command prints the same numbers, and writes a page only with -o. Exits with 1
-    if the logs have no event.
+    The name of one file stands for the files of the other nodes, too. If you add the journal of `mlflash run
+    --keep-alive`, the page also shows ranks that were replaced in place.
     """
     from ..human_readable.wording import many
     from ..log_report.event_log import files_of, read

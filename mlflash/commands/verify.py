@@ -80,16 +80,12 @@ class Checked:
 def verify(key: str | None, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """Read every byte in memory and in the directory, and compare it with its checksum.
 
-    Use it before you rely on a checkpoint. Alone it reads the memory of this node. Under srun or mpiexec it reads all
-    nodes that it was started on, and the processes share the work. In the directory it also compares all files with
-    the provenance of their checkpoint.
-
     \b
     mlflash verify --directory /lustre/me/run42
     srun --ntasks-per-node=4 mlflash verify --directory /lustre/me/run42
 
-    It changes nothing. If the job writes a slot while the command reads it, the command reports the slot as being
-    written, not as damaged. Exits with 1 if anything is damaged, is not signed by --key, or if nothing is there.
+    Alone it reads the memory of this node. It changes nothing, and the job may be alive. Exits with 1 if anything is
+    damaged, is not signed by --key, or if nothing is there.
     """
     given = settings(memory, job, directory)
     if key is not None and directory is None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
-from waiting import until
 
 from mlflash.commands.run import run
 from mlflash.commands.template import TEMPLATES, template
@@ -22,36 +19,9 @@ REPO = Path(__file__).parents[2]
 NAMES = ("array", "megatron", "nemo", "train")
 PAGE = (REPO / "docs" / "slurm.md").read_text()
 
-USR1, TERM = 128 + signal.SIGUSR1, 128 + signal.SIGTERM
-
-# In the place of `mlflash`: notes what it was called with; ends as it is told to, or by a signal as `mlflash run` does.
-# A signal does not end it at once: it waits for somebody who opens the FIFO.
-MLFLASH = f"""#!{sys.executable}
-import os, signal, sys
-out, code = os.environ["OUT"], os.environ["CODE"]
-signals = {{signal.SIGUSR1, signal.SIGTERM}}
-signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-with open(f"{{out}}/argv", "w") as file:
-    file.write("".join(word + "\\0" for word in sys.argv[1:]))
-with open(f"{{out}}/pid.new", "w") as file:
-    file.write(str(os.getpid()))
-os.rename(f"{{out}}/pid.new", f"{{out}}/pid")
-if code != "wait":
-    sys.exit(int(code))
-
-def note(told):
-    with open(f"{{out}}/signals", "a") as file:
-        file.write(signal.Signals(told).name.removeprefix("SIG") + "\\n")
-
-told = signal.sigwait(signals)
-note(told)
-open(f"{{out}}/go").close()
-for more in signal.sigpending():
-    note(more)
-sys.exit(128 + told)
-"""
-SCONTROL = """#!/bin/bash
-echo "$@" >> "$OUT/asked"
+# In the place of `mlflash`: notes what it was called with.
+MLFLASH = """#!/bin/bash
+printf '%s\\0' "$@" > "$OUT"
 """
 
 
@@ -82,49 +52,16 @@ def directives(text: str) -> dict[str, str]:
     return dict(lines)
 
 
-class Started:
-    """A template, filled in, that runs with other programs in the place of mlflash and scontrol."""
-
-    def __init__(self, name: str, out: Path, code: object, **environment: str):
-        self.out = out
-        for program, text in (("mlflash", MLFLASH), ("scontrol", SCONTROL)):
-            (out / program).write_text(text)
-            (out / program).chmod(0o700)
-        os.mkfifo(out / "go")
-        script = out / "job.sbatch"
-        script.write_text(written(name, out))
-        slurm = {
-            "SLURM_CPUS_ON_NODE": "96",
-            "SLURM_NTASKS_PER_NODE": "8",
-            "SLURM_JOB_NUM_NODES": "9",
-            "SLURM_JOB_ID": "71",
-            "SLURM_ARRAY_JOB_ID": "70",
-            "SLURM_ARRAY_TASK_ID": "3",
-            "SLURM_JOB_NODELIST": "n[1-5]",
-        }
-        env = {"PATH": os.environ["PATH"], "OUT": str(out), "CODE": str(code), **slurm, **environment}
-        self.process = subprocess.Popen(["bash", script], env=env, stdout=subprocess.PIPE, text=True)
-
-    def wait(self) -> int:
-        self.process.communicate(timeout=90)
-        return self.process.returncode
-
-    def wait_until_it_runs(self) -> int:
-        until((self.out / "pid").exists, "it runs")
-        return int((self.out / "pid").read_text())
-
-    def let_it_end(self) -> None:
-        """Let it go on after the signal that it waits for."""
-        until(lambda: self.noted("signals"), "a signal")
-        assert self.process.poll() is None, "it was not waited for"
-        (self.out / "go").write_text("")
-
-    def argv(self) -> list[str]:
-        return (self.out / "argv").read_text().split("\0")[:-1]
-
-    def noted(self, name: str) -> list[str]:
-        path = self.out / name
-        return path.read_text().splitlines() if path.exists() else []
+def argv_of(name: str, folder: Path) -> list[str]:
+    """Run a template, filled in, with another program in the place of mlflash: what that was called with."""
+    (folder / "mlflash").write_text(MLFLASH)
+    (folder / "mlflash").chmod(0o700)
+    (folder / "job.sbatch").write_text(written(name, folder))
+    slurm = {"CPUS_ON_NODE": "96", "NTASKS_PER_NODE": "8", "JOB_NUM_NODES": "9", "JOB_ID": "71", "ARRAY_JOB_ID": "70",
+             "ARRAY_TASK_ID": "3", "JOB_NODELIST": "n[1-5]"}  # fmt: skip
+    env = {"PATH": os.environ["PATH"], "OUT": str(folder / "argv"), **{f"SLURM_{key}": slurm[key] for key in slurm}}
+    subprocess.run(["bash", folder / "job.sbatch"], env=env, check=True, timeout=90)
+    return (folder / "argv").read_text().split("\0")[:-1]
 
 
 def options(argv: list[str]) -> dict[str, object]:
@@ -159,9 +96,7 @@ def test_every_line_is_explained_and_every_word_filled_in(name: str, text: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told(name: str, tmp_path: Path) -> None:
-    started = Started(name, tmp_path, 0)
-    assert started.wait() == 0
-    found, told = options(started.argv()), directives((tmp_path / "job.sbatch").read_text())
+    found, told = options(argv_of(name, tmp_path)), directives((tmp_path / "job.sbatch").read_text())
     directory = tmp_path / "run42"
     directory = directory / "3" if name == "array" else directory
     assert directory.is_dir() and found["run_log"] == directory / "run.jsonl" and str(directory) in found["argv"]
