@@ -254,7 +254,6 @@ class Config:
 
     @property
     def slots_per_state(self) -> float:
-        """Bytes that a rank's slots and their redundancy take for each byte of its state."""
         return self.slots * (1 + redundancy_scheme.parse(self.redundancy).overhead)
 
     @property
@@ -386,7 +385,6 @@ def job_name(env: Mapping[str, str], directory: str | None, program: Sequence[st
 
 
 def _training(program: Sequence[str]) -> str:
-    """The script of a training and its arguments, the same on all ranks."""
     words, left = [os.path.realpath(program[0]) if program else ""], iter(program[1:])
     for word in left:
         if (option := _RANK_OPTION.fullmatch(word)) is None:

@@ -142,7 +142,6 @@ def run_in_courier(forked: Courier) -> None:
 
 
 def _end_with(pidfd: int) -> None:
-    """End this process when its parent ends."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll()

@@ -149,7 +149,6 @@ class Tensor:
 
     @property
     def differs(self) -> bool:
-        """Whether ranks hold different bytes of the same part."""
         return any(len({shard.numbers.check for shard in box if shard.numbers}) > 1 for box in self.boxes)
 
     @property

@@ -52,7 +52,6 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
 
 
 def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
-    """Mark what this node holds of a step, and return the number of its attempts."""
     found = set()
     for node in (None, *emulated_nodes(memory, job)):
         try:

@@ -115,7 +115,6 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
 
 def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
             ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
-    """Return the names of the nodes, their failure domains, and notes for the user."""
     from ..placement.failure_domains import ask_slurm, expand_hosts, from_argument
 
     if file is not None and slurm:

@@ -9,15 +9,8 @@ from pathlib import Path
 import click
 
 from ..command_line import shell_completion
-from ..command_line.options import SECONDS, json_option
+from ..command_line.options import json_option
 from ..errors import ConfigError
-
-
-def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    seconds: float | None = SECONDS(context, option, text)
-    if seconds == 0:
-        raise click.BadParameter("must be longer than 0 s", param=option)
-    return seconds
 
 
 @click.command()
@@ -25,10 +18,8 @@ def _seconds(context: click.Context, option: click.Parameter, text: str | None) 
                 shell_complete=shell_completion.files)  # fmt: skip
 @click.option("--output", "-o", type=click.Path(dir_okay=False), metavar="FILE", shell_complete=shell_completion.files,
               help="File to write the page to.  [default: report.html; none with --json]")  # fmt: skip
-@click.option("--mtbf", callback=_seconds, help="Mean time between failures of one node, for the advice on the "
-              "interval: 264d, 30000h.  [default: measured]")  # fmt: skip
 @json_option
-def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_json: bool) -> None:
+def report(logs: tuple[str, ...], output: str | None, as_json: bool) -> None:
     """Make one HTML page from event logs: launches, failures, recoveries, and where the time went.
 
     \b
@@ -48,7 +39,7 @@ def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_jso
         if not log.events:
             raise click.ClickException(f"no event in {', '.join(logs)}: give the event logs of the ranks; the journal "
                                        "of `mlflash run` alone is not enough")  # fmt: skip
-        history = job_history(log, mtbf)
+        history = job_history(log)
         if as_json:
             click.echo(json.dumps(history.numbers, indent=1))
         if as_json and output is None:

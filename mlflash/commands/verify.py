@@ -103,16 +103,16 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
         all_checked = [*in_memory, *in_directory]
         document = {"job": name, "memory": [place.to_json() for place in in_memory],
                     "directory": [place.to_json() for place in in_directory]}  # fmt: skip
-        is_there = any(place.files or place.being_written for place in all_checked)
+        there = all_checked if any(place.files or place.being_written for place in all_checked) else []
 
         def show(console: Console) -> None:
-            for place in all_checked if is_there else ():
+            for place in there:
                 place.show(console)
-            if not is_there:
+            if not there:
                 console.print("nothing is there")
 
         answer(as_json, document, show)
-        return FINE if is_there and not any(place.damaged for place in all_checked) else WRONG
+        return FINE if there and not any(place.damaged for place in there) else WRONG
 
     run_together(given, as_json, work)
 
@@ -177,18 +177,10 @@ def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file:
 
 
 def _key(world: World, file: str | None) -> Key | None:
-    """Read the key that must have signed. Only rank 0 gets it. Collective over the world."""
-    key: Key | None = None
-    error: ConfigError | None = None
-    if file is not None and world.rank == 0:
-        try:
-            key = public_key(file)
-        except ConfigError as problem:
-            error = problem
-    error = world.broadcast(error, 0)
-    if error is not None:
-        raise click.UsageError(str(error))
-    return key
+    try:
+        return world.on_all(lambda: public_key(file) if file is not None and world.rank == 0 else None)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _join(world: World, mine: list[Checked]) -> list[Checked]:

@@ -63,7 +63,6 @@ class Launch:
             log.close()
 
     def last_step(self, rank: int) -> int:
-        """Return the last step that a rank has finished; -1 before it begins to train."""
         return max(self.steps[rank], default=0 if self.starts[rank] else -1)
 
     def read(self) -> None:
@@ -78,7 +77,6 @@ class Launch:
             log.seek(-len(text), os.SEEK_CUR)  # the last line may be half written
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """Send SIGKILL to ranks, like a crash of their node."""
         self.killed_at = time.time()
         for rank in ranks:
             os.kill(self.starts[rank][-1]["pid"], signal.SIGKILL)
@@ -200,7 +198,6 @@ class Demo:
         return launch
 
     def _command(self, folder: Path, job: str, spares: int) -> tuple[list[str], dict[str, str]]:
-        """Return the command that starts the ranks, as a user calls it, and its environment."""
         train = ["-m", "mlflash.demo.train", f"--steps={self._steps}", f"--seed={self._seed}", f"--folder={folder}"]
         env = {"MLFLASH_REDUNDANCY": self._redundancy, "MLFLASH_RANKS_PER_NODE": str(self._per_node),
                "MLFLASH_JOB": job}  # fmt: skip
@@ -211,7 +208,6 @@ class Demo:
         return [sys.executable, "-m", "mlflash", *run, sys.executable, *train], env
 
     def _describe_kept(self, console: Console, launch: Launch) -> None:
-        """Print which process took the lost rank, and which process stayed."""
         pids = [[line["pid"] for line in lines] for lines in launch.starts]
         (doomed,), stayed = self._doomed, 1 - self._node
         if [*map(len, pids)] != [2, 2] or pids[stayed][0] != pids[stayed][1]:
@@ -234,7 +230,6 @@ def _print(console: Console, **rows: object) -> None:
 
 
 def _origin(starts: Sequence[dict[str, Any]]) -> str:
-    """Say which step a launch restored, and from where, from what each rank logged."""
     if starts[0]["step"] == 0:
         return "nothing: memory had no complete checkpoint, so training began from the start"
     ranks_from: dict[str, list[int]] = {}

@@ -45,13 +45,11 @@ class Context:
 
     @property
     def ranks(self) -> World:
-        """All ranks, for checks that begin when they are known."""
         assert self.world is not None
         return self.world
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
         return self.launched.rank if self.world is None or self.world.world is None else self.world.rank
 
     @property

@@ -56,11 +56,9 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
     def fill(self, text: str) -> str:
-        """Put the values into the text or the advice."""
         return text.format_map({name: show(name, value) for name, value in self.values.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "subject": self.subject, "check": self.check, "level": self.level.name.lower(),
             "text": self.fill(self.text), "advice": self.fill(self.advice) or None, "values": dict(self.values),
@@ -136,7 +134,6 @@ class Diagnosis:
     lines: tuple[Finding, ...]
 
     def count(self, level: Level) -> int:
-        """Count the lines of a level."""
         return sum(line.level is level for line in self.lines)
 
     def where(self, line: Finding) -> str:
@@ -153,7 +150,6 @@ class Diagnosis:
         return f"all {len(line.nodes)} nodes" if len(line.nodes) > 1 else ""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "well": self.count(Level.ERROR) == 0, "started": self.started, "warnings": self.count(Level.WARNING),
             "errors": self.count(Level.ERROR), "nodes": {node: list(ranks) for node, ranks in self.ranks_on.items()},
@@ -161,7 +157,6 @@ class Diagnosis:
         }  # fmt: skip
 
     def print(self, as_json: bool) -> None:
-        """Print all results. Not collective."""
         answer(as_json, self.to_json(), self._print_lines)
 
     def _print_lines(self, console: Console) -> None:

@@ -93,7 +93,6 @@ def _summary(look: Look) -> Iterator[Text]:
 
 
 def _table(console: Console, options: ConsoleOptions, look: Look, is_short: bool) -> Table:
-    """Make a line for each rank, or for each node, without the columns for which there is no room."""
     count = ">ranks" if is_short else ">rank"
     lines: dict[tuple[str, int], list[Heartbeat]] = collections.defaultdict(list)
     for heartbeat in look.heartbeats:

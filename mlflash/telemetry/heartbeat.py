@@ -182,8 +182,6 @@ class RankFacts:
 
 
 class _Part:
-    """The part of the file that one process of a rank writes; not collective."""
-
     def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int, is_written: bool):
         self._lock = threading.Lock()  # a courier that is a thread writes, too
         self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}") if is_written else -1, at
