@@ -155,15 +155,6 @@ def test_what_is_left_against_what_the_job_takes(
     assert found == level and ("the job takes" in text) == (need is not None) and ("held by" in text) == (held > 0)
 
 
-def test_slots_of_this_users_jobs_are_counted(shm: Path) -> None:
-    node = shm / f"mlflash-{os.getuid()}" / "j" / "node0"
-    node.mkdir(parents=True)
-    (node / "slot-0000").write_bytes(b"x" * 8192)
-    (node / "lock").write_bytes(b"x" * 8192)
-    texts = [text for _, text, _ in results(node_checks.room, context(memory=str(shm)))]
-    assert any("8 KiB held by mlflash jobs" in text for text in texts)
-
-
 def test_writing_leaves_nothing_and_a_directory_that_is_not_private_is_named(shm: Path) -> None:
     own = shm / f"mlflash-{os.getuid()}"
 
@@ -310,11 +301,6 @@ def test_a_pytorch_with_which_nothing_was_run_is_named(version: str, monkeypatch
     assert [text for _, text, _ in warned] == texts
 
 
-def test_a_variable_that_is_no_setting_is_named() -> None:
-    ((level, text, _),) = results(software_checks.environment, context({"MLFLASH_DRAIN_EVRY": "5"}))
-    assert level is WARNING and "did you mean MLFLASH_DRAIN_EVERY?" in text
-
-
 def test_parity_by_numpy_is_worth_a_warning_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLASH_ISAL", "0")
     erasure_codes._isal.cache_clear()
@@ -333,25 +319,3 @@ def test_a_gpu_that_pytorch_does_not_see_is_worth_a_warning(tmp_path: Path, shm:
     (tmp_path / "dev" / "nvidiactl").touch()
     level, text, _ = results(node_checks.gpus, here)[0]
     assert level is WARNING or " x " in text  # this machine may have one
-
-
-class Cudart:
-    """Stands in for CUDA, which is not here."""
-
-    def __init__(self, status: int):
-        self.status, self.pinned = status, 0
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.pinned += nbytes if self.status == 0 else 0
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> None:
-        self.pinned = 0
-
-
-def test_memory_that_cannot_be_pinned_is_worth_a_warning(shm: Path) -> None:
-    for status, level in ((0, OK), (2, WARNING)):
-        cudart = Cudart(status)
-        found = result(node_checks.pinning(cudart, node_checks.mapped_file(context(memory=str(shm)), 4096)))
-        assert (found[0], cudart.pinned, list(shm.iterdir())) == (level, 0, [])
-    assert found[1].endswith("CUDA error 2")

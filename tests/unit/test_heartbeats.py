@@ -229,24 +229,6 @@ def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its
     assert nodes.kills == [], "its pid is that of another process here"
 
 
-def test_what_a_courier_commits_after_its_trainer_died_is_heard(shm: Path, start: Callable[..., Process]) -> None:
-    trainer, courier = start("trainer"), start("courier")
-    trainer.does("posting", 7)
-    trainer.kill()
-    before = heard(shm)["beat"]
-    courier.does("committed", 7, 0.5, 1)
-    courier.does("drained", 7, 0.5, 1, "/d", None)
-    said = heard(shm)
-    assert (said["alive"], said["courier_alive"], said["committed"], said["drained"]) == (False, True, 7, 7)
-    assert said["beat"] == before <= said["courier_beat"] and state_of(said) == "gone"
-    looks = Looks(Nodes(shm), str(shm), "j", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", NodeAssignment(("a",), 2), 0)
-    for _ in range(2):
-        looks.look(["a"])
-        dead = watch.dead()
-    assert dead == "ranks [1] died" and looks.newest() == 7
-
-
 @pytest.mark.parametrize("ahead_s", [-1e6, 0, 1e6])
 def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whatever_its_clock_says(
     shm: Path,

@@ -86,14 +86,6 @@ def test_what_cannot_be_written_is_refused_when_it_is_given(wrong: Any) -> None:
         config.from_environment({}, None, job="j", provenance=wrong)
 
 
-def test_the_key_is_named_by_a_whole_path_as_couriers_may_stand_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert config.from_environment({}, None, job="j", sign_key="key.pem").sign_key == str(tmp_path / "key.pem")
-    assert config.from_environment({"MLFLASH_SIGN_KEY": "k"}, None, job="j").sign_key == str(tmp_path / "k")
-
-
 # The document
 
 
