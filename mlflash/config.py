@@ -42,12 +42,7 @@ COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Which values a setting may have.
-
-    Attributes:
-        holds: whether a value is one of them.
-        text: says which these are, after "expected: ".
-    """
+    """Which values a setting may have, and what an error says of it after "expected: "."""
 
     holds: Callable[[Any], bool]
     text: str
@@ -71,14 +66,7 @@ _MOST = (1 << 63) - 1
 
 
 def _setting(default: Any, doc: str, allowed: Allowed = _ANY, shown: str = "") -> Any:
-    """Make a field of `Config`.
-
-    Args:
-        default: its value if nobody gives one.
-        doc: says what it does, in Markdown.
-        allowed: the values that it may have.
-        shown: what the table of settings shows as the default; "": the default.
-    """
+    """Make a field of `Config`. The table of settings shows ``doc``, in Markdown, and ``shown`` as the default."""
     return dataclasses.field(default=default, metadata={"doc": doc, "allowed": allowed, "shown": shown})
 
 
@@ -275,16 +263,9 @@ class Config:
 
 
 def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] | None, **given: Any) -> Config:
-    """Combine arguments, environment and defaults.
+    """Combine arguments, environment and defaults; an argument that is None was not given.
 
-    Args:
-        env: the environment, usually ``os.environ``.
-        directory: where checkpoints are drained to; also gives the job its name if nothing else does.
-        given: settings by field name; None means "not given".
-
-    Returns:
-        The settings. If mlflash is off they are returned as given, unchecked, because a mistake in them must not stop a
-        training.
+    If mlflash is off, the settings are returned as given, unchecked: a mistake in them must not stop a training.
 
     Raises:
         ConfigError: a value is out of range, or no job name can be found.
@@ -315,11 +296,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
 
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
-    """List the environment variables that look like settings but are not.
-
-    Example:
-        ``{"MLFLASH_DRAIN_EVRY": "5"}`` → ``["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"]``.
-    """
+    """List the environment variables that look like settings but are not, each with the setting that is meant."""
     known = [*(variable_of(field.name) for field in dataclasses.fields(Config)), DISABLE, *_OTHER_VARIABLES]
     return [_guessed(name, known) for name in sorted(env)
             if name.startswith("MLFLASH_") and name not in known and not name.startswith(_NOT_SETTINGS)]  # fmt: skip
@@ -332,15 +309,7 @@ def _guessed(name: str, known: Sequence[str]) -> str:
 
 
 def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
-    """Whether mlflash is on.
-
-    Args:
-        env: the environment, usually ``os.environ``.
-        given: the argument in code; None: not given.
-
-    Raises:
-        ConfigError: ``MLFLASH_DISABLE`` is neither true nor false.
-    """
+    """Whether mlflash is on, by the environment and, if it is given, the argument in code."""
     return (given is None or bool(given)) and not _parse(DISABLE, env.get(DISABLE, "") or "0", bool)
 
 
@@ -360,14 +329,6 @@ def job_name(env: Mapping[str, str], directory: str | None, program: Sequence[st
     Example:
         ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``; without Slurm → ``run42-1c0d5a3e``;
         with ``torchrun --rdzv-id 42`` and no directory → ``torchrun-42-73475cb4``.
-
-    Args:
-        env: the environment.
-        directory: where the job drains to, an absolute path.
-        program: the script of the training and its arguments; None: those of this process.
-
-    Raises:
-        ConfigError: nothing gives the job a name.
     """
     if env.get("SLURM_JOB_ID"):
         told = directory or _training(sys.argv if program is None else program)
@@ -406,9 +367,6 @@ def slots_of(certify_after: int) -> int:
 
     If steps are certified, a third slot holds the certified step. A fourth one holds the step that is on trial while
     newer ones are saved.
-
-    Args:
-        certify_after: see `Config`.
     """
     return 2 + (certify_after > 0) + (certify_after > 1)
 
@@ -452,11 +410,7 @@ def _is_scheme(text: str) -> bool:
 
 
 def _converted(name: str, value: Any, default: Any) -> Any:
-    """Convert an argument to the type of its setting; texts as in the environment.
-
-    Raises:
-        ConfigError: it cannot be converted without a loss.
-    """
+    """Convert an argument to the type of its setting without a loss; texts as in the environment."""
     kind = str if default is None else type(default)
     if name in ("fresh", "provenance") or type(value) is kind:  # the first two have forms of their own
         return value

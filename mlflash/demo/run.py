@@ -92,13 +92,7 @@ class Launch:
 class Demo:
     """A demo. What is not given is chosen at random: the seed, and from it the step, the node or rank, and the moment.
 
-    Args:
-        steps: training steps.
-        seed: seed of the training, and of all random choices here.
-        kill_step: the step in which a node or a rank dies.
-        redundancy: "copy" or "none".
-        keeps: whether the other processes stay when a rank is killed. Otherwise a node is killed, and all are started
-            again.
+    ``keeps``: the other processes stay when a rank is killed. Otherwise a node is killed, and all start again.
     """
 
     def __init__(self, steps: int, seed: int | None, kill_step: int | None, redundancy: str, keeps: bool):
@@ -117,17 +111,9 @@ class Demo:
         self._doomed = range(self._node * self._per_node, (self._node + 1) * self._per_node)
 
     def run(self, console: Console) -> bool:
-        """Run it and print a summary. Keep logs and tensors if something went wrong.
+        """Run it, print a summary, and return whether the final tensors are those of an uninterrupted run, bit for bit.
 
-        Not collective: it starts the ranks itself.
-
-        Returns:
-            Whether the final tensors are bit-identical to those of an uninterrupted run.
-
-        Raises:
-            LaunchFailed: a launch did not end as it should.
-            MpiUnavailable: there is no mpiexec. The demo needs it unless processes stay.
-            ModuleNotFoundError: there is no PyTorch.
+        Logs and tensors are kept if something went wrong.
         """
         start, memory = time.monotonic(), os.environ.get("MLFLASH_MEMORY") or "/dev/shm"
         launcher = "mlflash run --keep-alive" if self._keeps else find_mpiexec()[1]

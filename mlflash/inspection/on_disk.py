@@ -42,15 +42,11 @@ Key = tuple[IsGood, str]
 
 @dataclasses.dataclass(frozen=True)
 class DirectoryContents:
-    """What a directory holds.
-
-    Attributes:
-        unfinished: folders without the file that commits a checkpoint. A drain is writing them, or it died.
-    """
+    """What a directory holds."""
 
     path: str
     listed: tuple[Listed, ...]  # committed checkpoints, newest first, including those marked bad
-    unfinished: tuple[str, ...]
+    unfinished: tuple[str, ...]  # folders without a commit: a drain is writing them, or it died
     damaged: tuple[str, ...]  # folders whose commit cannot be read
     is_missing: bool
 
@@ -126,9 +122,7 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
            ) -> tuple[int, list[tuple[str, str]], Provenance | None]:  # fmt: skip
     """Read every byte of a checkpoint; each process reads the files of some ranks. Collective.
 
-    Returns:
-        The bytes that this process has read, the damaged files with what is wrong with each, and on rank 0 the
-        provenance.
+    The result: bytes that this process has read, damaged files with what is wrong, and on rank 0 the provenance.
     """
     found = world.broadcast(provenance_of(store, one, key) if world.rank == 0 else None, 0)
     nbytes, wrong = _verify_tensors(world, store, one, advance)

@@ -122,14 +122,9 @@ def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, aliv
              ) -> dict[str, Any]:  # fmt: skip
     """Combine what the trainer and the courier of a rank report: only the trainer decides its life and its progress.
 
-    Args:
-        trainer, courier: their parts. The courier's is left out if it belongs to another start, and None if it cannot
-            be read.
-
-    Returns:
-        What both report, as if they were one process, ``alive`` of the trainer, and ``courier_pid``, ``courier_alive``,
-        ``courier_beat`` and ``courier_state``, each None if nothing is known about a courier. A pid is 0 if the process
-        has another pid namespace than who reads: it counts as alive.
+    The courier's part is left out if it belongs to another start. Its process is described by ``courier_pid``,
+    ``courier_alive``, ``courier_beat`` and ``courier_state``, None if nothing is known. A pid is 0 if the process has
+    another pid namespace than who reads: it counts as alive.
     """
     said: dict[str, Any] = {name: trainer[name] for name in _TRAINER_TELLS if name in trainer}
     said |= {"committed": None, "alive": alive, **dict.fromkeys(_ABOUT_COURIER)}
@@ -168,9 +163,7 @@ def is_without_courier(heartbeat: Mapping[str, Any]) -> bool:
 class RankFacts:
     """The rank that a heartbeat belongs to: plain values, which the trainer makes and sends to its courier.
 
-    Attributes:
-        start: identifies this trainer and its Checkpointer: what couriers of others have left in the file is passed
-            over.
+    ``start`` identifies this trainer and its Checkpointer: what couriers of others have left is passed over.
     """
 
     rank: int
@@ -233,8 +226,7 @@ class _Part:
 class TrainerHeartbeat(_Part):
     """The heartbeat of this rank's trainer: its beat is the progress of the training.
 
-    Args:
-        is_written: False leaves the file of a dead job as it is: a command opens its memory.
+    With ``is_written=False`` the file of a dead job stays as it is: a command opens its memory.
     """
 
     def __init__(self, memory: NodeDirectory, facts: RankFacts, is_written: bool = True):
@@ -360,11 +352,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Read the file of some rank.
+    """Read what the trainer and the courier of some rank report `together`, and in words, why parts cannot be read.
 
-    Returns:
-        What its trainer and its courier report together, see `together`; None if the trainer's part is
-        missing, blank, or cannot be read. And, in words, why parts cannot be read.
+    Nothing is reported if the trainer's part is missing, blank, or cannot be read.
     """
     try:
         fd = memory.open(name, os.O_RDONLY)
