@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from mlflash.doctor.findings import Finding, Level
 from mlflash.launcher.on_slurm import LaunchFailed
 from mlflash.memory.memory_limits import Mount, find_mount, headroom
 from mlflash.planning import scheme_comparison
-from mlflash.redundancy import erasure_codes
 from mlflash.wireup.launcher_variables import Launched, launched
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
@@ -172,24 +170,6 @@ def test_writing_leaves_nothing_and_a_directory_that_is_not_private_is_named(shm
     assert (level, last) == (WARNING, written) and f"{own} does not belong to this user: -rw-" in text
 
 
-@pytest.mark.parametrize(
-    ("limit", "rdma", "uid", "level"),
-    [
-        (resource.RLIM_INFINITY, True, 1000, OK),
-        (8 << 20, False, 1000, OK),
-        (8 << 20, True, 0, OK),
-        (8 << 20, True, 1000, WARNING),
-        (2 * GIB, True, 1000, OK),
-    ],
-)
-def test_locked_memory_counts_with_rdma(
-    limit: int, rdma: bool, uid: int, level: Level, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_checks, "has_rdma", lambda: rdma)
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
-    assert [found for found, *_ in results(node_checks.memlock, context(uid=uid))] == [level]
-
-
 def test_what_a_job_takes_is_what_plan_says() -> None:
     need, words = node_checks.count_need(
         context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, own_slots=3, nodes=4, ranks_per_node=8)
@@ -299,16 +279,6 @@ def test_a_pytorch_with_which_nothing_was_run_is_named(version: str, monkeypatch
     was_run = version.startswith(("2.13", "2.15"))
     texts = [] if was_run else [f"mlflash was run with PyTorch 2.13 to 2.15, and not with {version}"]
     assert [text for _, text, _ in warned] == texts
-
-
-def test_parity_by_numpy_is_worth_a_warning_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLASH_ISAL", "0")
-    erasure_codes._isal.cache_clear()
-    try:
-        for scheme, level in (("xor:8", WARNING), ("copy", OK)):
-            assert [found.level for found in software_checks.parity(context({"MLFLASH_REDUNDANCY": scheme}))] == [level]
-    finally:
-        erasure_codes._isal.cache_clear()
 
 
 def test_a_gpu_that_pytorch_does_not_see_is_worth_a_warning(tmp_path: Path, shm: Path) -> None:

@@ -297,9 +297,7 @@ def test_lines_that_stop_in_the_middle_cost_nothing_of_the_next_launch(tmp_path:
 
 
 @pytest.mark.parametrize("change", [
-    {"time": "now"}, {"time": None}, {"time": float("nan")}, {"time": 1e300}, {"rank": -1}, {"rank": True},
-    {"node": 3}, {"run": None}, {"seconds": "1"}, {"seconds": 10**400}, {"step": "10"}, {"nbytes": 1.5},
-    {"event": "unheard"}, {"event": ["save"]},
+    {"time": float("nan")}, {"time": 1e300}, {"rank": True}, {"run": None}, {"seconds": 10**400}, {"event": ["save"]},
 ], ids=str)  # fmt: skip
 def test_an_event_with_a_field_that_makes_no_sense_is_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
     event = say("save", 5.0, 0, "n1", step=10, seconds=0.5, nbytes=100)
