@@ -83,8 +83,7 @@ class Config:
     """
 
     directory: str | None = _setting(
-        None,
-        "path on the parallel file system, or a URL. mlflash drains checkpoints to it and restores from it",
+        None, "path on the parallel file system, or a URL. mlflash drains checkpoints to it and restores from it"
     )
     job: str = _setting(
         "",
@@ -97,9 +96,7 @@ class Config:
     memory: str = _setting("/dev/shm", "node-local memory file system for the slots", _ABSOLUTE)
     strict: bool = _setting(False, "1: a failed save raises an exception instead of a warning")
     timeout_s: float = _setting(
-        300.0,
-        "seconds after which a save, a restore or another call of all ranks [is late](#deadlines)",
-        _ABOVE_0,
+        300.0, "seconds after which a save, a restore or another call of all ranks [is late](#deadlines)", _ABOVE_0
     )
     lazy: bool = _setting(
         True,
@@ -120,9 +117,7 @@ class Config:
     )
     fresh: str = _setting("", "starts from the beginning, once for each word given here. `True` is the word `1`")
     skip_stuck: int = _setting(
-        0,
-        "ignores a step that this many runs have restored without a newer commit. 0: never",
-        _NOT_NEGATIVE,
+        0, "ignores a step that this many runs have restored without a newer commit. 0: never", _NOT_NEGATIVE
     )
     check_values: float = _setting(
         0.125,
@@ -147,23 +142,17 @@ class Config:
     prefer_certified: bool = _setting(False, "1: `restore` takes the newest certified step, if there is one")
     share: bool = _setting(True, "stores once per node what ranks hold alike. 0: only compares it")
     drain_every: int = _setting(
-        0,
-        "drains every k-th checkpoint to the directory. 0: none. [drain.md](drain.md)",
-        _NOT_NEGATIVE,
+        0, "drains every k-th checkpoint to the directory. 0: none. [drain.md](drain.md)", _NOT_NEGATIVE
     )
     drain_rate: float = _setting(0.0, "bytes per second that all ranks together drain. 0: no limit", _NOT_NEGATIVE)
     drain_writers: int = _setting(0, "number of ranks that drain at the same time. 0: all", _NOT_NEGATIVE)
     keep_last: int = _setting(0, "number of newest checkpoints to keep in the directory. 0: all", _NOT_NEGATIVE)
     keep_every: int = _setting(
-        0,
-        "also keeps the checkpoints whose step is a multiple of this number. 0: no others",
-        _NOT_NEGATIVE,
+        0, "also keeps the checkpoints whose step is a multiple of this number. 0: no others", _NOT_NEGATIVE
     )
     format: str = _setting("hdf5", "format of drained checkpoints: `hdf5` or `dcp`", _one_of("hdf5", "dcp"))
     compression: str = _setting(
-        "",
-        "compression of drained HDF5 files: `gzip`, `zstd`, `lz4`, ...",
-        _one_of("", *COMPRESSIONS),
+        "", "compression of drained HDF5 files: `gzip`, `zstd`, `lz4`, ...", _one_of("", *COMPRESSIONS)
     )
     provenance: str = _setting(
         "",
@@ -191,12 +180,10 @@ class Config:
         _one_of("auto", "process", "thread"),
     )
     log: str = _setting(
-        "",
-        "file to which mlflash appends a line of JSON for each event: [watching.md](watching.md#the-event-log)",
+        "", "file to which mlflash appends a line of JSON for each event: [watching.md](watching.md#the-event-log)"
     )
     metrics: str = _setting(
-        "",
-        "Prometheus metrics: a file, or `:PORT` on loopback. [watching.md](watching.md#prometheus)",
+        "", "Prometheus metrics: a file, or `:PORT` on loopback. [watching.md](watching.md#prometheus)"
     )
     heartbeat: bool = _setting(
         True,
@@ -209,9 +196,7 @@ class Config:
         "[off.md](off.md)",
     )
     ranks_per_node: int = _setting(
-        0,
-        "for tests: emulates nodes of this many ranks on one machine. 0: real nodes",
-        _NOT_NEGATIVE,
+        0, "for tests: emulates nodes of this many ranks on one machine. 0: real nodes", _NOT_NEGATIVE
     )
 
     def __post_init__(self) -> None:

@@ -99,11 +99,8 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
 
     def work(world: World) -> int:
         store = open_store(out)
-        error = None
-        if world.rank == 0 and (there := store.names()):
-            error = click.UsageError(f"{store.path} is not empty: {there[0]}")
-        if (error := world.broadcast(error, 0)) is not None:
-            raise error
+        if there := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
+            raise click.UsageError(f"{store.path} is not empty: {there[0]}")
 
         def write(whole: Whole) -> Written:
             whole = selection.of(whole)

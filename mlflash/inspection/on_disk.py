@@ -189,14 +189,9 @@ def provenance_of(store: Store, listed: Listed, key: Key | None = None) -> Prove
     if not found.has_verdict and _is_there(inside, VERDICT):
         found.wrong.append((VERDICT, "it does not say what is known of this checkpoint"))
     try:
-        raw = inside.read(PROVENANCE)
-    except OSError as error:
+        document = provenance.read(inside.read(PROVENANCE))
+    except (CorruptSlot, OSError) as error:
         found.wrong.append((PROVENANCE, _why_unreadable(error)))
-        return found
-    try:
-        document = provenance.read(raw)
-    except CorruptSlot as error:
-        found.wrong.append((PROVENANCE, str(error)))
         return found
     card = listed.card
     said = document["step"], document["run"], document["generation"], document["world_size"]
@@ -229,7 +224,9 @@ def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None
                             f"another key has signed this: {document['signer'] or 'unknown'}"))  # fmt: skip
 
 
-def _why_unreadable(error: OSError) -> str:
+def _why_unreadable(error: OSError | CorruptSlot) -> str:
+    if isinstance(error, CorruptSlot):
+        return str(error)
     return "it is missing" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
 
 
