@@ -348,7 +348,7 @@ class CourierRecorder(_Tally):
         self._heartbeat.leave()
         self.events.leave()
 
-    def _beat(self, event: str = "", **news: Any) -> None:
+    def _beat(self, event: str = "", /, **news: Any) -> None:
         self._heartbeat.beat(event, **news)
         if self.flush is not None:
             self.flush()
