@@ -51,13 +51,9 @@ CYCLE.append(CYCLE)
     ("value", "text"),
     [
         ({"a": [1, {"b": math.nan}]}, r"a\[1\]\.b is nan"),
-        ({"a": -math.inf}, "a is -inf"),
         ({1: 2}, "the key 1 of it is no text"),
-        ({"a": {None: 2}}, "the key None of a is no text"),
         ({"a": (1, 2)}, "a is of <class 'tuple'>"),
-        ({"a": b"x"}, "a is of <class 'bytes'>"),
         ({"a": np.int64(1)}, "a is of <class 'numpy.int64'>"),
-        ({"a": {1, 2}}, "a is of <class 'set'>"),
         ({"a": "\ud800"}, "a text in a is not UTF-8"),
         ({"\ud800": 1}, "a text in it is not UTF-8"),
         (CYCLE, "it contains itself"),
