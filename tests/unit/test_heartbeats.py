@@ -37,9 +37,9 @@ from mlflash.telemetry.heartbeat import (
     CourierHeartbeat,
     RankFacts,
     TrainerHeartbeat,
-    all_heartbeats,
     encode,
     live_jobs,
+    read_heartbeats,
     why_unread,
 )
 from mlflash.telemetry.recorder import CourierRecorder, EventLog, TrainerRecorder
@@ -60,7 +60,7 @@ from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
 
 recorder_module._CLOSE_S = 60
 memory, part, facts, log = sys.argv[1:]
-facts, held = RankFacts(**json.loads(facts)), NodeDirectory(memory, "j", None)
+facts, held = RankFacts(**json.loads(facts)), NodeDirectory(memory, "j")
 if part == "courier":
     events = EventLog(log or None, run="r", rank=facts.rank, node=facts.node, by="courier")
     recorder = CourierRecorder(facts.rank, CourierHeartbeat(held, facts), events)
@@ -130,7 +130,7 @@ def trainer(node_memory: NodeDirectory) -> Iterator[TrainerHeartbeat]:
 
 def heard(shm: Path) -> dict[str, Any]:
     """What the only rank says, which can be read."""
-    (said,), unread = all_heartbeats(str(shm), "j")
+    (said,), unread = read_heartbeats(str(shm), "j")
     assert unread == [] and why_unread(said) == "" and why_unread(json.loads(json.dumps(said))) == ""
     return said
 
@@ -144,7 +144,7 @@ def shown(shm: Path) -> str:
 
 def metrics(shm: Path) -> str:
     registry = CollectorRegistry()
-    registry.register(prometheus_metrics._Collector("j", lambda: all_heartbeats(str(shm), "j")))
+    registry.register(prometheus_metrics._Collector("j", lambda: read_heartbeats(str(shm), "j")))
     return generate_latest(registry).decode()
 
 
@@ -159,7 +159,7 @@ class Nodes:
         if argv[0] == "kill":
             self.kills.append(argv)
             return {}
-        found = all_heartbeats(str(self._shm), "j")
+        found = read_heartbeats(str(self._shm), "j")
         rest = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": []}
         return {"a": json.dumps(rest | {"heartbeats": found.heartbeats, "unread": found.unread})}
 
@@ -290,7 +290,7 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
         with file.open("r+b") as part:
             part.seek(PART_NBYTES)
             part.write(text.encode("latin-1").ljust(PART_NBYTES))
-        (said,), (why,) = all_heartbeats(str(shm), "j")
+        (said,), (why,) = read_heartbeats(str(shm), "j")
         assert "pulse-0000 cannot be read: " in why and why.endswith(" in what the courier says"), (text, why)
         assert said["committed"] is said["courier_pid"] is None and said["alive"] and why_unread(said) == "", text
         assert "starting" in shown(shm) and "mlflash_courier_up" not in metrics(shm)
@@ -358,7 +358,7 @@ def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refuse
     }  # fmt: skip
     other = GOLDEN.read_bytes().replace(b'"format":1', b'"format":2')
     file.write_bytes(other)
-    (found, (why,)) = all_heartbeats(str(shm), "j")
+    (found, (why,)) = read_heartbeats(str(shm), "j")
     assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "$.format" in why
     said = json.loads(other[:PART_NBYTES]) | {"alive": True, "committed": None}
     assert "$.format" in why_unread(said), "as another node sends"
@@ -415,7 +415,7 @@ def test_what_needs_a_person_is_said() -> None:
 
 
 def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:
-    memory = NodeDirectory(str(shm), "j", None)
+    memory = NodeDirectory(str(shm), "j")
     mine = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n0", ""))
     mine.beat("saved", saved=3)
     directory = Path(memory.path)
@@ -427,7 +427,7 @@ def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_other
         file.touch(0o600)
         file.write_text(text)
     try:
-        heard = all_heartbeats(str(shm), "j")
+        heard = read_heartbeats(str(shm), "j")
         assert [one["saved"] for one in heard.heartbeats] == [3] and len(heard.unread) == len(texts) - 1
         assert all(f"pulse-{number:04d} cannot be read: " in text for number, text in enumerate(heard.unread, 1))
         assert "cannot be read: written by version 9.9 (this is" in heard.unread[0] and live_jobs(str(shm)) == ["j"]
@@ -473,7 +473,7 @@ import sys
 import numpy as np
 from waiting import take
 import mlflash
-with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) as ckpt:
+with mlflash.Checkpointer(job="watched", memory=sys.argv[1]) as ckpt:
     for step in range(1_000_000):
         ckpt.save(step, {"w": np.zeros(100_000)})
         take(0.1)
@@ -491,7 +491,7 @@ with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) a
             ready = tmp_path / "ended"
             until(lambda: len(list(memory.rglob("pulse-*"))) == WATCHED_RANKS, "a pulse of each rank")
             terminal(start=f"{MLFLASH} top --memory {memory} && touch {ready}; sleep infinity")
-            page = r"mlflash watched.*4 of 4 ranks alive on 2 of 2 nodes; redundancy copy.*step (\d+), every "
+            page = r"mlflash watched.*4 of 4 ranks alive on 1 of 1 node.*step (\d+), every "
             until(lambda: is_shown(page, "training"), terminal)
             found = re.search(r"step (\d+)", terminal())
             first = int(found[1]) if found else 0
