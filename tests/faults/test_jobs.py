@@ -86,7 +86,7 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     (cluster.node(0) / "foreign").write_text("not ours")
     command += ["--all", "--yes"]
     cleaned = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
-    assert cluster.slot_files() == []
+    assert len(cluster.slot_files()) == 4, "those of the other node"
     assert (cluster.node(0) / "foreign").read_text() == "not ours"
     assert cleaned.returncode == 0 and "bytes freed" in cleaned.stdout
 
