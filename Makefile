@@ -222,7 +222,11 @@ gate full:
 	@$(SUPPORT):$(CURDIR)/tests $(PYTHON) -m ci $@ $(if $(TORCH),--torch $(TORCH))
 
 shake: $(READY)
-	$(SUPPORT) $(PYTHON) tests/ci/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
+	@for core in $$(seq $$(nproc)); do while :; do :; done & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; \
+	bin=$(or $(ENV),$(VENV))/bin; \
+	for number in $$(seq $(TIMES)); do echo "$$number of $(TIMES)"; \
+	$(SUPPORT) timeout 900 $(if $(RANKS),$$bin/mpiexec -n $(RANKS) $$bin/python -m mpi4py) $$bin/pytest -q $(TEST) \
+	$(if $(RANKS),--only-mpi) || exit 1; done
 
 unit: $(READY)
 	$(BIN)/pytest tests/unit -n 2 --dist loadfile $(MARKED) --junitxml $(REPORTS)/unit.xml

@@ -43,12 +43,7 @@ COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Which values a setting may have.
-
-    Attributes:
-        holds: whether a value is one of them.
-        text: says which these are, after "expected: ".
-    """
+    """Which values a setting may have, and what an error says of it after "expected: "."""
 
     holds: Callable[[Any], bool]
     text: str
@@ -72,14 +67,7 @@ _MOST = (1 << 63) - 1
 
 
 def _setting(default: Any, doc: str, allowed: Allowed = _ANY, shown: str = "") -> Any:
-    """Make a field of `Config`.
-
-    Args:
-        default: its value if nobody gives one.
-        doc: says what it does, in Markdown.
-        allowed: the values that it may have.
-        shown: what the table of settings shows as the default; "": the default.
-    """
+    """Make a field of `Config`. The table of settings shows ``doc``, in Markdown, and ``shown`` as the default."""
     return dataclasses.field(default=default, metadata={"doc": doc, "allowed": allowed, "shown": shown})
 
 
@@ -96,8 +84,7 @@ class Config:
     """
 
     directory: str | None = _setting(
-        None,
-        "path on the parallel file system, or a URL. mlflash drains checkpoints to it and restores from it",
+        None, "path on the parallel file system, or a URL. mlflash drains checkpoints to it and restores from it"
     )
     job: str = _setting(
         "",
@@ -110,9 +97,7 @@ class Config:
     memory: str = _setting("/dev/shm", "node-local memory file system for the slots", _ABSOLUTE)
     strict: bool = _setting(False, "1: a failed save raises an exception instead of a warning")
     timeout_s: float = _setting(
-        300.0,
-        "seconds after which a save, a restore or another call of all ranks [is late](#deadlines)",
-        _ABOVE_0,
+        300.0, "seconds after which a save, a restore or another call of all ranks [is late](#deadlines)", _ABOVE_0
     )
     lazy: bool = _setting(
         True,
@@ -133,9 +118,7 @@ class Config:
     )
     fresh: str = _setting("", "starts from the beginning, once for each word given here. `True` is the word `1`")
     skip_stuck: int = _setting(
-        0,
-        "ignores a step that this many runs have restored without a newer commit. 0: never",
-        _NOT_NEGATIVE,
+        0, "ignores a step that this many runs have restored without a newer commit. 0: never", _NOT_NEGATIVE
     )
     check_values: float = _setting(
         0.125,
@@ -160,23 +143,17 @@ class Config:
     prefer_certified: bool = _setting(False, "1: `restore` takes the newest certified step, if there is one")
     share: bool = _setting(True, "stores once per node what ranks hold alike. 0: only compares it")
     drain_every: int = _setting(
-        0,
-        "drains every k-th checkpoint to the directory. 0: none. [drain.md](drain.md)",
-        _NOT_NEGATIVE,
+        0, "drains every k-th checkpoint to the directory. 0: none. [drain.md](drain.md)", _NOT_NEGATIVE
     )
     drain_rate: float = _setting(0.0, "bytes per second that all ranks together drain. 0: no limit", _NOT_NEGATIVE)
     drain_writers: int = _setting(0, "number of ranks that drain at the same time. 0: all", _NOT_NEGATIVE)
     keep_last: int = _setting(0, "number of newest checkpoints to keep in the directory. 0: all", _NOT_NEGATIVE)
     keep_every: int = _setting(
-        0,
-        "also keeps the checkpoints whose step is a multiple of this number. 0: no others",
-        _NOT_NEGATIVE,
+        0, "also keeps the checkpoints whose step is a multiple of this number. 0: no others", _NOT_NEGATIVE
     )
     format: str = _setting("hdf5", "format of drained checkpoints: `hdf5` or `dcp`", _one_of("hdf5", "dcp"))
     compression: str = _setting(
-        "",
-        "compression of drained HDF5 files: `gzip`, `zstd`, `lz4`, ...",
-        _one_of("", *COMPRESSIONS),
+        "", "compression of drained HDF5 files: `gzip`, `zstd`, `lz4`, ...", _one_of("", *COMPRESSIONS)
     )
     provenance: str = _setting(
         "",
@@ -204,12 +181,10 @@ class Config:
         _one_of("auto", "process", "thread"),
     )
     log: str = _setting(
-        "",
-        "file to which mlflash appends a line of JSON for each event: [watching.md](watching.md#the-event-log)",
+        "", "file to which mlflash appends a line of JSON for each event: [watching.md](watching.md#the-event-log)"
     )
     metrics: str = _setting(
-        "",
-        "Prometheus metrics: a file, or `:PORT` on loopback. [watching.md](watching.md#prometheus)",
+        "", "Prometheus metrics: a file, or `:PORT` on loopback. [watching.md](watching.md#prometheus)"
     )
     heartbeat: bool = _setting(
         True,
@@ -260,7 +235,6 @@ class Config:
 
     @property
     def slots_per_state(self) -> float:
-        """Bytes that a rank's slots and their redundancy take for each byte of its state."""
         return self.slots * (1 + redundancy_scheme.parse(self.redundancy).overhead)
 
     @property
@@ -282,16 +256,9 @@ class Config:
 
 
 def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] | None, **given: Any) -> Config:
-    """Combine arguments, environment and defaults.
+    """Combine arguments, environment and defaults; an argument that is None was not given.
 
-    Args:
-        env: the environment, usually ``os.environ``.
-        directory: where checkpoints are drained to; also gives the job its name if nothing else does.
-        given: settings by field name; None means "not given".
-
-    Returns:
-        The settings. If mlflash is off they are returned as given, unchecked, because a mistake in them must not stop a
-        training.
+    If mlflash is off, the settings are returned as given, unchecked: a mistake in them must not stop a training.
 
     Raises:
         ConfigError: a value is out of range, or no job name can be found.
@@ -322,11 +289,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
 
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
-    """List the environment variables that look like settings but are not.
-
-    Example:
-        ``{"MLFLASH_DRAIN_EVRY": "5"}`` → ``["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"]``.
-    """
+    """List the environment variables that look like settings but are not, each with the setting that is meant."""
     known = [*(variable_of(field.name) for field in dataclasses.fields(Config)), DISABLE, *_OTHER_VARIABLES]
     return [_guessed(name, known) for name in sorted(env)
             if name.startswith("MLFLASH_") and name not in known and not name.startswith(_NOT_SETTINGS)]  # fmt: skip
@@ -339,15 +302,7 @@ def _guessed(name: str, known: Sequence[str]) -> str:
 
 
 def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
-    """Whether mlflash is on.
-
-    Args:
-        env: the environment, usually ``os.environ``.
-        given: the argument in code; None: not given.
-
-    Raises:
-        ConfigError: ``MLFLASH_DISABLE`` is neither true nor false.
-    """
+    """Whether mlflash is on, by the environment and, if it is given, the argument in code."""
     return (given is None or bool(given)) and not _parse(DISABLE, env.get(DISABLE, "") or "0", bool)
 
 
@@ -367,14 +322,6 @@ def job_name(env: Mapping[str, str], directory: str | None, program: Sequence[st
     Example:
         ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``; without Slurm → ``run42-1c0d5a3e``;
         with ``torchrun --rdzv-id 42`` and no directory → ``torchrun-42-73475cb4``.
-
-    Args:
-        env: the environment.
-        directory: where the job drains to, an absolute path.
-        program: the script of the training and its arguments; None: those of this process.
-
-    Raises:
-        ConfigError: nothing gives the job a name.
     """
     if env.get("SLURM_JOB_ID"):
         told = directory or _training(sys.argv if program is None else program)
@@ -392,7 +339,6 @@ def job_name(env: Mapping[str, str], directory: str | None, program: Sequence[st
 
 
 def _training(program: Sequence[str]) -> str:
-    """The script of a training and its arguments, the same on all ranks."""
     words, left = [os.path.realpath(program[0]) if program else ""], iter(program[1:])
     for word in left:
         if (option := _RANK_OPTION.fullmatch(word)) is None:
@@ -414,9 +360,6 @@ def slots_of(certify_after: int) -> int:
 
     If steps are certified, a third slot holds the certified step. A fourth one holds the step that is on trial while
     newer ones are saved.
-
-    Args:
-        certify_after: see `Config`.
     """
     return 2 + (certify_after > 0) + (certify_after > 1)
 
@@ -460,11 +403,7 @@ def _is_scheme(text: str) -> bool:
 
 
 def _converted(name: str, value: Any, default: Any) -> Any:
-    """Convert an argument to the type of its setting; texts as in the environment.
-
-    Raises:
-        ConfigError: it cannot be converted without a loss.
-    """
+    """Convert an argument to the type of its setting without a loss; texts as in the environment."""
     kind = str if default is None else type(default)
     if name in ("fresh", "provenance") or type(value) is kind:  # the first two have forms of their own
         return value

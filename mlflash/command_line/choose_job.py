@@ -23,12 +23,7 @@ _Known = tuple[str, int, bool]
 def choose(world: World, given: Config, job: str | None, is_live: bool = True) -> str:
     """Choose the job: the named one, else the one of the directory, else the only one in memory, or the only live one.
 
-    Args:
-        is_live: False takes the only dead one instead.
-
-    Raises:
-        UsageError: there are several jobs.
-        ClickException: there is no job.
+    With ``is_live=False`` it takes the only dead one instead. Raises UsageError if several jobs remain.
     """
     told = gather(world, _jobs_here(given, job) if world.local_rank == 0 else [])
     chosen: str | click.ClickException

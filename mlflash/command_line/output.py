@@ -89,9 +89,6 @@ def new_table(*columns: str) -> Table:
 def progress_bar(work: str, total: int = 0, on: bool = True) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr. It appears after a second, and only on a terminal.
 
-    Args:
-        total: bytes; 0: not known yet.
-
     Yields:
         A function that gets the number of further bytes, or what `rich.progress.Progress.update` takes.
     """

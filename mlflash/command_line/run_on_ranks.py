@@ -36,14 +36,10 @@ _LOOK_S = 600.0  # between two checks that the zygote is alive; its end is notic
 
 
 def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> NoReturn:
-    """Do the work of a command on all processes that run it, and end them with one exit code.
+    """Do the work of a command on all processes that run it, and end them with the exit code of rank 0.
 
-    Collective over COMM_WORLD under an MPI launcher or srun. Otherwise this process is alone.
-
-    Args:
-        as_json: print an error as a JSON document on stdout, too.
-        work: does the work and returns the exit code. The code of rank 0 counts. An MlflashError or ClickException
-            must be the same on all ranks.
+    Collective over COMM_WORLD under an MPI launcher or srun. Otherwise this process is alone. An MlflashError or
+    ClickException of ``work`` must be the same on all ranks.
     """
     world: World | None = None
     try:
@@ -141,7 +137,6 @@ def run_in_courier(forked: Courier) -> None:
 
 
 def _end_with(pidfd: int) -> None:
-    """End this process when its parent ends."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll()

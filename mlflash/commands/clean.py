@@ -34,37 +34,30 @@ from .status import job_to_json, show_jobs
 @click.pass_context
 def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: bool, dry_run: bool, memory: str,
           as_json: bool) -> None:  # fmt: skip
-    """Free the memory that ended jobs hold on this node.
-
-    Use it when you no longer need the checkpoints of a job that are in memory. They cannot be restored afterwards. Take
-    care of jobs that wait in the queue for their next start.
+    """Free the memory that ended jobs hold on this node. Their checkpoints in memory are lost.
 
     \b
     mlflash clean --all --dry-run
     mlflash clean run41-7c1d02aa
 
-    Without JOB and --all it lists the jobs, as `mlflash jobs` does. It refuses a job that is alive, and exits with 1
-    then.
+    `mlflash jobs` lists the jobs. It refuses a job that is alive.
     """
+    if not (jobs or everything):
+        raise click.UsageError("name the jobs, or give --all: `mlflash jobs` lists them")
     there = jobs_of(memory)
     if unknown := sorted(set(jobs) - set(there)):
         raise click.ClickException(f"{memory} holds nothing of {', '.join(unknown)}; jobs here: "
                                    f"{', '.join(there) or 'none'}")  # fmt: skip
-    wanted = there if everything else list(dict.fromkeys(jobs))
-    listing = not wanted
-    found = [look_at_job(memory, job) for job in (there if listing else wanted)]
-    if everything and not (yes or dry_run or listing):
+    found = [look_at_job(memory, job) for job in (there if everything else dict.fromkeys(jobs))]
+    if everything and found and not (yes or dry_run):
         _ask(found, memory)
-    done = [_clean(memory, job, dry_run or listing) for job in found]
+    done = [_clean(memory, job, dry_run) for job in found]
     if as_json:
-        click.echo(json.dumps({"dry_run": dry_run or listing, "jobs": done}, indent=1))
-    elif listing:
-        answer(False, None, lambda console: show_jobs(console, found, memory))
-    else:
-        for job in done:
-            text = job["error"] or f"{job['nbytes']:,} bytes {'would be ' * dry_run}freed"
-            click.echo(f"{job['job']}: {text}", err=job["error"] is not None)
-    context.exit(FINE if listing or not any(job["error"] for job in done) else WRONG)
+        click.echo(json.dumps({"dry_run": dry_run, "jobs": done}, indent=1))
+    for job in () if as_json else done:
+        text = job["error"] or f"{job['nbytes']:,} bytes {'would be ' * dry_run}freed"
+        click.echo(f"{job['job']}: {text}", err=job["error"] is not None)
+    context.exit(WRONG if any(job["error"] for job in done) else FINE)
 
 
 def _ask(found: list[JobMemory], memory: str) -> None:

@@ -14,17 +14,13 @@ from ..wireup.zygote_host import READY, ZygoteHost
 @job_option
 @memory_option
 def courier(job: str | None, memory: str) -> None:
-    """Start couriers for the trainers of this job on this node that outlive a killed job step.
+    """Start couriers that outlive a killed job step. `mlflash run` does this by itself.
 
-    Use it in a batch script without `mlflash run`, which does this by itself. When Slurm kills a job step, it kills all
-    processes that its trainers started, and a commit in progress is lost. Couriers in another step of the same job
-    finish the commit. Start one process on each node, before the trainers:
+    Start it once on each node, in a job step of its own, before the trainers. After SIGTERM or SIGINT it ends as soon
+    as the last courier has ended.
 
     \b
     srun --overlap --ntasks-per-node=1 --cpu-bind=none mlflash courier &
-
-    Trainers that start later find it by the job (of Slurm, or the name in MLFLASH_JOB) and by MLFLASH_MEMORY. After
-    SIGTERM or SIGINT it ends as soon as the last courier has ended.
     """
     environment = {**os.environ, "MLFLASH_MEMORY": memory} | ({"MLFLASH_JOB": job} if job else {})
     try:

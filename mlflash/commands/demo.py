@@ -20,19 +20,9 @@ _KEPT_FROM = 4  # steps
 def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, redundancy: str) -> None:
     """Train a small GPT, kill a node, relaunch, and compare the weights bit for bit.
 
-    Use it to see a recovery on your own machine. It needs no GPU, no cluster and no Slurm.
-
-    \b
-    mlflash demo
-    mlflash demo --keep-alive
-
-    4 ranks on 2 emulated nodes train a GPT under DDP and save every 2 steps. The demo kills one node with
-    SIGKILL and deletes its memory. It compares the final weights, and everything else that decides how training would
-    continue, with an undisturbed run. Exits with 1 if they differ.
-
-    With --keep-alive, 2 ranks train under `mlflash run --keep-alive` while a third process waits. The demo kills one
-    rank. The other process stays, the third process takes the lost rank, and both continue after the newest committed
-    step.
+    It needs no GPU, no cluster and no Slurm. 4 ranks on 2 emulated nodes train under DDP. With --keep-alive, 2 ranks
+    train under `mlflash run --keep-alive`, and a process that waits takes the place of a killed one. Exits with 1 if
+    the weights differ from those of an undisturbed run.
     """
     from rich.console import Console
 

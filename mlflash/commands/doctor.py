@@ -28,18 +28,13 @@ from ..errors import ConfigError, WorldMismatch
 @json_option
 def doctor(need: int | None, redundancy: str | None, draining: bool, certify_after: int, nodes: int | None,
            ranks_per_node: int | None, timeout: float, memory: str, as_json: bool) -> None:  # fmt: skip
-    """Check nodes, MPI, memory, Slurm and software before a job runs.
-
-    Use it on a new cluster, in a new container or after an update. Start it as you will start the training. Alone it
-    looks at this node. Under srun or mpiexec it looks at all nodes that it was started on, and at the connections
-    between them.
+    """Check nodes, MPI, memory, Slurm and software before a job runs. Start it as you will start the training.
 
     \b
     mlflash doctor
     srun -N2 --ntasks-per-node=8 --mpi=pmi2 mlflash doctor --need 12GiB
 
-    Each line is one check. The line below a warning or an error says what to do. It changes nothing: it writes small
-    files to memory and deletes them. Exits with 1 if a check finds an error.
+    The line below a warning or an error says what to do. Exits with 1 if a check finds an error.
     """
     from ..doctor.context import Context
     from ..doctor.examination import Examination

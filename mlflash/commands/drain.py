@@ -33,14 +33,11 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
           as_json: bool) -> None:  # fmt: skip
     """Ask the live job on this node to copy its next checkpoint to its directory.
 
-    Use it while a job runs, when you want a checkpoint on disk now. Start it on one node of the job, without mpiexec.
-
     \b
     mlflash drain --wait 60 --directory /lustre/me/run42
 
-    The job drains the next checkpoint that it commits. A job without a directory never notices the request. For a job
-    that died use `mlflash scavenge`. Exits with 1 if no process of the job is alive here, or if the checkpoint was not
-    drained in time.
+    Start it on one node of the job, without mpiexec. Exits with 1 if no process of the job is alive here, or if the
+    checkpoint was not drained in time.
     """
     given = settings(memory, job, directory)
     name = choose_job.choose_here(given, job)

@@ -83,17 +83,14 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
            rename: tuple[tuple[str, str], ...], convert: Convert | None, name: str | None, flat: bool, shard_size: str,
            hf_config: str | None, directory: str | None, job: str | None, memory: str, as_json: bool
            ) -> None:  # fmt: skip
-    """Write a checkpoint to OUT in a stock format, with every tensor whole.
-
-    Use it to take a model out of a checkpoint, for inference or for another tool. STEP is a number or "newest". OUT is
-    a directory or a URL that is empty or does not exist yet.
+    """Write the checkpoint of STEP, a number or "newest", to OUT in a stock format, with every tensor whole.
 
     \b
     mlflash export newest out/ --to safetensors --keep "model.*" --directory /lustre/me/run42
     srun --ntasks-per-node=1 mlflash export 40 out/ --to dcp --from memory
 
-    To read from memory, start it under srun or mpiexec with one process or more on each node, after the job has ended.
-    Exits with 1 if there is no such step or it cannot be written.
+    OUT is a directory or a URL that is empty or does not exist yet. To read from memory, start it on each node, after
+    the job has ended.
     """
     given = settings(memory, job, directory)
     selection = Selection(keep, drop, rename, convert)
@@ -102,11 +99,8 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
 
     def work(world: World) -> int:
         store = open_store(out)
-        error = None
-        if world.rank == 0 and (there := store.names()):
-            error = click.UsageError(f"{store.path} is not empty: {there[0]}")
-        if (error := world.broadcast(error, 0)) is not None:
-            raise error
+        if there := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
+            raise click.UsageError(f"{store.path} is not empty: {there[0]}")
 
         def write(whole: Whole) -> Written:
             whole = selection.of(whole)
@@ -183,14 +177,11 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
 def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: str, as_json: bool) -> None:
     """Make a checkpoint in DIR from SOURCE, a directory that torch.distributed.checkpoint wrote.
 
-    Use it to continue a training in mlflash that saved with PyTorch DCP. SOURCE may also have safetensors with whole
-    tensors, as Hugging Face has them. Start one process, without mpiexec.
-
     \b
     mlflash import dcp/step-900 --to /lustre/me/run42 --step 900
 
-    The next restore takes this checkpoint as the newest, on any number of ranks. The checkpoint passes through the
-    memory of this node. The job's retention (keep_last, keep_every) does not delete it.
+    SOURCE may also have safetensors with whole tensors. Start one process, without mpiexec. The next restore takes this
+    checkpoint as the newest, on any number of ranks.
     """
     from ..exports.imports import read_dcp
     from ..memory.node_directory import clean

@@ -43,14 +43,11 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
                  memory: str, as_json: bool) -> None:  # fmt: skip
     """Show the tensors of the checkpoint of STEP: names, dtypes, shapes and sizes.
 
-    Use it to see what a checkpoint holds, or to look for NaN. With TENSOR it also shows statistics, and where each
-    byte of the tensor is. TENSOR is a name, or a pattern such as "model.*.weight".
-
     \b
     mlflash inspect 40
     mlflash inspect 40 "model.*.weight" --directory /lustre/me/run42
 
-    It changes nothing, and the job may be alive. Exits with 1 if there is no such step or tensor.
+    With TENSOR, a name or a pattern, it also shows statistics, and where each byte of the tensor is.
     """
     given = settings(memory, job, directory)
     if source == "directory" and directory is None:
@@ -151,7 +148,6 @@ class Tensor:
 
     @property
     def differs(self) -> bool:
-        """Whether ranks hold different bytes of the same part."""
         return any(len({shard.numbers.check for shard in box if shard.numbers}) > 1 for box in self.boxes)
 
     @property

@@ -27,15 +27,11 @@ from ..storage.store import open_store
 def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """Mark a step as bad, so that restores pass over it, or as good.
 
-    Use it when training went wrong after a step, for example after a loss spike. A restore takes a step that is
-    marked bad only if you ask for its number. A step that is marked good counts as certified.
-
     \b
     mlflash mark 1200 --bad --job llama
     srun --ntasks-per-node=1 mlflash mark 1200 --bad -d /lustre/me/run42
 
-    Alone it marks what this node holds. Under srun or mpiexec it marks what all nodes hold that it was started on. With
-    --directory it also marks the drained checkpoint. The job may be alive. Exits with 1 if the step is nowhere.
+    Alone it marks what this node holds. With --directory it also marks the drained checkpoint. The job may be alive.
     """
     given = settings(memory, job, directory)
     verdict = Verdict.BAD if is_bad else Verdict.GOOD
@@ -56,7 +52,6 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
 
 
 def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
-    """Mark what this node holds of a step, and return the number of its attempts."""
     try:
         held = NodeDirectory(memory, job, make=False)
     except FileNotFoundError:

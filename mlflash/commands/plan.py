@@ -63,17 +63,11 @@ _FILE = click.Path(exists=True, dir_okay=False)
               help="JSON of Checkpointer.report() of one rank, or a list of the reports of all ranks.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document with bytes, seconds and shares.")
 def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | None, **given: Any) -> None:
-    """Compare what redundancy schemes cost and survive, and compute how often to save.
-
-    Use it before a job, on any machine, to choose a scheme.
+    """Compare what redundancy schemes cost and survive, and compute how often to save. docs/plan.md has the model.
 
     \b
     mlflash plan --nodes 16 --bytes 12GiB --memory 512GiB
     mlflash plan --nodes 16 --bytes 12GiB --mtbf 5y --save 0.5s
-
-    It places each scheme on the nodes as a Checkpointer would. For each scheme it shows the memory, the losses that it
-    survives, and the exact probability that random losses leave a complete checkpoint. With --mtbf and --save it also
-    computes the interval between saves that wastes the least time. docs/plan.md describes the model.
     """
     from ..planning.interval import daly, young
     from ..planning.scheme_comparison import consider, least, scheme_costs
@@ -121,7 +115,6 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
 
 def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
             ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
-    """Return the names of the nodes, their failure domains, and notes for the user."""
     from ..placement.failure_domains import ask_slurm, expand_hosts, from_argument
 
     if file is not None and slurm:

@@ -9,15 +9,8 @@ from pathlib import Path
 import click
 
 from ..command_line import shell_completion
-from ..command_line.options import SECONDS, json_option
+from ..command_line.options import json_option
 from ..errors import ConfigError
-
-
-def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    seconds: float | None = SECONDS(context, option, text)
-    if seconds == 0:
-        raise click.BadParameter("must be longer than 0 s", param=option)
-    return seconds
 
 
 @click.command()
@@ -25,22 +18,16 @@ def _seconds(context: click.Context, option: click.Parameter, text: str | None) 
                 shell_complete=shell_completion.files)  # fmt: skip
 @click.option("--output", "-o", type=click.Path(dir_okay=False), metavar="FILE", shell_complete=shell_completion.files,
               help="File to write the page to.  [default: report.html; none with --json]")  # fmt: skip
-@click.option("--mtbf", callback=_seconds, help="Mean time between failures of one node, for the advice on the "
-              "interval: 264d, 30000h.  [default: measured]")  # fmt: skip
 @json_option
-def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_json: bool) -> None:
+def report(logs: tuple[str, ...], output: str | None, as_json: bool) -> None:
     """Make one HTML page from event logs: launches, failures, recoveries, and where the time went.
-
-    Use it after a job, or while it runs. LOGS are files that Checkpointer(log="events.jsonl") wrote. The name of one
-    file stands for the files of the other nodes, too.
 
     \b
     mlflash report events.jsonl -o report.html
     mlflash report events.jsonl run.jsonl
 
-    If you add the journal of `mlflash run --keep-alive`, the page also shows ranks that were replaced in place. The
-    page needs no network. With --json the command prints the same numbers, and writes a page only with -o. Exits with 1
-    if the logs have no event.
+    The name of one file stands for the files of the other nodes, too. If you add the journal of `mlflash run
+    --keep-alive`, the page also shows ranks that were replaced in place.
     """
     from ..human_readable.wording import many
     from ..log_report.event_log import files_of, read
@@ -52,7 +39,7 @@ def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_jso
         if not log.events:
             raise click.ClickException(f"no event in {', '.join(logs)}: give the event logs of the ranks; the journal "
                                        "of `mlflash run` alone is not enough")  # fmt: skip
-        history = job_history(log, mtbf)
+        history = job_history(log)
         if as_json:
             click.echo(json.dumps(history.numbers, indent=1))
         if as_json and output is None:

@@ -39,15 +39,13 @@ _redundancy_option = click.option(
 def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> None:
     """Copy the newest checkpoint of a dead job from memory to DIRECTORY.
 
-    Use it when a job died and will not come back on these nodes. Start it under srun or mpiexec, with one process or
-    more on each node that is left:
+    Start it under srun or mpiexec, with one process or more on each node that is left:
 
     \b
     srun --ntasks-per-node=1 mlflash scavenge /lustre/me/run42
 
-    It rebuilds lost slots from copies or parity. Memory stays as it is. In DIRECTORY it deletes only what an
-    interrupted drain of this job left. Exits with 1 if a process of the job is alive, if the drain fails, or if it
-    drains nothing and DIRECTORY has nothing as new as the newest committed step.
+    It rebuilds lost slots from copies or parity. Memory stays as it is. Exits with 1 if a process of the job is alive,
+    or if DIRECTORY does not have the newest committed step afterwards.
     """
     given = settings(memory, job, directory)
 
@@ -99,16 +97,12 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 @memory_option
 @json_option
 def heal(directory: str | None, redundancy: str | None, job: str | None, memory: str, as_json: bool) -> None:
-    """Make lost copies and parity of a dead job's newest checkpoint again.
+    """Make lost copies and parity of a dead job's newest checkpoint again, before you relaunch it.
 
-    Use it if another node may fail before you relaunch the job. A relaunched job does the same by itself after its
-    restore. Start as many processes as the job had ranks, on the nodes where it will run:
+    Start as many processes as the job had ranks, on the nodes where it will run:
 
     \b
     srun -n 64 --ntasks-per-node=8 mlflash heal --directory /lustre/me/run42
-
-    It takes the step that the job would restore, and writes nothing to the directory. Exits with 1 if memory has
-    nothing that can be restored, or if the redundancy is still not complete.
     """
     given = settings(memory, job, directory)
 

@@ -84,8 +84,6 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         ready_within: float, argv: tuple[str, ...]) -> None:  # fmt: skip
     """Start the command ARGV on all ranks, and restart it after a failure with spares in place of lost nodes.
 
-    Use it in the batch script of a job, or from a shell on hosts without Slurm:
-
     \b
     mlflash run -N 8 -d DIR --mpi pmi2 -- python -m mpi4py train.py
     mlflash run -N 2 --hosts n1,n2,n3 -d DIR -- python -m mpi4py train.py

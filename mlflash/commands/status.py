@@ -43,16 +43,12 @@ _STUCK = 2  # restores of one attempt; from this number on the command mentions 
 def status(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """Show what is in memory, which losses it survives, and what was drained.
 
-    Use it while a job runs, or after it died, before you start it again. Alone it looks at this node. Under srun or
-    mpiexec it looks at all nodes that it was started on.
-
     \b
     mlflash status --directory /lustre/me/run42
     srun --ntasks-per-node=1 mlflash status --directory /lustre/me/run42
 
-    It changes nothing, and it reads only the headers of the slots. Only `mlflash verify` reads every byte and knows
-    whether a step can be loaded. Exits with 1 if a file is damaged, if a committed step is lost, or if nothing can be
-    restored.
+    Alone it looks at this node. It reads only headers: only `mlflash verify` reads every byte. Exits with 1 if a file
+    is damaged, if a committed step is lost, or if nothing can be restored.
     """
     given = settings(memory, job, directory)
 
@@ -71,14 +67,10 @@ def status(directory: str | None, job: str | None, memory: str, as_json: bool) -
 def list_steps(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """List the checkpoints in memory and in the directory, newest first.
 
-    Use it to see which steps you can go back to. Alone it looks at this node. Under srun or mpiexec it looks at all
-    nodes that it was started on.
-
     \b
     mlflash list --directory /lustre/me/run42
 
-    It changes nothing, and it reads only headers. `mlflash verify` reads every byte. Exits with 1 if nothing can be
-    restored.
+    It looks where `mlflash status` looks. Exits with 1 if nothing can be restored.
     """
     given = settings(memory, job, directory)
 
@@ -101,12 +93,7 @@ def list_steps(directory: str | None, job: str | None, memory: str, as_json: boo
 def jobs(memory: str, as_json: bool) -> None:
     """List the jobs of this user that hold memory on this node, with their sizes.
 
-    Use it to find out what fills /dev/shm.
-
-    \b
-    mlflash jobs
-
-    It changes nothing. `mlflash clean` frees the memory of jobs that have ended.
+    `mlflash clean` frees the memory of those that have ended.
     """
     there = [look_at_job(memory, job) for job in jobs_of(memory)]
     document = {"memory": memory, "jobs": [job_to_json(job) for job in there if not job.is_empty]}
@@ -133,7 +120,6 @@ class JobState:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is damaged, no committed step is lost, and there is something to restore."""
         if any(node.damaged for node in self.nodes) or (self.stored is not None and self.stored.damaged):
             return False
         if self.outlook.unseen:  # what is on other nodes is unknown

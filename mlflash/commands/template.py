@@ -106,14 +106,10 @@ def _words(context: click.Context, option: click.Parameter, text: Any) -> Any:
 def template(name: str | None, output: Path, force: bool, **options: Any) -> None:
     """Write the batch script NAME.sbatch, and the train.py that it starts. Without NAME, list the templates.
 
-    Use it for your first job on a cluster, on a node where sbatch works.
-
     \b
-    mlflash template
     mlflash template train --nodes 8 --gpus-per-node 8 --time 24:00:00 --script my.py -- --out '$directory'
 
-    It leaves out of the script what you do not give and what has no default here, and says so. ARGUMENTS after -- go to
-    the training. They may use the script's own variables, such as $directory.
+    ARGUMENTS after -- go to the training. They may use the script's own variables, such as $directory.
     """
     if name is None:
         click.echo("\n".join(f"{name:9} {kind.line}" for name, kind in TEMPLATES.items()))

@@ -47,14 +47,10 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
         every: float | None, once: bool, as_json: bool) -> None:  # fmt: skip
     """Watch a running job in the terminal: checkpoints, stalls, memory, and ranks that are gone.
 
-    Use it on any node of the job, or name the nodes:
-
     \b
     mlflash top
     mlflash top --slurm-job 4711
     mlflash top --hosts n1,n2
-
-    It reads the status that ranks write to the memory of their node, and changes nothing. Press q to end it.
     """
     given = settings(memory, job, directory)
     launcher, nodes = (None, []) if here else _others(hosts, rsh, slurm_job)

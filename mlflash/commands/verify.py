@@ -80,16 +80,12 @@ class Checked:
 def verify(key: str | None, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """Read every byte in memory and in the directory, and compare it with its checksum.
 
-    Use it before you rely on a checkpoint. Alone it reads the memory of this node. Under srun or mpiexec it reads all
-    nodes that it was started on, and the processes share the work. In the directory it also compares all files with
-    the provenance of their checkpoint.
-
     \b
     mlflash verify --directory /lustre/me/run42
     srun --ntasks-per-node=4 mlflash verify --directory /lustre/me/run42
 
-    It changes nothing. If the job writes a slot while the command reads it, the command reports the slot as being
-    written, not as damaged. Exits with 1 if anything is damaged, is not signed by --key, or if nothing is there.
+    Alone it reads the memory of this node. It changes nothing, and the job may be alive. Exits with 1 if anything is
+    damaged, is not signed by --key, or if nothing is there.
     """
     given = settings(memory, job, directory)
     if key is not None and directory is None:
@@ -107,16 +103,16 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
         all_checked = [*in_memory, *in_directory]
         document = {"job": name, "memory": [place.to_json() for place in in_memory],
                     "directory": [place.to_json() for place in in_directory]}  # fmt: skip
-        is_there = any(place.files or place.being_written for place in all_checked)
+        there = all_checked if any(place.files or place.being_written for place in all_checked) else []
 
         def show(console: Console) -> None:
-            for place in all_checked if is_there else ():
+            for place in there:
                 place.show(console)
-            if not is_there:
+            if not there:
                 console.print("nothing is there")
 
         answer(as_json, document, show)
-        return FINE if is_there and not any(place.damaged for place in all_checked) else WRONG
+        return FINE if there and not any(place.damaged for place in there) else WRONG
 
     run_together(given, as_json, work)
 
@@ -178,18 +174,10 @@ def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file:
 
 
 def _key(world: World, file: str | None) -> Key | None:
-    """Read the key that must have signed. Only rank 0 gets it. Collective over the world."""
-    key: Key | None = None
-    error: ConfigError | None = None
-    if file is not None and world.rank == 0:
-        try:
-            key = public_key(file)
-        except ConfigError as problem:
-            error = problem
-    error = world.broadcast(error, 0)
-    if error is not None:
-        raise click.UsageError(str(error))
-    return key
+    try:
+        return world.on_all(lambda: public_key(file) if file is not None and world.rank == 0 else None)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _join(world: World, mine: list[Checked]) -> list[Checked]:

@@ -62,7 +62,6 @@ class Launch:
             log.close()
 
     def last_step(self, rank: int) -> int:
-        """Return the last step that a rank has finished; -1 before it begins to train."""
         return max(self.steps[rank], default=0 if self.starts[rank] else -1)
 
     def read(self) -> None:
@@ -77,7 +76,6 @@ class Launch:
             log.seek(-len(text), os.SEEK_CUR)  # the last line may be half written
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """Send SIGKILL to ranks, like a crash of their node."""
         self.killed_at = time.time()
         for rank in ranks:
             os.kill(self.starts[rank][-1]["pid"], signal.SIGKILL)
@@ -93,13 +91,7 @@ class Launch:
 class Demo:
     """A demo. What is not given is chosen at random: the seed, and from it the step, the node or rank, and the moment.
 
-    Args:
-        steps: training steps.
-        seed: seed of the training, and of all random choices here.
-        kill_step: the step in which a node or a rank dies.
-        redundancy: "copy" or "none".
-        keeps: whether the other processes stay when a rank is killed. Otherwise a node is killed, and all are started
-            again.
+    ``keeps``: the other processes stay when a rank is killed. Otherwise a node is killed, and all start again.
     """
 
     def __init__(self, steps: int, seed: int | None, kill_step: int | None, redundancy: str, keeps: bool):
@@ -119,17 +111,9 @@ class Demo:
         self._doomed = range(self._node * self._per_node, (self._node + 1) * self._per_node)
 
     def run(self, console: Console) -> bool:
-        """Run it and print a summary. Keep logs and tensors if something went wrong.
+        """Run it, print a summary, and return whether the final tensors are those of an uninterrupted run, bit for bit.
 
-        Not collective: it starts the ranks itself.
-
-        Returns:
-            Whether the final tensors are bit-identical to those of an uninterrupted run.
-
-        Raises:
-            LaunchFailed: a launch did not end as it should.
-            MpiUnavailable: there is no mpiexec. The demo needs it unless processes stay.
-            ModuleNotFoundError: there is no PyTorch.
+        Logs and tensors are kept if something went wrong.
         """
         start = time.monotonic()
         launcher = "mlflash run --keep-alive" if self._keeps else find_mpiexec()[1]
@@ -199,7 +183,6 @@ class Demo:
         return launch
 
     def _command(self, folder: Path, job: str, spares: int) -> tuple[list[str], dict[str, str]]:
-        """Return the command that starts the ranks, as a user calls it, and its environment."""
         train = ["-m", "mlflash.demo.train", f"--steps={self._steps}", f"--seed={self._seed}", f"--folder={folder}",
                  f"--memory={self._memory}", f"--ranks-per-node={self._per_node}"]  # fmt: skip
         env = {"MLFLASH_REDUNDANCY": self._redundancy, "MLFLASH_JOB": job}
@@ -210,7 +193,6 @@ class Demo:
         return [sys.executable, "-m", "mlflash", *run, sys.executable, *train], env
 
     def _describe_kept(self, console: Console, launch: Launch) -> None:
-        """Print which process took the lost rank, and which process stayed."""
         pids = [[line["pid"] for line in lines] for lines in launch.starts]
         (doomed,), stayed = self._doomed, 1 - self._node
         if [*map(len, pids)] != [2, 2] or pids[stayed][0] != pids[stayed][1]:
@@ -233,7 +215,6 @@ def _print(console: Console, **rows: object) -> None:
 
 
 def _origin(starts: Sequence[dict[str, Any]]) -> str:
-    """Say which step a launch restored, and from where, from what each rank logged."""
     if starts[0]["step"] == 0:
         return "nothing: memory had no complete checkpoint, so training began from the start"
     ranks_from: dict[str, list[int]] = {}

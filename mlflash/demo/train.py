@@ -116,7 +116,6 @@ def main() -> None:
             file.write(json.dumps({"event": event, "time": time.time(), **facts}) + "\n")
 
     def train(ckpt: mlflash.Checkpointer, start: int) -> None:
-        """Train from a step on, with the current rank of this process."""
         rank, size = distributed.get_rank(), distributed.get_world_size()
         log("start", pid=os.getpid(), step=start, survives=ckpt.survives, source=ckpt.report()["restored_from"])
         if start == 0:

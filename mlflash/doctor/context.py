@@ -15,43 +15,28 @@ from ..wireup.launcher_variables import Launched
 
 @dataclasses.dataclass
 class Context:
-    """What a check may look at.
-
-    Attributes:
-        settings: of mlflash.
-        environment: of this process.
-        launched: this process, according to its launcher.
-        nbytes: bytes of state on each rank of the job that the user plans. None: unknown.
-        own_slots, copy_slots: slots of each rank of that job, and of each copy or parity file.
-        nodes, ranks_per_node: size of that job. None: as started.
-        uid: number of this user.
-        root: the directory that contains /etc, /dev and /proc.
-        mpi: mpi4py's module MPI. None: it is not started yet, or cannot be.
-        world: all ranks. None: it is not known yet.
-    """
+    """What a check may look at."""
 
     settings: Config
     environment: Mapping[str, str]
-    launched: Launched
-    nbytes: int | None = None
-    own_slots: int = 2
-    copy_slots: int = 2
-    nodes: int | None = None
+    launched: Launched  # this process, according to its launcher
+    nbytes: int | None = None  # state of each rank of the job that the user plans. None: unknown
+    own_slots: int = 2  # of each rank of that job
+    copy_slots: int = 2  # of each copy or parity file
+    nodes: int | None = None  # nodes, ranks_per_node: size of that job. None: as started
     ranks_per_node: int | None = None
     uid: int = dataclasses.field(default_factory=os.geteuid)
-    root: str = "/"
-    mpi: Any = None
-    world: World | None = None
+    root: str = "/"  # the directory that contains /etc, /dev and /proc
+    mpi: Any = None  # the module of mpi4py. None: it is not started yet, or cannot be
+    world: World | None = None  # None: not known yet
 
     @property
     def ranks(self) -> World:
-        """All ranks, for checks that begin when they are known."""
         assert self.world is not None
         return self.world
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
         return self.launched.rank if self.world is None or self.world.world is None else self.world.rank
 
     @property

@@ -36,11 +36,7 @@ except Exception as error:
 
 
 def running() -> dict[int, tuple[int, int]]:
-    """Find the couriers of this user on this node, and the zygotes that fork them. Not collective.
-
-    Returns:
-        The parent and the trainer of each process. A zygote's parent is its trainer while that lives.
-    """
+    """Find the couriers and zygotes of this user on this node: the parent and the trainer of each."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended

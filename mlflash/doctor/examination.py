@@ -70,7 +70,6 @@ class Examination:
         return self.known()
 
     def known(self) -> Diagnosis:
-        """Return the results so far. Not collective."""
         lines = sorted(merge(self._located()), key=lambda line: _SUBJECTS.index(line.subject))
         launcher = mpi_checks.name_of(self.context.launched)
         return Diagnosis(f"started by {launcher}" if launcher else "started alone", self.context.ranks_on, tuple(lines))

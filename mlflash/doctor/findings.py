@@ -34,16 +34,9 @@ _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level
 class Finding:
     """The result of a check, on one rank or on all ranks with the same result.
 
-    Attributes:
-        check: name of the check.
-        level: how bad the result is.
-        text: the result, with the names of ``values`` in braces.
-        advice: what the user can do. Empty if nothing is wrong.
-        values: strings, and ranges of numbers. Results with different strings are different lines. Numbers are merged
-            to the range from the smallest to the largest of all ranks. The end of a name is the unit: ``_nbytes``,
-            ``_s``, ``_gbs`` (10^9 bytes per second).
-        subject: heading.
-        nodes, ranks: those with this result.
+    ``text`` and ``advice`` have the names of ``values`` in braces. Results with different strings are different lines;
+    numbers are merged to the range of all ranks. The end of a name is the unit: ``_nbytes``, ``_s``, ``_gbs`` (10^9
+    bytes per second).
     """
 
     check: str
@@ -56,11 +49,9 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
     def fill(self, text: str) -> str:
-        """Put the values into the text or the advice."""
         return text.format_map({name: show(name, value) for name, value in self.values.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "subject": self.subject, "check": self.check, "level": self.level.name.lower(),
             "text": self.fill(self.text), "advice": self.fill(self.advice) or None, "values": dict(self.values),
@@ -95,10 +86,9 @@ def _show_number(name: str, number: float) -> str:
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge equal results to one line. The order is that of the first results; the worst of each check comes first.
+    """Merge equal results to one line: "3 GiB free" on a, "5 GiB free" on b → "3 to 5 GiB free" on a, b.
 
-    Example:
-        "3 GiB free" of rank 0 on a and "5 GiB free" of rank 1 on b → "3 to 5 GiB free" of ranks 0, 1 on a, b.
+    The order is that of the first results; the worst of each check comes first.
     """
     checks: dict[tuple[str, str], dict[tuple[object, ...], list[Finding]]] = {}
     for finding in findings:
@@ -123,28 +113,17 @@ def _joined(same: Sequence[Finding]) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """All results.
-
-    Attributes:
-        started: who started the processes.
-        ranks_on: the ranks of each node.
-        lines: merged results.
-    """
+    """All results, merged to lines: of which processes, and who started them."""
 
     started: str
     ranks_on: Mapping[str, tuple[int, ...]]
     lines: tuple[Finding, ...]
 
     def count(self, level: Level) -> int:
-        """Count the lines of a level."""
         return sum(line.level is level for line in self.lines)
 
     def where(self, line: Finding) -> str:
-        """Name the nodes or ranks of a line. Return "" if it holds for all ranks of the only node.
-
-        Example:
-            "all 4 nodes"; "n1, n2, n3, n4 and 60 more"; "rank 3 on node1"; "ranks 1, 3".
-        """
+        """Name the nodes or ranks of a line, such as "rank 3 on node1"; "" if it holds for all of the only node."""
         ranks = {rank for node in line.nodes for rank in self.ranks_on.get(node, ())}
         if ranks - set(line.ranks):
             return named(line.ranks) + (f" on {line.nodes[0]}" if len(line.nodes) == 1 < len(self.ranks_on) else "")
@@ -153,7 +132,6 @@ class Diagnosis:
         return f"all {len(line.nodes)} nodes" if len(line.nodes) > 1 else ""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "well": self.count(Level.ERROR) == 0, "started": self.started, "warnings": self.count(Level.WARNING),
             "errors": self.count(Level.ERROR), "nodes": {node: list(ranks) for node, ranks in self.ranks_on.items()},
@@ -161,7 +139,6 @@ class Diagnosis:
         }  # fmt: skip
 
     def print(self, as_json: bool) -> None:
-        """Print all results. Not collective."""
         answer(as_json, self.to_json(), self._print_lines)
 
     def _print_lines(self, console: Console) -> None:

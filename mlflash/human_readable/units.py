@@ -31,11 +31,7 @@ def read_bytes(text: str) -> int:
 
 
 def read_seconds(text: str) -> float:
-    """Read a time: ``read_seconds("30000h") == 1.08e8``. A number without a unit is seconds.
-
-    Raises:
-        ConfigError: this is not a time.
-    """
+    """Read a time: ``read_seconds("30000h") == 1.08e8``. A number without a unit is seconds."""
     return _read(text, _SECONDS, "a time such as 0.5s, 250ms, 2min, 30000h, 200d or 5y")
 
 

@@ -144,12 +144,7 @@ class Shard:
 
 @dataclasses.dataclass
 class Contents:
-    """What a checkpoint holds.
-
-    Attributes:
-        plain: its plain leaves by path, from the lowest rank that is there.
-        provenance: provenance of a checkpoint in memory, from the manifest of that rank.
-    """
+    """What a checkpoint holds. Plain leaves and provenance (of memory) are those of the lowest rank that is there."""
 
     shards: list[Shard] = dataclasses.field(default_factory=list)
     plain: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -179,15 +174,10 @@ def plan(nodes: Sequence[Node], of: Prospect) -> Itinerary:
 
 
 def read_memory(memory: str, job: str, node: str, way: Itinerary, wanted: str | None, numbers: bool) -> Contents:
-    """Read the parts of a checkpoint that are on this node.
-
-    Args:
-        node: name of this node.
-        wanted: name or pattern of tensors and plain leaves. None: all.
+    """Read the parts of a checkpoint that are on a node: what the name or pattern ``wanted`` matches; None: all.
 
     Raises:
         Changed: a file was written while it was read.
-        CorruptSlot: a manifest is damaged.
     """
     found = Contents()
     mine = {rank: (file, header) for rank, (name, file, header) in way.slots.items() if name == node}

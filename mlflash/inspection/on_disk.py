@@ -42,15 +42,11 @@ Key = tuple[IsGood, str]
 
 @dataclasses.dataclass(frozen=True)
 class DirectoryContents:
-    """What a directory holds.
-
-    Attributes:
-        unfinished: folders without the file that commits a checkpoint. A drain is writing them, or it died.
-    """
+    """What a directory holds."""
 
     path: str
     listed: tuple[Listed, ...]  # committed checkpoints, newest first, including those marked bad
-    unfinished: tuple[str, ...]
+    unfinished: tuple[str, ...]  # folders without a commit: a drain is writing them, or it died
     damaged: tuple[str, ...]  # folders whose commit cannot be read
     is_missing: bool
 
@@ -126,9 +122,7 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
            ) -> tuple[int, list[tuple[str, str]], Provenance | None]:  # fmt: skip
     """Read every byte of a checkpoint; each process reads the files of some ranks. Collective.
 
-    Returns:
-        The bytes that this process has read, the damaged files with what is wrong with each, and on rank 0 the
-        provenance.
+    The result: bytes that this process has read, damaged files with what is wrong, and on rank 0 the provenance.
     """
     found = world.broadcast(provenance_of(store, one, key) if world.rank == 0 else None, 0)
     nbytes, wrong = _verify_tensors(world, store, one, advance)
@@ -195,14 +189,9 @@ def provenance_of(store: Store, listed: Listed, key: Key | None = None) -> Prove
     if not found.has_verdict and _is_there(inside, VERDICT):
         found.wrong.append((VERDICT, "it does not say what is known of this checkpoint"))
     try:
-        raw = inside.read(PROVENANCE)
-    except OSError as error:
+        document = provenance.read(inside.read(PROVENANCE))
+    except (CorruptSlot, OSError) as error:
         found.wrong.append((PROVENANCE, _why_unreadable(error)))
-        return found
-    try:
-        document = provenance.read(raw)
-    except CorruptSlot as error:
-        found.wrong.append((PROVENANCE, str(error)))
         return found
     card = listed.card
     said = document["step"], document["run"], document["generation"], document["world_size"]
@@ -235,7 +224,9 @@ def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None
                             f"another key has signed this: {document['signer'] or 'unknown'}"))  # fmt: skip
 
 
-def _why_unreadable(error: OSError) -> str:
+def _why_unreadable(error: OSError | CorruptSlot) -> str:
+    if isinstance(error, CorruptSlot):
+        return str(error)
     return "it is missing" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
 
 

@@ -61,11 +61,7 @@ class Restorability:
 
 
 def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
-    """Say what some nodes can restore.
-
-    Args:
-        together: whether these are all nodes that are left, according to the launcher. Otherwise there may be others.
-    """
+    """Say what some nodes can restore. ``together``: according to the launcher, these are all nodes that are left."""
     found = inventory_of(list(nodes))
     headers: dict[Attempt, list[tuple[Header, bool, int, int]]] = {}
     for node in nodes:
@@ -107,17 +103,12 @@ def recorded_scheme(texts: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Survival:
-    """The losses of nodes that an attempt survives with its present files.
-
-    Attributes:
-        pairs: number of pairs of nodes; 0 if pairs were not tried.
-        fatal_pairs: pairs that must not be lost together, although each node of them may be lost.
-    """
+    """The losses of nodes that an attempt survives with its present files."""
 
     nodes: int
     fatal: tuple[str, ...]
-    pairs: int
-    fatal_pairs: tuple[tuple[str, str], ...]
+    pairs: int  # number of pairs of nodes; 0 if pairs were not tried
+    fatal_pairs: tuple[tuple[str, str], ...]  # although each node of them alone may be lost
 
     @property
     def surviving_pairs(self) -> int:

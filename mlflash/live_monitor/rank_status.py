@@ -36,7 +36,6 @@ class Look:
 
     @property
     def seen(self) -> set[str]:
-        """The nodes of the ranks."""
         return {str(heartbeat["node"]) for heartbeat in self.heartbeats}
 
     @property

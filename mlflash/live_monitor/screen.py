@@ -27,11 +27,7 @@ _AROUND = 10  # lines of the page that are not ranks
 
 
 def state_of(heartbeat: Heartbeat) -> str:
-    """Return the state of a rank: training, starting, ended, failed, gone or "no courier".
-
-    A rank is gone if its process died without a message. It has no courier if its courier did, while the training
-    continues.
-    """
+    """Return the state of a rank, one of `_STYLES`. A rank is gone if its process died without a message."""
     if heartbeat["state"] != "started":
         return str(heartbeat["state"])
     if not heartbeat["alive"]:
@@ -93,7 +89,6 @@ def _summary(look: Look) -> Iterator[Text]:
 
 
 def _table(console: Console, options: ConsoleOptions, look: Look, is_short: bool) -> Table:
-    """Make a line for each rank, or for each node, without the columns for which there is no room."""
     count = ">ranks" if is_short else ">rank"
     lines: dict[tuple[str, int], list[Heartbeat]] = collections.defaultdict(list)
     for heartbeat in look.heartbeats:

@@ -115,11 +115,7 @@ class EventLog:
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
-    """Find the files of all nodes from the names of some, each once.
-
-    Example:
-        ``run.jsonl`` stands for run.jsonl, run.node1.jsonl, run.node2.jsonl and so on.
-    """
+    """Find the files of all nodes, each once: ``run.jsonl`` also stands for run.node1.jsonl and so on."""
     files: dict[str, Path] = {}
     for path in paths:
         stem, suffix = os.path.splitext(path)
@@ -132,11 +128,7 @@ def files_of(paths: Sequence[str]) -> list[Path]:
 
 
 def read(paths: Iterable[Path]) -> EventLog:
-    """Read event logs, and journals of `mlflash run` among them.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Read event logs, and journals of `mlflash run` among them."""
     log = EventLog()
     for path in paths:
         file = LogFile(str(path))

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..human_readable.wording import listed, many
-from ..planning.interval import Costs, best_interval, waste, young
 from .event_log import Event, EventLog
 from .launches import CLOCKS_APART_S, Events, Launch, launches_of, steps_of, unique
 from .losses import Span, failures, recoveries, time_spent
-
-NODE_MTBF_S = 264 * 86400.0
-"""Assumed time between failures of one node, from the training of Llama 3, see docs/plan.md."""
-_RESTART_S = 120.0  # assumed if none was measured; the default of `mlflash plan`
-_DAY_S, _HOUR_S = 86_400.0, 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +23,8 @@ class JobHistory:
     numbers: dict[str, Any]
 
 
-def job_history(log: EventLog, node_mtbf_s: float | None = None) -> JobHistory:
-    """Make the history of a job.
-
-    Args:
-        log: a log with at least one event.
-        node_mtbf_s: mean time between failures of a node, for the interval. None: as measured.
-    """
+def job_history(log: EventLog) -> JobHistory:
+    """Make the history of a job from a log with at least one event."""
     launches = launches_of(log.events, log.recovered)
     newest_launch, commits = launches[-1], steps_of(launches, "commit")
     started = next((launch.started for launch in reversed(launches) if launch.started is not None), None)
@@ -66,10 +54,9 @@ def job_history(log: EventLog, node_mtbf_s: float | None = None) -> JobHistory:
         "saves_skipped": sum(len(launch.events.by_step("skip")) for launch in launches),
         "protect_nbytes_per_s_and_rank": _bandwidth(launches), "newest": _newest(commits),
         "waited_for": _waited_for(launches), "drains": _drains(launches), "memory": _memory(launches),
+        "warnings": _warnings(log.events), "notes": list(_notes(log, launches)),
+        "files": [dataclasses.asdict(file) for file in log.files],
     }  # fmt: skip
-    numbers["interval"] = _interval(numbers, launches, node_mtbf_s)
-    numbers |= {"warnings": _warnings(log.events), "notes": list(_notes(log, launches)),
-                "files": [dataclasses.asdict(file) for file in log.files]}  # fmt: skip
     return JobHistory(launches, lost, numbers)
 
 
@@ -137,47 +124,6 @@ def _memory(launches: Sequence[Launch]) -> list[dict[str, Any]]:
             rows[event.node] = {"node": event.node, "peak_nbytes": max(nbytes, peak_nbytes), "last_nbytes": nbytes}
     nodes = unique(node for launch in launches for round_ in launch.rounds for node in round_.nodes)
     return [rows[node] for node in nodes if node in rows]
-
-
-def _interval(numbers: dict[str, Any], launches: Sequence[Launch], node_mtbf_s: float | None) -> dict[str, Any]:
-    """Suggest how often to save, from measured times and Daly's formula.
-
-    A rank that was replaced in place counts as a failure, too. The time between failures is measured if the log is long
-    enough: a day, or an hour with five failures.
-    """
-    wall_s, stall_s = numbers["seconds"]["wall_s"], numbers["stall_s"]["mean"]
-    failed = len(numbers["failures"]) + len(numbers["recoveries"])
-    is_long = wall_s >= _DAY_S or (wall_s >= _HOUR_S and failed >= 5)
-    is_measured = failed > 0 and node_mtbf_s is None and is_long
-    assumed_s = node_mtbf_s or NODE_MTBF_S
-    restarts = [row["down_s"] + row["recovery_s"] for row in numbers["failures"] if row["went_on"]]
-    restarts += [row["seconds"] for row in numbers["recoveries"]]
-    costs = Costs(
-        wall_s / failed if is_measured else assumed_s / max(1, len(numbers["nodes"])), stall_s,
-        max(numbers["commit_s"]["mean"], stall_s), statistics.fmean(restarts) if restarts else _RESTART_S,
-    )  # fmt: skip
-    best_s = best_interval(costs, 0.0) if numbers["stall_s"]["count"] else None
-    now_s, step_s = _pace(launches)
-    return {
-        "mtbf_s": costs.mtbf_s, "stall_s": stall_s, "commit_s": costs.commit_s, "restart_s": costs.restart_s,
-        "failures": failed if is_measured else 0, "node_mtbf_s": 0.0 if is_measured else assumed_s,
-        "is_given": node_mtbf_s is not None, "restart_measured": bool(restarts), "best_s": best_s,
-        "young_s": None if best_s is None else young(stall_s, costs.mtbf_s), "now_s": now_s, "step_s": step_s,
-        "best_waste": waste(best_s, costs, 0.0) if best_s else None,
-        "now_waste": waste(now_s, costs, 0.0) if now_s else None,
-        "best_steps": max(1, round(best_s / step_s)) if best_s is not None and step_s else None,
-    }  # fmt: skip
-
-
-def _pace(launches: Iterable[Launch]) -> tuple[float | None, float | None]:
-    """Return the median time from save to save and the median time of a step, in seconds."""
-    pairs = [pair for launch in launches for stretch in launch.stretches
-             for pair in itertools.pairwise(stretch.saves.values())]  # fmt: skip
-    spans = [(after.began - before.began, after[0].step - before[0].step) for before, after in pairs]
-    ahead = [(seconds, steps) for seconds, steps in spans if seconds > 0 and steps > 0]
-    if not ahead:
-        return None, None
-    return statistics.median(seconds for seconds, _ in ahead), statistics.median(s / steps for s, steps in ahead)
 
 
 def _warnings(events: Iterable[Event]) -> list[dict[str, Any]]:

@@ -94,10 +94,7 @@ class SchemeCosts:
 
 
 def consider(job: Job, asked: Sequence[str] = ()) -> tuple[list[tuple[Scheme, Placement]], list[str]]:
-    """Place the schemes that the user names, or else those of `SCHEMES` that differ on this number of nodes.
-
-    A line for each scheme that was left out, with the reason, comes with them.
-    """
+    """Place the named schemes, or else those of `SCHEMES` that differ here, and say why others are left out."""
     considered: list[tuple[Scheme, Placement]] = []
     left_out = []
     for scheme in map(parse, asked or SCHEMES):
@@ -117,9 +114,7 @@ def _groups(placement: Placement) -> tuple[object, ...]:
 def node_nbytes(job: Job, placement: Placement) -> int:
     """Count the bytes that a placement takes in the memory of the node that needs most.
 
-    The sum has the own slots, the slots of each copy or parity file that the node's ranks hold for others, with their
-    headers and tables, and the shares of what all ranks hold alike. The manifest counts with its smallest size, two
-    pages; its real size depends on the names in the state.
+    The manifest counts with its smallest size, two pages; its real size depends on the names in the state.
     """
     slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), layout.BLOCK_NBYTES)
     sizes = {len(group) for group in placement.parity_groups}
@@ -136,8 +131,7 @@ def node_nbytes(job: Job, placement: Placement) -> int:
 def share_uncovered(survived: survival.Survival, node_mtbf_s: float, window_s: float) -> float:
     """Return the probability that memory cannot cover a lost node, because others are lost while it is replaced.
 
-    Nodes fail independently, each every ``node_mtbf_s``. The number of further nodes that are lost within the window,
-    until redundancy is complete again, has a Poisson distribution, and they are random nodes.
+    Nodes fail independently, so the number of further losses within the window has a Poisson distribution.
     """
     mean = (survived.nodes - 1) * window_s / node_mtbf_s
     most = min(survived.nodes, 1 + _LATER_LOSSES)
@@ -151,10 +145,7 @@ def share_uncovered(survived: survival.Survival, node_mtbf_s: float, window_s: f
 
 
 def scheme_costs(job: Job, scheme: Scheme, placed: Placement, losses: int, costs: Costs | None) -> SchemeCosts:
-    """Compute what a scheme, as the user named it and as it was placed, gives a job.
-
-    The chances are for 1 to ``losses`` nodes that are lost at once. Without ``costs``, failure rates are unknown.
-    """
+    """Compute what a scheme gives a job. Without ``costs``, failure rates are unknown."""
     survived = survival.of(job.topology, placed)
     memory, good = node_nbytes(job, placed), survived.surviving(losses)
     uncovered = falls = interval = wasted = None

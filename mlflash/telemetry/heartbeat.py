@@ -14,14 +14,16 @@ import dataclasses
 import faulthandler
 import json
 import logging
-import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from ..errors import UnsafePath
 from ..memory.courier_process import read_stat
@@ -30,57 +32,52 @@ from ..version import __version__
 
 log = logging.getLogger("mlflash")
 
-FORMAT = 1
 PART_NBYTES = 4096  # written in one call, so that a reader never finds parts of two
 
-_LARGEST = 1 << 63
 _SHORT = 64  # letters of each text if all of them together are too long
-_STATES = ("started", "ended", "failed")
-_NUMBER = int | float
-_OF_BOTH: dict[str, Any] = {"format": int, "start": str, "rank": int, "pid": int, "pid_namespace": int, "state": str,
-                            "times": dict, "beat": _NUMBER}  # fmt: skip
-# Required and optional fields of the parts. A reader need not check them again.
-_TRAINER = _OF_BOTH | {
-    "run": str,
-    "ranks": int,
-    "node": str,
-    "restored": int | None,
-    "source": str,
-    "saved": int | None,
-}
-_TRAINER_MAY: dict[str, Any] = {"redundancy": str} | dict.fromkeys(
-    ("nodes", "stall_s", "stalled_s", "nbytes", "restored_at"), _NUMBER
+_LETTERS = 512  # most characters of a text; each may take six bytes
+SHOW_STACKS = signal.SIGRTMIN + 7
+"""The signal at which trainer and courier of a rank that `mlflash run` has started print where each thread is."""
+
+_Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+_Number = Annotated[float, Meta(gt=-(2.0**63), lt=2.0**63)]
+_OF_BOTH: dict[str, Any] = {"format": Literal[1], "rank": _Whole, "state": Literal["started", "ended", "failed"],
+                            "times": dict[str, _Number], "beat": _Number}  # fmt: skip
+_OF_PROCESS = _OF_BOTH | {"start": str, "pid": Annotated[int, Meta(ge=1, le=1 << 62)], "pid_namespace": _Whole}
+_OF_TRAINER = {"run": str, "ranks": _Whole, "node": str, "restored": _Whole | None, "source": str,
+               "saved": _Whole | None}  # fmt: skip
+_OF_COURIER = {"committed": _Whole | None}
+_ALSO_OF_TRAINER: dict[str, Any] = {"version": str, "redundancy": str} | dict.fromkeys(
+    ("nodes", "stall_s", "stalled_s", "nbytes"), _Number
 )
-_COURIER = _OF_BOTH | {"committed": int | None}
-_COURIER_MAY: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
-_COURIER_MAY |= dict.fromkeys((
-    "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable_at", "late_s", "slowest_s", "suspect",
-    "suspect_tensors", "certified",
-), _NUMBER)  # fmt: skip
-_COURIER_MAY |= {"slowest": int, "damaged": int}
-# What only the courier knows of a rank, and with which of these fields the next courier of this trainer continues.
-_COURIER_TELLS = ("committed", *(name for name in _COURIER_MAY if name != "unrestorable_at"))
+_ALSO_OF_COURIER: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
+_ALSO_OF_COURIER |= {"slowest": _Whole, "damaged": _Whole} | dict.fromkeys((
+    "drained", "protect_s", "commit_s", "held", "saves", "failed", "late_s", "slowest_s", "suspect", "suspect_tensors",
+    "certified",
+), _Number)  # fmt: skip
+_ABOUT_COURIER: dict[str, Any] = {"courier_pid": Annotated[int, Meta(ge=0, le=1 << 62)] | None,
+                                  "courier_alive": bool | None, "courier_beat": _Number | None,
+                                  "courier_state": str | None}  # fmt: skip
+
+
+def _document(name: str, fields: Mapping[str, Any], optional: Mapping[str, Any]) -> type[msgspec.Struct]:
+    others = [(field, kind | msgspec.UnsetType, msgspec.UNSET) for field, kind in optional.items()]
+    return msgspec.defstruct(name, [*fields.items(), *others], kw_only=True)
+
+
+TrainerPart = _document("TrainerPart", _OF_PROCESS | _OF_TRAINER, _ALSO_OF_TRAINER | {"restored_at": _Number})
+CourierPart = _document("CourierPart", _OF_PROCESS | _OF_COURIER, _ALSO_OF_COURIER | {"unrestorable_at": _Number})
+_Rank = _document(
+    "Rank", _OF_BOTH | _OF_TRAINER | _OF_COURIER | {"pid": Annotated[int, Meta(ge=0, le=1 << 62)], "alive": bool},
+    _ALSO_OF_TRAINER | _ALSO_OF_COURIER | _ABOUT_COURIER,
+)  # fmt: skip
+_TRAINER_TELLS = (*_OF_BOTH, "pid", *_OF_TRAINER, *_ALSO_OF_TRAINER)
+_COURIER_TELLS = (*_OF_COURIER, *_ALSO_OF_COURIER)
+# With these fields the next courier of this trainer continues.
 _GOES_ON = (
     "committed", "drained", "saves", "failed", "damaged", "unrestorable", "unrestorable_at", "suspect", "certified",
     "times",
 )  # fmt: skip
-# The fields of both parts together.
-_OF_PART = ("start", "pid_namespace")
-_RANK = {name: kind for name, kind in _TRAINER.items() if name not in _OF_PART}
-_RANK |= {"committed": int | None, "alive": bool}
-_RANK_MAY = (
-    _TRAINER_MAY
-    | _COURIER_MAY
-    | {
-        "courier_pid": int | None,
-        "courier_alive": bool | None,
-        "courier_beat": _NUMBER | None,
-        "courier_state": str | None,
-    }
-)
-SHOW_STACKS = signal.SIGRTMIN + 7
-"""The signal at which trainer and courier of a rank that `mlflash run` has started print where each thread is."""
-_LETTERS = 512  # most characters of a text; each may take six bytes
 
 
 def encode(said: Mapping[str, Any]) -> bytes:
@@ -92,46 +89,51 @@ def encode(said: Mapping[str, Any]) -> bytes:
     return text.ljust(PART_NBYTES)[:PART_NBYTES]
 
 
-def trainer_part(text: bytes) -> dict[str, Any] | str | None:
-    """Read the trainer's part, or return why it cannot be read; None if it is blank."""
-    return _part(text, _TRAINER, _TRAINER_MAY)
+def read_part(text: bytes, kind: type[msgspec.Struct]) -> dict[str, Any] | str | None:
+    """Read a `TrainerPart` or a `CourierPart`, or return why it cannot be read; None if it is blank."""
+    if not text.strip(b"\0 "):  # the process has just made it
+        return None
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return "cannot be read: it is torn, or no heartbeat"
+    return _checked(said, kind)
 
 
-def courier_part(text: bytes) -> dict[str, Any] | str | None:
-    """Read the courier's part, or return why it cannot be read; None if it is blank."""
-    return _part(text, _COURIER, _COURIER_MAY)
+def why_unread(said: object) -> str:
+    """Why what a rank reports (see `together`) cannot be read; "" if it can."""
+    checked = _checked(said, _Rank)
+    return checked if isinstance(checked, str) else ""
 
 
-def carried_on(before: Mapping[str, Any] | str | None, start: str, rank: int) -> dict[str, Any]:
-    """Return what a courier continues from: what the courier before it reported, if that had the same trainer."""
-    if not isinstance(before, Mapping) or (before["start"], before["rank"]) != (start, rank):
-        return {}
-    return {name: before[name] for name in _GOES_ON if name in before}
+def _checked(said: object, kind: type[msgspec.Struct]) -> dict[str, Any] | str:
+    try:
+        known: dict[str, Any] = msgspec.to_builtins(msgspec.convert(said, kind))
+        if known.get("restored") is None or "restored" in known["times"]:
+            return known
+        wrong = "the time of the restore is missing"
+    except (msgspec.ValidationError, UnicodeError) as error:
+        wrong = str(error)
+    version = str(said.get("version", "unknown"))[:_SHORT] if isinstance(said, dict) else "unknown"
+    return f"cannot be read: written by version {version} (this is {__version__}): {wrong}"
 
 
 def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, alive: bool, courier_alive: bool
              ) -> dict[str, Any]:  # fmt: skip
     """Combine what the trainer and the courier of a rank report: only the trainer decides its life and its progress.
 
-    Args:
-        trainer, courier: their parts. The courier's is left out if it belongs to another start, and None if it cannot
-            be read.
-
-    Returns:
-        What both report, as if they were one process, ``alive`` of the trainer, and ``courier_pid``, ``courier_alive``,
-        ``courier_beat`` and ``courier_state``, each None if nothing is known about a courier. A pid is 0 if the process
-        has another pid namespace than who reads: it counts as alive.
+    The courier's part is left out if it belongs to another start. Its process is described by ``courier_pid``,
+    ``courier_alive``, ``courier_beat`` and ``courier_state``, None if nothing is known. A pid is 0 if the process has
+    another pid namespace than who reads: it counts as alive.
     """
-    names = (name for name in (*_TRAINER, *_TRAINER_MAY, "version") if name not in (*_OF_PART, "restored_at"))
-    said: dict[str, Any] = {name: trainer[name] for name in names if name in trainer}
-    said |= {"committed": None, "alive": alive}
-    said |= dict.fromkeys(("courier_pid", "courier_alive", "courier_beat", "courier_state"))
+    said: dict[str, Any] = {name: trainer[name] for name in _TRAINER_TELLS if name in trainer}
+    said |= {"committed": None, "alive": alive, **dict.fromkeys(_ABOUT_COURIER)}
     if courier is None or (courier["start"], courier["rank"]) != (trainer["start"], trainer["rank"]):
         return said
     said |= {name: courier[name] for name in _COURIER_TELLS if name in courier}
     said |= {"courier_pid": courier["pid"], "courier_alive": courier_alive, "courier_beat": courier["beat"],
              "courier_state": courier["state"], "times": courier["times"] | trainer["times"]}  # fmt: skip
-    if (trainer.get("restored_at") or 0) >= (courier.get("unrestorable_at") or 0):
+    if trainer.get("restored_at", 0) >= courier.get("unrestorable_at", 0):
         said.pop("unrestorable", None)  # another checkpoint could be restored since
     return said
 
@@ -157,62 +159,11 @@ def is_without_courier(heartbeat: Mapping[str, Any]) -> bool:
     )  # fmt: skip
 
 
-def why_unread(said: object) -> str:
-    """Why what a rank reports (see `together`) cannot be read; "" if it can."""
-    return _why_unread(said, _RANK, _RANK_MAY)
-
-
-def _part(text: bytes, must: Mapping[str, Any], may: Mapping[str, Any]) -> dict[str, Any] | str | None:
-    if not text.strip(b"\0 "):  # the process has just made it
-        return None
-    try:
-        said: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError):
-        return "cannot be read: it is torn, or no heartbeat"
-    return _why_unread(said, must, may) or said
-
-
-def _why_unread(said: object, must: Mapping[str, Any], may: Mapping[str, Any]) -> str:
-    if not isinstance(said, dict):
-        return "cannot be read: it is no heartbeat"
-    written = said.get("format")
-    is_known = _is_a(written, int) and written == FORMAT  # JSON's true is equal to 1
-    wrong = [] if is_known else [f"format {_cut(written)} and not {FORMAT}"]
-    wrong += [name for name, kind in must.items() if name != "format" and not _is_a(said.get(name, ...), kind)]
-    wrong += [name for name, kind in may.items() if name in said and not _is_a(said[name], kind)]
-    if not wrong:
-        times = said["times"]
-        wrong += ["state"] * (said["state"] not in _STATES)
-        wrong += ["pid"] * (said["pid"] < (0 if must is _RANK else 1))
-        wrong += ["courier_pid"] * ((said.get("courier_pid") or 0) < 0)
-        wrong += ["times"] * (not all(_is_a(when, _NUMBER) for when in times.values()))
-        wrong += ["times"] * (said.get("restored") is not None and "restored" not in times)
-    if not wrong:
-        return ""
-    version = said.get("version")
-    by = f"version {_cut(version)}" if isinstance(version, str) else "a version that does not say which it is"
-    return f"cannot be read: written by {by} (this is {__version__}; {', '.join(wrong[:3])})"
-
-
-def _is_a(value: object, kind: Any) -> bool:
-    if isinstance(value, bool):
-        return kind is bool or kind == (bool | None)
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    return isinstance(value, kind) and not (isinstance(value, int | float) and abs(value) >= _LARGEST)
-
-
-def _cut(value: object) -> str:
-    return str(value)[:_SHORT]
-
-
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
     """The rank that a heartbeat belongs to: plain values, which the trainer makes and sends to its courier.
 
-    Attributes:
-        start: identifies this trainer and its Checkpointer: what couriers of others have left in the file is passed
-            over.
+    ``start`` identifies this trainer and its Checkpointer: what couriers of others have left is passed over.
     """
 
     rank: int
@@ -224,14 +175,12 @@ class RankFacts:
 
 
 class _Part:
-    """The part of the file that one process of a rank writes; not collective."""
-
     def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int, is_written: bool):
         self._lock = threading.Lock()  # a courier that is a thread writes, too
         self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}") if is_written else -1, at
         self._over = False
         self._said: dict[str, Any] = {
-            "format": FORMAT, "version": __version__, "start": facts.start, "rank": facts.rank, "pid": os.getpid(),
+            "format": 1, "version": __version__, "start": facts.start, "rank": facts.rank, "pid": os.getpid(),
             "pid_namespace": _pid_namespace(), "state": "started", "times": {},
         }  # fmt: skip
         if facts.run:
@@ -265,11 +214,10 @@ class _Part:
 
     def _close(self) -> None:
         with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._over = -1, True
+            self.leave()
 
     def leave(self) -> None:
+        """Write nothing from now on. It takes no lock, which a thread of the parent may hold in a forked process."""
         fd, self._fd, self._over = self._fd, -1, True
         if fd >= 0:
             os.close(fd)
@@ -278,8 +226,7 @@ class _Part:
 class TrainerHeartbeat(_Part):
     """The heartbeat of this rank's trainer: its beat is the progress of the training.
 
-    Args:
-        is_written: False leaves the file of a dead job as it is: a command opens its memory.
+    With ``is_written=False`` the file of a dead job stays as it is: a command opens its memory.
     """
 
     def __init__(self, memory: NodeDirectory, facts: RankFacts, is_written: bool = True):
@@ -309,7 +256,9 @@ class CourierHeartbeat(_Part):
         super().__init__(memory, facts, PART_NBYTES, is_written)
         self.before: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # there is no part, or it could not be opened
-            self.before = carried_on(courier_part(os.pread(self._fd, PART_NBYTES, self._at)), facts.start, facts.rank)
+            before = read_part(os.pread(self._fd, PART_NBYTES, self._at), CourierPart)
+            if isinstance(before, dict) and (before["start"], before["rank"]) == (facts.start, facts.rank):
+                self.before = {name: before[name] for name in _GOES_ON if name in before}
         self._said |= {"committed": None, "saves": 0, "failed": 0} | self.before
         self.beat()
 
@@ -394,11 +343,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Read the file of some rank.
+    """Read what the trainer and the courier of some rank report `together`, and in words, why parts cannot be read.
 
-    Returns:
-        What its trainer and its courier report together, see `together`; None if the trainer's part is
-        missing, blank, or cannot be read. And, in words, why parts cannot be read.
+    Nothing is reported if the trainer's part is missing, blank, or cannot be read.
     """
     try:
         fd = memory.open(name, os.O_RDONLY)
@@ -412,7 +359,7 @@ def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | N
         return None, [f"cannot be read: {error.strerror}"]
     finally:
         os.close(fd)
-    trainer, courier = trainer_part(text[:PART_NBYTES]), courier_part(text[PART_NBYTES:])
+    trainer, courier = read_part(text[:PART_NBYTES], TrainerPart), read_part(text[PART_NBYTES:], CourierPart)
     if not isinstance(trainer, dict):
         return None, [] if trainer is None else [trainer]
     unread = [f"{courier} in what the courier says"] if isinstance(courier, str) else []

@@ -5,6 +5,7 @@ The first rank of each node does it for all of them, on a thread that calls no M
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -48,9 +49,7 @@ _Values = Sequence[tuple[list[str], dict[str, Any]]]  # labels and heartbeat of 
 
 
 class Metrics:
-    """Shows the metrics of one node until it is closed; not collective.
-
-    Metrics that cannot be shown are a warning: training continues.
+    """Shows the metrics of one node until it is closed. Where that fails, it is a warning, and training continues.
 
     Args:
         where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
@@ -73,10 +72,7 @@ class Metrics:
             except OSError as error:
                 log.warning("there are no metrics at %s:%d: %s", _LOOPBACK, port, error)
             return
-
-        def write() -> None:
-            prometheus_client.write_to_textfile(where, registry)
-
+        write = functools.partial(prometheus_client.write_to_textfile, where, registry)
         self._thread = threading.Thread(target=self._keep_up, args=(write,), name="mlflash-metrics", daemon=True)
         self._thread.start()
 
@@ -96,17 +92,16 @@ class Metrics:
         self._thread = self._server = None
 
     def _keep_up(self, write: Callable[[], None]) -> None:
-        wrong = over = False
+        before, over = "", False
         while not over:
-            over = self._over.wait(_EVERY_S)
+            over, wrong = self._over.wait(_EVERY_S), ""
             try:
                 write()
             except Exception as error:  # any error: the next time may succeed
-                if not wrong:
-                    log.warning("metrics cannot be written: %s", error)
-                wrong = True
-            else:
-                wrong = False
+                wrong = str(error)
+                if not before:
+                    log.warning("metrics cannot be written: %s", wrong)
+            before = wrong
 
 
 class _Collector:

@@ -133,11 +133,7 @@ def _write_whole(fd: int, lines: bytes) -> None:
 
 
 def file_of_node(path: str, node_index: int) -> str:
-    """Name the file that the ranks of a node append to: nodes must not append to one file of a shared file system.
-
-    Example:
-        ``run.jsonl`` is that of the first node, ``run.node1.jsonl`` that of the second.
-    """
+    """Name the file of a node, ``run.node1.jsonl`` for the second: nodes must not append to one shared file."""
     stem, suffix = os.path.splitext(path)
     return path if node_index == 0 else f"{stem}.node{node_index}{suffix}"
 
@@ -154,11 +150,9 @@ class _Tally:
 
 
 class TrainerRecorder(_Tally):
-    """What the trainer of one rank knows; not collective.
+    """What the trainer of one rank knows.
 
-    Args:
-        metrics: shown by this rank for all of its node; None: another rank shows them, or none does.
-        courier_is_thread: whether the courier is a thread of this process, and calls `flush`.
+    ``metrics`` are those of its node; most ranks have none. A courier that is a thread calls `flush`.
     """
 
     def __init__(self, rank: int, heartbeat: TrainerHeartbeat, events: EventLog, metrics: Metrics | None = None,
@@ -239,19 +233,14 @@ class TrainerRecorder(_Tally):
 
 
 class CourierRecorder(_Tally):
-    """What the courier of one rank knows; not collective.
-
-    Args:
-        flush: writes what the trainer in the same process has noted; None: the courier is a separate process.
-    """
+    """What the courier of one rank knows. ``flush`` writes what a trainer in the same process has noted."""
 
     def __init__(self, rank: int, heartbeat: CourierHeartbeat, events: EventLog,
                  flush: Callable[[], None] | None = None):  # fmt: skip
         super().__init__(rank)
         self._heartbeat, self.events, self.flush = heartbeat, events, flush
-        self._saves_before = int(heartbeat.before.get("saves") or 0)  # of the previous courier
-        self._failed_before = int(heartbeat.before.get("failed") or 0)
-        self._damaged_before = int(heartbeat.before.get("damaged") or 0)
+        # Those of the previous courier.
+        self._before = {name: int(heartbeat.before.get(name) or 0) for name in ("saves", "failed", "damaged")}
         self._nbytes: int | None = None
         self._riding: Riding | None = None
         self._lateness: Lateness | None = None  # of the next commit
@@ -276,11 +265,9 @@ class CourierRecorder(_Tally):
         """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
         self.counts["committed"] += 1
         late, self._lateness = self._lateness, None
-        self._heartbeat.beat(
-            "committed", committed=step, commit_s=seconds, saves=self._saves_before + self.counts["committed"],
-            unrestorable="", **({} if late is None else _in_heartbeat(late)),
-        )  # fmt: skip
-        self._flush_trainer()
+        self._beat("committed", committed=step, commit_s=seconds, unrestorable="",
+                   saves=self._before["saves"] + self.counts["committed"],
+                   **({} if late is None else _in_heartbeat(late)))  # fmt: skip
         waited: dict[str, Any] = {}
         if late is not None and self._rank == 0 and is_worth_a_word(late.slowest.seconds, seconds):
             waited = {"slowest": late.slowest.rank, "late_in": late.slowest.phase, "late_s": late.slowest.seconds}
@@ -301,7 +288,7 @@ class CourierRecorder(_Tally):
 
     def failed(self, step: int, error: MlflashError) -> None:
         self.counts["failed"] += 1
-        self._beat(failed=self._failed_before + self.counts["failed"])
+        self._beat(failed=self._before["failed"] + self.counts["failed"])
         self.events.add("fail", step=step, why=str(error))
         if self._rank in (0, error.rank):
             log.warning("step %d was not saved: %s", step, error)
@@ -331,7 +318,7 @@ class CourierRecorder(_Tally):
 
     def damaged(self, file: str, kind: str, step: int, of: int, block: int | None, text: str) -> None:
         self.counts["files damaged"] += 1
-        self._beat(damaged=self._damaged_before + self.counts["files damaged"])
+        self._beat(damaged=self._before["damaged"] + self.counts["files damaged"])
         self.events.add("damage", file=file, kind=kind, step=step, of=of, block=block)
         log.warning("%s", text)
 
@@ -361,11 +348,8 @@ class CourierRecorder(_Tally):
         self._heartbeat.leave()
         self.events.leave()
 
-    def _beat(self, **news: Any) -> None:
-        self._heartbeat.beat(**news)
-        self._flush_trainer()
-
-    def _flush_trainer(self) -> None:
+    def _beat(self, event: str = "", /, **news: Any) -> None:
+        self._heartbeat.beat(event, **news)
         if self.flush is not None:
             self.flush()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,14 +85,6 @@ def test_no_page_is_wider_than_its_window_and_on_a_laptop_no_table_than_its_colu
     assert len(files) > 40 and found == []
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_pages_with_scripts_are_no_wider_either(chromium: Any, width: int) -> None:
-    for name in ("index", "comparison"):
-        with tab(chromium, SITE / f"{name}.html", width) as page:
-            assert page.locator(".md-typeset__scrollwrap > .md-typeset__table > table").count() > 0
-            assert page.evaluate(TOO_WIDE) == [], name
-
-
 def test_the_search_works_from_a_folder_and_finds_what_people_look_for(chromium: Any) -> None:
     found = {}
     with tab(chromium, SITE / "index.html") as page:
@@ -107,10 +98,3 @@ def test_the_search_works_from_a_folder_and_finds_what_people_look_for(chromium:
             found[words] = [name.removesuffix(".html") for name in page.evaluate(FOUND)[:3]]
         assert page.complaints == []
     assert {words: pages for words, pages in found.items() if not SEARCHES[words] & set(pages)} == {}
-
-
-def test_the_api_has_the_types_of_arguments_and_leads_from_what_is_raised_to_the_errors() -> None:
-    text = " ".join(re.sub(r"<(?!a |/a)[^>]*>", "", (SITE / "api.html").read_text()).split())
-    assert re.search(r"timeout_s \(float \| None, default: None ?\) –", text)
-    assert re.search(r'<a href="using.html#settings">all settings</a>', text)
-    assert re.search(r'<a [^>]*href="#mlflash.errors.StepOrderError">StepOrderError</a> – ', text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from pathlib import Path
 MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
 # Tests for a number of ranks that the gate has not.
 OTHER_RANKS = ("runs on ", "Test requires ")  # the second by pytest-mpi
-SLOWEST = 30
 NEVER_BEGUN = "never begun"  # how a step ended that waited for one that failed
 SHOWN = 15  # failed tests that are named
 
@@ -28,7 +26,6 @@ def tally(
         may_skip: how the reasons begin for which a test may be skipped in all steps.
     """
     passed, failed = other_steps, len(failed_steps)
-    _print_slowest(reports)
     ran: set[str] = set()
     broken: dict[str, None] = {}
     skipped: dict[str, str] = {}
@@ -75,13 +72,3 @@ def _cases(reports: Path) -> Iterator[tuple[str, ElementTree.Element, bool]]:
         is_first_rank = "-rank" not in path.stem or path.stem.endswith("-rank0")
         for case in ElementTree.parse(path).iter("testcase"):
             yield f"{path.parent.name}: {case.get('classname')}::{case.get('name')}", case, is_first_rank
-
-
-def _print_slowest(reports: Path) -> None:
-    seconds: Counter[str] = Counter()
-    for name, case, _ in _cases(reports):
-        seconds[name] = max(seconds[name], float(case.get("time", 0)))
-    print(f"\nThe {SLOWEST} slowest tests, in seconds:")
-    for name, took in seconds.most_common(SLOWEST):
-        print(f"{took:7.1f}  {name}")
-    print()

@@ -50,15 +50,6 @@ def test_the_source_distribution_is_the_project(built: tuple[Path, Path]) -> Non
     assert names == {name for name in tracked if not name.startswith(".") and not (REPO / name).is_symlink()}
 
 
-def test_the_tests_run_from_the_source_distribution(built: tuple[Path, Path], tmp_path: Path) -> None:
-    with tarfile.open(built[0]) as opened:
-        opened.extractall(tmp_path, filter="data")
-    (project,) = tmp_path.iterdir()
-    # What compares documents, modules and tests with each other finds all of them.
-    call(Path(sys.executable).with_name("pytest"), "-q", "tests/unit/test_docs.py", "tests/unit/test_package.py",
-         "tests/unit/test_format.py", "-k", "not block", cwd=project)  # fmt: skip
-
-
 def test_the_index_takes_both(built: tuple[Path, Path], checkers: Path) -> None:
     assert call(checkers / "twine", "check", "--strict", *built).count("PASSED") == 2
 

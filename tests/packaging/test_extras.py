@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import zipfile
@@ -173,15 +172,3 @@ def test_an_mpi_of_the_index_runs_ranks(extra: str, install: Callable[[str], Pat
                   "TMPDIR": str(shm), "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"})  # fmt: skip
     status = call(environment / "bin/mlflash", "status", env={"MLFLASH_MEMORY": str(memory / "node0")}, cwd=tmp_path)
     assert "step 2 of 2 ranks, committed" in status
-
-
-def test_nemo_finds_packages_that_fit(plain_environment: Path, wheel: Path, tmp_path: Path) -> None:
-    """They are 2 GB, older than those of constraints.txt, and trained with by `make nemo`: here none is downloaded."""
-    torch = [line for line in (REPO / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
-    (tmp_path / "constraints.txt").write_text("\n".join(torch))
-    told = call(plain_environment / "bin/python", "-m", "pip", "install", "--dry-run", "--report", tmp_path / "found",
-                "-q", "-c", tmp_path / "constraints.txt", f"{wheel}[nemo]", timeout=380)  # fmt: skip
-    chosen = [one["metadata"] for one in json.loads((tmp_path / "found").read_text())["install"]]
-    found = {one["name"]: one["version"] for one in chosen}
-    assert found["nemo-toolkit"] == "2.7.3" and found["megatron-core"].startswith("0.15."), told
-    assert "torch" not in found, "it would replace the torch that is there"

@@ -40,37 +40,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 """
 REVEALED = ["mlflash.checkpointer.checkpointer.Checkpointer", "int", "str", "mlflash.adapters.dcp.writer.MemoryWriter",
             "mlflash.adapters.dcp.reader.MemoryReader", "mlflash.saving.snapshot.Snapshot", "int | None"]  # fmt: skip
-WRONG = """
-import mlflash
-
-ckpt = mlflash.Checkpointer(7)
-ckpt.save("newest", {})
-ckpt.store(1, {})
-mlflash.nothing
-"""
 
 
-def check(program: str, checkers: Path, environment: Path, folder: Path) -> list[str]:
-    (folder / "train.py").write_text(program)
-    mypy = [checkers / "mypy", "--strict", "--config-file=", "--cache-dir", folder / "cache"]
-    done = subprocess.run([*mypy, "--python-executable", environment / "bin/python", "train.py"], cwd=folder,
+def test_the_types_of_core_and_adapters_are_seen(checkers: Path, torch_environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    mypy = [checkers / "mypy", "--strict", "--config-file=", "--cache-dir", tmp_path / "cache"]
+    done = subprocess.run([*mypy, "--python-executable", torch_environment / "bin/python", "train.py"], cwd=tmp_path,
                           capture_output=True, text=True, timeout=110)  # fmt: skip
-    assert not done.stderr and str(REPO) not in done.stdout
-    return done.stdout.splitlines()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With what mypy has found out about torch: that takes it half a minute."""
-    return tmp_path_factory.mktemp("typed")
-
-
-def test_the_types_of_core_and_adapters_are_seen(checkers: Path, torch_environment: Path, folder: Path) -> None:
-    said = check(PROGRAM, checkers, torch_environment, folder)
-    assert not [line for line in said if "error:" in line], said
-    assert re.findall(r'Revealed type is "(.*)"', "\n".join(said)) == REVEALED
-
-
-def test_what_is_wrong_is_found(checkers: Path, torch_environment: Path, folder: Path) -> None:
-    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, checkers, torch_environment, folder)))
-    assert sorted(set(wrong)) == ["4", "5", "6", "7"]
+    assert not done.stderr and str(REPO) not in done.stdout and "error:" not in done.stdout, done.stdout
+    assert re.findall(r'Revealed type is "(.*)"', done.stdout) == REVEALED

@@ -236,13 +236,6 @@ def test_a_restore_goes_on_whatever_becomes_of_it(directory: Path, shm: Path, fo
         assert state["w"].tolist() == [2.0] * 1000 and state["a"].tolist() == state_at(2)["a"].tolist()
 
 
-def test_what_is_not_kept_leaves_nothing(shm: Path, tmp_path: Path, form: str, keys: tuple[Path, Path, Path]) -> None:
-    train(tmp_path / "d", shm, 1, 2, 3, format=form, keep_last=1, sign_key=keys[0])
-    assert {str(path.relative_to(tmp_path / "d")) for path in (tmp_path / "d").rglob("*")} == {
-        "step-00000003", *(f"step-00000003/{name}" for name in (*FILES[form], *SAID)),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("courier", ["process", "thread"])
 def test_a_key_that_cannot_be_used_ends_the_start(
     shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path], courier: str

@@ -63,12 +63,12 @@ def test_jobs_are_listed_with_sizes_and_ages_the_largest_first(shm: Path) -> Non
     assert call("jobs", "--memory", shm).stdout == f"no job of this user holds memory in {shm} here\n"
     save(shm, "small", 1)
     save(shm, "large", 1, 200)
-    for command in ("jobs", "clean"):
-        lines = call(command, "--memory", shm).stdout.splitlines()
-        rows = [line.split() for line in lines[3:5]]
-        assert [(row[0], row[2], row[4]) for row in rows] == [("large", "MiB", "200"), ("small", "KiB", "1")]
-        assert all("ago" in row and "no process is alive" in " ".join(row) for row in rows)
-        assert lines[-1].startswith(f"2 jobs of this user in {shm}: ")
+    assert "mlflash jobs" in call("clean", "--memory", shm, code=2).stderr
+    lines = call("jobs", "--memory", shm).stdout.splitlines()
+    rows = [line.split() for line in lines[3:5]]
+    assert [(row[0], row[2], row[4]) for row in rows] == [("large", "MiB", "200"), ("small", "KiB", "1")]
+    assert all("ago" in row and "no process is alive" in " ".join(row) for row in rows)
+    assert lines[-1].startswith(f"2 jobs of this user in {shm}: ")
     told = json.loads(call("jobs", "--memory", shm, "--json").stdout)["jobs"]
     assert [(one["job"], one["step"], one["pid"], one["error"]) for one in told] == [
         ("large", 200, None, None), ("small", 1, None, None),

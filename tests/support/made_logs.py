@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ class Job:
         step_s, every: a step, and how many there are from save to save.
         stall_s, protect_s, nbytes: of a save.
         drain_every: saves from drain to drain; 0: none.
-        noise: how much times differ between ranks and saves, as a share.
     """
 
     ranks_per_node: int = 2
@@ -32,21 +30,16 @@ class Job:
     protect_s: float = 2.0
     nbytes: int = 256 * MIB
     drain_every: int = 0
-    noise: float = 0.0
     survives: str = "any process; any 1 of 2 nodes"
     redundancy: str = "copy"
 
     def __post_init__(self) -> None:
         self.lines: dict[str, list[dict[str, Any]]] = {}  # node → what its ranks wrote
-        self.first: list[str] = []  # nodes in the order in which they came
-        self._dice = random.Random(7)
         self._generation = 0
 
     def say(self, event: str, time: float, run: str, rank: int, node: str, **fields: Any) -> None:
-        if node not in self.lines:
-            self.lines[node] = []
         line = {"event": event, "time": round(time, 6), "run": run, "rank": rank, "node": node, **fields}
-        self.lines[node].append(line)
+        self.lines.setdefault(node, []).append(line)
 
     def launch(self, run: str, began: float, nodes: Sequence[str], from_step: int | None, until: int,
                dies: Mapping[str, float] | None = None, end: str | None = "ended", ready_s: float = 5.0,
@@ -98,21 +91,18 @@ class Job:
 
     def _save(self, say: Any, ranks: Mapping[int, str], step: int, now: float) -> float:
         self._generation += 1
-        slowest = 1 + self.noise * self._dice.random() ** 4 * 3
-        stalls = {rank: self.stall_s * slowest * (1 - self.noise * self._dice.random() / 2) for rank in ranks}
-        protects = {rank: self.protect_s * (1 + self.noise * self._dice.gauss(0, 0.4)) for rank in ranks}
-        committed = max(stalls[rank] + protects[rank] for rank in ranks) + 0.01
+        protected = self.stall_s + self.protect_s
+        committed = protected + 0.01
         for rank in ranks:
-            say("save", now + stalls[rank], rank, step=step, seconds=stalls[rank], nbytes=self.nbytes, lazy=False)
+            say("save", now + self.stall_s, rank, step=step, seconds=self.stall_s, nbytes=self.nbytes, lazy=False)
             peer = (rank + self.ranks_per_node) % len(ranks)
-            say("protect", now + stalls[rank] + protects[rank], rank, step=step, seconds=protects[rank],
-                nbytes=self.nbytes, peers=[peer])  # fmt: skip
+            say("protect", now + protected, rank, step=step, seconds=self.protect_s, nbytes=self.nbytes, peers=[peer])
             say("commit", now + committed, rank, step=step, seconds=committed, generation=self._generation)
             if self.drain_every and self._generation % self.drain_every == 0:
-                took = 6 * self.protect_s * (1 + self.noise * self._dice.random())
+                took = 6 * self.protect_s
                 say("drain", now + committed + took, rank, step=step, seconds=took, nbytes=self.nbytes,
                     path=f"/lustre/me/run42/step-{step:08d}", error=None)  # fmt: skip
-        return now + max(stalls.values())
+        return now + self.stall_s
 
     def write(self, path: Path) -> list[Path]:
         files = []
@@ -134,7 +124,7 @@ def eventful(path: Path) -> list[Path]:
     """Three quarters of an hour on four nodes with eight ranks: a node is lost, a process fails, a clean end."""
     survives = "any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n1 and n2 together, n3 and n4 together"
     job = Job(ranks_per_node=2, step_s=0.84, every=25, stall_s=0.11, protect_s=1.6, nbytes=1536 * MIB, drain_every=20,
-              noise=0.6, survives=survives)  # fmt: skip
+              survives=survives)  # fmt: skip
     at = BEGAN
     at = job.launch("9f31c2aa", at, ["n1", "n2", "n3", "n4"], None, 4000, end=None,
                     dies={"n3": at + 812.4, "n1": at + 815.1, "n2": at + 815.1, "n4": at + 815.2})  # fmt: skip
@@ -151,20 +141,12 @@ def eventful(path: Path) -> list[Path]:
 
 def large(path: Path, nodes: int = 64, ranks_per_node: int = 8, saves: int = 40) -> list[Path]:
     """Hundreds of ranks, tens of thousands of events; a node is lost after two thirds."""
-    job = Job(
-        ranks_per_node=ranks_per_node, step_s=3.0, every=20, stall_s=0.2, protect_s=8.0, nbytes=4096 * MIB, noise=0.5
-    )
+    job = Job(ranks_per_node, step_s=3.0, every=20, stall_s=0.2, protect_s=8.0, nbytes=4096 * MIB)
     names = [f"node{index:03d}" for index in range(nodes)]
     third = BEGAN + saves * 2 / 3 * 60.2
     dead = dict.fromkeys(names, third + 4.0) | {names[nodes // 2]: third}
     at = job.launch("11111111", BEGAN, names, None, 20 * saves, dies=dead, end=None)
     spare = [*names[: nodes // 2], "spare0", *names[nodes // 2 + 1 :]]
-    job.launch(
-        "22222222",
-        at + 60,
-        spare,
-        int(saves * 2 / 3) * 20 - 20,
-        20 * saves,
-        places={nodes // 2 * ranks_per_node: "parity"},
-    )
+    job.launch("22222222", at + 60, spare, int(saves * 2 / 3) * 20 - 20, 20 * saves,
+               places={nodes // 2 * ranks_per_node: "parity"})  # fmt: skip
     return job.write(path)

@@ -35,7 +35,7 @@ TOOLS: dict[str, str] = {
     "demo": "config launcher human_readable",
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",
-    "log_report": "human_readable planning",
+    "log_report": "human_readable",
     "doctor": "protocol placement memory mpi wireup config courier redundancy startup draining checkpointer "
     "human_readable command_line launcher planning",
     "commands": "background_files placement storage memory mpi wireup config telemetry draining restoring checkpointer "

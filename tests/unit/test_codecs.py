@@ -370,7 +370,7 @@ PARTS = st.fixed_dictionaries({
 
 
 def read_part(raw: bytes) -> Any:
-    found = heartbeat.courier_part(raw)
+    found = heartbeat.read_part(raw, heartbeat.CourierPart)
     if isinstance(found, str):
         raise ValueError(found)
     return found

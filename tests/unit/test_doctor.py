@@ -1,4 +1,4 @@
-"""`mlflash doctor`: how results become lines, and the command alone on this node."""
+"""`mlflash doctor`: what checks make of what they read, how results become lines, and the command on this node."""
 
 from __future__ import annotations
 
@@ -7,19 +7,303 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import needs
 import pytest
 from click.testing import CliRunner
 
 from mlflash.cli import main
+from mlflash.config import from_environment
+from mlflash.doctor import mpi_checks, node_checks, software_checks
+from mlflash.doctor.context import Context
 from mlflash.doctor.findings import Diagnosis, Finding, Level, fine, merge, show, warning, wrong
+from mlflash.launcher.on_slurm import LaunchFailed
+from mlflash.memory.memory_limits import Mount, find_mount, headroom
+from mlflash.placement.node import Node
+from mlflash.planning import scheme_comparison
+from mlflash.wireup.launcher_variables import Launched, launched
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 GIB = 1 << 30
+SPARE = 64 << 20  # what must stay free when so much is allocated
+OK, NOTE, WARNING, ERROR = Level
+
+# /dev/shm is mounted twice, the second time over the first; a directory with a blank in its name.
+MOUNTINFO = r"""24 27 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw,size=12334492k,nr_inodes=3083623,mode=755
+25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684092k
+26 24 0:24 / /dev/pts rw,relatime - devpts devpts rw,mode=600,ptmxmode=000
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard,resv_strict
+30 25 0:27 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684092k
+31 23 0:28 / /mnt/my\040disk rw,relatime master:1 propagate_from:2 - xfs /dev/vdb rw
+"""
+# Of a step under job_container/tmpfs: a tmpfs without a size of its own, in a mount namespace of the job.
+IN_A_JOB = """500 499 259:2 / / rw,relatime - ext4 /dev/nvme0n1p2 rw
+510 500 0:5 / /dev rw,nosuid - devtmpfs udev rw,size=131072k,mode=755
+530 510 0:151 / /dev/shm rw,relatime - tmpfs tmpfs rw
+"""
+# Lines of Slurm 22.05, and of 23.11.
+CONFIG = """Configuration data as of 2025-11-22T03:25:12
+AccountingStorageType   = accounting_storage/none
+Epilog                  = (null)
+EpilogMsgTime           = 2000 usec
+JobContainerType        = job_container/none
+TaskEpilog              = (null)
+
+Slurmctld(primary) at head is UP
+"""
+NEWER_CONFIG = """Configuration data as of 2025-11-22T03:25:12
+Epilog[0]               = {0}/epilog.sh
+Epilog[1]               = {0}/epilog.d/*
+JobContainerType        = job_container/tmpfs
+TaskEpilog              =
+"""
+Check = Callable[[Context], Iterable[Finding]]
+
+
+def context(env: dict[str, str] | None = None, memory: str = "/dev/shm", **more: Any) -> Context:
+    env = env or {}
+    return Context(from_environment(env, None, job="any", memory=memory), env, launched(env), **more)
+
+
+def results(check: Check, *arguments: Any, **more: Any) -> list[tuple[Level, str, str]]:
+    return [(found.level, found.fill(found.text), found.fill(found.advice)) for found in check(*arguments, **more)]
+
+
+def result(finding: Finding) -> tuple[Level, str, str]:
+    ((level, text, advice),) = results(lambda: [finding])
+    assert bool(advice) == (level > NOTE), "advice, if something is wrong"
+    return level, text, advice
+
+
+# Memory
+
+
+def test_the_last_of_several_mounts_counts() -> None:
+    found = find_mount(MOUNTINFO, "/dev/shm")
+    assert found == Mount("0:27", "/dev/shm", "tmpfs", "rw,size=24684092k")
+    assert find_mount(MOUNTINFO, "/dev/shm/mlflash-0") == found
+    other = find_mount(MOUNTINFO, "/dev/shmoo")
+    assert other is not None and (other.point, other.kind) == ("/dev", "devtmpfs")
+    blank = find_mount(MOUNTINFO, "/mnt/my disk/x")
+    assert blank is not None and (blank.point, blank.kind, blank.device) == ("/mnt/my disk", "xfs", "0:28")
+    assert find_mount("garbage\n\n1 2 3 - \n", "/dev/shm") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "init", "mark", "env", "level", "text"),
+    [
+        (MOUNTINFO, MOUNTINFO, "", {}, OK, "/dev/shm is that of the node: it outlives job steps and jobs"),
+        (MOUNTINFO, MOUNTINFO, "", {"APPTAINER_CONTAINER": "/x.sif"}, OK, "/dev/shm is that of the node"),
+        (MOUNTINFO, MOUNTINFO, ".dockerenv", {}, NOTE, "that of this container; unknown whether"),
+        (MOUNTINFO, "", "", {}, NOTE, "unknown whether"),
+        (IN_A_JOB, MOUNTINFO, "", {"SLURM_JOB_ID": "71"}, WARNING, "it outlives a job step, but not the job"),
+        (IN_A_JOB, MOUNTINFO, "run/.containerenv", {"SLURM_JOB_ID": "71"}, WARNING, "job step, but not the job"),
+        (IN_A_JOB, MOUNTINFO, "", {"APPTAINER_CONTAINER": "x", "SLURM_JOB_ID": "71"}, WARNING, "this container and"),
+        (IN_A_JOB, MOUNTINFO, "", {}, WARNING, "a private mount namespace"),
+    ],
+)
+def test_whether_memory_outlives_a_step_and_a_job(
+    own: str, init: str, mark: str, env: dict[str, str], level: Level, text: str, tmp_path: Path
+) -> None:
+    for pid, mountinfo in (("self", own), ("1", init)):
+        (tmp_path / "proc" / pid).mkdir(parents=True)
+        if mountinfo:
+            (tmp_path / "proc" / pid / "mountinfo").write_text(mountinfo)
+    if mark:
+        (tmp_path / mark).parent.mkdir(exist_ok=True)
+        (tmp_path / mark).touch()
+    ((found, words, advice),) = results(node_checks.lifetime, context(env, root=str(tmp_path)))
+    assert found == level and text in words and bool(advice) == (level is WARNING)
+    ((kind, words, _),) = results(node_checks.file_system, context(env, "/home", root=str(tmp_path)))
+    assert kind is WARNING and words == "/home is ext4, which is not memory"
+
+
+def test_a_logout_that_deletes_shared_memory_is_worth_a_warning(tmp_path: Path) -> None:
+    def levels(memory: str = "/dev/shm", uid: int = 1000) -> list[Level]:
+        return [found.level for found in node_checks.logout(context(memory=memory, uid=uid, root=str(tmp_path)))]
+
+    assert levels() == [], "no logind, no word"
+    (tmp_path / "run/systemd/users").mkdir(parents=True)
+    assert (levels(), levels(uid=0), levels("/mnt/x")) == ([WARNING], [OK], [])
+    conf = tmp_path / "etc/systemd/logind.conf"
+    own = tmp_path / "etc/systemd/logind.conf.d/10-site.conf"
+    own.parent.mkdir(parents=True)
+    for file, text, level in (
+        (conf, "[Login]\n#RemoveIPC=no\n", OK),  # as Red Hat ships it
+        (conf, "[Login]\n#RemoveIPC=no\nRemoveIPC=yes\n", WARNING),
+        (own, "[Login]\nRemoveIPC = no\n", OK),
+    ):
+        file.write_text(text)
+        assert levels() == [level]
+
+
+@pytest.mark.parametrize(
+    ("check", "left", "held", "need", "level"),
+    [
+        ("space", 90 * GIB, 0, None, OK),
+        ("space", 90 * GIB + SPARE, 0, 90 * GIB, OK),
+        ("space", 90 * GIB + SPARE, 5 * GIB, 95 * GIB, WARNING),
+        ("space", 90 * GIB + SPARE - 1, 5 * GIB, 95 * GIB, ERROR),
+        ("cgroup", 100 * GIB + SPARE, 0, None, OK),
+        ("cgroup", 100 * GIB + SPARE, 0, 70 * GIB, OK),
+        ("cgroup", 100 * GIB + SPARE, 0, 90 * GIB, WARNING),
+        ("RAM", 100 * GIB + SPARE, 0, 101 * GIB, ERROR),
+    ],
+)
+def test_what_is_left_against_what_the_job_takes(
+    check: str, left: int, held: int, need: int | None, level: Level
+) -> None:
+    found, text, _ = result(node_checks.judge_room(check, left, held, need))
+    assert found == level and ("the job takes" in text) == (need is not None) and ("held by" in text) == (held > 0)
+
+
+def test_writing_leaves_nothing_and_a_directory_that_is_not_private_is_named(shm: Path) -> None:
+    own = shm / f"mlflash-{os.getuid()}"
+
+    def found() -> list[tuple[Level, str]]:
+        return [(level, text) for level, text, _ in results(node_checks.writing, context(memory=str(shm)))]
+
+    written = OK, "16 MiB can be written"
+    assert found() == [written] and list(shm.iterdir()) == []
+    own.mkdir(mode=0o755)
+    ((level, text), last) = found()
+    assert (level, last) == (ERROR, written) and "not a private directory" in text
+    own.rmdir()
+    own.write_text("somebody's")
+    ((level, text), last) = found()
+    assert (level, last) == (WARNING, written) and f"{own} does not belong to this user: -rw-" in text
+
+
+def test_what_a_job_takes_is_what_plan_says() -> None:
+    need, words = node_checks.count_need(
+        context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, own_slots=3, nodes=4, ranks_per_node=8)
+    )
+    job = scheme_comparison.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
+    ((scheme, placed),), _ = scheme_comparison.consider(job, ["xor:4"])
+    planned = scheme_comparison.scheme_costs(job, scheme, placed, 1, None)
+    assert need == planned.memory_nbytes > 24 * GIB and headroom(need) == planned.spare_nbytes == SPARE
+    assert words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
+    assert "protects nothing on one node" in node_checks.count_need(context(nbytes=GIB))[1]
+
+
+# Slurm
+
+
+def test_slurms_configuration_is_read_in_both_forms(tmp_path: Path) -> None:
+    assert {level for level, *_ in results(software_checks.judge_configuration, CONFIG)} == {OK}
+    newer = NEWER_CONFIG.format(tmp_path)
+    container, epilog, task = results(software_checks.judge_configuration, newer)
+    assert (container[0], epilog[0], task[0]) == (WARNING, WARNING, OK) and "relaunch inside the job" in container[2]
+    assert f"{tmp_path}/epilog.sh {tmp_path}/epilog.d/* runs at the end of a job, but cannot be read" in epilog[1]
+    script = tmp_path / "epilog.d" / "1.sh"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n# spares /dev/shm\nlogger the end\n")
+    _, epilog, _ = results(software_checks.judge_configuration, newer)
+    assert epilog[0] is OK and "does not mention shm" in epilog[1]
+    script.write_text("#!/bin/sh\nfind /dev/shm -user $SLURM_JOB_UID -delete\n")
+    _, epilog, _ = results(software_checks.judge_configuration, newer)
+    assert epilog[0] is WARNING and "find /dev/shm -user $SLURM_JOB_UID -delete" in epilog[1]
+
+
+def test_no_answer_of_slurm_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(command: list[str]) -> str:
+        raise LaunchFailed("scontrol show config failed", found="fatal: no controller")
+
+    monkeypatch.setattr(software_checks, "ask", ask)
+    assert [text for _, text, _ in results(software_checks.slurm, context())] == ["not in a Slurm job"]
+    env = {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_RESTART_COUNT": "2"}
+    job, answer = results(software_checks.slurm, context(env))
+    assert job[1] == "job 71 on n[1-4], restarted 2 times"
+    assert answer[0] is WARNING and "does not answer" in answer[1] and "fatal: no controller" in answer[1]
+
+
+# Ranks and nodes
+
+
+@pytest.mark.parametrize(
+    ("started", "size", "level", "text"),
+    [
+        (Launched(0, 1, 0, "none"), 1, OK, "1 rank, because this process was started alone"),
+        (Launched(0, 4, 0, "srun"), 4, OK, "4 ranks, as SLURM_STEP_NUM_TASKS says"),
+        (Launched(0, 4, 0, "hydra"), 4, OK, "4 ranks, as mpiexec says"),
+        (Launched(0, 4, 0, "srun"), 1, ERROR, "srun started 4 processes, but each is alone in its MPI world"),
+        (Launched(0, 4, 0, "prterun"), 1, ERROR, "mpiexec started 4 processes, but each is alone in its MPI world"),
+        (Launched(0, 4, 0, "srun"), 2, WARNING, "2 ranks, but SLURM_STEP_NUM_TASKS says 4"),
+        (Launched(0, 4, 0, "torchrun"), 1, ERROR, "torchrun started 4 processes, but each is alone in its MPI world"),
+    ],
+)
+def test_a_world_of_another_size_is_an_error(started: Launched, size: int, level: Level, text: str) -> None:
+    found, words, advice = result(mpi_checks.judge_size(started, size, "Open MPI 5.0.11"))
+    assert found == level and words.startswith(text)
+    if level is ERROR:
+        assert ("srun --mpi=pmix" in advice) == (started.launcher == "srun") and "Open MPI 5.0.11" in advice
+        _, words, _ = result(mpi_checks.judge_size(started, size, "MPICH 5.0.2", "MASTER_ADDR and MASTER_PORT"))
+        assert words.startswith("4 ranks, which meet by MASTER_ADDR and MASTER_PORT; ")
+
+
+@pytest.mark.parametrize(("library", "flag"), [
+    ("MPICH 5.0.2", "--mpi=pmi2,"), ("Open MPI 5.0.11", "--mpi=pmix,"), ("Cray MPICH 8.1.27", "--mpi=cray_shasta,"),
+    ("Intel MPI 2021.18", "--mpi=pmi2, with I_MPI_PMI_LIBRARY="), ("MVAPICH 4.0", "--mpi=pmi2,"),
+])  # fmt: skip
+def test_each_mpi_has_its_flag_of_srun(library: str, flag: str) -> None:
+    assert flag in mpi_checks.judge_size(Launched(0, 4, 0, "srun"), 1, library).advice
+
+
+@pytest.mark.parametrize(
+    ("places", "level", "text"),
+    [
+        ([("a boot", "1", "a"), ("a boot", "1", "a")], OK, "1 node"),
+        ([("a boot", "1", "a"), ("b other", "1", "b")], OK, "2 nodes, each with its own memory"),
+        ([("a boot", "1", "a"), ("c other", "", "c")], ERROR, "c has no /dev/shm"),
+        ([("a boot", "1", "a"), ("a boot", "2", "a")], ERROR, "ranks on a do not see the same /dev/shm: rank 1 has"),
+        ([("a boot", "1", "a"), ("a2 boot", "1", "a2")], ERROR, "two of them are one node: a and a2"),
+    ],
+)
+def test_nodes_are_told_apart_by_their_memory(places: list[tuple[str, str, str]], level: Level, text: str) -> None:
+    found, words, _ = result(mpi_checks.judge_nodes([Node(*place) for place in places], "/dev/shm", are_named=False))
+    assert found == level and text in words
+
+
+def test_nodes_that_the_user_has_named_may_be_on_one_host() -> None:
+    nodes = [Node("a boot", "1", "n0"), Node("a boot", "2", "n1")]
+    assert mpi_checks.judge_nodes(nodes, "/dev/shm", are_named=True).level is OK
+
+
+def test_a_slow_network_is_worth_a_warning() -> None:
+    speeds = (("network", 0.4), ("network", 0.01), ("RDMA", 2.0), ("RDMA", 0.4))
+    found = [result(mpi_checks.judge_network("p2p", between, saved_gbs))[0] for between, saved_gbs in speeds]
+    assert found == [OK, WARNING, OK, WARNING]
+
+
+# Software and GPUs
+
+
+@pytest.mark.parametrize("version", ["2.12.0a0+nv", "2.16.0", "a build of my own", "2.13.0+cpu", "2.15.2+cu132"])
+def test_a_pytorch_with_which_nothing_was_run_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software_checks.importlib.metadata, "version", lambda name: version if name == "torch" else "1")
+    names, *warned = results(software_checks.versions, context())
+    assert names[0] is OK and version in names[1] and "mpi4py 1" in names[1]
+    was_run = version.startswith(("2.13", "2.15"))
+    texts = [] if was_run else [f"mlflash was run with PyTorch 2.13 to 2.15, and not with {version}"]
+    assert [text for _, text, _ in warned] == texts
+
+
+def test_a_gpu_that_pytorch_does_not_see_is_worth_a_warning(tmp_path: Path, shm: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvram").touch()
+    here = context(memory=str(shm), root=str(tmp_path))
+    assert [text for _, text, _ in results(node_checks.gpus, here)] == ["no GPU here"]
+    (tmp_path / "dev" / "nvidiactl").touch()
+    level, text, _ = results(node_checks.gpus, here)[0]
+    assert level is WARNING or " x " in text  # this machine may have one
+
+
+# Lines
 
 
 def at(finding: Finding, node: str, rank: int, subject: str = "memory") -> Finding:

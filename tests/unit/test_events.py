@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -45,22 +44,6 @@ def test_events_of_several_writers_are_whole_lines_in_the_order_of_each(tmp_path
         assert [line["step"] for line in found if line["rank"] == rank] == list(range(200))
     assert all(line.keys() == {"event", "time", "run", "rank", "node", "step", "seconds", "nbytes"} for line in found)
     assert all(before - 1 < float(str(line["time"])) < time.time() + 1 for line in found)
-
-
-def test_a_relaunch_appends(tmp_path: Path) -> None:
-    for run in ("a", "b"):
-        log = EventLog(str(tmp_path / "run.jsonl"), run=run, rank=0, node="n")
-        log.add("start")
-        log.close()
-    assert [line["run"] for line in lines(tmp_path / "run.jsonl")] == ["a", "b"]
-
-
-def test_without_a_path_nothing_is_there() -> None:
-    threads = set(threading.enumerate())
-    log = EventLog(None, run="r", rank=0, node="n")
-    log.add("start")
-    assert not log.is_on and set(threading.enumerate()) <= threads
-    log.close()
 
 
 def test_a_file_system_that_hangs_holds_up_nothing_and_what_did_not_fit_is_counted(

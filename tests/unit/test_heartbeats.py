@@ -1,10 +1,13 @@
-"""The heartbeat of a rank, of which its trainer and its courier each write a part, in two processes, whichever dies."""
+"""The heartbeat of a rank, of which trainer and courier each write a part, and what `mlflash top` makes of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
+from harness import own_memory
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 from waiting import until
@@ -22,22 +27,25 @@ from mlflash import errors
 from mlflash.launcher import node_watch
 from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.node_watch import Looks, Watch
-from mlflash.live_monitor.rank_status import look_here
+from mlflash.launcher.processes import mpiexec, signal_group, spawn
+from mlflash.live_monitor.rank_status import Look, look_here
 from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.telemetry import heartbeat, prometheus_metrics
 from mlflash.telemetry.heartbeat import (
-    FORMAT,
     PART_NBYTES,
     CourierHeartbeat,
     RankFacts,
     TrainerHeartbeat,
     encode,
+    live_jobs,
     read_heartbeats,
     why_unread,
 )
 from mlflash.telemetry.recorder import CourierRecorder, EventLog, TrainerRecorder
 
+MLFLASH = str(Path(sys.executable).with_name("mlflash"))
+WATCHED_RANKS = 4
 GOLDEN = Path(__file__).with_name("golden-pulse-v1.bin")
 FACTS = RankFacts(1, 4, 0, "n0", "r")
 
@@ -230,24 +238,6 @@ def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its
     assert nodes.kills == [], "its pid is that of another process here"
 
 
-def test_what_a_courier_commits_after_its_trainer_died_is_heard(shm: Path, start: Callable[..., Process]) -> None:
-    trainer, courier = start("trainer"), start("courier")
-    trainer.does("posting", 7)
-    trainer.kill()
-    before = heard(shm)["beat"]
-    courier.does("committed", 7, 0.5, 1)
-    courier.does("drained", 7, 0.5, 1, "/d", None)
-    said = heard(shm)
-    assert (said["alive"], said["courier_alive"], said["committed"], said["drained"]) == (False, True, 7, 7)
-    assert said["beat"] == before <= said["courier_beat"] and state_of(said) == "gone"
-    looks = Looks(Nodes(shm), str(shm), "j", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", NodeAssignment(("a",), 2), 0)
-    for _ in range(2):
-        looks.look(["a"])
-        dead = watch.dead()
-    assert dead == "ranks [1] died" and looks.newest() == 7
-
-
 @pytest.mark.parametrize("ahead_s", [-1e6, 0, 1e6])
 def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whatever_its_clock_says(
     shm: Path,
@@ -292,14 +282,10 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
     courier.beat("committed", committed=3)
     file = Path(node_memory.path) / "pulse-0000"
     good = json.loads(file.read_bytes()[PART_NBYTES:])
-    bad = [
-        json.dumps(good)[:90], "[" * 4096, "\xff" * 10, "[1]", "7", '{"committed": 9}', json.dumps(good) + "}",
-        *(json.dumps({**good, **wrong}) for wrong in (
-            {"format": 2}, {"format": 3, "version": "9.9"}, {"format": True}, {"committed": "9"}, {"committed": True},
-            {"pid": -1}, {"pid": 0}, {"beat": float("nan")}, {"beat": 10**400}, {"committed": 10**400}, {"saves": None},
-            {"times": {"made": "x"}}, {"times": []}, {"state": "asleep"}, {"unrestorable": 7}, {"start": None},
-        )),
-    ]  # fmt: skip
+    bad = [json.dumps(good)[:90], "\xff" * 10, "7", *(json.dumps({**good, **wrong}) for wrong in (
+        {"format": 3, "version": "9.9"}, {"committed": True}, {"pid": 0}, {"beat": float("nan")}, {"beat": 10**400},
+        {"times": {"made": "x"}}, {"start": None},
+    ))]  # fmt: skip
     for text in bad:
         with file.open("r+b") as part:
             part.seek(PART_NBYTES)
@@ -350,7 +336,7 @@ def test_the_format_is_the_golden_one(shm: Path, node_memory: NodeDirectory, mon
     raw = (Path(node_memory.path) / "pulse-0000").read_bytes()
     if not GOLDEN.exists():
         GOLDEN.write_bytes(raw)
-    assert raw == GOLDEN.read_bytes(), "the format of heartbeats changed: raise FORMAT and write a new golden file"
+    assert raw == GOLDEN.read_bytes(), "the format of heartbeats changed: raise its number, and write a new golden file"
 
 
 def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refused(
@@ -363,7 +349,7 @@ def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refuse
     file.write_bytes(GOLDEN.read_bytes())
     when = 1_700_000_000.25
     assert heard(shm) == {
-        "format": FORMAT, "version": "0.1.0", "run": "", "rank": 1, "ranks": 4, "node": "node-a", "pid": 4321,
+        "format": 1, "version": "0.1.0", "run": "", "rank": 1, "ranks": 4, "node": "node-a", "pid": 4321,
         "state": "started", "alive": False, "beat": when, "restored": 11, "source": "/d/step-00000011", "saved": 12,
         "times": dict.fromkeys(("made", "saved", "restored", "committed", "unrestorable"), when), "redundancy": "copy",
         "nodes": 2, "stall_s": 0.25, "stalled_s": 0.25, "nbytes": 1000, "committed": 12, "commit_s": 0.5,
@@ -373,6 +359,151 @@ def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refuse
     other = GOLDEN.read_bytes().replace(b'"format":1', b'"format":2')
     file.write_bytes(other)
     (found, (why,)) = read_heartbeats(str(shm), "j")
-    assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "format 2 and not 1" in why
+    assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "$.format" in why
     said = json.loads(other[:PART_NBYTES]) | {"alive": True, "committed": None}
-    assert "format 2 and not 1" in why_unread(said), "as another node sends"
+    assert "$.format" in why_unread(said), "as another node sends"
+
+
+# mlflash top: the page, and the command in a real terminal, beside a real job that is killed
+
+
+def reported(rank: int, **changes: Any) -> dict[str, Any]:
+    said = {"format": 1, "run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7,
+            "alive": True, "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10,
+            "beat": 100.0, "redundancy": "xor:4", "times": {"made": 1.0, "restored": 40.0, "committed": 90.0},
+            "saves": 6, "failed": 0, "stall_s": 0.02, "commit_s": 0.5, "nbytes": 1 << 30, "protect_s": 0.5,
+            "held": 4 << 30}  # fmt: skip
+    return {**said, **changes}
+
+
+def page(look: Look, width: int = 120, height: int | None = None) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(Page("job", look), height=height)
+    return captured.get()
+
+
+def test_the_page_says_who_is_alive_how_far_they_are_and_what_it_costs() -> None:
+    text = page(Look(102.0, tuple(map(reported, range(4))), (("vm", 1 << 34),)))
+    for part in ("4 of 4 ranks alive on 2 of 2 nodes; redundancy xor:4", "checkpoint step 10, every 2 s, last sign 2 s",
+                 "memory of vm: 16 GiB held, 16 GiB free"):  # fmt: skip
+        assert part in text, text
+    assert len(re.findall(r"n\d +\d  training +20 +10 +2 s  20 ms  500 ms +-   4 GiB", text)) == 4, text
+    assert "restored" not in text and "/s" not in text, "how fast copies are made says nothing of a job without any"
+
+
+def test_what_needs_a_person_is_said() -> None:
+    heartbeats = (
+        reported(0, failed=3, restored=7, source="memory"),
+        reported(1, alive=False),
+        reported(2, state="failed"),
+    )
+    text = page(Look(200.0, heartbeats, silent=("n9",), wrong="Slurm does not answer"))
+    for part in ("1 of 4 ranks alive", "gone", "failed", "Slurm does not answer", "no answer from n9",
+                 "3 saves of this run did not become checkpoints",
+                 "restored step 7 from memory 2.7 min ago"):  # fmt: skip
+        assert part in text, text
+    nothing = page(Look(1.0))
+    assert "no rank of this job" in nothing and "0 of 0" not in nothing
+    ended = tuple(reported(rank, state="ended") for rank in range(4))
+    assert "4 of 4 ranks have ended on 2 of 2 nodes" in page(Look(1.0, ended))
+    assert "1 other node not asked: use --slurm-job ID or --hosts A,B" in page(Look(1.0, (reported(0), reported(1))))
+    assert "checkpoint none yet" in page(Look(1.0, (reported(0), reported(1, committed=None))))
+    assert "checkpoint step 5," in page(Look(1.0, (reported(0), reported(1, committed=5))))
+    changes: list[dict[str, Any]] = [{"saved": None}, {}, {"alive": False}, {"state": "ended"}]
+    assert [state_of(reported(0, **change)) for change in changes] == ["starting", "training", "gone", "ended"]
+
+
+def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:
+    memory = NodeDirectory(str(shm), "j")
+    mine = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n0", ""))
+    mine.beat("saved", saved=3)
+    directory = Path(memory.path)
+    good = json.loads((directory / "pulse-0000").read_bytes()[:PART_NBYTES])
+    strange = {"version": "9.9", "rank": 1}, [1], {**good, "restored": 7}, {**good, "stall_s": "long"}
+    texts = [*map(json.dumps, strange), json.dumps(good)[:90], "[" * 4096, "\0" * 4096]  # the last is blank
+    for number, text in enumerate(texts, 1):
+        file = directory / f"pulse-{number:04d}"
+        file.touch(0o600)
+        file.write_text(text)
+    try:
+        heard = read_heartbeats(str(shm), "j")
+        assert [one["saved"] for one in heard.heartbeats] == [3] and len(heard.unread) == len(texts) - 1
+        assert all(f"pulse-{number:04d} cannot be read: " in text for number, text in enumerate(heard.unread, 1))
+        assert "cannot be read: written by version 9.9 (this is" in heard.unread[0] and live_jobs(str(shm)) == ["j"]
+        for words in (["--once"], ["--json"]):
+            command = [MLFLASH, "top", "--here", "--memory", str(shm), "--job", "j", *words]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            assert "version 9.9" in " ".join(done.stdout.split()), done.stdout
+            assert ("1 of 1 ranks alive" in done.stdout) == (words == ["--once"])
+    finally:
+        mine.end("ended")
+        memory.close()
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """A terminal of 110 columns and 30 lines; the function types, and gives what it shows."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    socket = str(tmp_path / "tmux")
+
+    def tmux(*words: str) -> str:
+        return subprocess.run(
+            ["tmux", "-S", socket, *words], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    def use(*typed: str, start: str = "") -> str:
+        if start:
+            tmux("-f", "/dev/null", "new-session", "-d", "-x", "110", "-y", "30", start)
+        if typed:
+            tmux("send-keys", *typed)
+        return tmux("capture-pane", "-p")
+
+    yield use
+    tmux("kill-server")
+
+
+@pytest.mark.slow
+@needs.MPI
+def test_in_a_terminal_beside_a_job_that_saves_and_then_is_killed(terminal: Callable[..., str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import sys
+import numpy as np
+from waiting import take
+import mlflash
+with mlflash.Checkpointer(job="watched", memory=sys.argv[1]) as ckpt:
+    for step in range(1_000_000):
+        ckpt.save(step, {"w": np.zeros(100_000)})
+        take(0.1)
+""")
+
+    def is_shown(pattern: str, word: str) -> bool:
+        """Whether the terminal shows this, and a word for each rank. It may be looked at in the middle of a drawing."""
+        page = terminal()
+        return re.search(pattern, page, re.S) is not None and page.count(word) == WATCHED_RANKS
+
+    with own_memory() as memory:
+        command, env = mpiexec(WATCHED_RANKS, [sys.executable, "-m", "mpi4py", str(script), str(memory)])
+        job = spawn(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+        try:
+            ready = tmp_path / "ended"
+            until(lambda: len(list(memory.rglob("pulse-*"))) == WATCHED_RANKS, "a pulse of each rank")
+            terminal(start=f"{MLFLASH} top --memory {memory} && touch {ready}; sleep infinity")
+            page = r"mlflash watched.*4 of 4 ranks alive on 1 of 1 node.*step (\d+), every "
+            until(lambda: is_shown(page, "training"), terminal)
+            found = re.search(r"step (\d+)", terminal())
+            first = int(found[1]) if found else 0
+            until(lambda: any(int(step) >= first + 10 for step in re.findall(r"step (\d+)\b", terminal())), terminal)
+        finally:
+            signal_group(job, signal.SIGKILL)
+            job.wait(60)
+        until(lambda: is_shown("0 of 4 ranks alive", "gone"), terminal)
+        terminal("q")
+        until(ready.exists, "the end of mlflash top")
+        done = subprocess.run([MLFLASH, "top", "--memory", str(memory)], capture_output=True, text=True, timeout=60,
+                              check=True)  # fmt: skip
+        assert done.stdout.count("gone") == WATCHED_RANKS and "\x1b" not in done.stdout, (
+            "no terminal: one page, no colours"
+        )

@@ -57,7 +57,6 @@ def test_the_newest_attempt_with_a_slot_for_every_rank_is_chosen() -> None:
 
 def test_a_step_can_be_asked_for() -> None:
     found = table(*((RUN_A, g, 10 * g, r, r, g) for g in (1, 2) for r in (0, 1)))
-    assert choose(found, (0, 1)).step == 20  # type: ignore[union-attr]
     assert choose(found, (0, 1), WantedStep(10)).step == 10  # type: ignore[union-attr]
     assert choose(found, (0, 1), WantedStep(15)) is None
     assert [(a.generation, s, n) for a, s, n in found.attempts()] == [(2, 20, 2), (1, 10, 2)]
@@ -67,15 +66,11 @@ def names(*numbers: int) -> list[str]:
     return [file_name(n) for n in numbers]
 
 
-def test_ranks_that_stayed_keep_their_files() -> None:
+def test_ranks_that_stayed_keep_their_files_and_a_moved_one_takes_the_kept_ones_last() -> None:
     rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
     files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {0: [1]}, {})
     assert (files[0].own, files[0].inbox, unused) == ([0, 1], {1: [2, 3]}, [])
-
-
-def test_a_moved_rank_takes_the_free_files_first_and_the_kept_ones_last() -> None:
     # Rank 0's slots and copies of rank 1's are on this node; rank 1 runs here now and holds rank 0's copies.
-    rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
     files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {1: [0]}, {})
     assert (files[1].own, files[1].inbox, unused) == ([2, 3], {0: [0, 1]}, [])  # the copy is its own slot now
 
@@ -136,13 +131,8 @@ def test_a_step_needs_every_share_of_what_its_slots_share() -> None:
     shares = [(1, 0, 0, 7), (1, 1, 1, 7), (2, 0, 0, 8), (2, 1, 1, 8), (2, 0, 1, 9)]  # generation, number, node, file
     files = np.repeat(rows[:1], len(shares))
     for row, (generation, number, node, file) in zip(files, shares, strict=True):
-        row["generation"], row["step"], row["number"], row["node"], row["file"] = (
-            generation,
-            10 * generation,
-            number,
-            node,
-            file,
-        )
+        row["generation"], row["step"] = generation, 10 * generation
+        row["number"], row["node"], row["file"] = number, node, file
     files["kind"], files["shares"] = Kind.SHARE, 2
     found = Inventory(np.concatenate([rows, files]))
     choice = choose(found, (0, 1))

@@ -99,7 +99,7 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
     beside.close()
     assert [jobs_of(str(shm)), live_jobs(str(shm))] == [["j", "k"], ["j"]]
     assert held_by_jobs(str(shm)) == {"j": 4096, "k": 0} == {**NodeDirectory(str(shm), "k").other_jobs(), "k": 0}
-    listed = CliRunner().invoke(main, ["clean", "--memory", str(shm)]).output.splitlines()
+    listed = CliRunner().invoke(main, ["jobs", "--memory", str(shm)]).output.splitlines()
     assert listed[3].split()[0] == "j" and listed[-1].endswith(": 4 KiB"), "k holds nothing"
     status = CliRunner().invoke(main, ["status", "--memory", str(shm), "--job", "j", "--json"])
     assert memory.path in status.output and '"file": "slot-0000"' in status.output

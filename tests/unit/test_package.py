@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.metadata
 import inspect
@@ -44,26 +43,6 @@ def test_each_room_imports_only_from_the_rooms_that_it_may() -> None:
     for path in files():
         if room_of(path) in draw_rooms.FOR_ALL:
             assert draw_rooms.imports(ROOT, path)[0] <= {"mlflash", *draw_rooms.FOR_ALL}, path
-
-
-def test_no_module_of_a_room_imports_itself_by_way_of_others() -> None:
-    named = {path.relative_to(REPO / "mlflash").with_suffix(""): beside(path) for path in files()}
-    edges = {name: {other for other in named if other.name in its and other.parent == name.parent}
-             for name, its in named.items()}  # fmt: skip
-    for start in edges:
-        seen, left = set(), set(edges[start])
-        while left:
-            one = left.pop()
-            seen.add(one)
-            left |= edges[one] - seen
-        assert start not in seen, f"{start} imports itself by way of others"
-
-
-def beside(path: Path) -> set[str]:
-    """Modules of the same room that a file imports anywhere."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    named = {alias.name for node in nodes if node.level == 1 and not node.module for alias in node.names}
-    return named | {node.module.split(".")[0] for node in nodes if node.level == 1 and node.module}
 
 
 def test_mpi_is_imported_in_one_place_and_torch_only_where_tensors_are() -> None:
@@ -174,21 +153,6 @@ def test_advice_to_install_an_extra_names_the_checkout_where_mlflash_is_not_inst
     assert errors.pip_install() == f"pip install '{checkout}'"
 
 
-def test_arrays_are_saved_and_restored_where_torch_is_not_installed(shm: Path) -> None:
-    program = f"""
-import sys
-sys.modules["torch"] = None  # importing it is an error
-import mlflash, numpy as np
-for newest in (None, 1):
-    with mlflash.Checkpointer(job="j", memory={str(shm)!r}, redundancy="none", strict=True) as ckpt:
-        state = {{"w": np.zeros(1000)}}
-        assert ckpt.restore(state) == newest and state["w"][7] == (newest or 0)
-        state["w"] += 1
-        ckpt.save((newest or 0) + 1, state).wait()
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100, cwd="/")
-
-
 def test_variables_that_look_like_settings_and_are_none_are_named_with_what_is_meant() -> None:
     env = dict.fromkeys(("MLFLASH_DRAIN_EVRY", "MLFLASH_PINK", "MLFLASH_JOB", "MLFLASH_TEST_SEED", "PATH"), "1")
     assert config.unknown_variables(env) == ["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)", "MLFLASH_PINK"]
@@ -197,7 +161,7 @@ def test_variables_that_look_like_settings_and_are_none_are_named_with_what_is_m
 def test_all_variables_that_the_package_reads_are_known() -> None:
     named = {name for path in ROOT.rglob("*.py") for name in re.findall(r"MLFLASH_[A-Z_]*[A-Z]\b", path.read_text())}
     left = config.unknown_variables(dict.fromkeys(named, "1"))
-    assert len(named) > 10 and left == ["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"], "the example"
+    assert len(named) > 10 and left == []
 
 
 def test_a_checkpointer_warns_of_them_and_of_memory_that_is_a_disk(

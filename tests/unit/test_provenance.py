@@ -51,13 +51,9 @@ CYCLE.append(CYCLE)
     ("value", "text"),
     [
         ({"a": [1, {"b": math.nan}]}, r"a\[1\]\.b is nan"),
-        ({"a": -math.inf}, "a is -inf"),
         ({1: 2}, "the key 1 of it is no text"),
-        ({"a": {None: 2}}, "the key None of a is no text"),
         ({"a": (1, 2)}, "a is of <class 'tuple'>"),
-        ({"a": b"x"}, "a is of <class 'bytes'>"),
         ({"a": np.int64(1)}, "a is of <class 'numpy.int64'>"),
-        ({"a": {1, 2}}, "a is of <class 'set'>"),
         ({"a": "\ud800"}, "a text in a is not UTF-8"),
         ({"\ud800": 1}, "a text in it is not UTF-8"),
         (CYCLE, "it contains itself"),
@@ -84,14 +80,6 @@ def test_what_is_given_is_kept_as_canonical_json_also_from_the_environment() -> 
 def test_what_cannot_be_written_is_refused_when_it_is_given(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"bad setting provenance.*MLFLASH_PROVENANCE"):
         config.from_environment({}, None, job="j", provenance=wrong)
-
-
-def test_the_key_is_named_by_a_whole_path_as_couriers_may_stand_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert config.from_environment({}, None, job="j", sign_key="key.pem").sign_key == str(tmp_path / "key.pem")
-    assert config.from_environment({"MLFLASH_SIGN_KEY": "k"}, None, job="j").sign_key == str(tmp_path / "k")
 
 
 # The document
