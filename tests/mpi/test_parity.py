@@ -228,24 +228,6 @@ def test_another_scheme_restores_by_the_recorded_one_and_protects_by_the_new(
         assert restored(options, redundancy=new)[0] == 3
 
 
-@on(3)
-def test_other_block_sizes_restore_what_was_saved_and_protect_it(
-    options: dict[str, Any], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options["redundancy"] = "xor:3"
-    save(options, 1, 2)
-    use_small_blocks(monkeypatch, 131_072)
-    nodes.lose(1)
-    assert restored(options)[0] == 2
-    use_small_blocks(monkeypatch, 8192)
-    nodes.lose(0)
-    with Checkpointer(**options) as ckpt:
-        assert ckpt.load()[0] == 2
-        ckpt.save(3, state_at(3)).wait()
-    nodes.lose(2)
-    assert restored(options)[0] == 3
-
-
 def times(a: int, b: int) -> int:
     """Multiply in GF(256) by the polynomial 0x11d, as the docs say and no faster."""
     product = 0

@@ -143,17 +143,6 @@ def test_no_square_part_of_29_units_and_3_parities_is_singular() -> None:
     assert np.all(np.bitwise_xor.reduce(terms))
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (4, 3), (6, 2), (5, 3), (16, 3), (29, 3)])
-def test_the_parities_are_those_of_pyeclib(n: int, k: int, kernel: str) -> None:
-    ec_iface = pytest.importorskip("pyeclib.ec_iface")
-    header_nbytes, nbytes = 80, 4096
-    units = random_units(n, nbytes)
-    driver = ec_iface.ECDriver(k=n, m=k, ec_type="isa_l_rs_vand")
-    fragments = driver.encode(b"".join(unit.tobytes() for unit in units))
-    assert {len(fragment) for fragment in fragments} == {header_nbytes + nbytes}
-    assert [f[header_nbytes:] for f in fragments] == [unit.tobytes() for unit in with_parity(units, k)]
-
-
 PROGRAM = """
 import pathlib
 import numpy as np

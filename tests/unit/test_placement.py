@@ -29,13 +29,6 @@ def test_a_scheme_that_makes_no_sense_is_refused_with_what_is_possible(text: str
         parse(text)
 
 
-def test_what_a_scheme_costs() -> None:
-    assert [2 * (1 + parse(s).overhead) for s in ("none", "copy", "copy:2")] == [2, 4, 6]
-    assert 2 * (1 + parse("xor:8").overhead) == pytest.approx(2.29, abs=0.01)
-    assert 2 * (1 + parse("rs:6+2").overhead) == pytest.approx(2.67, abs=0.01)
-    assert 2 * (1 + parse("rs:8+2").overhead) == pytest.approx(2.5)
-
-
 @given(nodes=st.integers(1, 39), scheme=st.sampled_from(SCHEMES))
 def test_every_rank_is_protected_by_as_many_other_nodes_as_it_can_be(scheme: str, nodes: int) -> None:
     wanted = parse(scheme)

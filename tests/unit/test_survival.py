@@ -44,22 +44,6 @@ def test_survives_says_what_the_layout_survives() -> None:
     assert describe(survival("xor:8", 2, 2)) == "any process; any 1 of 2 nodes"
 
 
-def racks(scheme: str, domains: str) -> str:
-    topology = layout(*[1] * len(domains))
-    placed = place(topology, parse(scheme), [(name,) for name in domains])
-    return describe(of(topology, placed), {"rack": domains}).partition("any process; ")[2]
-
-
-def test_survives_names_the_domains_that_may_be_lost_and_those_that_may_not() -> None:
-    pairs = "any 1 of 8 nodes; 24 of 28 pairs of nodes"
-    assert racks("copy", "AAAABBBB") == f"{pairs}; any 1 rack; not: racks A and B together"
-    assert racks("xor:4", "ABCD" * 2).endswith("any 1 rack; not: racks A and B together, racks A and C together, "
-                                               "racks A and D together and 3 more")  # fmt: skip
-    assert racks("rs:2+2", "ABCD" * 2) == "any 2 of 8 nodes; 48 of 56 triples of nodes; any 2 racks"
-    assert racks("copy", "AAAAAABC").endswith("any 1 of 3 racks except rack A")
-    assert racks("copy", "AAAA") == racks("copy", "ABCD")  # one rack, or one per node, says nothing more
-
-
 @given(domains=st.text("ABCDE", min_size=3, max_size=12), scheme=st.sampled_from(SCHEMES))
 def test_the_domains_said_to_be_covered_are_those_found_by_trying_each(domains: str, scheme: str) -> None:
     topology = layout(*[1] * len(domains))
