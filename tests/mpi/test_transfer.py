@@ -100,9 +100,3 @@ def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
     )  # seconds that a Put byte may take to become visible
     assert ring.exchange(Damaged(ring.out, EXTENTS, ring.header), ring.come) == [False, False]
     assert ring.inbox.header is None and read_header(ring.inbox.view) is None
-
-
-@pytest.mark.parametrize(("owner", "attempt"), [(1, ATTEMPT), (0, Attempt(b"x" * 16, 3)), (0, Attempt(b"r" * 16, 4))])
-def test_a_slot_of_another_rank_or_attempt_is_refused(ring: Ring, owner: int, attempt: Attempt) -> None:
-    assert ring.exchange(Source(ring.out, EXTENTS, ring.header), ring.come + owner, attempt) == [False, False]
-    assert read_header(ring.inbox.view) is None

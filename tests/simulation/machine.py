@@ -66,8 +66,7 @@ def install() -> None:
     from mlflash.redundancy import slot_transfer
     from mlflash.state import layout
 
-    layout.BLOCK_NBYTES = 4096
-    slot_transfer.CHUNK_BLOCKS = copy_threads._MOST = 1
+    layout.BLOCK_NBYTES, slot_transfer.CHUNK_BLOCKS, copy_threads._MOST = 4096, 1, 1
     fabric.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
     import couriers
     import rounds

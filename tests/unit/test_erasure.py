@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -141,26 +139,6 @@ def test_no_square_part_of_29_units_and_3_parities_is_singular() -> None:
     i, j, k = np.array([*itertools.combinations(range(29), 3)]).T
     terms = [TIMES[rows[0, a], minor(1, 2, b, c)] for a, b, c in ((i, j, k), (j, i, k), (k, i, j))]
     assert np.all(np.bitwise_xor.reduce(terms))
-
-
-PROGRAM = """
-import pathlib
-import numpy as np
-from mlflash.redundancy import erasure_codes
-def loaded(): return "libisal" in pathlib.Path("/proc/self/maps").read_text()
-units = [np.arange(64, dtype=np.uint8), np.ones(64, dtype=np.uint8), np.empty(64, dtype=np.uint8)]
-before = loaded()
-erasure_codes.combine(erasure_codes.matrix(2, (0, 1), (3,)), units[:2], units[2:])
-print(before, loaded(), erasure_codes.library())
-"""
-
-
-def test_a_process_loads_the_named_library_when_it_is_first_needed(kernel: str) -> None:
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        cwd="/", check=True, timeout=60, capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.stdout == f"False {kernel == 'ISA-L'} {erasure_codes.library()}\n"
 
 
 def test_a_named_library_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

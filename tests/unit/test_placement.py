@@ -126,10 +126,3 @@ def test_too_few_nodes_for_a_scheme_are_said_once(
     _say_what_is_made(place(topology, parse(scheme)), topology.node_names)
     assert len(caplog.records) == (said is not None)
     assert said is None or re.search(said, caplog.records[0].getMessage())
-
-
-def test_a_group_that_lies_on_one_node_is_told_that_it_is_lost_with_it(caplog: pytest.LogCaptureFixture) -> None:
-    alone = layout(2)
-    _say_what_is_made(place(alone, parse("copy")), alone.node_names, part=True)
-    (said,) = caplog.records
-    assert f"are on {alone.node_names[0]}, and what they save is lost with it" in said.getMessage()
