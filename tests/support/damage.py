@@ -7,18 +7,22 @@ from pathlib import Path
 from mlflash.memory.slot_header import HEADER_NBYTES, unpack
 
 
+def flip(path: Path, *places: int, bit: int = 1) -> None:
+    """Flip a bit of some bytes of a file."""
+    with path.open("r+b") as file:
+        for place in places:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ bit]))
+
+
 def damage(folder: Path, step: int) -> int:
     """Flip a byte of all that the slots below a folder hold of a step, copies too; gives how many these are."""
     damaged = 0
     for path in sorted(folder.rglob("slot-*")):
-        with path.open("r+b") as file:
-            page = file.read(HEADER_NBYTES)
-            if page[:8] != b"MLFLASH\0" or (header := unpack(page)).step != step:
-                continue
-            at = header.extents.payload_start
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+        page = path.read_bytes()[:HEADER_NBYTES]
+        if page[:8] == b"MLFLASH\0" and (header := unpack(page)).step == step:
+            flip(path, header.extents.payload_start)
             damaged += 1
     return damaged
