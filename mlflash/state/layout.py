@@ -50,7 +50,6 @@ class Extents:
         return -(-self.body_nbytes // self.block_nbytes)
 
     def block(self, number: int) -> slice[int, int, None]:
-        """Where a block is in the body; the last one may be short."""
         return slice(number * self.block_nbytes, min((number + 1) * self.block_nbytes, self.body_nbytes))
 
     @property
