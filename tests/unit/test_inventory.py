@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.layouts import layout
 
-from mlflash.memory.inventory import FOUND, Inventory, encode, file_name, join
+from mlflash.memory.inventory import FOUND, Inventory, encode, file_name
 from mlflash.memory.slot_header import Attempt, Kind
 from mlflash.memory.slot_pool import assign
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
-from mlflash.startup.choose_checkpoint import ParityGroup, choose
 
 RUN_A, RUN_B = b"a" * 16, b"b" * 16
 RUN_NUMBERS = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)  # no pattern in them, as in a real one
@@ -28,15 +27,6 @@ def table(*rows: tuple[bytes, int, int, int, int, int], world_size: int = 2) -> 
             [(g, run[r], run[r], s, k, world_size, n, f, 0, -1, *[0] * 5) for r, g, s, k, n, f in rows], dtype=FOUND
         )
     )
-
-
-def with_parity(found: Inventory, group: tuple[int, ...], losses: int, *places: tuple[int, int, int]) -> Inventory:
-    """An inventory, and parity files of its only attempt as (rank, node, file)."""
-    rows = np.zeros(len(places), dtype=FOUND)
-    rows[:] = found.rows[0]
-    for row, (rank, node, file) in zip(rows, places, strict=True):
-        row["rank"], row["node"], row["file"], row["kind"], row["number"] = rank, node, file, Kind.PARITY, losses
-    return join([found, Inventory(rows, (group,))])
 
 
 def with_shares(found: Inventory, files: set[int], number: int) -> Inventory:
@@ -115,53 +105,8 @@ def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
     assert total < 1_000_000
 
 
-def test_a_step_needs_every_share_of_what_its_slots_share() -> None:
-    rows = table(*((RUN_A, g, 10 * g, rank, rank, 2 * g) for g in (1, 2) for rank in (0, 1))).rows
-    rows["shared_by"] = 0
-    shares = [(1, 0, 0, 7), (1, 1, 1, 7), (2, 0, 0, 8), (2, 1, 1, 8), (2, 0, 1, 9)]  # generation, number, node, file
-    files = np.repeat(rows[:1], len(shares))
-    for row, (generation, number, node, file) in zip(files, shares, strict=True):
-        row["generation"], row["step"], row["number"], row["node"], row["file"] = (
-            generation,
-            10 * generation,
-            number,
-            node,
-            file,
-        )
-    files["kind"], files["shares"] = Kind.SHARE, 2
-    found = Inventory(np.concatenate([rows, files]))
-    choice = choose(found, (0, 1))
-    assert choice is not None and choice.step == 20
-    assert choice.shares == {(0, 0): ((0, 8), (1, 9)), (0, 1): ((1, 8),)}
-    assert choose(found.without([(0, 8)]), (0, 1)).step == 20  # type: ignore[union-attr]
-    assert choose(found.without([(1, 8)]), (0, 1)).step == 10  # type: ignore[union-attr]
-    assert choose(found.without([(1, 8), (0, 7)]), (0, 1)) is None
-
-
 def test_a_share_goes_to_the_rank_that_stores_it_now() -> None:
     found = with_shares(table((RUN_A, 2, 20, 5, 0, 0), (RUN_A, 1, 10, 5, 0, 1), (RUN_A, 2, 20, 3, 0, 2)), {0, 1}, 1)
     files, unused = assign(found, names(0, 1, 2), 0, Attempt(RUN_A, 2), True, {2: [], 3: []}, {2: (0, 0), 3: (0, 1)})
     assert (files[3].share, files[3].own, unused) == ([0, None], [2, None], [])
     assert files[2].share == [1, None]  # an older one will do to be written
-
-
-def slots(world_size: int, *ranks: int) -> Inventory:
-    """Slots of some ranks, each on its own node."""
-    return table(*((RUN_A, 1, 10, rank, rank, 0) for rank in ranks), world_size=world_size)
-
-
-def test_a_rank_without_a_slot_is_rebuilt_where_enough_of_its_group_is_there() -> None:
-    group = (0, 1, 2, 3)
-    found = with_parity(slots(4, 0, 2, 3), group, 1, (0, 0, 1), (2, 2, 1), (3, 3, 1))
-    choice = choose(found, (0, 1, 2, 3))
-    assert choice is not None
-    files = ParityGroup(group, 1, ((0, 1), None, (2, 1), (3, 1)))
-    assert (choice.source, choice.rebuilt) == (((0, 0), None, (2, 0), (3, 0)), {1: files})
-    assert choice.group_of(2) == files
-    two_lost = with_parity(slots(4, 2, 3), group, 1, (2, 2, 1), (3, 3, 1))
-    assert choose(two_lost, (0, 1, 2, 3)) is None
-    assert choose(with_parity(slots(4, 2, 3), group, 2, (2, 2, 1), (3, 3, 1)), (0, 1, 2, 3)) is not None
-    # The slot of one member and the parity of another: one stripe has lost both.
-    assert choose(with_parity(slots(4, 0, 2, 3), group, 1, (0, 0, 1), (1, 1, 1), (3, 3, 1)), (0, 1, 2, 3)) is None
-    # With all slots there, no parity is needed.
-    assert choose(with_parity(slots(4, 0, 1, 2, 3), group, 1, (0, 0, 1)), (0, 1, 2, 3)).rebuilt == {}  # type: ignore[union-attr]
