@@ -80,18 +80,6 @@ def ring(comm: Any, root: Path, options: dict[str, Any]) -> Any:
     ring.free()
 
 
-def test_a_slot_arrives_bit_for_bit_and_both_are_sealed(ring: Ring) -> None:
-    assert ring.exchange(Source(ring.out, EXTENTS, ring.header), ring.come) == [True, True]
-    expected = np.random.default_rng(ring.come).integers(0, 256, EXTENTS.body_nbytes, dtype=np.uint8)
-    assert np.array_equal(ring.inbox.body(EXTENTS), expected)
-    assert read_header(ring.inbox.view) == ring.inbox.header and ring.inbox.header.rank == ring.come
-    ring.inbox.verify()
-    ring.out.verify()
-    # And once more, of the sealed slot.
-    assert ring.exchange(Source(ring.out, EXTENTS, None), ring.come) == [True, True]
-    ring.inbox.verify()
-
-
 def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
