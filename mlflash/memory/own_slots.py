@@ -79,12 +79,10 @@ class OwnSlots:
         return named(self.own, self.shares)
 
     def ids_of(self, slots: Iterable[Slot]) -> list[SlotId]:
-        """Name own slots as the courier knows them."""
         wanted = {id(slot) for slot in slots}
         return [name for name, slot in self._all() if id(slot) in wanted]
 
     def mapped(self) -> dict[int, Segment]:
-        """The mappings that this process has, by inode of their files."""
         own = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
         return {**self._known(), **own}
 
@@ -132,7 +130,6 @@ class OwnSlots:
             slot.taker = taker
 
     def give_back(self, taken: Iterable[Slot]) -> None:
-        """Free slots that were taken, and that the courier does not know about."""
         with self._lock:
             for slot in taken:
                 self._free(slot)
@@ -276,7 +273,6 @@ class OwnSlots:
             self._tell_freed()
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
-        """Unmap those of some slots that do not belong to this rank."""
         close_others(slots, (slot for _, slot in self._all()))
 
     def open(self, file: int) -> Slot:
@@ -298,6 +294,5 @@ class OwnSlots:
         return True
 
     def close(self) -> None:
-        """Unmap everything; the files stay."""
         for _, slot in self._all():
             slot.unmap()

@@ -42,8 +42,7 @@ class Writer(Protocol):
     """Something that copies into a segment."""
 
     @property
-    def is_done(self) -> bool:
-        """Whether it has stopped writing."""
+    def is_done(self) -> bool: ...
 
 
 _never_unmapped: list[Segment] = []  # a device may write into these until the process ends
@@ -139,7 +138,6 @@ class Segment:
 
     @property
     def is_written_to(self) -> bool:
-        """Whether a device or another thread may still be copying into it."""
         self.writers = [writer for writer in self.writers if not writer.is_done]
         return bool(self.writers)
 

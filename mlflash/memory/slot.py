@@ -94,7 +94,6 @@ class Slot:
         return -1 if self.header is None else self.header.attempt.generation
 
     def unmap(self) -> None:
-        """Unmap its file, which stays."""
         if self.segment is not None:
             self.segment.close()
         self.segment, self.header = None, None

@@ -29,11 +29,9 @@ _TRAINER = object()  # the taker of own slots that the trainer may fill
 class TrainerSlots(Protocol):
     """What the pool asks and tells the trainer: see `OwnSlots`, which the trainer has."""
 
-    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
-        """See `OwnSlots.prepare`."""
+    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]: ...
 
-    def update(self, files: Iterable[SlotFile]) -> None:
-        """See `OwnSlots.update`."""
+    def update(self, files: Iterable[SlotFile]) -> None: ...
 
 
 class SlotPool:
@@ -107,7 +105,6 @@ class SlotPool:
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
-        """Unmap those of some slots that do not belong to this rank."""
         close_others(slots, self.all())
 
     def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
@@ -196,7 +193,6 @@ class SlotPool:
         return got
 
     def drained(self, slots: Iterable[Slot]) -> None:
-        """Let saves write slots again after they were drained."""
         for slot in slots:
             slot.drains = False
 
@@ -242,7 +238,6 @@ class SlotPool:
             self.hold_only(kept)
 
     def hold_only(self, held: Collection[Attempt | None]) -> None:
-        """Free the slots that hold other attempts than these."""
         for slot in self.all():
             if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in held):
                 slot.use = Use.FREE
@@ -276,7 +271,6 @@ class SlotPool:
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:
-        """Keep a file that does not belong to this rank until a newer step is committed."""
         self._kept.add(file_number(slot.name))
 
     def drop_spare(self, committed: bool = False) -> None:
@@ -300,7 +294,6 @@ class SlotPool:
         self._spare, self._stale, self._kept = self._spare - numbers, self._stale - numbers, self._kept - numbers
 
     def close(self) -> None:
-        """Unmap everything; the files stay."""
         for slot in self.all():
             unmap(slot)
 

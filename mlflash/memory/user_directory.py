@@ -129,7 +129,6 @@ class OtherFiles:
 
     @property
     def user(self) -> str:
-        """Name or number of the owner."""
         try:
             return pwd.getpwuid(self.uid).pw_name
         except KeyError:

@@ -24,7 +24,6 @@ class WantedStep:
         return self == NEWEST
 
     def fits_step(self, step: int) -> bool:
-        """Whether a checkpoint of this step may be used."""
         return self.step in (None, step) and (self.before is None or step < self.before)
 
     def fits(self, step: int, verdict: Verdict) -> bool:

@@ -71,7 +71,6 @@ class Survival:
         return [int(count) for count in counts] + [0] * (most + 1 - len(counts))
 
     def chance(self, losses: int) -> float:
-        """Probability that the loss of so many random nodes is survived."""
         return self.surviving(losses)[losses] / math.comb(self.nodes, losses) if losses <= self.nodes else 0.0
 
 

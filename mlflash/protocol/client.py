@@ -11,30 +11,20 @@ from ..errors import DeadlineExceeded, MlflashError
 from .messages import Message
 
 
-class Posted(Protocol):
-    """A message that is on its way to the courier, or done."""
-
-
 class Client(Protocol):
-    """The courier, as its trainer sees it.
-
-    Attributes:
-        late: the error of the job that has passed its deadline and still runs; None if there is none.
-        broken: why the courier has stopped working; None while it works.
-        is_a: thread or process, and why or where: "thread (...)", "process (...)".
-    """
+    """The courier, as its trainer sees it."""
 
     @property
     def late(self) -> DeadlineExceeded | None:
-        """See above."""
+        """The error of the job that has passed its deadline and still runs."""
 
     @property
     def broken(self) -> BaseException | None:
-        """See above."""
+        """Why the courier has stopped working; None while it works."""
 
     @property
     def is_a(self) -> str:
-        """See above."""
+        """Thread or process, and why or where: "thread (...)", "process (...)"."""
 
     @property
     def is_stuck(self) -> bool:
@@ -47,7 +37,7 @@ class Client(Protocol):
         """
 
     def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
-            on_refused: Callable[[MlflashError], None] | None = None) -> Posted:  # fmt: skip
+            on_refused: Callable[[MlflashError], None] | None = None) -> Any:  # fmt: skip
         """Make a job for `post`.
 
         Args:

@@ -49,7 +49,6 @@ class Described:
     @classmethod
     def of(cls, entries: Sequence[Entry], tree: Tree, plain: list[Any], checks: Mapping[int, int], more: Any = None
            ) -> Described:  # fmt: skip
-        """Describe a rank by its manifest."""
         return cls(*RankStructure.of(entries, tree), plain, checks, more)
 
 
@@ -72,7 +71,6 @@ class Gathered:
     plain: dict[int, bytes]
 
     def plain_of(self, rank: int) -> list[Any]:
-        """The plain leaves of a rank, by number."""
         group = next(group for group in self.groups if rank in group.ranks)
         values = list(group.plain)
         if self.plain[rank]:
@@ -87,7 +85,6 @@ class Gathered:
 
     def old_ranks(self, compared: bool, told: Mapping[int, Mapping[str, bytes]], near: Collection[int] | None = None
                   ) -> OldRanks:  # fmt: skip
-        """Make `OldRanks` of them; see there."""
         differ = self.differ if compared else None
         return OldRanks(self.groups, differ, self.plain_differ, self.plain_of, told, near)
 

@@ -33,8 +33,7 @@ class Collectives(Protocol):
     timeout_s: float
 
     @property
-    def node_name(self) -> str:
-        """See above."""
+    def node_name(self) -> str: ...
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Take the minimum of each number over all ranks. Collective over the world."""
@@ -79,40 +78,29 @@ class Ranks:
         return self.topology.name_of(self.rank)
 
     def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Convert ranks of torch.distributed to these ranks, ascending."""
         return from_torch(ranks, self.torch_group)
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """Take the minimum of each number over all ranks. Collective over the world."""
         agreed: list[int] = self._courier.call(Agree(tuple(values)))
         return agreed
 
     def gather(self, value: Any) -> list[Any]:
-        """Give every rank the (pickled) value of every rank. Collective over the world."""
         return [pickle.loads(content) for content in self._courier.call(Gather(pickle.dumps(value)))]
 
     def broadcast(self, value: Any, root: int) -> Any:
-        """Give every rank the (pickled) value of one rank. Collective over the world."""
         content = pickle.dumps(value) if self.rank == root else b""
         return pickle.loads(self._courier.call(Broadcast(content, root)))
 
     def raise_together(self, error: MlflashError | None) -> None:
-        """If any rank has an error, raise it on all ranks. Collective over the world.
-
-        Raises:
-            MlflashError: the error of the lowest rank that has one.
-        """
         self._courier.call(RaiseTogether(error))
 
     def unit(self) -> AbstractContextManager[None]:
-        """Put all calls in the ``with`` block into one unit, see `client.Client`."""
         return self._courier.unit()
 
     def renew_deadline(self) -> None:
         """Do nothing: each call has its own deadline."""
 
     def tell_doing(self, what: str) -> None:
-        """Note what this rank does, for ranks that wait for it."""
         self._courier.tell_doing(what)
 
     def together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None = None) -> T:

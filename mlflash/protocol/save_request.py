@@ -73,8 +73,7 @@ class Trainer(Shareable, Protocol):
     def handed_over(self) -> None:
         """Note that the courier has the result of `stage`. It only needs the trainer for deferred copies now."""
 
-    def begin_deferred(self) -> None:
-        """Begin the deferred copies."""
+    def begin_deferred(self) -> None: ...
 
     def finish_deferred(self) -> tuple[MlflashError | None, dict[Piece, int]]:
         """Wait for the deferred copies. Return why they are useless, if they are, and all checksums of the request."""

@@ -50,17 +50,13 @@ class TrainerContext:
         return key_of(leaf.entry) in self.sharing.agreed
 
     def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
-        """See `startup.context.TrainerEnd`."""
         return self.slots.prepare(wanted, waiting)
 
     def update(self, files: Iterable[SlotFile]) -> None:
-        """See `startup.context.TrainerEnd`."""
         self.slots.update(files)
 
     def told_sharing(self, sharing: SharingNews) -> None:
-        """See `startup.context.TrainerEnd`."""
         self.sharing = sharing
 
     def told_unhealed(self, is_unhealed: bool) -> None:
-        """See `startup.context.TrainerEnd`."""
         self.is_unhealed = is_unhealed

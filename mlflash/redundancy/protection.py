@@ -87,7 +87,6 @@ class Protection:
         return any(lacking)
 
     def is_complete(self, pool: SlotPool, attempt: Attempt) -> bool:
-        """Whether this rank has all redundancy of an attempt that it has to keep, by the headers."""
         return len({slot.header.rank for slot in self.kept(pool, attempt) if slot.header}) == len(self.owners)
 
     def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
@@ -136,7 +135,6 @@ class PartnerCopies:
         self._windows = []
 
     def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
-        """See `Protection.offer`."""
         lacking = self._lacking if again else self.partners
         self._sends = lacking if extents is not None else ()
         to = {partner: extents if partner in self._sends else None for partner in self.partners}
@@ -180,7 +178,6 @@ class PartnerCopies:
         return bool(self._lacking)
 
     def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
-        """The inbox slots that hold an attempt for the ranks they belong to."""
         return [slot for owner in self.owners for slot in _copies_of(pool, owner, attempt)]
 
 
@@ -215,7 +212,6 @@ class Parity:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Keys of this rank's inbox pairs for parity files: its own number."""
         return (self._world.rank,) if self.group else ()
 
     @property
@@ -223,7 +219,6 @@ class Parity:
         return self._others if self._extents else []
 
     def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
-        """Bytes that each inbox slot must hold if the ranks' slots have so many."""
         if not self.group:
             return {}
         blocks = [-(-nbytes_of[rank] // layout.BLOCK_NBYTES) for rank in self.group]

@@ -27,8 +27,6 @@ _BY_TYPE = frozenset((str, int, bool, bytes, type(None)))  # if two keys of such
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Node:
-    """A container in a state."""
-
     kind: type
     keys: list[Any] | None
     subs: list[Any]  # what is in it, in order: a `_Node`, LEAF or PLAIN; for an object: what its state_dict() returned

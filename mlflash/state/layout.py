@@ -10,7 +10,6 @@ the block table holds one checksum per block of the body. See docs/format.md.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Collection
 
 from .leaves import Entry, Flat
@@ -18,7 +17,7 @@ from .leaves import Entry, Flat
 PAGE_NBYTES = 4096
 ALIGN_NBYTES = 256
 CHECK_NBYTES = 8  # one XXH3-64
-BLOCK_NBYTES = int(os.environ.get("MLFLASH_TEST_BLOCK_NBYTES", 1 << 20))
+BLOCK_NBYTES = 1 << 20
 """Bytes per checksum, and of a parity block: whole pages, and the same in all processes of a job.
 
 Larger blocks make repairs longer, and smaller ones make tables longer: with 1 MiB a table is 8 millionths of its slot.
@@ -51,7 +50,6 @@ class Extents:
         return -(-self.body_nbytes // self.block_nbytes)
 
     def block(self, number: int) -> slice[int, int, None]:
-        """Where a block is in the body; the last one may be short."""
         return slice(number * self.block_nbytes, min((number + 1) * self.block_nbytes, self.body_nbytes))
 
     @property

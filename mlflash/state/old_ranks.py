@@ -136,7 +136,6 @@ class OldRanks(Mapping[int, OldRank]):
         return rank in self.ranks
 
     def row(self, rank: int) -> tuple[RankStructure, np.ndarray]:
-        """The structure of a rank, and its numbers."""
         if self._asked_last is None or self._asked_last[0] != rank:
             group, at = self._place(rank)
             self._asked_last = rank, (group.structure, group.rows[at])
@@ -196,7 +195,6 @@ class OldRanks(Mapping[int, OldRank]):
         return first
 
     def is_private(self, spots: Iterable[Spot]) -> bool:
-        """Whether ranks had a tensor whole, but not alike."""
         listed = list(spots)
         if self._differ is None or self.is_sharded(listed):
             return False
@@ -261,7 +259,6 @@ class OldRanks(Mapping[int, OldRank]):
         return Parts(template, [number for _, number in there])
 
     def _refuse_others(self, want: Entry, spots: Sequence[Spot], only: int | None) -> None:
-        """Refuse a tensor of another kind, dtype or global shape."""
         structures = [(self.groups[group].structure, number) for group, number in spots]
         kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in structures)
         for kind, dtype in kinds:

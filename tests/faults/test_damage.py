@@ -37,7 +37,7 @@ def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str,
             with file.open("r+b") as slot:
                 slot.write(older[: 4096 if place == "old header" else file.stat().st_size])
         else:
-            flip(file, at, bit)
+            flip(file, at, bit=bit)
 
 
 # Each place is damaged in one of the first two tests. "old header" and "old file" are those of the step before, whole

@@ -37,7 +37,7 @@ pytestmark = [needs.PMI_1, pytest.mark.gate]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_trainer.py"
 IMPORTED = ["numpy", "mlflash.checkpointer.checkpointer", "mlflash.courier.courier_link"]
-SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer; read at an import
+SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer
 TRANSPORTS = ("p2p", "rma")  # by turns
 
 RANKS = {"copy": 2, "rs:2+1": 3}  # each on a node of its own

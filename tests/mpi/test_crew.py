@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import flip
 from mpi4py import MPI
 
 from mlflash import Checkpointer
@@ -39,11 +40,7 @@ def test_a_crew_saves_restores_and_finds_damage_as_one_thread_does(
         assert ckpt.restore(state) == 2
         assert all(map(torch.equal, state.values(), state_of(2).values()))
     for at in (13_000_000, 20_000_000):
-        with file.open("r+b") as raw:
-            raw.seek(at)
-            old = raw.read(1)
-            raw.seek(at)
-            raw.write(bytes([old[0] ^ 1]))
+        flip(file, at)
     with Checkpointer(**options) as ckpt:
         assert ckpt.restore(state) == 1
         assert all(map(torch.equal, state.values(), state_of(1).values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from damage import flip
 from emulated import Nodes
 from mpi4py import MPI
 from small_blocks import use_small_blocks
@@ -130,14 +130,8 @@ class Mapped:
 
 def damage(path: Path, header: Header, blocks: Sequence[int]) -> None:
     """Flip a bit in the middle of some blocks."""
-    with path.open("r+b") as file:
-        for block in blocks:
-            start = block * header.extents.block_nbytes
-            end = min(start + header.extents.block_nbytes, header.extents.body_nbytes)
-            file.seek(PAGE_NBYTES + (start + end) // 2)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
+    bounds = [header.extents.block(block) for block in blocks]
+    flip(path, *(PAGE_NBYTES + (where.start + where.stop) // 2 for where in bounds), bit=4)
 
 
 @on(3, 4, 5)
@@ -188,11 +182,7 @@ def test_damage_at_any_place_of_one_member_is_repaired(
         path, header = parity if what in ("heads", "parity header", "parity table") else slot
         at = {"header": 50, "table": header.extents.table_start + 3, "heads": PAGE_NBYTES + 60,
               "manifest": PAGE_NBYTES + 10}[what.removeprefix("parity ")]  # fmt: skip
-        with path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+        flip(path, at)
     COMM.Barrier()
     assert restored(options)[0] == 2
     nodes.lose(0)
@@ -226,24 +216,6 @@ def test_another_scheme_restores_by_the_recorded_one_and_protects_by_the_new(
     if new != "none":
         nodes.lose(0)
         assert restored(options, redundancy=new)[0] == 3
-
-
-@on(3)
-def test_other_block_sizes_restore_what_was_saved_and_protect_it(
-    options: dict[str, Any], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options["redundancy"] = "xor:3"
-    save(options, 1, 2)
-    use_small_blocks(monkeypatch, 131_072)
-    nodes.lose(1)
-    assert restored(options)[0] == 2
-    use_small_blocks(monkeypatch, 8192)
-    nodes.lose(0)
-    with Checkpointer(**options) as ckpt:
-        assert ckpt.load()[0] == 2
-        ckpt.save(3, state_at(3)).wait()
-    nodes.lose(2)
-    assert restored(options)[0] == 3
 
 
 def times(a: int, b: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from damage import flip
 from emulated import Nodes
 from holds import Hold
 from mpi4py import MPI
@@ -43,18 +44,13 @@ def file_of(nodes: Nodes, kind: str, of: int, step: int) -> tuple[Path, Header]:
     return ours[0]
 
 
-def flip(path: Path, header: Header, place: str) -> None:
+def damage_at(path: Path, header: Header, place: str) -> None:
     """Damage a file: a byte of its header, of its table, of its first or second block, or of the first and the last."""
     extents = header.extents
     ends = [5_000, 4096 + extents.body_nbytes - 9]
     at = {"header": [40], "table": [extents.table_start + 3], "blocks": ends, "first": ends[:1],
           "second": [4096 + extents.block_nbytes], "all": [*range(4096, extents.table_start, 4096)]}[place]  # fmt: skip
-    with path.open("r+b") as file:
-        for start in at:
-            file.seek(start)
-            byte = file.read(1)[0]
-            file.seek(start)
-            file.write(bytes([byte ^ 1]))
+    flip(path, *at)
 
 
 def counts(ckpt: Checkpointer) -> dict[str, int]:
@@ -105,7 +101,7 @@ def test_what_is_damaged_in_a_running_job_is_said_once_and_whole_again_before_th
     with caplog.at_level(logging.WARNING, "mlflash"), Checkpointer(**options) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         path, header = file_of(nodes, kind, 1, 1)
-        nodes.on_rank_0(lambda: flip(path, header, place))
+        nodes.on_rank_0(lambda: damage_at(path, header, place))
         wait_found(ckpt, 1)
         hold = hold_at("protect.announced")
         snapshot = ckpt.save(2, state_at(2))
@@ -138,7 +134,7 @@ def saved(options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold],
     with Checkpointer(**options) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         files = [(*file_of(nodes, kind, of, 1), place) for kind, of, place in damage]
-        nodes.on_rank_0(lambda: [flip(*one) for one in files])
+        nodes.on_rank_0(lambda: [damage_at(*one) for one in files])
         wait_found(ckpt, len({path for path, *_ in files}))
         hold = hold_at("protect.announced")
         snapshot = ckpt.save(2, state_at(2))
@@ -200,7 +196,7 @@ def test_without_redundancy_or_where_a_share_is_damaged_it_is_said_and_left(
             alike = {"w": np.arange(200_000.0), "step": 1}
             ckpt.save(1, alike).wait()
             path, header = file_of(nodes, kind, 1, 1)
-            nodes.on_rank_0(lambda path=path, header=header: flip(path, header, "first"))
+            nodes.on_rank_0(lambda path=path, header=header: damage_at(path, header, "first"))
             wait_found(ckpt, 1)
             before = COMM.bcast(path.read_bytes())
             ckpt.save(2, alike | {"step": 2}).wait()
@@ -217,7 +213,7 @@ def test_the_event_log_has_each_finding_and_what_was_mended(options: dict[str, A
     with Checkpointer(**options) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         path, header = file_of(nodes, "own", 1, 1)
-        nodes.on_rank_0(lambda: flip(path, header, "blocks"))
+        nodes.on_rank_0(lambda: damage_at(path, header, "blocks"))
         wait_found(ckpt, 1)
         ckpt.save(2, state_at(2)).wait()
     COMM.Barrier()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import flip
 from emulated import Nodes, on_node
 from mpi4py import MPI
 
@@ -102,14 +103,6 @@ def shares(nodes: Nodes, node: int, step: int | None = None) -> list[Path]:
     return [path for path, header in nodes.files(node) if header.kind is Kind.SHARE and step in (None, header.step)]
 
 
-def damage(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(5000)
-        byte = file.read(1)[0]
-        file.seek(5000)
-        file.write(bytes([byte ^ 16]))
-
-
 def node_nbytes(options: dict[str, Any], report: dict[str, Any]) -> list[int]:
     """Bytes of all slots of each node."""
     reports = COMM.allgather(report)
@@ -178,13 +171,13 @@ def test_a_damaged_share_comes_from_another_node_and_where_all_are_the_older_ste
 ) -> None:
     save(options, 1, 2)
     for node in range(SIZE - 1):
-        nodes.on_rank_0(lambda node=node: damage(shares(nodes, node, 2)[0]))
+        nodes.on_rank_0(lambda node=node: flip(shares(nodes, node, 2)[0], 5000))
     step, reports = restored(options)
     assert step == 2
     assert [r["counts"].get("shares fetched", 0) for r in reports] == [*[1] * (SIZE - 1), 0]
     save(options, 3)
     for node in range(SIZE):
-        nodes.on_rank_0(lambda node=node: damage(shares(nodes, node, 3)[0]))
+        nodes.on_rank_0(lambda node=node: flip(shares(nodes, node, 3)[0], 5000))
     assert restored(options)[0] == 2
 
 

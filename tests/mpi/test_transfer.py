@@ -83,18 +83,6 @@ def ring(comm: Any, root: Path, options: dict[str, Any]) -> Any:
     ring.free()
 
 
-def test_a_slot_arrives_bit_for_bit_and_both_are_sealed(ring: Ring) -> None:
-    assert ring.exchange(Source(ring.out, EXTENTS, ring.header), ring.come) == [True, True]
-    expected = np.random.default_rng(ring.come).integers(0, 256, EXTENTS.body_nbytes, dtype=np.uint8)
-    assert np.array_equal(ring.inbox.body(EXTENTS), expected)
-    assert read_header(ring.inbox.view) == ring.inbox.header and ring.inbox.header.rank == ring.come
-    ring.inbox.verify()
-    ring.out.verify()
-    # And once more, of the sealed slot.
-    assert ring.exchange(Source(ring.out, EXTENTS, None), ring.come) == [True, True]
-    ring.inbox.verify()
-
-
 def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,9 +91,3 @@ def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
     )  # seconds that a Put byte may take to become visible
     assert ring.exchange(Damaged(ring.out, EXTENTS, ring.header), ring.come) == [False, False]
     assert ring.inbox.header is None and read_header(ring.inbox.view) is None
-
-
-@pytest.mark.parametrize(("owner", "attempt"), [(1, ATTEMPT), (0, Attempt(b"x" * 16, 3)), (0, Attempt(b"r" * 16, 4))])
-def test_a_slot_of_another_rank_or_attempt_is_refused(ring: Ring, owner: int, attempt: Attempt) -> None:
-    assert ring.exchange(Source(ring.out, EXTENTS, ring.header), ring.come + owner, attempt) == [False, False]
-    assert read_header(ring.inbox.view) is None

@@ -59,14 +59,14 @@ def install() -> None:
     sys.modules["mpi4py"], sys.modules["mpi4py.MPI"] = package, MPI  # type: ignore[assignment]
     for name in [name for name in os.environ if name.startswith(("MLFLASH_", "PMI", "SLURM", "OMPI"))]:
         del os.environ[name]
-    os.environ["MLFLASH_TEST_BLOCK_NBYTES"] = "4096"
     _fill_new_arrays()
     _replace_modules()
     from mlflash.memory import copy_threads
     from mlflash.mpi import fabric
     from mlflash.redundancy import slot_transfer
+    from mlflash.state import layout
 
-    slot_transfer.CHUNK_BLOCKS = copy_threads._MOST = 1
+    layout.BLOCK_NBYTES, slot_transfer.CHUNK_BLOCKS, copy_threads._MOST = 4096, 1, 1
     fabric.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
     import couriers
     import rounds

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from mlflash.errors import CorruptSlot
 from mlflash.memory.slot_header import HEADER_NBYTES, Header, Kind, unpack
 
@@ -29,8 +27,14 @@ def slot(folder: Path, kind: str, rank: int, step: int) -> tuple[Path, Header]:
     raise AssertionError(f"there is no {kind} of rank {rank} with step {step}")
 
 
-def flip(path: Path, at: int, bit: int = 1) -> None:
-    np.memmap(path, mode="r+")[at] ^= bit
+def flip(path: Path, *places: int, bit: int = 1) -> None:
+    """Flip a bit of some bytes of a file."""
+    with path.open("r+b") as file:
+        for place in places:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ bit]))
 
 
 def damage(folder: Path, step: int) -> int:

@@ -366,8 +366,9 @@ _SEEDS = st.integers(0, 1 << 32)
 _SHAPES = st.one_of(
     st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from([(LARGE,), (7, 10_000), (2, 5, 7_000)]),
 )  # fmt: skip
+STRANGE_DTYPES = [name for name in TORCH_DTYPES if _is_strange(name)]
 _VIEWS = st.sampled_from(["plain", "transposed", "strided", "offset", "expanded", "conj", "neg"])
-_BYTES = [n for n, dtype in enumerate(NUMPY_DTYPES) if not (dtype.hasobject or dtype.names or dtype.metadata)]
+BYTES = [n for n, dtype in enumerate(NUMPY_DTYPES) if not (dtype.hasobject or dtype.names or dtype.metadata)]
 
 
 def _tensors(dtypes: list[str], wraps: list[str]) -> st.SearchStrategy[Spec]:
@@ -384,10 +385,10 @@ _LEAVES = st.one_of(
         st.just("dtensor"), st.sampled_from(["float32", "bfloat16", "int64"]), _SHAPES,
         st.sampled_from(["line", "grid", "rows", "columns", "last"]), st.tuples(_SPLITS, _SPLITS), _SEEDS,
     ),
-    _tensors([name for name in TORCH_DTYPES if not _is_strange(name)], ["", "", "", "parameter", "own"]),
-    _arrays(_BYTES, ["", "", "", "memmap"]),
+    _tensors(sorted({*TORCH_DTYPES} - {*STRANGE_DTYPES}), ["", "", "", "parameter", "own"]),
+    _arrays(BYTES, ["", "", "", "memmap"]),
     st.tuples(st.just("plain"), _PLAIN),
-    st.tuples(st.just("scalar"), st.sampled_from(_BYTES), _SEEDS),
+    st.tuples(st.just("scalar"), st.sampled_from(BYTES), _SEEDS),
     st.tuples(st.just("tie"), st.integers(0, 20)),
 )  # fmt: skip
 _REFUSED = st.one_of(

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -169,7 +169,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
         "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
         "SparseAdam", "Muon")},
 }  # fmt: skip
-_IN_SEQUENCES = [name for name in SCHEDULES if name not in ("ReduceLROnPlateau", "ChainedScheduler", "SequentialLR")]
 
 
 class Chosen(nn.Module):
@@ -188,26 +187,6 @@ _OF_SOME: dict[str, Callable[[], nn.Module]] = {  # a model that they take
     "SparseAdam": Chosen,
     "Muon": lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)),
 }
-
-
-class Parts(nn.Module):
-    def __init__(self, names: Iterable[str]):
-        super().__init__()
-        for name in names:
-            self.add_module(name, nn.Linear(3, 1))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(inputs) for part in self.children()])
-
-
-def sequences(kind: str, first: str) -> Training:
-    """A schedule, and after it each of the others, with an optimizer of its own."""
-    both: dict[str, Callable[[Any], Any]] = {
-        second: lambda o, second=second: lr_scheduler.SequentialLR(  # type: ignore[misc]
-            o, [SCHEDULES[first](o), SCHEDULES[second](o)], [4])
-        for second in _IN_SEQUENCES
-    }  # fmt: skip
-    return Learning(kind, Parts(both), (2, 3), dict.fromkeys(both, sgd), both)
 
 
 # Modules with a version, with an extra state, or with parts that others put into them
@@ -486,7 +465,6 @@ TABLE: dict[str, Entry] = {
     **{f"schedule {name}": Entry(_learning(dense, sgd, {"": make}),
                                  is_dear=name not in ("SequentialLR", "ReduceLROnPlateau", "LambdaLR"))
        for name, make in SCHEDULES.items()},
-    **{f"sequences {first}": _of(sequences, first) for first in _IN_SEQUENCES},
     **{f"optimizer {name}": Entry(_learning(_OF_SOME.get(name, dense), make), is_dear=name not in ("AdamW", "LBFGS"))
        for name, make in OPTIMIZERS.items()},
     **{f"module {name}": _of(versioned, name, is_dear=name != "BatchNorm1d") for name in VERSIONED},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from unit.stored import Store
 
 from mlflash.errors import StateError
 from mlflash.memory.node_directory import NodeDirectory
+from mlflash.state.flatten import flatten
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,6 +68,30 @@ def test_any_state_is_refused_by_its_path_or_comes_back_equal(spec: Spec, by: in
 
 def tensor(dtype: str, shape: tuple[int, ...], view: str = "plain", wrap: str = "", seed: int = 3) -> Spec:
     return "tensor", dtype, shape, view, seed, wrap
+
+
+def keyed(key: Any) -> Spec:
+    return "dict", "dict", ((key, ("plain", 1)),)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(("odd", name) for name in states.ODD),
+        *(tensor(dtype, (n,)) for dtype in states.STRANGE_DTYPES for n in (2, states.LARGE)),
+        *(("array", n, (2,), "plain", 3, "") for n, dtype in enumerate(states.NUMPY_DTYPES) if n not in states.BYTES),
+        *(("array", states.BYTES[0], (2,), "plain", 3, wrap) for wrap in ("masked", "own")),
+        *map(keyed, (float("nan"), np.datetime64("NaT"), (1, float("nan")), complex(0, float("nan")))),
+        keyed(states.Point(1, 2)), ("plain", np.longlong(1)), tensor("float32", (3,), wrap="wrapper"),
+        ("deep", 250, ("plain", 1)),
+    ],
+    ids=lambda spec: ascii(spec)[:60],
+)  # fmt: skip
+def test_what_would_come_back_as_something_else_is_refused_by_its_path(spec: Spec) -> None:
+    built = Built(("list", (("plain", 1), spec)))
+    with pytest.raises(StateError) as refused:
+        flatten(built.state)
+    assert refused.value.tensor in built.doubtful | {"state.1", "state.1 (a key)"}
 
 
 @pytest.mark.parametrize(

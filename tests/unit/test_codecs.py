@@ -28,8 +28,7 @@ from mlflash.courier.wire_format import BadMessage, Frame, Kind, Outcome, Stream
 from mlflash.draining import file_index
 from mlflash.draining.file_index import Card, Place, Places
 from mlflash.errors import CorruptSlot, MlflashError
-from mlflash.memory import inventory, slot_header
-from mlflash.memory.inventory import FOUND, Inventory
+from mlflash.memory import slot_header
 from mlflash.memory.slot_header import Attempt, Header
 from mlflash.state import manifest, old_ranks
 from mlflash.state.dtypes import TORCH_ITEM_NBYTES
@@ -253,14 +252,6 @@ def hostile_indexes(draw: st.DrawFn) -> bytes:
     return raw + draw(hostile_manifests() | st.just(encode_manifest(its.manifest)))
 
 
-@st.composite
-def inventories(draw: st.DrawFn) -> Inventory:
-    small, byte = st.integers(0, 3), st.integers(0, 255)
-    row = st.tuples(small, small, small, *[byte] * 6, st.sampled_from([0, 1, 2]), *[byte] * 4, st.integers(0, 5))
-    groups = draw(st.lists(st.lists(U32, max_size=9).map(tuple), max_size=5).map(tuple))
-    return Inventory(np.array(draw(st.lists(row, max_size=30)), dtype=FOUND), groups)
-
-
 # Between processes
 
 
@@ -449,12 +440,6 @@ def test_no_bytes_make_a_reader_do_anything_but_refuse_or_read_what_is_valid(nam
     except codec.refuses:
         return
     assert codec.is_valid is None or codec.is_valid(found)
-
-
-@given(inventories())
-def test_what_nodes_tell_each_other_of_their_files_comes_back_equal(found: Inventory) -> None:
-    again = inventory.decode(inventory.encode(found))
-    assert again.groups == found.groups and again.rows.dtype == FOUND and again.rows.tobytes() == found.rows.tobytes()
 
 
 @given(st.lists(JSON, max_size=5), st.lists(FRAMES, max_size=5), st.integers(1, 9))

@@ -20,26 +20,6 @@ from mlflash.state.rebuild import compare
 Point = collections.namedtuple("Point", "x y")
 
 
-class Settings(dict[str, Any]):
-    """A dict of a class of its own."""
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (Settings(a=1), "would come back as a dict"),
-        (collections.namedtuple("Nowhere", "x")(1), "would come back as a tuple"),
-        (type("Own", (list,), {})([1]), "would come back as a list"),
-        (collections.defaultdict(lambda: 1), "only if its factory is one of None, bool"),
-        ({Point(1, 2): 3}, "this leaf cannot be saved"),
-    ],
-)
-def test_what_would_come_back_as_something_else_is_refused_by_its_path(value: Any, says: str) -> None:
-    with pytest.raises(errors.StateError, match=says) as caught:
-        flatten({"a": [value]})
-    assert caught.value.tensor in ("a.0", "a.0 (a key)")
-
-
 @pytest.mark.parametrize(
     ("saved", "live", "is_fine"),
     [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -141,37 +139,6 @@ def test_no_square_part_of_29_units_and_3_parities_is_singular() -> None:
     i, j, k = np.array([*itertools.combinations(range(29), 3)]).T
     terms = [TIMES[rows[0, a], minor(1, 2, b, c)] for a, b, c in ((i, j, k), (j, i, k), (k, i, j))]
     assert np.all(np.bitwise_xor.reduce(terms))
-
-
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (4, 3), (6, 2), (5, 3), (16, 3), (29, 3)])
-def test_the_parities_are_those_of_pyeclib(n: int, k: int, kernel: str) -> None:
-    ec_iface = pytest.importorskip("pyeclib.ec_iface")
-    header_nbytes, nbytes = 80, 4096
-    units = random_units(n, nbytes)
-    driver = ec_iface.ECDriver(k=n, m=k, ec_type="isa_l_rs_vand")
-    fragments = driver.encode(b"".join(unit.tobytes() for unit in units))
-    assert {len(fragment) for fragment in fragments} == {header_nbytes + nbytes}
-    assert [f[header_nbytes:] for f in fragments] == [unit.tobytes() for unit in with_parity(units, k)]
-
-
-PROGRAM = """
-import pathlib
-import numpy as np
-from mlflash.redundancy import erasure_codes
-def loaded(): return "libisal" in pathlib.Path("/proc/self/maps").read_text()
-units = [np.arange(64, dtype=np.uint8), np.ones(64, dtype=np.uint8), np.empty(64, dtype=np.uint8)]
-before = loaded()
-erasure_codes.combine(erasure_codes.matrix(2, (0, 1), (3,)), units[:2], units[2:])
-print(before, loaded(), erasure_codes.library())
-"""
-
-
-def test_a_process_loads_the_named_library_when_it_is_first_needed(kernel: str) -> None:
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        cwd="/", check=True, timeout=60, capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.stdout == f"False {kernel == 'ISA-L'} {erasure_codes.library()}\n"
 
 
 def test_a_named_library_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,11 +91,6 @@ def test_a_flipped_bit_anywhere_in_body_or_table_is_found(
     slot.verify()
 
 
-def test_a_truncated_slot_is_not_sealed(node_memory: Any) -> None:
-    slot = write_slot(node_memory, {"a": np.ones(5000)})
-    assert read_header(slot.view[: slot.header.extents.nbytes - 4096]) is None
-
-
 def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
     slot = write_slot(node_memory, {"a": 1})
     attempt = slot.header.attempt
@@ -118,30 +113,13 @@ def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
     ("raw", "reason"),
     [
         (b"", "Expecting value"),
-        (b"[]", "TypeError"),
-        (b'{"entries":[],"tree":["e",0],"plain":[]}', "leaf that is not there"),
-        (b'{"entries":[["a","tensor","float32",[4],[0],[4],500,16]],"tree":["e",0],"plain":[]}', "outside the payload"),
-        (b'{"entries":[["a","tensor","float32",[4],[0],[4],0,17]],"tree":["e",0],"plain":[]}', "has 17 bytes"),
         (b'{"entries":[["a","tensor","float32",[4],[2],[4],0,16]],"tree":["e",0],"plain":[]}', "not inside its tensor"),
         (b'{"entries":[["a","array","|O",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "not allowed"),
-        (b'{"entries":[["a","tensor","object",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "KeyError"),
-        # Found by fuzzing: numpy evaluates parts of a dtype; a scalar of no bytes.
+        # NumPy evaluates parts of a dtype.
         (b'{"entries":[["a","array","(01)i4",[1],[0],[1],0,4]],"tree":["e",0],"plain":[]}', "not allowed"),
-        (b'{"entries":[["a","array","<i4,<i4",[1],[0],[1],0,8]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[],"tree":["p",0],"plain":[["n","1 1","AAE="]]}', "not allowed"),
         (b'{"entries":[],"tree":["p",0],"plain":[["n","<f4",""]]}', "IndexError"),
-        (b'{"entries":[],"tree":["d",[[["d"],["p",0]]]],"plain":[1]}', "unknown tag"),
         (b'{"entries":[],"tree":["p",0],"plain":[NaN]}', "not JSON"),
-        (b'{"entries":[],"tree":["p",0],"plain":[1],"shared":[0,-1,0]}', "shared state"),
-        (b'{"entries":[],"tree":["p",0],"plain":[1],"shared":[0,1,9.5]}', "shared state"),
-        (
-            b'{"entries":[["a","array","|u1",[99],[0],[99],512,99]],"tree":["e",0],"plain":[],"shared":[0,1,98]}',
-            "outside",
-        ),
-        (
-            b'{"entries":[["a","array","|u1",[99],[0],[99],500,99]],"tree":["e",0],"plain":[],"shared":[0,1,98]}',
-            "outside",
-        ),
         (b'{"entries":[],"tree":' + b'["o",' * 5000 + b'["p",0]' + b"]" * 5000 + b',"plain":[1]}', ""),
     ],
 )

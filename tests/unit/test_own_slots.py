@@ -138,20 +138,6 @@ def both(request: pytest.FixtureRequest, node_memory: NodeDirectory) -> Iterator
     made.close()
 
 
-def with_files(both: Both) -> None:
-    borrowed = both.grow(both.pool.all(), PAGE_NBYTES)
-    assert len(borrowed) == 4
-    both.news()
-
-
-def saved(both: Both) -> Save:
-    save = both.take()
-    assert save is not None
-    both.send(save)
-    both.finish(save, committed=True)
-    return save
-
-
 class Walk(RuleBasedStateMachine):
     """Anything that trainer and courier may do, in any order."""
 
@@ -281,20 +267,6 @@ TestWalk = Walk.TestCase
 TestWalk.settings = settings(max_examples=100, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
-def test_a_slot_that_a_drain_reads_is_not_given(both: Both) -> None:
-    with_files(both)
-    first = saved(both)
-    first.got[0].drains = True
-    saved(both)
-    both.news()
-    both.check()
-    assert first.pair[0].use is Use.HOLDS and both.take() is None
-    both.pool.drained([first.got[0]])
-    both.news()
-    again = both.take()
-    assert again is not None and again.pair[0] is first.pair[0]
-
-
 def test_a_file_that_vanished_is_passed_over(node_memory: NodeDirectory, caplog: pytest.LogCaptureFixture) -> None:
     both = Both(node_memory, 2, is_thread=False)
     both.grow(both.pool.all(), PAGE_NBYTES)
@@ -329,15 +301,6 @@ def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
             both.grow(both.pool.own[:1], pages * PAGE_NBYTES)
             both.news()
             assert both.own.own[0].view.nbytes == pages * PAGE_NBYTES
-
-
-def test_all_slots_are_left_to_the_next_courier_once_none_is_filled(both: Both) -> None:
-    with_files(both)
-    save = both.take()
-    assert save is not None and not both.own.wait_until_given(0.01, lambda taker: False), "one is still filled"
-    assert not both.take(), "the free ones are given already"
-    both.own.give_back(both.own.taken_by(save))
-    assert both.own.wait_until_given(0.01, lambda taker: False), "one that is given back meanwhile is left, too"
 
 
 def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(both: Both) -> None:

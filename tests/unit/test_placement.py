@@ -1,8 +1,10 @@
-"""Who protects whom: for every node count, on other nodes, spread over failure domains, deterministic."""
+"""Who protects whom, on other nodes, spread over failure domains; and what a placement survives."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import re
 
 import pytest
@@ -13,6 +15,7 @@ from unit.layouts import SCHEMES, layout
 from mlflash.errors import ConfigError
 from mlflash.placement.protection_groups import deal, place
 from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.survival import Survival, describe, of, too_close
 from mlflash.placement.topology import Topology, from_node_ids
 from mlflash.startup.start import _say_what_is_made
 
@@ -29,53 +32,34 @@ def test_a_scheme_that_makes_no_sense_is_refused_with_what_is_possible(text: str
         parse(text)
 
 
-def test_what_a_scheme_costs() -> None:
-    assert [2 * (1 + parse(s).overhead) for s in ("none", "copy", "copy:2")] == [2, 4, 6]
-    assert 2 * (1 + parse("xor:8").overhead) == pytest.approx(2.29, abs=0.01)
-    assert 2 * (1 + parse("rs:6+2").overhead) == pytest.approx(2.67, abs=0.01)
-    assert 2 * (1 + parse("rs:8+2").overhead) == pytest.approx(2.5)
-
-
-@given(nodes=st.integers(1, 39), scheme=st.sampled_from(SCHEMES))
-def test_every_rank_is_protected_by_as_many_other_nodes_as_it_can_be(scheme: str, nodes: int) -> None:
-    wanted = parse(scheme)
-    topology = layout(*[2] * nodes)
-    placed = place(topology, wanted)
-    for rank in range(2 * nodes):
-        group = placed.parity_group_of[rank]
-        if group:
-            assert not placed.partners[rank] and len(nodes_of(topology, group)) == len(group)
-            assert min(nodes, wanted.members) <= len(group) < 2 * wanted.members
-            assert {topology.ranks_on[topology.node_of[r]].index(r) for r in group} == {rank % 2}
-        else:
-            others = nodes_of(topology, placed.partners[rank]) - {topology.node_of[rank]}
-            assert len(others) == len(placed.partners[rank]) == min(wanted.losses, nodes - 1)
-    assert bool(placed.parity_groups) == (wanted.parity and nodes >= wanted.losses + 2)
-    sizes = [len(group) for group in placed.node_groups]
-    assert nodes == 1 or max(sizes) - min(sizes) <= 1
-
-
 @given(
-    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=9),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=9) | st.integers(1, 39).map(lambda nodes: [2] * nodes),
     shuffle=st.randoms(use_true_random=False),
     scheme=st.sampled_from(SCHEMES),
 )
-def test_any_shape_of_job_is_placed_on_other_nodes(sizes: list[int], shuffle: object, scheme: str) -> None:
+def test_every_rank_of_any_job_is_protected_by_as_many_other_nodes_as_it_can_be(
+    sizes: list[int], shuffle: random.Random, scheme: str
+) -> None:
     homes = [node for node, size in enumerate(sizes) for _ in range(size)]
-    shuffle.shuffle(homes)  # type: ignore[attr-defined]
-    leaders = [homes.index(node) for node in homes]
-    topology = from_node_ids([(leader, f"n{node}") for leader, node in zip(leaders, homes, strict=True)])
-    wanted = parse(scheme)
+    shuffle.shuffle(homes)
+    topology = from_node_ids([(homes.index(node), f"n{node}") for node in homes])
+    wanted, nodes = parse(scheme), len(sizes)
     placed = place(topology, wanted)
     for rank in range(len(homes)):
         group, partners = placed.parity_group_of[rank], placed.partners[rank]
-        assert bool(group) != bool(partners)
         together = group or (rank, *partners)
         assert len(nodes_of(topology, together)) == len(together)
-        assert not group or len(group) >= wanted.losses + 2
-        assert group or len(partners) == min(wanted.losses, len(sizes) - 1)
         assert all(rank in placed.owners[partner] for partner in partners)
         assert {placed.connected[other] for other in together} == {placed.connected[rank]}
+        if not group:
+            assert len(partners) == min(wanted.losses, nodes - 1)
+            continue
+        assert not partners and wanted.losses + 2 <= len(group) < 2 * wanted.members
+        assert len({topology.ranks_on[topology.node_of[other]].index(other) for other in group}) == 1
+        assert len({*sizes}) > 1 or len(group) >= min(nodes, wanted.members)
+    assert bool(placed.parity_groups) == (wanted.parity and nodes >= wanted.losses + 2)
+    in_groups = [len(group) for group in placed.node_groups]
+    assert nodes == 1 or max(in_groups) - min(in_groups) <= 1
 
 
 @given(
@@ -135,8 +119,68 @@ def test_too_few_nodes_for_a_scheme_are_said_once(
     assert said is None or re.search(said, caplog.records[0].getMessage())
 
 
-def test_a_group_that_lies_on_one_node_is_told_that_it_is_lost_with_it(caplog: pytest.LogCaptureFixture) -> None:
-    alone = layout(2)
-    _say_what_is_made(place(alone, parse("copy")), alone.node_names, part=True)
-    (said,) = caplog.records
-    assert f"are on {alone.node_names[0]}, and what they save is lost with it" in said.getMessage()
+# What a placement survives is computed, and is right: compared with trying every loss
+
+
+def survival(scheme: str, *sizes: int) -> Survival:
+    topology = layout(*sizes)
+    return of(topology, place(topology, parse(scheme)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=8))
+def test_the_count_of_losses_survived_is_that_of_trying_each(scheme: str, sizes: list[int]) -> None:
+    found = survival(scheme, *sizes)
+    nodes = len(sizes)
+    counted = [sum(found.survives(lost) for lost in itertools.combinations(range(nodes), n)) for n in range(nodes + 1)]
+    assert found.surviving(nodes) == counted
+    assert found.any_nodes == max(n for n in range(nodes + 1) if counted[n] == math.comb(nodes, n))
+    assert found.any_nodes == min(parse(scheme).losses, nodes - 1)
+    for losses in range(nodes + 1):
+        assert found.chance(losses) == counted[losses] / math.comb(nodes, losses)
+
+
+def test_survives_says_what_the_layout_survives() -> None:
+    assert describe(survival("copy", 1)) == "any process; no node (there is only one)"
+    assert describe(survival("none", 1, 1)) == "any process; no node (redundancy is 'none')"
+    assert describe(survival("copy", 1, 1)) == "any process; any 1 of 2 nodes"
+    assert describe(survival("copy", *[1] * 5)) == "any process; any 1 of 5 nodes; 6 of 10 pairs of nodes"
+    assert describe(survival("copy", *[2] * 8)) == "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes"
+    assert describe(survival("rs:6+2", *[1] * 8)) == "any process; any 2 of 8 nodes"
+    assert describe(survival("rs:2+2", *[1] * 8)) == "any process; any 2 of 8 nodes; 48 of 56 triples of nodes"
+    assert describe(survival("xor:8", 2, 2)) == "any process; any 1 of 2 nodes"
+
+
+@given(domains=st.text("ABCDE", min_size=3, max_size=12), scheme=st.sampled_from(SCHEMES))
+def test_the_domains_said_to_be_covered_are_those_found_by_trying_each(domains: str, scheme: str) -> None:
+    topology = layout(*[1] * len(domains))
+    found = of(topology, place(topology, parse(scheme), [(name,) for name in domains]))
+    text = describe(found, {"rack": domains})
+    names = sorted(set(domains), key=domains.index)
+    racks = {name: [node for node, there in enumerate(domains) if there == name] for name in names}
+    fatal = [name for name in names if not found.survives(racks[name])]
+    pairs = list(itertools.combinations(names, 2))
+    bad = [(a, b) for a, b in pairs if not found.survives(racks[a] + racks[b])]
+    if not 1 < len(names) < len(domains):
+        assert "rack" not in text
+    elif fatal:
+        but = "not:" if len(fatal) == len(names) else f"any 1 of {len(names)} racks except"
+        assert f"{but} rack {fatal[0]}" in text and "any 1 rack" not in text
+    elif not bad:
+        assert text.endswith("; any 2 racks")
+    else:
+        assert f"any 1 rack; not: racks {bad[0][0]} and {bad[0][1]} together" in text.replace(
+            f"any 1 rack; {len(pairs) - len(bad):,} of {len(pairs):,} pairs of racks", "any 1 rack"
+        )
+        assert (f"{len(pairs) - len(bad):,} of {len(pairs):,} pairs of racks" in text) == (len(bad) < len(pairs))
+
+
+def test_a_domain_that_holds_more_of_a_group_than_may_be_lost_is_named() -> None:
+    def close(scheme: str, domains: str) -> list[str]:
+        topology = layout(*[1] * len(domains))
+        return too_close(topology, place(topology, parse(scheme), [(d,) for d in domains]), {"rack": domains})
+
+    assert close("copy", "AAAABBBB") == []
+    assert close("rs:2+2", "AABB") == []
+    assert close("xor:4", "AABC") == ["rack A holds 2 nodes of a group that may lose 1"]
+    assert close("none", "AABB") == []

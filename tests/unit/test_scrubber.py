@@ -218,26 +218,3 @@ def test_a_drained_file_is_read_once_when_memory_is_verified_and_its_damage_is_s
         ckpt.wait_drained()
     (text,) = [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()]
     assert str(file) in text and "rank 0 at step 3" in text
-
-
-@pytest.mark.usefixtures("is_quick")
-@pytest.mark.parametrize("compression", ["", "gzip"])
-def test_a_whole_drained_file_is_read_at_the_rate_and_nothing_is_said(
-    shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, compression: str
-) -> None:
-    ckpt, _ = drained(shm, tmp_path, compression=compression)
-    with ckpt:
-        scrubber = ckpt._courier.session._scrubber
-        until(lambda: scrubber._drain is not None and scrubber._reading is None, "the drained file to be read")
-        assert "files damaged" not in ckpt.report()["counts"]
-    assert not [r for r in caplog.records if r.levelname == "WARNING"]
-
-
-@pytest.mark.parametrize(("rate", "reads"), [(0.0, False), (RATE, True)])
-def test_a_checkpointer_verifies_at_its_scrub_rate_and_not_at_0(shm: Path, rate: float, reads: bool) -> None:
-    with Checkpointer(job="j", memory=str(shm), redundancy="none", scrub_rate=rate) as ckpt:
-        ckpt.save(1, {"w": np.zeros(100)}).wait()
-        session = ckpt._courier.session
-        assert (session._jobs.when_idle is not None) == reads
-        until(lambda: session._scrubber._is_verified or not reads, "memory to be verified")
-        assert "files damaged" not in ckpt.report()["counts"]

@@ -17,12 +17,11 @@ from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
 from mlflash.protocol.describe_ranks import Described, gather_ranks
-from mlflash.state import shards
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import OldRanks, RankStructure
 from mlflash.state.paths import plain_leaves
-from mlflash.state.shards import Fragment, cut, overlap
+from mlflash.state.shards import Fragment, cut
 
 ALONE = World(None, this_node(), math.inf)
 
@@ -60,15 +59,6 @@ def ranks_of(held: Sequence[Held], near: Collection[int] = (), compared: bool = 
 def parts(want: Entry, held: Sequence[Held], rank: int, near: Collection[int] = ()) -> list[Fragment] | None:
     found = ranks_of(held, near).parts(want, rank)
     return None if found is None else [*found]
-
-
-def test_boxes_of_other_dimensions_have_nothing_in_common_but_an_error() -> None:
-    for one, other in ((((0, 0), (2, 2)), ((0,), (2,))), (((0,), (2, 2)), ((0,), (2,)))):
-        with pytest.raises(ValueError, match="different dimensions"):
-            overlap(one, other)
-    with pytest.raises(ValueError, match="no box"):
-        shards.box((0, 0), (2,))
-    assert overlap(((), ()), ((), ())) == ((), ()) and shards.box((), ()) == ()
 
 
 @given(data=st.data(), whole=st.lists(st.integers(1, 7), max_size=3).map(tuple))
@@ -132,12 +122,6 @@ def test_a_box_is_cut_into_runs_that_are_all_of_it_once(shape: tuple[int, ...], 
     assert (seen == 1).all()
 
 
-def test_boxes_overlap_where_they_do() -> None:
-    assert overlap(((0, 0), (4, 4)), ((2, 3), (5, 5))) == ((2, 3), (2, 1))
-    assert overlap(((0,), (4,)), ((4,), (1,))) is None
-    assert overlap(((), ()), ((), ())) == ((), ())
-
-
 def test_plain_leaves_that_all_ranks_have_alike_go_to_all() -> None:
     flat = flatten({"step": 7, "of": {"rank": 3, "names": ["a", "b"]}, "w": np.zeros(3)})
     paths = plain_leaves(flat.structure.tree)
@@ -168,36 +152,6 @@ def test_ranks_that_nobody_compared_are_not_called_private() -> None:
     assert [part.rank for part in olds.parts(one, 7, only=2) or ()] == [2]
     with pytest.raises(KeyError):
         olds[3]
-
-
-def many(ranks: int, leaves: int) -> dict[int, Described]:
-    """Ranks that have each tensor in shards, and a plain leaf of their own."""
-    entries = [Entry(f"layers.{n}.weight", "tensor", "float32", (ranks * 2, 8), (0, 0), (2, 8), 64 * n, 64)
-               for n in range(leaves)]  # fmt: skip
-    entries.append(Entry("step", "tensor", "int64", (), (), (), 64 * leaves, 8))
-    first = Described.of(entries, TREE, [0, "x"], {leaves: 5})
-    found = {}
-    for rank in range(ranks):
-        row = first.row.copy()
-        row[2] = 2 * rank
-        found[rank] = dataclasses.replace(first, row=row, plain=[rank, "x"])
-    return found
-
-
-def test_what_thousands_of_ranks_hold_takes_little_memory_and_each_class_is_looked_for_once() -> None:
-    told = gather_ranks(ALONE, many(3000, 500))
-    olds = told.old_ranks(True, {})
-    (group,) = olds.groups
-    assert group.rows.nbytes == 3000 * 6 * 8 and sum(map(len, told.plain.values())) < 3000 * 60
-    found = [
-        olds.parts(Entry(f"layers.{n}.weight", "tensor", "float32", (6000, 8), (3, 0), (4, 8), 0, 128), 1)
-        for n in range(500)
-    ]
-    assert {id(parts.template) for parts in found if parts is not None} == {id(found[0].template)}  # type: ignore[union-attr]
-    assert [(part.rank, part.number, part.shape) for part in found[499] or ()] == [
-        (1, 499, (1, 8)), (2, 499, (2, 8)), (3, 499, (1, 8)),
-    ]  # fmt: skip
-    assert olds[2999].plain == {"plain": 2999, "other": "x"} and olds.plain_differ == {"plain"}
 
 
 STRUCTURE, ROW = RankStructure.of([Entry("w", "tensor", "float32", (4, 2), (2, 0), (2, 2), 0, 16),

@@ -6,19 +6,13 @@ kills the process that saved them.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from digests import digests
 from torch import nn
-from torch.optim import lr_scheduler, swa_utils
-from torch.testing._internal.common_modules import module_db
-from torch.utils._pytree import tree_leaves
-from torch_table import NODES, OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, made, of_kind, stepped
+from torch_table import PLAIN, REFUSED, TABLE, made, of_kind, stepped
 from unit.stored import Store
 
 from mlflash.errors import StateError
@@ -28,33 +22,6 @@ from mlflash.state.rebuild import Filling
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 State = dict[str, Any]
 LAST = 12
-
-
-def classes(module: Any, base: type) -> set[str]:
-    return {name for name, one in vars(module).items() if inspect.isclass(one) and issubclass(one, base)}
-
-
-def has_version(one: type) -> bool:
-    """Whether a class is a module of torch.nn with a version, or with an extra state."""
-    if not issubclass(one, nn.Module) or not one.__module__.startswith("torch.nn."):
-        return False
-    return one._version != 1 or one.get_extra_state is not nn.Module.get_extra_state
-
-
-def test_each_class_of_torch_and_torchdata_is_in_the_table() -> None:
-    from torchdata import nodes
-
-    schedules = classes(lr_scheduler, lr_scheduler.LRScheduler) | classes(swa_utils, lr_scheduler.LRScheduler)
-    assert schedules - {"LRScheduler", "_LRScheduler"} == set(SCHEDULES)
-    assert classes(torch.optim, torch.optim.Optimizer) - {"Optimizer"} == set(OPTIMIZERS)
-    modules = [module for name, module in sys.modules.items() if name.split(".")[:2] == ["torch", "nn"]]
-    found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and has_version(one)}
-    assert {one.__name__ for one in found if not one.__name__.startswith("_")} == set(VERSIONED)
-    named = {name.split()[0] for name in NODES} | {"PinMemory"}  # it needs a GPU
-    assert named == set(nodes.__all__) - {"BaseNode", "Loader", "Stateful", "StopCriteria", "T"}
-    criteria = {name for name in vars(nodes.StopCriteria) if name.isupper()}
-    assert {name.split()[1] for name in NODES if " CYCLE" in name or "EXHAUSTED" in name} == criteria
-    assert len([name for name in TABLE if name.startswith("sequences ")]) == len(SCHEDULES) - 3
 
 
 def in_one_process() -> list[Any]:
@@ -113,45 +80,6 @@ def test_a_loader_that_has_not_begun_does_not_begin_by_a_restore(node_memory: An
 
 
 # Modules, with the arguments and inputs that torch's own tests have for them
-
-
-def is_restored(store: Store, make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
-    """Check that what another module has learnt makes a new one the same, in what it holds and what it computes."""
-    torch.manual_seed(1)
-    model = make()
-    for _ in range(2):
-        use(model)
-    store.write({"model": model})
-    saved = {name: value.clone() if torch.is_tensor(value) else value for name, value in model.state_dict().items()}
-    torch.manual_seed(2)
-    other = make()
-    use(other)
-    store.fill({"model": other})
-    found = other.state_dict()
-    assert found.keys() == saved.keys() and found._metadata == model.state_dict()._metadata
-    assert all(torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
-               for name, value in saved.items())  # fmt: skip
-    results = []
-    for one in (model, other):
-        torch.manual_seed(3)
-        results.append(tree_leaves(use(one)))
-    assert all(torch.equal(*pair) if torch.is_tensor(pair[0]) else pair[0] == pair[1]
-               for pair in zip(*results, strict=True))  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
-def test_a_module_is_as_it_was(node_memory: Any, info: Any) -> None:
-    tried = 0
-    for case in info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True):
-        built, given = case.constructor_input, case.forward_input
-        if given is None or not info.module_cls(*built.args, **built.kwargs).state_dict():
-            continue
-        tried += 1
-        is_restored(Store(node_memory), lambda built=built: info.module_cls(*built.args, **built.kwargs).float(),
-                    lambda model, given=given: model(*given.args, **given.kwargs))  # fmt: skip
-        if tried == 2:
-            break
 
 
 # Modules whose loading looks at what their state dict says of their versions

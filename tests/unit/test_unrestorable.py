@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlflash import Checkpointer, errors
 from mlflash.memory import commit_records, memory_limits
@@ -323,35 +321,9 @@ def trace(rank: int, node: int, generation: int = 1, step: int = 1, size: int = 
     return Trace((node, file), attempt, step, committed, header, "")
 
 
-def test_the_ranks_whose_slots_are_gone_are_named_with_the_nodes_they_were_on() -> None:
-    older = [trace(rank, 0, generation=1, file=rank) for rank in range(4)]
-    newer = [trace(rank, 0, generation=2, step=5, file=4 + rank) for rank in (0, 2)]
-    told = commit_records.why_not([*older, *newer], {(0, 3): "a reason"}, ["host0"])
-    assert told[5] == (
-        "no slot and no copy of ranks 1, 3 of 4 is on the nodes that are here: they were on host1, host3"
-    )
-    assert told[1] == "slot-0003 on host0: a reason" and [*told] == [5, 1]
-
-
 def test_a_parity_group_that_lost_too_many_is_named() -> None:
     group = [trace(rank, rank, group=range(4)) for rank in (0, 1)]
     group += [trace(rank, rank, group=range(4), parities=1, file=1) for rank in (0, 1)]
     why = commit_records.why_not(group, {}, ["a", "b"])[1]
     assert "ranks 2-3 of 4" in why and "2 of the 4 ranks 0-3 that protect each other have no slot" in why
     assert "at most 1 may be without" in why
-
-
-@given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=12))
-def test_a_fresh_start_goes_back_to_the_last_that_is_not_its_own(runs: list[tuple[int, bool]]) -> None:
-    traces = [trace(0, 0, number, number, mark=mark, file=number) for number, (mark, _) in enumerate(runs)]
-    damaged = [Trace(one.place, one.attempt, one.step, True, None, "damaged") if is_damaged else one
-               for one, (_, is_damaged) in zip(traces, runs, strict=True)]  # fmt: skip
-    others = [number for number, (mark, is_damaged) in enumerate(runs) if not mark and not is_damaged]
-    floor = commit_records.floor(damaged, 1)
-    assert floor >= max(others, default=-1) + 1
-    ours = [number for number, (mark, is_damaged) in enumerate(runs) if mark and not is_damaged]
-    assert (
-        floor == max([*others, -1]) + 1
-        or not [n for n in ours if n >= floor]
-        or floor <= min(n for n in ours if n >= floor)
-    )

@@ -162,19 +162,6 @@ def test_names_that_are_skipped_and_whole_numbers_are_not_looked_at() -> None:
     assert not Examiner(0.0, []).is_on
 
 
-def test_of_a_large_state_an_eighth_is_looked_at_and_all_of_it_after_eight_saves() -> None:
-    model, examiner = Model({"w": 40_000_000 // 4}, block_nbytes=65_536), Examiner(0.125, [])
-    parts = find(model.stored, model.extents, ())
-    assert len(parts.runs) == 39 and parts.stretch == 16
-    every = min(8, len(parts.runs) // 16)
-    for _ in range(every):
-        assert not model.save(examiner)
-    model.put("w", 5_000_000, NAN)
-    told = [len(model.save(examiner)) for _ in range(every + 3)]
-    first = told.index(1)
-    assert first < every and all(told[first:]), "what is suspect is looked at in every save from then on"
-
-
 def test_after_a_restore_all_of_it_is_new() -> None:
     model, examiner = Model({"w": 1000}), Examiner(1.0, [])
     model.save(examiner)
