@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from states import Thing, Wrapper, differences
+from states import Wrapper, differences
 from unit.stored import Store
 
-from mlflash.errors import CorruptSlot, StateError
+from mlflash.errors import StateError
 from mlflash.state import layout, manifest
 from mlflash.state.flatten import Flattener, flatten
-from mlflash.state.plain_values import MAX_DEPTH, encode_plain
 
 LARGE = 70_000
 
@@ -35,74 +32,6 @@ def refused(state: Any) -> StateError:
     with pytest.raises(StateError) as caught:
         flatten(state)
     return caught.value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.str_(""), np.bytes_(b""), np.void(b""), np.str_("a\0"), np.bytes_(b"a\0"), "\ud800\udc00", "\udc00", "😀",
-     1 << 53, -(1 << 300), -0.0, float("-inf"), complex(-0.0, float("nan")), np.datetime64("NaT", "ns"),
-     np.float16("nan"), np.longdouble(1) / 3],
-    ids=ascii,
-)  # fmt: skip
-def test_plain_leaves_of_every_kind_come_back_of_the_same_type_and_bits(store: Store, value: Any) -> None:
-    comes_back(store, {"value": value, "list": [value]})
-
-
-def test_what_no_restore_would_read_as_it_is_is_no_plain_leaf() -> None:
-    class Number(np.float64):
-        pass
-
-    for value in (Number(1.0), np.longlong(1), np.zeros(1, "i4,f8")[0]):
-        with pytest.raises(StateError) as caught:
-            encode_plain(value, "a.b")
-        assert caught.value.tensor == "a.b"
-
-
-@pytest.mark.parametrize("size", [8, LARGE])
-@pytest.mark.parametrize("dtype", ["int1", "int4", "int7", "uint1", "uint7", "quint4x2", "qint8", "qint32", "quint8"])
-def test_dtypes_that_torch_cannot_copy_are_refused_with_their_path(dtype: str, size: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kind = getattr(torch, dtype)
-        tensor = torch.zeros(size * kind.itemsize, dtype=torch.uint8).view(kind)
-    error = refused({"model": [tensor]})
-    assert error.tensor == "model.0" and "torch.uint8" in str(error)
-
-
-def test_arrays_whose_dtype_would_be_another_one_are_refused() -> None:
-    odd = [
-        np.dtype("f8", metadata={"unit": "m"}),
-        np.dtypes.StringDType() if hasattr(np.dtypes, "StringDType") else "O",
-    ]
-    for dtype in odd:
-        assert refused({"a": np.zeros(2, dtype)}).tensor == "a"
-
-
-def nested(levels: int, how: str) -> Any:
-    inner: Any = 1
-    for _ in range(levels):
-        inner = {"list": [inner], "tuple": (inner,), "dict": {"k": inner}, "object": Thing(inner)}[how]
-    return inner
-
-
-@pytest.mark.parametrize("how", ["list", "tuple", "dict", "object"])
-def test_the_encoder_takes_as_many_levels_as_the_decoder(store: Store, how: str) -> None:
-    most = MAX_DEPTH // 2 if how == "object" else MAX_DEPTH  # the state of an object is in a dict
-    store.write(nested(most, how))
-    assert store.load() is not None
-    error = refused(nested(most + 1, how))
-    assert f"{MAX_DEPTH} levels" in str(error) and error.tensor.count(".") >= most - 1
-    deeper = flatten(nested(most, how)).structure.tree
-    for _ in range(1 if how != "object" else 2):
-        deeper = ["l", [deeper]]
-    raw = manifest.join(b"[]", manifest.encode_tree(deeper), [1])
-    with pytest.raises(CorruptSlot, match="levels deep"):
-        manifest.decode(raw, 0)
-
-
-@pytest.mark.parametrize("key", [float("nan"), np.datetime64("NaT"), (1, float("nan")), complex(0, float("nan"))])
-def test_a_key_under_which_nothing_is_found_again_is_refused(key: Any) -> None:
-    assert refused({"a": {key: 1}}).tensor == "a (a key)"
 
 
 def test_a_manifest_that_would_be_read_as_another_one_is_refused() -> None:
@@ -144,14 +73,6 @@ def test_a_copy_that_is_not_the_leaf_fails_the_first_save_of_its_structure(store
 # Classes
 
 
-def test_tensors_that_wrap_others_are_refused_and_not_taken_for_one() -> None:
-    one, other = (Wrapper(torch.full((3,), n).bfloat16(), torch.zeros(3).bfloat16()) for n in (1.0, 2.0))
-    assert one.data_ptr() == other.data_ptr() == 0
-    error = refused({"model": {"one": one, "other": other}})
-    assert error.tensor == "model.one" and "its low, its high" in str(error)
-    assert refused({"n": torch.nn.Parameter(one, requires_grad=False)}).tensor == "n"
-
-
 @pytest.mark.parametrize("freed", [torch.ones(30)[4:], torch.ones(LARGE)])
 def test_a_tensor_whose_storage_is_freed_is_refused_and_not_read(freed: torch.Tensor) -> None:
     flattener = Flattener()
@@ -161,29 +82,6 @@ def test_a_tensor_whose_storage_is_freed_is_refused_and_not_read(freed: torch.Te
         with pytest.raises(StateError, match="no memory") as caught:
             flattener.flatten({"w": freed})
         assert caught.value.tensor == "w"
-
-
-def test_arrays_of_classes_that_hold_more_than_bytes_are_refused(store: Store, tmp_path: Path) -> None:
-    masked = np.ma.masked_array(np.arange(3), [True, False, True])
-    for array in (masked, np.ones((1, 2)).view(np.matrix), np.zeros(2, "i4,f8").view(np.recarray)):
-        assert refused({"a": [array]}).tensor == "a.0"
-    mapped = np.memmap(tmp_path / "file", np.float32, "w+", shape=(5,))
-    mapped[:] = range(5)
-    comes_back(store, {"m": mapped})
-
-
-@pytest.mark.parametrize("size", [9, LARGE])
-def test_bool_tensors_keep_their_bytes(store: Store, size: int) -> None:
-    raw = torch.arange(size, dtype=torch.int64).to(torch.uint8)
-    state = {"small": raw.view(torch.bool), "strided": raw.view(torch.bool)[::2], "array": raw.numpy().view(bool)}
-    comes_back(store, state)
-    live = {
-        "small": torch.zeros(size, dtype=torch.bool),
-        "strided": torch.zeros(size, 2, dtype=torch.bool)[: len(state["strided"]), 0],
-        "array": np.zeros(size, bool),
-    }
-    store.fill(live)
-    assert differences(state, live, "", loaded=False) == []
 
 
 def test_a_dict_that_says_how_it_is_saved_is_saved_so(store: Store) -> None:
@@ -224,34 +122,6 @@ def test_a_shard_that_a_collective_still_brings_is_waited_for(group: None, store
 
 
 # From save to save
-
-
-EQUAL_KEYS = [1, True, 1.0, np.int64(1), 1 + 0j]
-
-
-@pytest.mark.parametrize("keys", [EQUAL_KEYS, [(key, "x") for key in EQUAL_KEYS], [0.0, -0.0, 0, False]], ids=str)
-def test_a_key_that_equals_the_one_before_comes_back_as_itself(store: Store, keys: list[Any]) -> None:
-    for key in (*keys, *keys[::-1]):
-        state = {"d": {key: torch.ones(2)}}
-        store.write(state)
-        (found,) = store.load()["d"]
-        assert (type(found), repr(found)) == (type(key), repr(key))
-
-
-def test_a_tie_that_is_new_in_a_later_save_comes_back_tied(store: Store) -> None:
-    state = {"a": torch.ones(4), "b": torch.zeros(4), "c": torch.zeros(4)}
-    store.write(state)
-    state["c"] = state["a"]
-    store.write(state)
-    loaded = store.load()
-    assert loaded["c"] is loaded["a"] and loaded["b"] is not loaded["a"]
-    state["c"] = torch.full((4,), 3.0)
-    store.write(state)
-    assert store.load()["c"].tolist() == [3.0] * 4
-    array = np.ones(3)
-    store.write({"x": array, "y": array.copy()})
-    store.write({"x": array, "y": array})
-    assert np.shares_memory(*store.load().values())
 
 
 def test_names_of_leaves_are_unique_and_text(store: Store) -> None:
