@@ -131,12 +131,6 @@ def test_a_box_is_cut_into_runs_that_are_all_of_it_once(shape: tuple[int, ...], 
     assert (seen == 1).all()
 
 
-def test_boxes_overlap_where_they_do() -> None:
-    assert overlap(((0, 0), (4, 4)), ((2, 3), (5, 5))) == ((2, 3), (2, 1))
-    assert overlap(((0,), (4,)), ((4,), (1,))) is None
-    assert overlap(((), ()), ((), ())) == ((), ())
-
-
 def test_plain_leaves_that_all_ranks_have_alike_go_to_all() -> None:
     flat = flatten({"step": 7, "of": {"rank": 3, "names": ["a", "b"]}, "w": np.zeros(3)})
     paths = plain_leaves(flat.structure.tree)
