@@ -26,8 +26,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def options(root: Path) -> dict[str, object]:
-    """Settings of a Checkpointer on emulated nodes of two ranks each."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 2, "transport": "p2p", "timeout_s": 30.0}
+    """Settings of a Checkpointer on nodes of two ranks each."""
+    from emulated import on_node  # it loads MPI
+
+    return {"job": "t", **on_node(root, 2), "transport": "p2p", "timeout_s": 30.0}
 
 
 @pytest.fixture(params=["argument", "environment"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from emulated import Nodes
+from emulated import Nodes, on_node
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -36,7 +36,7 @@ on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
 @pytest.fixture
 def options(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     use_small_blocks(monkeypatch, 16_384)
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0,
             "redundancy": "copy"}  # fmt: skip
 
 
@@ -146,29 +146,31 @@ def test_any_ranks_in_any_shards_go_on_from_any_others_that_lost_what_is_covered
     monkeypatch.setattr(open_in_memory, "_PARTS", 2)  # ranks ask in turns, some of them in more than others
     problem = ""
     try:
-        restart(options | {"redundancy": change.redundancy}, root / "pfs", nodes, change)
+        restart(options | {"redundancy": change.redundancy}, root, nodes, change)
     except Exception:  # each rank must take the same examples
         problem = traceback.format_exc()
-    nodes.on_rank_0(lambda: [shutil.rmtree(path, ignore_errors=True) for path in (nodes.path, root / "pfs")])
+    left = [root / "pfs", *map(nodes.path, range(SIZE))]
+    nodes.on_rank_0(lambda: [shutil.rmtree(path, ignore_errors=True) for path in left])
     assert (problems := [*filter(None, COMM.allgather(problem))]) == [], problems[0]
 
 
-def restart(options: dict[str, Any], pfs: Path, nodes: Nodes, change: Change) -> None:
-    old, new = change.old, change.new
+def restart(options: dict[str, Any], root: Path, nodes: Nodes, change: Change) -> None:
+    old, new, pfs = change.old, change.new, root / "pfs"
     options |= {"directory": pfs} if change.drained else {}
-    save(options | {"ranks_per_node": old.per_node}, old.ranks, old.placement, 1, 2)
+    save(options | on_node(root, old.per_node), old.ranks, old.placement, 1, 2)
 
     def lose() -> None:
-        for node in range(old.nodes) if change.drained else change.lost:
-            shutil.rmtree(nodes.path / f"node{node}")
-        for number, node in enumerate(sorted(nodes.path.glob("node*"))):
-            node.rename(nodes.path / f"node{number}")
+        lost = range(old.nodes) if change.drained else change.lost
+        for node in lost:
+            shutil.rmtree(nodes.path(node))
+        for number, node in enumerate(node for node in range(old.nodes) if node not in lost):
+            nodes.path(node).rename(nodes.path(number))
 
     nodes.on_rank_0(lose)
     if change.drained:
         with h5py.File(pfs / "step-00000002" / "checkpoint.h5") as file:
             assert file["tensors/model.w"][...].tobytes() == wholes(2)["w"].numpy().tobytes()
-    options["ranks_per_node"] = new.per_node
+    options |= on_node(root, new.per_node)
     report = restored(options, new.ranks, new.placement, old.ranks)
     is_same = (old.ranks, old.placement) == (new.ranks, new.placement)
     assert report is None or change.drained or is_same or report["counts"]["resharded"] == 1
