@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from plain_dcp import save_sharded
+from files.plain_dcp import save_sharded
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from mlflash import Checkpointer
