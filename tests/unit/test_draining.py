@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -19,13 +18,10 @@ from hypothesis import strategies as st
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.draining import checkpoint_directory, drain_input, file_index, rank_table
+from mlflash.draining import checkpoint_directory, drain_input, file_index
 from mlflash.draining.checkpoint_directory import Listed
-from mlflash.draining.file_index import CARD_NBYTES, Card, Stored
+from mlflash.draining.file_index import CARD_NBYTES, Card
 from mlflash.memory.slot_header import Attempt, Verdict
-from mlflash.mpi.world import World
-from mlflash.placement.node import this_node
-from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state.leaves import Entry
 from mlflash.storage.store import Directory
 
@@ -34,7 +30,6 @@ MIB = 1 << 20
 
 # Cards
 
-u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 CARD = Card(
     Attempt(RUN, 5), 12, 3, 8, 70_000, 60_000, 10_000, 0x0123456789ABCDEF, 1_700_000_000_000_000_000, "0:ab:job"
 )
@@ -72,28 +67,6 @@ def test_the_longest_name_of_a_job_fits_into_a_card_whole() -> None:
     assert file_index.read_card(dataclasses.replace(CARD, owner=longest).pack()).owner == longest
 
 
-json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**30)),
-    lambda sub: st.one_of(st.lists(sub, max_size=3), st.dictionaries(st.text(max_size=3), sub, max_size=3)),
-    max_leaves=6,
-)
-
-
-def spoil(document: Any, data: st.DataObject) -> Any:
-    """Walk to a random place and put something else there, or take it away."""
-    node = document
-    while True:
-        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
-        if not isinstance(node[key], (dict, list)) or not node[key] or data.draw(st.booleans()):
-            break
-        node = node[key]
-    if data.draw(st.booleans()):
-        del node[key]
-    else:
-        node[key] = data.draw(json_values)
-    return document
-
-
 # The file that commits
 
 
@@ -105,62 +78,6 @@ def write_master(store: Directory, folder: str, text: bytes, *, step: int = 1, g
     inside.make()
     inside.write(name, [card.pack(), text])
     return Listed(folder, name, card)
-
-
-FILES = [Stored(f"rank-0000{n}.h5", 4096, 2**64 - 1, f"rank-0000{n}.h5", 4096, 512, 88, 2**64 - 2) for n in range(2)]
-
-
-def table() -> bytes:
-    """Two ranks that hold two tensors alike, share another one, and have shards and a value of their own."""
-
-    def entry(name: str, whole: int, offset: int, rows: int, start: int) -> Entry:
-        return Entry(name, "tensor", "float32", (whole, 2), (offset, 0), (rows, 2), start, 8 * rows)
-
-    mine = {}
-    for rank in range(2):
-        entries = [
-            entry("w", 8, 4 * rank, 4, 0),
-            entry("a", 4, 0, 4, 32),
-            entry("b", 2, 0, 2, 64),
-            entry("s", 2, 0, 2, 80),
-        ]
-        its = Described.of(
-            entries, ["d", [["n", ["p", 0]]]], [rank], {1: 5, 2: 6, 3: 7}, (0, [0, 40][rank], [-1, 0][rank])
-        )
-        mine[rank] = dataclasses.replace(its, structure=dataclasses.replace(its.structure, alike=(2, 1), shared=(3,)))
-    return rank_table.encode("hdf5", "job", FILES, gather_ranks(World(None, this_node(), math.inf), mine))
-
-
-def refused_or_valid(raw: bytes) -> None:
-    try:
-        read = rank_table.decode(raw, 2)
-    except errors.CorruptSlot:
-        return
-    assert sorted(rank for group in read.groups for rank in group.ranks.tolist()) == [0, 1]
-    for stored in read.files:
-        assert "/" not in stored.card + stored.data and min(stored.nbytes, stored.data_nbytes, stored.index_check) >= 0
-    for group in read.groups:
-        for row in group.rows:
-            for entry in group.structure.entries(row):
-                assert all(0 <= at <= at + n <= of for at, n, of in
-                           zip(entry.offset, entry.shape, entry.global_shape, strict=True))  # fmt: skip
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_a_committing_file_with_anything_wrong_in_it_is_refused_or_still_valid(data: st.DataObject) -> None:
-    raw = table()
-    length = int.from_bytes(raw[:8], "little")
-    if data.draw(st.booleans()):
-        text = json.dumps(spoil(json.loads(raw[8 : 8 + length]), data)).encode()
-        refused_or_valid(len(text).to_bytes(8, "little") + text + raw[8 + length :])
-        return
-    changed = bytearray(raw)
-    for at in data.draw(
-        st.lists(st.one_of(st.integers(0, 9), st.integers(8 + length, len(raw) - 1)), min_size=1, max_size=3)
-    ):
-        changed[at] = data.draw(st.integers(0, 255))
-    refused_or_valid(bytes(changed[: data.draw(st.sampled_from([None, len(raw) - 8, 7, 0]))]))
 
 
 # Who writes what
