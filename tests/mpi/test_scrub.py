@@ -120,7 +120,7 @@ def test_what_is_damaged_in_a_running_job_is_said_once_and_whole_again_before_th
         said = [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()]
         assert found == 1 and COMM.allreduce(len(said)) == 1
         for text in said:
-            assert text.startswith(f"{path.name} on {path.parent.name} is damaged: ") and "rank 1 at step 1" in text
+            assert text.startswith(f"{path.name} on {path.parents[2].name} is damaged: ") and "rank 1 at step 1" in text
     # The node of the rank whose file was damaged, and then that of another one, is lost before the save is committed.
     for lost in (1, 0):
         nodes.bring_back(but=[lost])
@@ -208,7 +208,7 @@ def test_without_redundancy_or_where_a_share_is_damaged_it_is_said_and_left(
             assert after[4096 : len(before)] == before[4096:]
             ckpt.save(3, alike | {"step": 3}).wait()
             assert COMM.allreduce(counts(ckpt).get("files made again", 0)) == 0
-        nodes.on_rank_0(lambda: [shutil.rmtree(memory) for memory in nodes.memories])
+        nodes.on_rank_0(lambda: [shutil.rmtree(nodes.path(node)) for node in range(SIZE)])
 
 
 def test_the_event_log_has_each_finding_and_what_was_mended(options: dict[str, Any], nodes: Nodes, root: Path) -> None:
