@@ -25,6 +25,7 @@ from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, MlflashError, t
 from ..protocol.ranks import Collectives
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint
+from ..state.leaves import Entry
 from ..state.manifest import Manifest
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
@@ -47,6 +48,10 @@ class _Asked:
     part: WantedPart
     left: int
     files: int
+
+
+def _all_of(rank: int, number: int, entry: Entry, raw: np.ndarray) -> WantedPart:
+    return WantedPart(rank, number, (0,) * len(entry.shape), entry.shape, items(raw, entry))
 
 
 class OpenInDirectory:
@@ -144,8 +149,7 @@ class OpenInDirectory:
         for number, (entry, name) in enumerate(zip(manifest.entries, names, strict=True)):
             if name not in raw:
                 raw[name] = np.empty(entry.nbytes, dtype=np.uint8)
-                start = (0,) * len(entry.shape)
-                wanted_parts.append(WantedPart(rank, number, start, entry.shape, items(raw[name], entry)))
+                wanted_parts.append(_all_of(rank, number, entry, raw[name]))
         first = dict(zip((entry.name for entry in manifest.entries), names, strict=True))
         return manifest, lambda entry: raw[first[entry.name]], wanted_parts
 
@@ -193,19 +197,16 @@ class OpenInDirectory:
 
     def _together(self, work: Callable[[], T]) -> T:
         results: list[T] = []
-        self._world.raise_together(self._attempt(lambda: results.append(work())))
-        return results[0]
-
-    def _attempt(self, work: Callable[[], object]) -> MlflashError | None:
+        error: MlflashError | None = None
         try:
-            work()
+            results.append(work())
         except MlflashError as problem:
-            return problem
-        except OSError as problem:
-            return CorruptSlot(f"{self.path} cannot be read: {problem}", step=self.step)
+            error = problem
         except Exception as problem:  # from any library that reads files
-            return CorruptSlot(f"{self.path} cannot be read: {text_of(problem)}", step=self.step)
-        return None
+            why = str(problem) if isinstance(problem, OSError) else text_of(problem)
+            error = CorruptSlot(f"{self.path} cannot be read: {why}", step=self.step)
+        self._world.raise_together(error)
+        return results[0]
 
     def _texts(self, rank: int, told: Collection[str]) -> dict[str, bytes]:
         raw: dict[str, np.ndarray] = {}
@@ -213,8 +214,7 @@ class OpenInDirectory:
         for number, entry in enumerate(self.olds[rank].entries):
             if entry.name in told:
                 raw[entry.name] = np.empty(entry.nbytes, dtype=np.uint8)
-                start = (0,) * len(entry.shape)
-                wanted.append(WantedPart(rank, number, start, entry.shape, items(raw[entry.name], entry)))
+                wanted.append(_all_of(rank, number, entry, raw[entry.name]))
         for _ in self._read(wanted):
             pass
         return {name: its.tobytes() for name, its in raw.items()}

@@ -172,16 +172,9 @@ class Restores:
         self._saves.begun.wait()
         self._saves.find_replicas(state)
         bad: dict[str, str] = {}
-        while True:
-            found = self._find(wanted, others=True, source=source, bad=bad)
-            if not isinstance(found, OpenInDirectory):
-                break
-            try:
+        while isinstance(found := self._find(wanted, others=True, source=source, bad=bad), OpenInDirectory):
+            with contextlib.closing(found), self._passing_over(found, bad):
                 return self._put_together(found, state)
-            except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, found.damage or str(error), bad)
-            finally:
-                found.close()
         if found is None:
             self._prepare_or_warn(state)
             return None
@@ -215,12 +208,8 @@ class Restores:
         """Return the state anew; see `Checkpointer.load`."""
         bad: dict[str, str] = {}
         while isinstance(found := self._find(wanted, source=source, bad=bad, checked=copy), OpenInDirectory):
-            try:
+            with contextlib.closing(found), self._passing_over(found, bad):
                 return self._load_drained(found)
-            except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, found.damage or str(error), bad)
-            finally:
-                found.close()
         if not isinstance(found, RankCheckpoint):
             return None, None
         reach("restore.loading")
@@ -402,6 +391,14 @@ class Restores:
         homes = {rank: open_home(self._trainer, file, found.files) for rank, file in found.homes.items()}
         return FoundElsewhere(found.attempt, found.step, found.restores, homes, found.files)
 
+    @contextlib.contextmanager
+    def _passing_over(self, opened: OpenInDirectory, bad: dict[str, str]) -> Iterator[None]:
+        """Pass over a checkpoint of the directory that is found to be damaged."""
+        try:
+            yield
+        except CorruptSlot as error:  # the same on all ranks
+            self._pass_over(opened.listed, opened.damage or str(error), bad)
+
     def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
         bad[listed.folder] = why
         if self._ranks.rank == 0:
@@ -414,12 +411,10 @@ class Restores:
         """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
         bad: dict[str, str] = {}
         while isinstance(found := self._find(wanted, others, source, told, bad, remember=remember), OpenInDirectory):
-            try:
+            with self._passing_over(found, bad):
                 self._verify_once(found)
-                break
-            except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, found.damage or str(error), bad)
-                found.close()
+                return found
+            found.close()
         return found
 
     def _restored(self, home: RankCheckpoint) -> int:

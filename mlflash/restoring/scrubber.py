@@ -7,9 +7,8 @@ that a file system that hangs delays no save. Damage is logged once, and `mend` 
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -67,15 +66,6 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
     return found
 
 
-@dataclasses.dataclass
-class _Round:
-    """One pass over everything that is held: the slot that is being read, and the next block; -1: its head."""
-
-    begun_s: float
-    nth: int = 0
-    block: int = -1
-
-
 class Scrubber:
     """Verifies what this rank holds. Not collective; for the thread of the courier.
 
@@ -89,7 +79,7 @@ class Scrubber:
         self._at = clock()
         self._may_read = 0.0  # bytes that are due
         self._held: list[tuple[Slot, Header]] = []
-        self._round = _Round(-_ROUND_S)
+        self._verifying = self._verify()
         self._is_verified = False  # everything that is held, since it last changed
         self._found: list[tuple[Slot, Header]] = []  # damaged, and reported
         self._drain: Drain | None = None  # the drain whose file was read, or is being read
@@ -105,10 +95,7 @@ class Scrubber:
         self._at = now
         self._look_what_is_held()
         self._look_at_drained()
-        while self._may_read > 0 and not is_wanted():
-            nbytes = self._verify_some()
-            if not nbytes:
-                return
+        while self._may_read > 0 and not is_wanted() and (nbytes := next(self._verifying)):
             self._may_read -= nbytes
 
     def close(self) -> None:
@@ -136,40 +123,42 @@ class Scrubber:
             and slot.segment is not None and slot.segment.ready.is_set()
         ]  # fmt: skip
         if [(id(slot), id(header)) for slot, header in held] != [(id(a), id(b)) for a, b in self._held]:
-            self._held, self._round, self._is_verified = held, _Round(self._clock()), False
+            self._held, self._verifying, self._is_verified = held, self._verify(), False
             self._found = [(slot, header) for slot, header in self._found if slot.header is header]
 
-    def _verify_some(self) -> int:
-        """Verify a run of blocks; return its bytes, and 0 if there is nothing to do now."""
-        at = self._round
-        while at.nth < len(self._held):
-            slot, header = self._held[at.nth]
-            if not any(slot is one for one in self.damaged):
-                return self._verify_of(slot, header)
-            at.nth, at.block = at.nth + 1, -1
-        self._is_verified = True
-        if self._held and self._clock() - at.begun_s >= _ROUND_S:
-            self._round = _Round(self._clock())
-        return 0
+    def _verify(self) -> Iterator[int]:
+        """Verify all that is held, again and again; yield the bytes of each read, and 0 if there is nothing to do."""
+        while True:
+            begun_s = self._clock()
+            for slot, header in self._held:
+                yield from self._verify_slot(slot, header)
+            self._is_verified = True
+            while not self._held or self._clock() - begun_s < _ROUND_S:
+                yield 0
 
-    def _verify_of(self, slot: Slot, header: Header) -> int:
-        at, extents = self._round, header.extents
-        if at.block < 0:
-            at.block = 0
-            if read_header(slot.view) != header:
-                self._say(slot, header, None, "its header is not what it was")
-            elif table_check(slot.table(extents)) != header.table_check:
-                self._say(slot, header, None, "its block table is damaged")
-            return slot.table(extents).nbytes + 1
-        first, last = at.block, min(at.block + max(1, _RUN_NBYTES // extents.block_nbytes), extents.blocks)
-        bad = np.flatnonzero(slot.check_blocks(extents, first, last) != slot.table(extents)[first:last])
-        if bad.size:
-            block = first + int(bad[0])
-            self._say(slot, header, block, f"the first damaged one of its {extents.blocks} blocks is number {block}")
-        at.block = last
-        if last == extents.blocks:
-            at.nth, at.block = at.nth + 1, -1
-        return (last - first) * extents.block_nbytes
+    def _verify_slot(self, slot: Slot, header: Header) -> Iterator[int]:
+        extents = header.extents
+        if self._is_damaged(slot):
+            return
+        if read_header(slot.view) != header:
+            self._say(slot, header, None, "its header is not what it was")
+        elif table_check(slot.table(extents)) != header.table_check:
+            self._say(slot, header, None, "its block table is damaged")
+        yield slot.table(extents).nbytes + 1
+        blocks = max(1, _RUN_NBYTES // extents.block_nbytes)
+        for first in range(0, extents.blocks, blocks):
+            if self._is_damaged(slot):
+                return
+            last = min(first + blocks, extents.blocks)
+            bad = np.flatnonzero(slot.check_blocks(extents, first, last) != slot.table(extents)[first:last])
+            if bad.size:
+                block = first + int(bad[0])
+                how = f"the first damaged one of its {extents.blocks} blocks is number {block}"
+                self._say(slot, header, block, how)
+            yield (last - first) * extents.block_nbytes
+
+    def _is_damaged(self, slot: Slot) -> bool:
+        return any(slot is damaged for damaged in self.damaged)
 
     def _say(self, slot: Slot, header: Header, block: int | None, how: str) -> None:
         context, kind = self._context, self._kind_of(slot, header)

@@ -54,15 +54,20 @@ class FileWithHoles:
 
     def stream(self, chunk_nbytes: int) -> Iterator[memoryview]:
         """Yield the whole file, front to back, in pieces of at most so many bytes."""
+        return self._stream(chunk_nbytes, tensors=True)
+
+    def _stream(self, chunk_nbytes: int, tensors: bool) -> Iterator[memoryview]:
         at = 0
-        for start, nbytes, source, _ in sorted(self._places, key=lambda place: place.start):
+        for start, nbytes, source, is_tensor in sorted(self._places, key=lambda place: place.start):
             yield from self._between(at, start, chunk_nbytes)
+            at = start + nbytes
+            if is_tensor and not tensors:
+                continue
             content = source().data
             if content.nbytes != nbytes:
                 raise AssertionError(f"a tensor has {content.nbytes} bytes, not {nbytes}")
             for first in range(0, nbytes, chunk_nbytes):
                 yield content[first : first + chunk_nbytes]
-            at = start + nbytes
             del content  # free this memory before the next source needs some
         yield from self._between(at, self.nbytes, chunk_nbytes)
 
@@ -74,14 +79,8 @@ class FileWithHoles:
 
     def digest_beside_tensors(self, chunk_nbytes: int) -> str:
         """SHA-256 of the bytes of the file that belong to no tensor, front to back. No tensor is read."""
-        made, at = hashlib.sha256(), 0
-        for start, nbytes, source, is_tensor in sorted(self._places, key=lambda place: place.start):
-            for content in self._between(at, start, chunk_nbytes):
-                made.update(content)
-            if not is_tensor:
-                made.update(source().data)
-            at = start + nbytes
-        for content in self._between(at, self.nbytes, chunk_nbytes):
+        made = hashlib.sha256()
+        for content in self._stream(chunk_nbytes, tensors=False):
             made.update(content)
         return made.hexdigest()
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from files.plain_dcp import save_sharded
 from torch.distributed.checkpoint import FileSystemWriter, save
-from waiting import until
 
 from mlflash import Checkpointer
 from mlflash.cli import main
@@ -269,20 +269,6 @@ def test_plain_dcp_loads_an_export(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
-TWO_RANKS = """
-import datetime, faulthandler
-faulthandler.dump_traceback_later(60, exit=True)
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://{directory}/rendezvous", rank=rank, world_size=2,
-                        timeout=datetime.timedelta(seconds=60))
-mesh = init_device_mesh("cpu", (2,))
-expected = torch.load("expected.pt", weights_only=False)
-"""
-
-
 # From PyTorch DCP
 
 
@@ -293,38 +279,9 @@ def same_as(found: Any, expected: Any) -> None:
     names["same"](found, expected)
 
 
-def on_two_ranks(directory: Path, program: str) -> None:
-    """Run a program in two processes that have a gloo group and only the stock libraries."""
-    text = PRELUDE + TWO_RANKS.replace("{directory}", str(directory)) + textwrap.dedent(program)
-    text += "\ndist.barrier()\ndist.destroy_process_group()\n"
-    files = [open(directory / f"rank{rank}.txt", "w+") for rank in range(2)]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", text, str(rank)], cwd=directory, stderr=file,
-                         env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank, file in enumerate(files)
-    ]  # fmt: skip
-
-    def codes() -> list[int | None]:
-        return [rank.poll() for rank in ranks]
-
-    try:
-        until(lambda: None not in codes() or any(codes()), "both ranks end, or one fails")
-        ended = codes()
-    finally:
-        for process, file in zip(ranks, files, strict=True):
-            process.kill()
-            process.wait()
-            file.close()
-    assert ended == [0, 0], "\n".join((directory / f"rank{rank}.txt").read_text() for rank in range(2))
-
-
 def test_a_checkpoint_of_plain_dcp_on_two_ranks_is_read(tmp_path: Path) -> None:
     torch.save(dcp_state(), tmp_path / "expected.pt")
-    on_two_ranks(tmp_path, """
-        state = {**expected, "sharded": distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Shard(0)]),
-                 "columns": distribute_tensor(torch.arange(5).view(1, 5), mesh, [Shard(1)]),
-                 "alike": distribute_tensor(torch.ones(3), mesh, [Replicate()])}
-        dcp.save(state, checkpoint_id="theirs")
-    """)  # fmt: skip
+    torch.multiprocessing.spawn(save_sharded, (tmp_path,), nprocs=2)
     found = read_dcp(tmp_path / "theirs")
     expected = torch.load(tmp_path / "expected.pt", weights_only=False)
     # DCP itself loses empty dicts and makes keys strings.

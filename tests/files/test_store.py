@@ -185,11 +185,6 @@ def test_a_url_is_a_url_and_anything_else_a_path(tmp_path: Path, monkeypatch: py
 # Any URL that fsspec knows
 
 
-@pytest.fixture(params=["memory", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/remote"
-
-
 def state_at(step: int) -> dict[str, Any]:
     numbers = np.random.default_rng(step)
     w = torch.from_numpy(numbers.standard_normal((300, 100)))
@@ -224,20 +219,6 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def lose_memory(shm: Path) -> None:
     for path in shm.iterdir():
         shutil.rmtree(path)
-
-
-@pytest.mark.parametrize("form", ["hdf5", "dcp"])
-def test_checkpoints_go_to_any_url_and_come_back(url: str, shm: Path, form: str) -> None:
-    with checkpointer(url, shm, format=form, drain_every=1, keep_last=2) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_at(step)).wait()
-            ckpt.drain().wait(30)
-    assert [one.step for one in list_checkpoints(open_store(url))] == [3, 2]
-    lose_memory(shm)
-    with checkpointer(url, shm) as ckpt:
-        state = state_at(0)
-        assert ckpt.restore(state) == 3 and bits(state) == bits(state_at(3))
-        assert ckpt.report()["restored_from"] == f"{open_store(url).path}/step-00000003"
 
 
 # S3

@@ -65,24 +65,17 @@ def two(tmp_path: Path) -> Iterator[Ranks]:
 WHOLE = {"step-1/config.json": 2, "step-1/inner/rank-0": 100_000, "step-1/inner/rank-1": 100_000, "latest": 6}
 
 
-def test_the_files_of_all_ranks_come_under_one_name_and_then_what_points_to_them(two: Ranks) -> None:
+def test_nothing_has_the_name_before_the_files_of_all_ranks_are_there(two: Ranks) -> None:
     assert two.ranks[0].has_room()
-    two.write(1, 1)
-    two.write(0, 1)
-    for one in two.ranks:
-        assert one.wait(60) and one.failures() == {}
-    assert two.found() == WHOLE and two.left_in_memory() == []
-    assert (two.disk / "step-1/inner/rank-1").read_bytes() == b"\1" * 100_000
-
-
-def test_nothing_has_the_name_while_a_rank_is_missing(two: Ranks) -> None:
     two.write(0, 1)
     until(lambda: [*two.disk.glob(".r.*.part/.mlflash-files-0")], "the files of rank 0")
     assert not [*two.disk.glob("*step*")], "nobody takes it for a checkpoint by its name"
     assert not two.ranks[0].wait(0)
     assert not (two.disk / "step-1").exists() and not (two.disk / "latest").exists()
     two.write(1, 1)
-    assert two.ranks[0].wait(60) and two.found() == WHOLE
+    assert all(one.wait(60) and one.failures() == {} for one in two.ranks)
+    assert two.found() == WHOLE and two.left_in_memory() == []
+    assert (two.disk / "step-1/inner/rank-1").read_bytes() == b"\1" * 100_000
 
 
 def test_a_rank_that_does_not_come_is_a_failure_and_leaves_nothing(tmp_path: Path) -> None:

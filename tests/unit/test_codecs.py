@@ -25,11 +25,15 @@ from mlflash import errors
 from mlflash.config import Config
 from mlflash.courier import wire_format as wire
 from mlflash.courier.wire_format import BadMessage, Frame, Kind, Outcome, Stream
-from mlflash.draining import file_index
-from mlflash.draining.file_index import Card, Place, Places
+from mlflash.draining import file_index, rank_table
+from mlflash.draining.file_index import Card, Place, Places, Stored
+from mlflash.draining.rank_table import RankTable
 from mlflash.errors import CorruptSlot, MlflashError
 from mlflash.memory import slot_header
 from mlflash.memory.slot_header import Attempt, Header
+from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
+from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state import manifest, old_ranks
 from mlflash.state.dtypes import TORCH_ITEM_NBYTES
 from mlflash.state.layout import PAGE_NBYTES, Extents
@@ -252,6 +256,44 @@ def hostile_indexes(draw: st.DrawFn) -> bytes:
     return raw + draw(hostile_manifests() | st.just(encode_manifest(its.manifest)))
 
 
+FILES = [Stored(f"rank-0000{n}.h5", 4096, 2**64 - 1, f"rank-0000{n}.h5", 4096, 512, 88, 2**64 - 2) for n in range(2)]
+
+
+def write_table() -> bytes:
+    """Two ranks that hold two tensors alike, share another one, and have shards and a value of their own."""
+
+    def entry(name: str, whole: int, offset: int, rows: int, start: int) -> Entry:
+        return Entry(name, "tensor", "float32", (whole, 2), (offset, 0), (rows, 2), start, 8 * rows)
+
+    mine = {}
+    for rank, dealt in enumerate([(0, 0, -1), (0, 40, 0)]):
+        held = [
+            entry("w", 8, 4 * rank, 4, 0),
+            entry("a", 4, 0, 4, 32),
+            entry("b", 2, 0, 2, 64),
+            entry("s", 2, 0, 2, 80),
+        ]
+        its = Described.of(held, ["d", [["n", ["p", 0]]]], [rank], {1: 5, 2: 6, 3: 7}, dealt)
+        mine[rank] = dataclasses.replace(its, structure=dataclasses.replace(its.structure, alike=(2, 1), shared=(3,)))
+    return rank_table.encode("hdf5", "job", FILES, gather_ranks(World(None, this_node(), math.inf), mine))
+
+
+@st.composite
+def hostile_tables(draw: st.DrawFn) -> bytes:
+    raw = write_table()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    text = write_json(draw(spoiled(json.loads(raw[8:end]))))
+    return len(text).to_bytes(8, "little") + text + raw[end:]
+
+
+def is_table(its: RankTable) -> bool:
+    """Whether each rank is there once, files are in the directory, and shards in their tensors."""
+    ranks = sorted(rank for group in its.groups for rank in group.ranks.tolist())
+    names = [name for stored in its.files for name in (stored.card, stored.data)]
+    held = [entry for group in its.groups for row in group.rows for entry in group.structure.entries(row)]
+    return ranks == [0, 1] and not any("/" in name for name in names) and all(map(is_inside, held))
+
+
 # Between processes
 
 
@@ -375,6 +417,11 @@ CODECS = {
                       is_valid=is_manifest, hostile=hostile_manifests()),
     "index of a file": Codec(indexes(), encode_index, partial(file_index.decode, data="x", data_nbytes=PAYLOAD_NBYTES),
                              is_valid=is_index, plainly=plain_index, hostile=hostile_indexes()),
+    "table of ranks": Codec(
+        st.builds(lambda: rank_table.decode(write_table(), 2)), lambda _: write_table(),
+        partial(rank_table.decode, world_size=2), is_valid=is_table, hostile=hostile_tables(),
+        plainly=lambda its: (its.files, its.dealt.tolist(), its.differ, its.plain_differ),
+    ),
     "structure of ranks": Codec(
         structures(), write_structure, read_structure, manifest.BAD_DOCUMENT,
         lambda found: read_structure(write_structure(found)) == found,

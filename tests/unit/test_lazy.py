@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import is_in, until
 
 from mlflash import Checkpointer
-from mlflash.errors import DeadlineExceeded, StateError
-from mlflash.events import Event
+from mlflash.errors import StateError
 from mlflash.mpi.job_thread import Job
 from mlflash.saving.deferred_copies import DeferredCopies, DeviceCopies
-from mlflash.saving.lazy_saves import HOOK, LazyLeaves, Steps
+from mlflash.saving.lazy_saves import HOOK, LazyLeaves
 from mlflash.state.flatten import Flattener
 
 DEADLINE = 60.0
@@ -55,64 +53,6 @@ def test_steps_of_cuda_graphs_and_of_others_are_not_waited_for() -> None:
     assert names(Flattener(), LazyLeaves(), {"model": model}, optimizer) == set()
     with pytest.raises(StateError, match="torch optimizers"):
         names(Flattener(), LazyLeaves(), {"model": model}, model)
-
-
-def test_when_it_is_cancelled_nothing_is_written_any_more() -> None:
-    begun, go_on, written = threading.Event(), threading.Event(), []
-
-    def slow() -> None:
-        begun.set()
-        assert go_on.wait(DEADLINE)
-        written.append("slow")
-
-    later = DeferredCopies([slow, lambda: written.append("never")], [], [], DEADLINE)
-    helper = threading.Thread(target=later.help)
-    helper.start()
-    assert begun.wait(DEADLINE)
-    seen: list[list[str]] = []
-    canceller = threading.Thread(target=lambda: (later.cancel(), seen.append([*written])))
-    canceller.start()
-    until(lambda: is_in(canceller, Event.wait) or seen, "cancel waits")
-    assert not seen
-    go_on.set()
-    canceller.join(DEADLINE)
-    assert seen == [["slow"]]
-    helper.join(DEADLINE)
-    later.help()
-    assert written == ["slow"]
-
-
-def test_a_tensor_that_was_written_to_before_all_was_copied_is_named() -> None:
-    model, _ = model_and_optimizer()
-    weight = model[0].weight.detach()  # as a state_dict gives it: another object, the same memory
-    later = DeferredCopies([lambda: None], [], [("weight", weight)], DEADLINE)
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    later.finish()
-    assert later.error is not None and later.error.tensor == "weight"
-
-
-def test_a_copy_that_takes_too_long_fails_the_save_and_a_step_goes_on() -> None:
-    _, optimizer = model_and_optimizer()
-    begun, go_on = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        begun.set()
-        assert go_on.wait(DEADLINE)
-
-    later, steps = DeferredCopies([stuck], [], [], 0.05), Steps()
-    courier = threading.Thread(target=later.help)
-    courier.start()
-    assert begun.wait(DEADLINE)
-    steps.before_next(later)
-    optimizer.step()
-    assert "did not finish within 0.05 s" in str(later.error)
-    with pytest.raises(DeadlineExceeded):
-        later.cancel()
-    go_on.set()
-    courier.join(DEADLINE)
-    later.cancel()
-    steps.close()
 
 
 def test_copies_of_a_device_come_before_what_it_is_given_later() -> None:

@@ -59,7 +59,7 @@ CYCLE.append(CYCLE)
         (CYCLE, "it contains itself"),
     ],
 )
-def test_what_json_does_not_have_is_refused_with_its_path(value: Any, text: str) -> None:
+def test_what_json_does_not_have_is_refused(value: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         canonical_json.encode(value)
 

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from states import Thing, Wrapper, differences
+from states import Wrapper, differences
 from unit.stored import Store
 
-from mlflash.errors import CorruptSlot, StateError
+from mlflash.errors import StateError
 from mlflash.state import layout, manifest
 from mlflash.state.flatten import Flattener, flatten
-from mlflash.state.plain_values import MAX_DEPTH
 
 LARGE = 70_000
 
@@ -33,28 +32,6 @@ def refused(state: Any) -> StateError:
     with pytest.raises(StateError) as caught:
         flatten(state)
     return caught.value
-
-
-def nested(levels: int, how: str) -> Any:
-    inner: Any = 1
-    for _ in range(levels):
-        inner = {"list": [inner], "tuple": (inner,), "dict": {"k": inner}, "object": Thing(inner)}[how]
-    return inner
-
-
-@pytest.mark.parametrize("how", ["list", "tuple", "dict", "object"])
-def test_the_encoder_takes_as_many_levels_as_the_decoder(store: Store, how: str) -> None:
-    most = MAX_DEPTH // 2 if how == "object" else MAX_DEPTH  # the state of an object is in a dict
-    store.write(nested(most, how))
-    assert store.load() is not None
-    error = refused(nested(most + 1, how))
-    assert f"{MAX_DEPTH} levels" in str(error) and error.tensor.count(".") >= most - 1
-    deeper = flatten(nested(most, how)).structure.tree
-    for _ in range(1 if how != "object" else 2):
-        deeper = ["l", [deeper]]
-    raw = manifest.join(b"[]", manifest.encode_tree(deeper), [1])
-    with pytest.raises(CorruptSlot, match="levels deep"):
-        manifest.decode(raw, 0)
 
 
 def test_a_manifest_that_would_be_read_as_another_one_is_refused() -> None:
