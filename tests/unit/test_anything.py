@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mlflash.adapters.anything import apart, together
+from mlflash.adapters.pickles import apart, together
 from mlflash.errors import CorruptSlot, StateError
 
 
