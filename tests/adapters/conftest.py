@@ -26,13 +26,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def options(root: Path) -> dict[str, object]:
-    """Settings of a Checkpointer on emulated nodes of two ranks each."""
     return {"job": "t", "memory": str(root), "ranks_per_node": 2, "transport": "p2p", "timeout_s": 30.0}
 
 
 @pytest.fixture(params=["argument", "environment"])
 def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """What the code says where mlflash is off; where that is True the environment says otherwise."""
     if request.param == "environment":
         monkeypatch.setenv("MLFLASH_DISABLE", "1")
     return bool(request.param == "environment")

@@ -1,4 +1,4 @@
-"""SMP's local and sharded recipes for models of tensor and expert parallelism, one after the other, on 4 ranks.
+"""SMP's local and sharded recipes for replicas, and for tensor and expert parallelism, one after the other, on 4 ranks.
 
     mpiexec -n 4 python smp_parallel_job.py LAST [DIE]
 
@@ -54,6 +54,7 @@ class Run:
         data: number of the batches that this rank sees.
         mean: groups whose ranks average the gradients of some parameters.
         group: the ranks that save together, where the model does not say it; None: all.
+        saves: whether this rank has a part in saving; each has in loading.
     """
 
     model: torch.nn.Module
@@ -62,6 +63,7 @@ class Run:
     data: int
     mean: Callable[[], list[tuple[torch.nn.Module, Any]]] = list
     group: Any = None
+    saves: bool = True
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -126,6 +128,16 @@ def tensor_and_fsdp(seed: int) -> Run:
     return Run(model, "all", False, mesh["data"].get_local_rank())
 
 
+def replicas_of_fsdp(seed: int) -> Run:
+    """Sharded by FSDP2 over two ranks; of two such replicas the first saves, and both load."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(8, 6)
+    fully_shard(model, mesh=mesh)
+    replica = mesh["replica"].get_local_rank()
+    return Run(model, "tp0_ep0", False, dist.get_rank(), group=mesh["shard"].get_group(), saves=replica == 0)
+
+
 def experts_alone(seed: int) -> Run:
     """Local, an expert on ranks 0 and 2 and another one on 1 and 3, beside a layer that all have."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
@@ -146,7 +158,7 @@ def experts_and_fsdp(seed: int) -> Run:
                mesh["shard"].get_group())  # fmt: skip
 
 
-KINDS = (tensor_alone, tensor_and_fsdp_local, tensor_and_fsdp, experts_alone, experts_and_fsdp)
+KINDS = (tensor_alone, tensor_and_fsdp_local, tensor_and_fsdp, replicas_of_fsdp, experts_alone, experts_and_fsdp)
 
 
 def group_of(model: torch.nn.Module, part: str | None = None) -> Any:
@@ -172,7 +184,9 @@ def main(last: int, die: int) -> None:
                     continue
                 run.step(step)
                 checkpoints.maybe_finalize_async_calls(blocking=True, process_group=run.group)
-                checkpoints.async_save(run.state(), checkpoint_id=f"{name}/{run.part}", process_group=run.group)
+                state = run.state()
+                if run.saves:
+                    checkpoints.async_save(state, checkpoint_id=f"{name}/{run.part}", process_group=run.group)
             if step == die and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
         for run in runs.values():

@@ -2,12 +2,14 @@
 
 Left out is `nemo.collections.llm`, which wants the packages of all of NeMo's collections: its recipes, and ModelOpt. So
 are NeMo-Run and NVRx.
-Import this before anything of NeMo.
+Import this before anything of NeMo; as a program it runs another one so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import runpy
 import sys
 import types
 import warnings
@@ -98,18 +100,16 @@ class Data(pl.LightningDataModule, io.IOMixin):
 
     Args:
         kind: of the sampler: "single" once through the data; "cyclic" again and again, in random order.
-        samples: two of them make a step.
     """
 
-    def __init__(self, kind: str = "single", samples: int = 16):
+    def __init__(self, kind: str = "single"):
         super().__init__()
-        self.samples = samples
         self.data_sampler = MegatronDataSampler(LENGTH, micro_batch_size=1, global_batch_size=2, dataloader_type=kind)
         self.init_global_step = 0
 
     def train_dataloader(self) -> Any:
         self.init_global_step = self.data_sampler.init_global_step = self.trainer.global_step
-        return WrappedDataLoader(mode="train", dataset=Text(self.samples), num_workers=0)
+        return WrappedDataLoader(mode="train", dataset=Text(16), num_workers=0)
 
     def state_dict(self) -> dict[str, Any]:
         steps = self.trainer.global_step - self.init_global_step
@@ -127,8 +127,6 @@ class Schedule(CosineAnnealingScheduler):
 
 
 class Model(pl.LightningModule, io.IOMixin):
-    """A GPT of two layers."""
-
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
@@ -180,3 +178,9 @@ def strategy(tensor: int = 1, **more: Any) -> nl.MegatronStrategy:
 
 
 __all__ = ["Data", "Model", "config", "nl", "on_cpu", "pl", "strategy"]
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    with on_cpu():
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -6,8 +6,6 @@ kills the process that saved them.
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +13,9 @@ import pytest
 import torch
 from digests import digests
 from torch import nn
-from torch.optim import lr_scheduler, swa_utils
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves
-from torch_table import NODES, OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, made, of_kind, stepped
+from torch_table import PLAIN, REFUSED, TABLE, made, of_kind, stepped
 from unit.stored import Store
 
 from mlflash.errors import StateError
@@ -28,33 +25,6 @@ from mlflash.state.rebuild import Filling
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 State = dict[str, Any]
 LAST = 12
-
-
-def classes(module: Any, base: type) -> set[str]:
-    return {name for name, one in vars(module).items() if inspect.isclass(one) and issubclass(one, base)}
-
-
-def has_version(one: type) -> bool:
-    """Whether a class is a module of torch.nn with a version, or with an extra state."""
-    if not issubclass(one, nn.Module) or not one.__module__.startswith("torch.nn."):
-        return False
-    return one._version != 1 or one.get_extra_state is not nn.Module.get_extra_state
-
-
-def test_each_class_of_torch_and_torchdata_is_in_the_table() -> None:
-    from torchdata import nodes
-
-    schedules = classes(lr_scheduler, lr_scheduler.LRScheduler) | classes(swa_utils, lr_scheduler.LRScheduler)
-    assert schedules - {"LRScheduler", "_LRScheduler"} == set(SCHEDULES)
-    assert classes(torch.optim, torch.optim.Optimizer) - {"Optimizer"} == set(OPTIMIZERS)
-    modules = [module for name, module in sys.modules.items() if name.split(".")[:2] == ["torch", "nn"]]
-    found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and has_version(one)}
-    assert {one.__name__ for one in found if not one.__name__.startswith("_")} == set(VERSIONED)
-    named = {name.split()[0] for name in NODES} | {"PinMemory"}  # it needs a GPU
-    assert named == set(nodes.__all__) - {"BaseNode", "Loader", "Stateful", "StopCriteria", "T"}
-    criteria = {name for name in vars(nodes.StopCriteria) if name.isupper()}
-    assert {name.split()[1] for name in NODES if " CYCLE" in name or "EXHAUSTED" in name} == criteria
-    assert len([name for name in TABLE if name.startswith("sequences ")]) == len(SCHEDULES) - 3
 
 
 def in_one_process() -> list[Any]:
