@@ -1,12 +1,22 @@
-"""What is special to Lightning: other numbers of ranks, signals, paths of checkpoints in memory, `fit` called twice."""
+"""What is special to Lightning: other numbers of ranks, signals, paths of checkpoints in memory, `fit` called twice.
+
+Its own checkpoints may be moved to their place behind training: the same files, from which stock Lightning resumes.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from frameworks.test_contract import digests, losses, order, run
 from harness import Cluster
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from waiting import until
 
 
 @pytest.mark.parametrize(("variant", "before", "after"), [("ddp", 2, 1), ("fsdp2", 1, 2)])
@@ -97,3 +107,59 @@ def test_what_callbacks_change_is_copied_before_or_the_save_fails_and_later_ones
         assert digests(result, f"after {name}") == digests(result, f"no {name}")
     eager = [record["run"] for record in result.of("said") if "than an optimizer's step changed" in record["text"]]
     assert eager == ["batch"]
+
+
+def content(path: Path) -> str:
+    """All that a checkpoint says, but for the folder that it is in, and what differs from run to run."""
+    found: dict[str, Any] = {}
+    if path.is_dir():
+        _load_state_dict(found, FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    meta = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
+    meta.pop("MLFlashCallback", None)
+    meta["callbacks"] = {name: state for name, state in meta["callbacks"].items() if "ModelCheckpoint" in name}
+    return repr((found, meta)).replace(str(path.parent), "FOLDER")
+
+
+def listing(folder: Path) -> dict[str, str]:
+    """What is there, and where links go."""
+    return {path.name: os.readlink(path) if path.is_symlink() else "" for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("trigger", "variant"), [("best two, linked", "ddp"), ("best one, copied", "ddp"), ("best two", "fsdp2")]
+)
+def test_lightning_finds_the_files_that_it_would_have_written(shm: Path, trigger: str, variant: str) -> None:
+    common = {"last": 7, "every": 100, "trigger": trigger, "variant": variant}
+    result = run(
+        Cluster(shm), "lightning",
+        {"name": "stock", "job": "stock", "enabled": False, **common},
+        {"name": "background", "job": "background", "settings": {"in_background": True}, **common},
+    )  # fmt: skip
+    assert losses(result, "stock") == losses(result, "background") and len(losses(result, "stock")) == 14, result.log
+    stock, background = shm / "disk-stock", shm / "disk-background"
+    assert listing(background) == listing(stock), result.log
+    for name in listing(stock):
+        assert content(background / name) == content(stock / name), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("variant", ["ddp", "fsdp2"])
+def test_lightning_resumes_from_what_came_to_its_place_though_all_were_killed(shm: Path, variant: str) -> None:
+    cluster, folder, name = Cluster(shm), shm / "disk-run", "epoch=0-step=4.ckpt"
+    common = {"every": 100, "trigger": "best one, linked", "variant": variant}
+    slow = {"in_background": True, "drain_rate": 150_000.0}
+    killed = run(
+        cluster, "lightning",
+        {"name": "whole", "job": "whole", "last": 4, "enabled": False, **common},
+        {"name": "run", "job": "run", "last": 6, "dies_at": 5, "settings": slow, **common},
+        launcher="torchrun",  # mpiexec would also kill what moves the files
+    )  # fmt: skip
+    held = killed.of("held")
+    assert len(held) == 2 and all(name not in one["there"] for one in held), "it was still in memory"
+    until(lambda: listing(folder).get("last.ckpt") == name, lambda: f"a link to {name} in {listing(folder)}")
+    assert content(folder / name) == content(shm / "disk-whole" / name), killed.log
+    again = run(cluster, "lightning", {"name": "run", "job": "run", "last": 6, "enabled": False, **common})
+    assert {step for _, step in losses(again, "run")} == {5, 6}, again.log
