@@ -22,6 +22,7 @@ import xxhash
 
 from .errors import ConfigError
 from .placement import redundancy_scheme
+from .placement.node import Node, this_node
 from .storage import canonical_json
 from .storage.store import is_url, without_file_scheme
 
@@ -220,10 +221,10 @@ class Config:
         "0: mlflash does nothing. `MLFLASH_DISABLE=1` has the same effect and overrides this argument: "
         "[off.md](off.md)",
     )
-    ranks_per_node: int = _setting(
-        0,
-        "for tests: emulates nodes of this many ranks on one machine. 0: real nodes",
-        _NOT_NEGATIVE,
+    node: str = _setting(
+        "",
+        "name of this node in messages and files; empty: the name of its host. Set it where several nodes have one "
+        "name, as containers of a host do. Ranks that share `memory` are on one node",
     )
 
     def __post_init__(self) -> None:
@@ -246,6 +247,11 @@ class Config:
         """
         by_slurm = _BY_SLURM.fullmatch(self.job)
         return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[2] if by_slurm else self.job}"
+
+    @property
+    def here(self) -> Node:
+        """The node of this process."""
+        return this_node(self.memory, self.node)
 
     @property
     def slots(self) -> int:

@@ -168,7 +168,7 @@ class UnsafePath(MlflashError, PermissionError):
 
 
 class ForeignNode(MlflashError, PermissionError):
-    """A rank tried to open the memory of another (emulated) node."""
+    """A rank tried to open the memory of another node."""
 
 
 class MemoryTooSmall(MlflashError, MemoryError):

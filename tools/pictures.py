@@ -57,6 +57,8 @@ class Job:
             path.unlink()
         program = [
             sys.executable,
+            str(REPO / "tests" / "support" / "on_node.py"),
+            sys.executable,
             "-m",
             "mpi4py",
             str(REPO / "tools" / "pictured_job.py"),
@@ -64,7 +66,7 @@ class Job:
             str(self.folder),
         ]
         settings = {"MLFLASH_JOB": JOB, "MLFLASH_MEMORY": str(self.memory), "TMPDIR": str(self.folder),
-                    "MLFLASH_RANKS_PER_NODE": str(RANKS_PER_NODE)}  # fmt: skip
+                    "RANKS_PER_NODE": str(RANKS_PER_NODE)}  # fmt: skip
         command, environment = mpiexec(RANKS, program, settings)
         return subprocess.Popen(command, env=environment, cwd=self.folder, start_new_session=True)
 
@@ -72,7 +74,7 @@ class Job:
         """Kill the ranks of a node and delete its memory, as its crash does."""
         for rank in range(LOST * RANKS_PER_NODE, (LOST + 1) * RANKS_PER_NODE):
             os.kill(int((self.folder / f"pid-{rank}").read_text()), signal.SIGKILL)
-        shutil.rmtree(self.memory / f"mlflash-{os.getuid()}" / JOB / f"node{LOST}")
+        shutil.rmtree(self.memory / f"node{LOST}")
 
     def run(self, watch: Callable[[Path], None]) -> None:
         """Run it: for some time, until a node is lost; then to its end, while somebody watches."""

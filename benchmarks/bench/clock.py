@@ -94,13 +94,18 @@ class Bench:
         yield name
         self.comm.Barrier()
         if self.comm.rank == 0:
-            shutil.rmtree(self.memory / f"mlflash-{os.getuid()}" / name)
+            for path in self.memory.glob(f"node*/mlflash-{os.getuid()}/{name}"):
+                shutil.rmtree(path)
         self.comm.Barrier()
+
+    def directory_of(self, job: str) -> Path:
+        """What a job has in the memory of this rank's node."""
+        return Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", job)
 
     def checkpointer(self, job: str, **settings: Any) -> Checkpointer:
         """Make a Checkpointer that raises the errors of saves. Collective."""
         settings = {"strict": True, "timeout_s": TIMEOUT_S, **settings}
-        return Checkpointer(memory=str(self.memory), job=job, comm=self.comm, **settings)
+        return Checkpointer(job=job, comm=self.comm, **settings)
 
 
 def slowest(comm: MPI.Comm, seconds: Seconds) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
     python benchmarks/dcp/run.py [--large 64] [--large-mib 4] [--small 1000] [--repetitions 3] [--quick] [--json FILE]
 
-Two ranks run on this machine under mpiexec, each on an emulated node of its own. Files are written to /dev/shm. After
+Two ranks run on this machine under mpiexec, each on a node of its own. Files are written to /dev/shm. After
 each load the ranks compare the loaded bits with the saved ones.
 
     stall   time until async_save returns

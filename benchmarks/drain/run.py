@@ -2,7 +2,7 @@
 
     python benchmarks/drain/run.py [--disk DIR] [--ranks 2] [--mib 128] [--repetitions 3] [--quick] [--json FILE]
 
-The ranks run under mpiexec, each on an emulated node of its own. A drain, dd and PyTorch's writer write the same number
+The ranks run under mpiexec, each on a node of its own. A drain, dd and PyTorch's writer write the same number
 of bytes to the same disk, and wait until the disk has them. dd writes zeros, which some disks take faster. Then a
 training runs beside a drain, and beside a process that only writes zeros at the same rate.
 """

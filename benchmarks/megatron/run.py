@@ -2,7 +2,7 @@
 
     python benchmarks/megatron/run.py [--ranks 2] [--mib 256] [--repetitions 5] [--quick] [--json FILE]
 
-The ranks run under mpiexec, each on an emulated node of its own. After each load they compare the loaded state bit by
+The ranks run under mpiexec, each on a node of its own. After each load they compare the loaded state bit by
 bit with the saved one. benchmarks/peers measures NVRx's manager.
 
     stall       time until save returns and training continues
@@ -49,7 +49,6 @@ class Saves:
     def open(self) -> LocalCheckpoints:
         settings: dict[str, Any] = {
             "job": f"of-{self.count}",
-            "memory": str(self.bench.memory),
             "comm": self.bench.comm,
         }
         manager = LocalCheckpoints(f"of {self.count}", "", "copy", timeout_s=TIMEOUT_S, **settings)
@@ -97,8 +96,7 @@ class Saves:
     def lose_node(self) -> None:
         self.close()
         if self.bench.comm.rank == 0:
-            (node,) = self.bench.memory.glob(f"mlflash-*/of-{self.count}/node0")
-            shutil.rmtree(node)
+            shutil.rmtree(self.bench.directory_of(f"of-{self.count}"))
         self.manager = self.open()
 
     def write(self, samples: Samples, *columns: str) -> None:

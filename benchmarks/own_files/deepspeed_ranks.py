@@ -33,7 +33,7 @@ def train(rounds: Rounds) -> None:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
     engine.step()
-    with attach(engine, 1000, in_background=True, job="own-files", comm=rounds.comm, memory=rounds.memory) as flash:
+    with attach(engine, 1000, in_background=True, job="own-files", comm=rounds.comm) as flash:
 
         def by_itself(folder: Path) -> None:
             type(engine).save_checkpoint(engine, str(folder), tag="saved")

@@ -25,7 +25,7 @@ def measure(rounds: Rounds, iteration: int, model: Any, optimizer: Any, schedule
     from megatron.training import async_utils, get_args
 
     args = get_args()
-    easy.initialize_easyckpt(1000, 1, 0, in_background=True, job="own-files", comm=rounds.comm, memory=rounds.memory)
+    easy.initialize_easyckpt(1000, 1, 0, in_background=True, job="own-files", comm=rounds.comm)
     assert easy._running is not None and easy._running.files is not None
     files = easy._running.files
 
@@ -50,7 +50,7 @@ def measure(rounds: Rounds, iteration: int, model: Any, optimizer: Any, schedule
     })  # fmt: skip
     args.async_save = False
     easy.close()
-    easy.initialize_easyckpt(1, 0, 0, job="in-memory", comm=rounds.comm, memory=rounds.memory, directory=None)
+    easy.initialize_easyckpt(1, 0, 0, job="in-memory", comm=rounds.comm, directory=None)
 
 
 def train(rounds: Rounds) -> None:

@@ -2,14 +2,13 @@
 
     python benchmarks/parity/run.py [--ranks 4] [--mib 64] [--repetitions 9] [--quick] [--json FILE]
 
-The ranks run on this machine under mpiexec, each on an emulated node of its own. The time of a scheme is that
+The ranks run on this machine under mpiexec, each on a node of its own. The time of a scheme is that
 from the return of `save` until the commit: checksums of every block at both ends, and the agreement of all ranks.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -70,7 +69,7 @@ def rebuild(bench: Bench, yardsticks: Yardsticks, state: State, job: str, scheme
 
     def restore() -> dict[str, float]:
         if bench.comm.rank < losses:
-            shutil.rmtree(bench.memory / f"mlflash-{os.getuid()}" / job / f"node{bench.comm.rank}")
+            shutil.rmtree(bench.directory_of(job))
         bench.comm.Barrier()
         with bench.checkpointer(job, redundancy=scheme) as ckpt:  # its exit waits until all parity is healed
             ckpt.restore(state)

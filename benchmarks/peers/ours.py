@@ -15,7 +15,7 @@ class Alone(Peer):
     redundancy = "none"
 
     def __init__(self, place: Place, state: State):
-        self._ckpt = Checkpointer(memory=str(place.memory), job=f"ours-{self.redundancy}", comm=place.comm, strict=True,
+        self._ckpt = Checkpointer(job=f"ours-{self.redundancy}", comm=place.comm, strict=True,
                                   redundancy=self.redundancy, timeout_s=TIMEOUT_S)  # fmt: skip
         self._ckpt.prepare(state)
 

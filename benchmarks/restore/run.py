@@ -2,14 +2,13 @@
 
     python benchmarks/restore/run.py [--mib 256] [--repetitions 6] [--quick] [--json FILE]
 
-Two ranks run on this machine under mpiexec, each on an emulated node of its own. In each repetition they make a new
+Two ranks run on this machine under mpiexec, each on a node of its own. In each repetition they make a new
 Checkpointer, as a relaunched job does.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -51,7 +50,7 @@ def relaunched(bench: Bench, yardsticks: Yardsticks, state: State, work: Work, w
 
         def relaunch() -> dict[str, float]:
             if wipe and bench.comm.rank == 1:
-                for file in (bench.memory / f"mlflash-{os.getuid()}" / job / "node1").glob("slot-*"):
+                for file in bench.directory_of(job).glob("slot-*"):
                     file.unlink()
             bench.comm.Barrier()
             with bench.checkpointer(job, redundancy="copy") as ckpt:  # its exit waits until all copies are healed

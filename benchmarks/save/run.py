@@ -2,7 +2,7 @@
 
     python benchmarks/save/run.py [--mib 256] [--repetitions 5] [--quick] [--json FILE]
 
-Two ranks run on this machine under mpiexec, each on an emulated node of its own. Then a training saves with
+Two ranks run on this machine under mpiexec, each on a node of its own. Then a training saves with
 `until=optimizer`: first one rank, which leaves a core for copies during training, then two ranks.
 """
 

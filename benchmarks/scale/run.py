@@ -159,7 +159,7 @@ def agreement(bench: Bench) -> None:
     """Count the collectives of a start, a commit and a restore."""
     logging.getLogger("mlflash").setLevel(logging.ERROR)
     calls, state = Calls(), {"weights": np.ones(1 << 20, np.float32)}
-    settings: dict[str, Any] = {"memory": str(bench.memory), "comm": calls.counted(bench.comm), "redundancy": "copy",
+    settings: dict[str, Any] = {"comm": calls.counted(bench.comm), "redundancy": "copy",
                                 "courier": "thread", "strict": True}  # fmt: skip
     counts: dict[str, tuple[int, int, int]] = {}
     with bench.job("agreement") as job:

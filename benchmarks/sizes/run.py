@@ -2,7 +2,7 @@
 
     python benchmarks/sizes/run.py [--mib 128] [--repetitions 4] [--quick] [--json FILE]
 
-Two ranks run on this machine under mpiexec, each on an emulated node of its own. Then eight ranks run, once as one node
+Two ranks run on this machine under mpiexec, each on a node of its own. Then eight ranks run, once as one node
 and once as two nodes of four.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/training/run.py [--mib 64] [--repetitions 5] [--quick] [--json FILE]
 
-Two ranks run on this machine under mpiexec, each on an emulated node of its own. Either training and courier of a rank
+Two ranks run on this machine under mpiexec, each on a node of its own. Either training and courier of a rank
 share one core, or only rank 0 trains, on one core, and the couriers of both ranks are on another. The courier is a
 thread or a process.
 """
@@ -53,7 +53,7 @@ def slowdown(bench: Bench, nbytes: int, kind: str, window_s: float) -> None:
             with bench.job("training") as job:
                 comm = bench.comm if settings["courier"] == "thread" else None
                 with cores.of_courier(), under_torchrun(bench.comm) if comm is None else contextlib.nullcontext():
-                    ckpt = Checkpointer(memory=str(bench.memory), comm=comm, job=job, strict=True, **settings)
+                    ckpt = Checkpointer(comm=comm, job=job, strict=True, **settings)
                 with ckpt:
                     ckpt.prepare(state)
                     samples = bench.repeat({

@@ -105,7 +105,6 @@ class AsyncSaves:
 def ways_of(training: Training, bench: Bench, folder: Path) -> Iterator[dict[str, tuple[Save, Callable[[], None]]]]:
     """Yield all ways to save. Each is a function to call after a step, and one that waits for the end of all saves."""
     settings: dict[str, Any] = {
-        "memory": str(bench.memory),
         "redundancy": "none",
         "timeout_s": TIMEOUT_S,
         "strict": True,

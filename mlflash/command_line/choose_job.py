@@ -52,7 +52,7 @@ def _jobs_here(given: Config, job: str | None) -> list[_Known]:
     if job or given.directory or len(names) < 2:  # the names are enough
         return [(name, 0, False) for name in names]
     looks = [look_at_job(given.memory, name) for name in names]
-    return [(look.job, 0 if look.newest is None else look.newest.unix_ns, look.pid is not None) for look in looks]
+    return [(look.job, 0 if look.newest is None else look.newest.unix_ns, look.node.pid is not None) for look in looks]
 
 
 def _choose(known: Sequence[_Known], given: Config, job: str | None, is_live: bool = True) -> str:

@@ -47,7 +47,7 @@ def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> 
     """
     world: World | None = None
     try:
-        world = World(find_comm(os.environ), given.ranks_per_node, given.timeout_s)
+        world = World(find_comm(os.environ), given.here, given.timeout_s)
         world.start_job(_raise)
         world.connect()
         world.end_job()  # reading may take long, and the user who started the command sees its progress

@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..errors import MlflashError
-from ..memory.node_directory import emulated_nodes, jobs_of
+from ..memory.node_directory import jobs_of
 from ..storage.store import is_url
 
 files = click.Path().shell_complete
@@ -67,8 +67,7 @@ def _steps_in_memory(context: click.Context) -> set[int]:
     memory, job, in_memory = _memory(context), context.params.get("job"), set[int]()
     for name in [job] if job else _jobs(context):
         try:
-            for number in (None, *emulated_nodes(memory, name)):
-                in_memory |= {header.step for _, header in look(memory, name, number, "").sealed}
+            in_memory |= {header.step for _, header in look(memory, name, "").sealed}
         except (MlflashError, OSError):
             continue
     return in_memory

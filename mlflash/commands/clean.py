@@ -73,8 +73,9 @@ def _ask(found: list[JobMemory], memory: str) -> None:
         raise click.UsageError("--all deletes what every ended job of this user holds here: add --yes to confirm")
     answer(False, None, lambda console: show_jobs(console, found, memory))
     full = [job for job in found if not job.is_empty]
-    click.confirm(f"These {many(len(full), 'job')} hold {show_bytes(sum(job.nbytes for job in full))}. Delete what the "
-                  "ended ones hold? You cannot restore it afterwards", abort=True)  # fmt: skip
+    nbytes = show_bytes(sum(job.node.nbytes for job in full))
+    click.confirm(f"These {many(len(full), 'job')} hold {nbytes}. Delete what the ended ones hold? You cannot restore "
+                  "it afterwards", abort=True)  # fmt: skip
 
 
 def _clean(memory: str, job: JobMemory, dry_run: bool) -> dict[str, Any]:
@@ -82,13 +83,13 @@ def _clean(memory: str, job: JobMemory, dry_run: bool) -> dict[str, Any]:
     if job.error:
         return document
     try:
-        if job.pid is not None:
+        if job.node.pid is not None:
             raise JobInUse("")
         if not dry_run:
             document["nbytes"] = clean_job(memory, job.job)
         document["nbytes"] += leftovers(memory, job.job, dry_run)
     except JobInUse:
-        alive = look_at_job(memory, job.job).pid or job.pid
+        alive = look_at_job(memory, job.job).node.pid or job.node.pid
         holder = f" ({process_named(alive)})" if alive else ""
         document["error"] = f"it is alive{holder}: end it first. Nothing of it was deleted"
     except MlflashError as error:

@@ -26,9 +26,9 @@ def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, 
     mlflash demo
     mlflash demo --keep-alive
 
-    4 ranks on 2 emulated nodes train a GPT under DDP and save every 2 steps. The demo kills one node with SIGKILL and
-    deletes its memory. It compares the final weights, and everything else that decides how training would continue,
-    with an undisturbed run. Exits with 1 if they differ.
+    4 ranks on 2 emulated nodes train a GPT under DDP and save every 2 steps. The demo kills one node with
+    SIGKILL and deletes its memory. It compares the final weights, and everything else that decides how training would
+    continue, with an undisturbed run. Exits with 1 if they differ.
 
     With --keep-alive, 2 ranks train under `mlflash run --keep-alive` while a third process waits. The demo kills one
     rank. The other process stays, the third process takes the lost rank, and both continue after the newest committed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from ..config import Config
 from ..draining.checkpoint_directory import Listed, list_checkpoints
 from ..errors import MlflashError
 from ..memory.courier_process import process_named
-from ..memory.node_directory import NodeDirectory, emulated_nodes
+from ..memory.node_directory import NodeDirectory
 from ..storage.store import open_store
 
 _LOOK_S = 0.1
@@ -76,14 +77,10 @@ def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
 
 
 def _live(memory: str, job: str) -> tuple[NodeDirectory, int]:
-    """Return the directory of a node on which the job is alive, and one of its processes."""
-    for node in (None, *emulated_nodes(memory, job)):
-        try:
-            held = NodeDirectory(memory, job, node, make=False)
-        except FileNotFoundError:
-            continue
-        pid = held.alive()
-        if pid is not None:
+    """Return the directory of the job on this node, where it is alive, and one of its processes."""
+    with contextlib.suppress(FileNotFoundError):
+        held = NodeDirectory(memory, job, make=False)
+        if (pid := held.alive()) is not None:
             return held, pid
         held.close()
     raise click.ClickException(f"no process of job {job} is alive on {socket.gethostname()}: use `mlflash scavenge` to "

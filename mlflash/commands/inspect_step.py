@@ -21,7 +21,7 @@ from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named
 from ..inspection import checkpoint_contents, on_disk
 from ..inspection.checkpoint_contents import Contents, Itinerary, Shard, Statistics
-from ..inspection.node_memory import Changed, look, look_around, places
+from ..inspection.node_memory import Changed, look_around
 from ..inspection.on_disk import Provenance, describe, versions_of
 from ..inspection.restorability import Prospect, what_is_restorable
 from ..mpi.world import World, gather
@@ -87,8 +87,7 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
     mine, error = Contents(), None
     if world.local_rank == 0:
         try:
-            here = [look(given.memory, job, *place) for place in places(world, given.memory, job)]
-            mine = checkpoint_contents.read_memory(given.memory, job, here, way, tensor, tensor is not None)
+            mine = checkpoint_contents.read_memory(given.memory, job, world.node_name, way, tensor, tensor is not None)
         except (Changed, FileNotFoundError):
             error = CorruptSlot("the job wrote over this step while the command read it: try again", step=step)
         except MlflashError as problem:

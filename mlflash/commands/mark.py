@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import contextlib
 from typing import Any
 
 import click
@@ -14,7 +14,7 @@ from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..draining import checkpoint_directory
 from ..human_readable.wording import many
 from ..memory.inventory import write_verdict
-from ..memory.node_directory import NodeDirectory, emulated_nodes
+from ..memory.node_directory import NodeDirectory
 from ..memory.slot_header import Verdict
 from ..mpi.world import World, gather
 from ..storage.store import open_store
@@ -42,7 +42,7 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
 
     def work(world: World) -> int:
         name = choose_job.choose(world, given, job)
-        told = gather(world, (socket.gethostname(), _mark_here(given.memory, name, step, verdict)))
+        told = gather(world, (world.node_name, _mark_here(given.memory, name, step, verdict)))
         if world.rank:
             return FINE
         nodes = sorted({node for node, count in told if count})
@@ -57,17 +57,12 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
 
 def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
     """Mark what this node holds of a step, and return the number of its attempts."""
-    found = set()
-    for node in (None, *emulated_nodes(memory, job)):
-        try:
-            held = NodeDirectory(memory, job, node, make=False)
-        except FileNotFoundError:
-            continue
-        try:
-            found |= write_verdict(held, step, verdict)
-        finally:
-            held.close()
-    return len(found)
+    try:
+        held = NodeDirectory(memory, job, make=False)
+    except FileNotFoundError:
+        return 0
+    with contextlib.closing(held):
+        return len(write_verdict(held, step, verdict))
 
 
 def _mark_in(directory: str, step: int, verdict: Verdict) -> list[str]:

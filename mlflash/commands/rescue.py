@@ -19,7 +19,7 @@ from ..human_readable.units import show_bytes, show_seconds
 from ..inspection import on_disk
 from ..inspection.node_memory import look_around
 from ..inspection.restorability import Restorability, survival, what_is_restorable
-from ..memory.node_directory import emulated_nodes, jobs_of
+from ..memory.node_directory import jobs_of
 from ..mpi.world import World, gather_from_all
 from ..storage.store import is_url
 from .status import describe, describe_lost
@@ -81,7 +81,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
             lines.append(f"memory has nothing newer than step {there.step}, which {stored and stored.path} already has")
         else:
             lines.append("memory has nothing that can be restored, and the directory has nothing either"
-                         + _elsewhere(world, given, name))  # fmt: skip
+                         + _elsewhere(given, name))  # fmt: skip
         step, path = (None, None) if drain is None else (drain.step, drain.path)
         in_directory = step if step is not None else there.step if there is not None else None
         document: dict[str, Any] = {"job": name, "drained": step, "path": path, "nbytes": nbytes,
@@ -117,7 +117,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
         before = _outlook(world, given, name)
         newest = before.newest
         if newest is None:
-            raise click.ClickException("memory has nothing that can be restored" + _elsewhere(world, given, name))
+            raise click.ClickException("memory has nothing that can be restored" + _elsewhere(given, name))
         if newest.world_size != world.size:
             raise click.UsageError(
                 f"step {newest.step} was saved by {newest.world_size} ranks, and you started {world.size}: start as "
@@ -126,7 +126,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
             )
         with _checkpointer(given, name, redundancy or newest.scheme) as checkpointer:
             step, wanted = checkpointer.heal(), checkpointer.survives
-        nodes = look_around(world, given.memory, name, as_restored=True)
+        nodes = look_around(world, given.memory, name)
         if world.rank:
             return FINE
         after = what_is_restorable(nodes, world.world is not None)
@@ -143,16 +143,14 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
     run_together(given, as_json, work)
 
 
-def _elsewhere(world: World, given: Config, job: str) -> str:
-    if emulated_nodes(given.memory, job) and not world.emulated:
-        return f": {job} ran on emulated nodes; set MLFLASH_RANKS_PER_NODE to the same number"
+def _elsewhere(given: Config, job: str) -> str:
     others = [other for other in jobs_of(given.memory) if other != job]
     return f"; this node holds nothing of {job}, but of {', '.join(others)}: name it with --job" if others else ""
 
 
 def _outlook(world: World, given: Config, job: str) -> Restorability:
     """Tell all ranks what all nodes can give. Collective."""
-    nodes = look_around(world, given.memory, job, as_restored=True)
+    nodes = look_around(world, given.memory, job)
     told = what_is_restorable(nodes, together=True) if world.rank == 0 else None
     outlook: Restorability = world.broadcast(told, 0)
     return outlook

@@ -335,17 +335,18 @@ def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
 
 def show_jobs(console: Console, jobs: Sequence[JobMemory], memory: str) -> None:
     """Print a line for each job that holds something, the largest first, and the sum of their bytes."""
-    full = sorted((job for job in jobs if not job.is_empty), key=lambda job: -job.nbytes)
+    full = sorted((job for job in jobs if not job.is_empty), key=lambda job: -job.node.nbytes)
     if not full:
         console.print(f"no job of this user holds memory in {memory} here")
         return
     table = new_table("job", ">size", ">files", ">newest step", ">saved", "process")
     for job in full:
         step, age = ("-", "-") if job.newest is None else (str(job.newest.step), f"{_age(job.newest.unix_ns)} ago")
-        alive = "no process is alive" if job.pid is None else f"alive: {process_named(job.pid)}"
-        table.add_row(job.job, show_bytes(job.nbytes), str(len(job.files)), step, age, job.error or alive)
+        alive = "no process is alive" if job.node.pid is None else f"alive: {process_named(job.node.pid)}"
+        table.add_row(job.job, show_bytes(job.node.nbytes), str(len(job.node.files)), step, age, job.error or alive)
     console.print(table)
-    console.print(f"{many(len(full), 'job')} of this user in {memory}: {show_bytes(sum(job.nbytes for job in full))}")
+    nbytes = sum(job.node.nbytes for job in full)
+    console.print(f"{many(len(full), 'job')} of this user in {memory}: {show_bytes(nbytes)}")
 
 
 # As plain values
@@ -353,9 +354,9 @@ def show_jobs(console: Console, jobs: Sequence[JobMemory], memory: str) -> None:
 
 def job_to_json(job: JobMemory) -> dict[str, Any]:
     """Return what a job holds on this node as plain values."""
-    newest = job.newest
-    return {"job": job.job, "pid": job.pid, "nbytes": job.nbytes, "files": len(job.files), "error": job.error or None,
-            "step": None if newest is None else newest.step,
+    newest, node = job.newest, job.node
+    return {"job": job.job, "pid": node.pid, "nbytes": node.nbytes, "files": len(node.files),
+            "error": job.error or None, "step": None if newest is None else newest.step,
             "age_s": None if newest is None else age_s(newest.unix_ns)}  # fmt: skip
 
 
@@ -370,7 +371,7 @@ def _attempt_to_json(attempt: Prospect) -> dict[str, Any]:
 
 def _node_to_json(node: Node) -> dict[str, Any]:
     return {"node": node.name, "path": node.path, "pid": node.pid, "drain_asked": node.drain_asked,
-            "nbytes": sum(file.nbytes for file in node.files),
+            "nbytes": node.nbytes,
             "files": [_file_to_json(file) for file in node.files]}  # fmt: skip
 
 

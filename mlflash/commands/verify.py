@@ -18,7 +18,7 @@ from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..human_readable.units import show_bytes
 from ..human_readable.wording import many
 from ..inspection import on_disk
-from ..inspection.node_memory import Changed, File, Sealed, look, places
+from ..inspection.node_memory import Changed, File, Sealed, look
 from ..inspection.on_disk import Key, Provenance, describe
 from ..memory.node_directory import NodeDirectory
 from ..mpi.world import World, gather_from_all
@@ -126,16 +126,13 @@ def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
     mine: list[Checked] = []
     error: MlflashError | None = None
     try:
-        nodes = [look(given.memory, job, number, name) for number, name in places(world, given.memory, job)]
-        total = sum(file.header.extents.body_nbytes for node in nodes for file in node.files if file.header)
-        with progress_bar("memory", total // world.local_size, world.rank == 0) as advance:
-            for node in nodes:
-                mine.append(Checked(node.name))
-                if not node.path:
-                    continue
-                with contextlib.closing(NodeDirectory(given.memory, job, node.emulated, make=False)) as held:
-                    for file in node.files[world.local_rank :: world.local_size]:
-                        _verify_file(held, file, mine[-1], advance)
+        node = look(given.memory, job, world.node_name)
+        mine.append(Checked(node.name))
+        total = sum(file.header.extents.body_nbytes for file in node.files if file.header)
+        with (progress_bar("memory", total // world.local_size, world.rank == 0) as advance,
+              contextlib.closing(NodeDirectory(given.memory, job, make=False)) as held):  # fmt: skip
+            for file in node.files[world.local_rank :: world.local_size]:
+                _verify_file(held, file, mine[0], advance)
     except FileNotFoundError:  # the job's memory was deleted meanwhile
         pass
     except MlflashError as problem:

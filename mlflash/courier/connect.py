@@ -61,7 +61,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
         comm = find_world(os.environ)
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
         among = some_ranks(process_group, rank, size)
-    world = World(comm, config.ranks_per_node, config.timeout_s, among, config.job)
+    world = World(comm, config.here, config.timeout_s, among, config.job)
     drains: list[Drains] = []
     jobs = JobThread(world, threaded=world.threads)
     session = Session(config, world, jobs, lambda drain: drains[0].began(drain))
@@ -141,7 +141,7 @@ def _trainer(config: Config, courier: Client, process_group: Any, start: Start, 
         events: of the courier, if it is a thread.
     """
     try:
-        memory = NodeDirectory(config.memory, config.job, started.emulated_node, make=False, top=started.top)
+        memory = NodeDirectory(config.memory, config.job, make=False, top=started.top)
     except BaseException:
         courier.stop(abandon=True)
         raise
@@ -161,8 +161,7 @@ def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, s
     facts = RankFacts(ranks.rank, ranks.size, local_rank, ranks.node_name, run, start)
     metrics = None
     if config.metrics and not local_rank:  # the first rank of each node exports those of all
-        node = started.emulated_node
-        metrics = Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, node))
+        metrics = Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job))
     is_thread = events is not None
     if events is None:
         file = file_of_node(config.log, ranks.node_index) if config.log else None

@@ -62,7 +62,7 @@ class Hosted:
         if len(ranks) != len(opened.ranks) or rank not in ranks or not ranks <= {*range(size)}:
             raise BadMessage(f"a session of the ranks {str(opened.ranks)[:80]} to rank {rank} of {size}")
         # Each session has its own communicators from the start, so the other sessions of these ranks do not matter.
-        self.world = World(comm, config.ranks_per_node, config.timeout_s, opened.ranks, f"{opened.before}", True)
+        self.world = World(comm, config.here, config.timeout_s, opened.ranks, f"{opened.before}", True)
         self.jobs = JobThread(self.world, threaded=True)
         self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=link.trains_on)
         self._plans: dict[int, Plan] = {}

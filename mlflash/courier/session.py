@@ -163,7 +163,7 @@ class Session:
         }
         pool, threads = context.pool, context.copy_threads.threads
         interrupted = -world.agree([-start.interrupted])[0]
-        return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,
+        return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
                        context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
                        interrupted)  # fmt: skip
 

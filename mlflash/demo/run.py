@@ -23,7 +23,6 @@ from ..config import DISABLE
 from ..errors import LaunchFailed
 from ..human_readable.wording import listed, named
 from ..launcher.processes import end_session, find_mpiexec, mpiexec, spawn
-from ..memory.node_directory import job_path
 
 RANKS_PER_NODE = 2
 _LAUNCH_TIMEOUT_S = 150.0
@@ -116,6 +115,7 @@ class Demo:
         # For copies, each rank counts as a node if processes stay.
         self._per_node = 1 if keeps else RANKS_PER_NODE
         self._ranks = 2 * self._per_node
+        self._memory = Path(os.environ.get("MLFLASH_MEMORY") or "/dev/shm", self._job)
         self._doomed = range(self._node * self._per_node, (self._node + 1) * self._per_node)
 
     def run(self, console: Console) -> bool:
@@ -131,7 +131,7 @@ class Demo:
             MpiUnavailable: there is no mpiexec. The demo needs it unless processes stay.
             ModuleNotFoundError: there is no PyTorch.
         """
-        start, memory = time.monotonic(), os.environ.get("MLFLASH_MEMORY") or "/dev/shm"
+        start = time.monotonic()
         launcher = "mlflash run --keep-alive" if self._keeps else find_mpiexec()[1]
         if importlib.util.find_spec("torch") is None:  # it takes seconds to import
             raise ModuleNotFoundError("the demo trains with PyTorch", name="torch")
@@ -147,7 +147,7 @@ class Demo:
                 delay_s = self._moment * (times[-1] - times[0]) / (len(times) - 1)
                 broken = last = self._train(folder / "interrupted", self._job, bars, delay_s)
                 if not self._keeps:
-                    shutil.rmtree(node := Path(job_path(memory, self._job) or folder, f"node{self._node}"))
+                    shutil.rmtree(node := self._memory / f"node{self._node}")
                     last = self._train(folder / "relaunched", self._job, bars)
             if self._keeps:
                 self._describe_kept(console, broken)
@@ -164,8 +164,7 @@ class Demo:
             _print(console, **({} if is_same else {"differs": listed(different, 20)}))
             _print(console, in_all=f"{time.monotonic() - start:.0f} s")
         finally:
-            for job in (self._job, f"{self._job}-reference"):
-                shutil.rmtree(job_path(memory, job) or folder / job, ignore_errors=True)
+            shutil.rmtree(self._memory, ignore_errors=True)
             if is_same:
                 shutil.rmtree(folder)
             else:
@@ -201,9 +200,9 @@ class Demo:
 
     def _command(self, folder: Path, job: str, spares: int) -> tuple[list[str], dict[str, str]]:
         """Return the command that starts the ranks, as a user calls it, and its environment."""
-        train = ["-m", "mlflash.demo.train", f"--steps={self._steps}", f"--seed={self._seed}", f"--folder={folder}"]
-        env = {"MLFLASH_REDUNDANCY": self._redundancy, "MLFLASH_RANKS_PER_NODE": str(self._per_node),
-               "MLFLASH_JOB": job}  # fmt: skip
+        train = ["-m", "mlflash.demo.train", f"--steps={self._steps}", f"--seed={self._seed}", f"--folder={folder}",
+                 f"--memory={self._memory}", f"--ranks-per-node={self._per_node}"]  # fmt: skip
+        env = {"MLFLASH_REDUNDANCY": self._redundancy, "MLFLASH_JOB": job}
         if not self._keeps:
             return mpiexec(self._ranks, [sys.executable, "-m", "mpi4py", *train], env)
         run = ["run", "-N1", f"--ranks-per-node={self._ranks}", "--keep-alive", f"--spares={spares}", f"--job={job}",

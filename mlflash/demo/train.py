@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True, help="for logs and final tensors")
+    parser.add_argument("--memory", type=Path, help="memory of which each emulated node has a part")
+    parser.add_argument("--ranks-per-node", type=int, help="how many ranks such a node has")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -132,7 +134,12 @@ def main() -> None:
             log("step", step=step, loss=loss.item())
         ckpt.wait()
 
-    mlflash.keep_alive(train, state)
+    settings: dict[str, str] = {}
+    if args.memory is not None:
+        settings["node"] = f"node{distributed.get_rank() // args.ranks_per_node}"
+        settings["memory"] = str(args.memory / settings["node"])
+        (args.memory / settings["node"]).mkdir(0o700, parents=True, exist_ok=True)
+    mlflash.keep_alive(train, state, **settings)
     tensors: dict[str, Any] = final_tensors(model, optimizer)
     np.savez(args.folder / f"rank{distributed.get_rank()}.npz", **tensors)
 

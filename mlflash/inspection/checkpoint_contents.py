@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,6 +17,7 @@ from ..draining.checkpoint_directory import Listed
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot_header import Header, Kind
 from ..mpi.world import World
+from ..placement.node import this_node
 from ..redundancy.deduplication import cuts
 from ..restoring.open_in_directory import OpenInDirectory
 from ..state.leaves import Entry
@@ -176,11 +178,11 @@ def plan(nodes: Sequence[Node], of: Prospect) -> Itinerary:
     return Itinerary(dict(sorted(slots.items())), shares)
 
 
-def read_memory(memory: str, job: str, here: Sequence[Node], way: Itinerary, wanted: str | None, numbers: bool
-                ) -> Contents:  # fmt: skip
-    """Read the parts of a checkpoint that are on some nodes.
+def read_memory(memory: str, job: str, node: str, way: Itinerary, wanted: str | None, numbers: bool) -> Contents:
+    """Read the parts of a checkpoint that are on this node.
 
     Args:
+        node: name of this node.
         wanted: name or pattern of tensors and plain leaves. None: all.
 
     Raises:
@@ -188,26 +190,22 @@ def read_memory(memory: str, job: str, here: Sequence[Node], way: Itinerary, wan
         CorruptSlot: a manifest is damaged.
     """
     found = Contents()
-    for node in here:
-        mine = {rank: (file, header) for rank, (name, file, header) in way.slots.items() if name == node.name}
-        if not mine:
-            continue
-        held = NodeDirectory(memory, job, node.emulated, make=False)
-        try:
-            for rank, (file, header) in mine.items():
-                with Sealed(held, file, header) as sealed:
-                    manifest = sealed.manifest()
-                    if rank == min(way.slots):
-                        found.plain, found.provenance = plain_of(manifest, wanted), manifest.provenance
-                    for entry in manifest.entries:
-                        if matches(entry.name, wanted):
-                            shard = Shard(entry, rank, node.name, _runs(node.name, file, header, manifest, entry, way))
-                            if numbers and (shard.runs or not entry.nbytes):
-                                shard.numbers = statistics(entry, _bytes(held, sealed, node.name, shard, way))
-                            found.shards.append(shard)
-                    sealed.check()
-        finally:
-            held.close()
+    mine = {rank: (file, header) for rank, (name, file, header) in way.slots.items() if name == node}
+    if not mine:
+        return found
+    with contextlib.closing(NodeDirectory(memory, job, make=False)) as held:
+        for rank, (file, header) in mine.items():
+            with Sealed(held, file, header) as sealed:
+                manifest = sealed.manifest()
+                if rank == min(way.slots):
+                    found.plain, found.provenance = plain_of(manifest, wanted), manifest.provenance
+                for entry in manifest.entries:
+                    if matches(entry.name, wanted):
+                        shard = Shard(entry, rank, node, _runs(node, file, header, manifest, entry, way))
+                        if numbers and (shard.runs or not entry.nbytes):
+                            shard.numbers = statistics(entry, _bytes(held, sealed, node, shard, way))
+                        found.shards.append(shard)
+                sealed.check()
     return found
 
 
@@ -242,7 +240,7 @@ def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, way: It
 def read_directory(path: str, one: Listed, wanted: str | None, numbers: bool) -> Contents:
     """Read the contents of a drained checkpoint. Bytes for statistics are verified."""
     found = Contents()
-    drained = OpenInDirectory(World(None, 0, math.inf), open_store(path), one)
+    drained = OpenInDirectory(World(None, this_node(), math.inf), open_store(path), one)
     try:
         for rank in range(drained.world_size):
             its = drained.index(rank)

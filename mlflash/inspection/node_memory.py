@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import time
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ import xxhash
 
 from ..errors import CorruptSlot, MlflashError, UnsafePath
 from ..memory.inventory import Inventory, join, of_headers
-from ..memory.node_directory import NodeDirectory, emulated_nodes
+from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import decode_heads
 from ..memory.slot import table_check
 from ..memory.slot_header import (
@@ -57,11 +56,10 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node, real or emulated."""
+    """What a job holds in the memory of a node."""
 
     name: str
     path: str = ""
-    emulated: int | None = None  # its number among the emulated nodes. None: it is a real node
     pid: int | None = None
     drain_asked: bool = False  # whether a drain was requested and no process has noticed it yet
     files: tuple[File, ...] = ()
@@ -69,6 +67,10 @@ class Node:
     @property
     def sealed(self) -> list[tuple[File, Header]]:
         return [(file, file.header) for file in self.files if file.header is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
 
     @property
     def damaged(self) -> list[File]:
@@ -80,44 +82,29 @@ class JobMemory:
     """What a job holds in the memory of this node."""
 
     job: str
-    nodes: tuple[Node, ...] = ()  # this node, and the nodes that are emulated on it
+    node: Node
     error: str = ""  # why the job cannot be looked at. Empty if it can
 
     @property
-    def pid(self) -> int | None:
-        return next((node.pid for node in self.nodes if node.pid is not None), None)
-
-    @property
-    def files(self) -> list[File]:
-        return [file for node in self.nodes for file in node.files]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
-
-    @property
     def newest(self) -> Header | None:
-        headers = [header for node in self.nodes for _, header in node.sealed]
+        headers = [header for _, header in self.node.sealed]
         return max(headers, key=lambda header: header.attempt.generation, default=None)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.nbytes or self.error) and self.pid is None
+        return not (self.node.nbytes or self.error) and self.node.pid is None
 
 
 def look_at_job(memory: str, job: str) -> JobMemory:
     """Look at what a job holds in the memory of this node."""
     try:
-        return JobMemory(job, tuple(look(memory, job, node, "") for node in (None, *emulated_nodes(memory, job))))
+        return JobMemory(job, look(memory, job, ""))
     except MlflashError as error:
-        return JobMemory(job, error=str(error))
+        return JobMemory(job, Node(""), str(error))
 
 
-def look_around(world: World, memory: str, job: str, as_restored: bool = False) -> list[Node]:
-    """Look at the memory of all nodes of the world. A single process looks at this node and all that it emulates.
-
-    Args:
-        as_restored: look only where a Checkpointer of these processes would.
+def look_around(world: World, memory: str, job: str) -> list[Node]:
+    """Look at the memory of all nodes of the world. Collective.
 
     Returns:
         The nodes on rank 0, and an empty list on the others.
@@ -129,8 +116,7 @@ def look_around(world: World, memory: str, job: str, as_restored: bool = False) 
     error: MlflashError | None = None
     if world.local_rank == 0:
         try:
-            where = places(world, memory, job, as_restored)
-            mine = [look(memory, job, number, name) for number, name in where]
+            mine = [look(memory, job, world.node_name)]
         except MlflashError as problem:
             problem.node = world.node_name
             error = problem
@@ -139,28 +125,15 @@ def look_around(world: World, memory: str, job: str, as_restored: bool = False) 
     return [node for nodes in told for node in nodes]
 
 
-def places(world: World, memory: str, job: str, as_restored: bool = False) -> list[tuple[int | None, str]]:
-    """Return the nodes that this process looks at: number among the emulated ones, and name."""
-    if world.emulated and (as_restored or world.world is not None):
-        return [(world.emulated_node, world.node_name)]
-    host = world.node_name if world.world is not None else socket.gethostname()
-    if as_restored:
-        return [(None, host)]
-    several = world.world is not None and len(world.topology.node_names) > 1
-    found: list[tuple[int | None, str]]
-    found = [(number, f"{host}:node{number}" if several else f"node{number}") for number in emulated_nodes(memory, job)]
-    return found if found and not look(memory, job, None, host).files else [(None, host), *found]
-
-
-def look(memory: str, job: str, emulated: int | None, name: str) -> Node:
+def look(memory: str, job: str, name: str) -> Node:
     """Look at the memory of a node. A node without memory of the job has no files."""
     try:
-        held = NodeDirectory(memory, job, emulated, make=False)
+        held = NodeDirectory(memory, job, make=False)
     except FileNotFoundError:
-        return Node(name, "", emulated)
+        return Node(name)
     try:
         files = [file for slot in held.slot_names() if (file := _look_at(held, slot)) is not None]
-        return Node(name, held.path, emulated, held.alive(), held.has_request(), tuple(files))
+        return Node(name, held.path, held.alive(), held.has_request(), tuple(files))
     finally:
         held.close()
 

@@ -85,9 +85,8 @@ def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
             )
         )  # fmt: skip
     seen = {node.name for node in nodes}
-    whole = together or all(node.emulated is not None for node in nodes)
     named = {header.node for its in headers.values() for header, *_ in its}
-    return Restorability(tuple(prospects), () if whole else tuple(sorted(named - seen)))
+    return Restorability(tuple(prospects), () if together else tuple(sorted(named - seen)))
 
 
 def recorded_scheme(texts: Iterable[str]) -> str:

@@ -18,8 +18,7 @@ from typing import Any
 from ..errors import LaunchFailed
 from ..human_readable.wording import last_words
 from ..inspection.node_memory import look
-from ..memory.node_directory import emulated_nodes
-from ..telemetry.heartbeat import all_heartbeats, live_jobs
+from ..telemetry.heartbeat import live_jobs, read_heartbeats
 from ..version import __version__
 from .processes import ask_within
 
@@ -34,14 +33,13 @@ def main() -> int:
         return 0
     memory, job, *interface = sys.argv[1:]
     space = os.statvfs(memory)
-    heard = all_heartbeats(memory, job)
-    nodes: list[int | None] = [*emulated_nodes(memory, job), None]
+    heard = read_heartbeats(memory, job)
     gpus, gpu_error = _gpus()
     found: dict[str, Any] = {
         "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": gpus, "gpu_error": gpu_error,
         "interface": _is_up(interface[0]) if interface else None,
         "heartbeats": heard.heartbeats, "unread": heard.unread, "version": __version__,
-        "steps": sorted({header.step for node in nodes for file, header in look(memory, job, node, "").sealed}),
+        "steps": sorted({header.step for _, header in look(memory, job, "").sealed}),
     }  # fmt: skip
     print(json.dumps(found), flush=True)
     return 0

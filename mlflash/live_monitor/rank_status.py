@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import LaunchFailed
 from ..launcher.launch_system import Launcher
 from ..launcher.node_watch import ask
-from ..telemetry.heartbeat import all_heartbeats
+from ..telemetry.heartbeat import read_heartbeats
 
 Heartbeat = dict[str, Any]
 
@@ -46,10 +46,10 @@ class Look:
 
 
 def look_here(memory: str, job: str) -> Look:
-    """Look at this node, and at all nodes that are emulated on it."""
+    """Look at this node."""
     at = time.time()
     space = os.statvfs(memory)
-    heard = all_heartbeats(memory, job)
+    heard = read_heartbeats(memory, job)
     free = ((socket.gethostname(), space.f_bavail * space.f_frsize),)
     return Look(at, _newest(heard.heartbeats), free, unread=tuple(heard.unread))
 

@@ -87,7 +87,7 @@ def _summary(look: Look) -> Iterator[Text]:
             style="yellow",
         )
     for host, free in look.free[:4]:
-        # If there is only one host, all ranks are on it: emulated nodes have other names.
+        # If there is only one host, all ranks are on it, whatever MLFLASH_NODE calls their nodes.
         held = sum(int(h.get("held", 0)) for h in heartbeats if len(look.free) == 1 or h["node"] == host)
         yield Text(f"memory of {host}: {show_bytes(held)} held, {show_bytes(free)} free", style="dim")
 

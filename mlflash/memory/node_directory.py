@@ -1,8 +1,7 @@
 """The directory of this job in the memory of this node.
 
-``<memory>/mlflash-<uid>/<job>/`` on a real node, with ``node<k>/`` below it if nodes are emulated. Nothing outside it
-is ever touched. Directories are 0700, files 0600, opened with O_NOFOLLOW and checked for their owner; each deletion is
-logged. Foreign files in it are passed over, with one warning.
+``<memory>/mlflash-<uid>/<job>/``. Nothing outside it is ever touched. Directories are 0700, files 0600, opened with
+O_NOFOLLOW and checked for their owner; each deletion is logged. Foreign files in it are passed over, with one warning.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class NodeDirectory:
 
     Args:
         memory: the memory file system ("/dev/shm").
-        emulated_node: index of the node that this rank emulates, or None on a real node.
         top: this user's directory in the memory, as `user_directory.claim` found it; "": look for it.
 
     Raises:
@@ -66,7 +64,7 @@ class NodeDirectory:
         FileNotFoundError: the directory does not exist, and ``make`` is not set.
     """
 
-    def __init__(self, memory: str, job: str, emulated_node: int | None, make: bool = True, top: str = ""):
+    def __init__(self, memory: str, job: str, make: bool = True, top: str = ""):
         try:
             fd = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -81,7 +79,7 @@ class NodeDirectory:
         except OSError:
             os.close(fd)
             raise
-        self._parts = os.path.basename(top), job, *([] if emulated_node is None else [f"node{emulated_node}"])
+        self._parts = os.path.basename(top), job
         self.path, self.top = os.path.join(memory, *self._parts), top
         self._memory, self._job = memory, job
         self.fd = self._opened(fd, make)
@@ -320,37 +318,23 @@ def held_by_jobs(memory: str) -> dict[str, int]:
     held = dict.fromkeys(jobs_of(memory), 0)
     for top in user_directory.directories(memory):
         for path in _below(top):
-            for where in (path, *(node for node in _below(path) if _NODE.fullmatch(os.path.basename(node)))):
-                held[os.path.basename(path)] += sum(map(_slot_nbytes, _entries(where)))
+            held[os.path.basename(path)] += sum(map(_slot_nbytes, _entries(path)))
     return held
 
 
-def emulated_nodes(memory: str, job: str) -> list[int]:
-    """List the nodes that are emulated on this one for a job."""
-    path = job_path(memory, job)
-    names = [os.path.basename(node) for node in _below(path)] if path else []
-    return sorted(int(name.removeprefix("node")) for name in names if _NODE.fullmatch(name))
-
-
 def clean(memory: str, job: str) -> int:
-    """Delete what a job holds in the memory of this node and of those emulated on it; return the bytes freed.
+    """Delete what a job holds in the memory of this node; return the bytes freed.
 
     Raises:
         JobInUse: the job is alive; nothing of this node was deleted.
         UnsafePath: its directory is not private to this user.
     """
-    freed = 0
-    for node in [*emulated_nodes(memory, job), None]:
-        held = NodeDirectory(memory, job, node)
-        try:
-            held.lock(0, 1, wait_s=0)
-            freed += held.wipe()
-        finally:
-            held.close()
-    return freed
-
-
-_NODE = re.compile(r"node\d+")
+    held = NodeDirectory(memory, job)
+    try:
+        held.lock(0, 1, wait_s=0)
+        return held.wipe()
+    finally:
+        held.close()
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:

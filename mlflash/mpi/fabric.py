@@ -28,7 +28,7 @@ def has_rdma(folders: Sequence[str] | None = None) -> bool:
 
 def between_nodes(world: World) -> str:
     """The kind of network between the nodes: a key of `AUTO`. Collective over the world."""
-    if world.emulated or len(world.topology.node_names) == 1:
+    if world.ranks_on_host == world.size:
         return "one host"
     return "RDMA" if world.agree([int(has_rdma())])[0] else "network"
 

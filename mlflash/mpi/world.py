@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import time
 import zlib
@@ -18,6 +17,7 @@ import numpy as np
 
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install, text_of
 from ..human_readable.wording import listed
+from ..placement.node import Node
 from ..placement.topology import Topology, from_node_ids
 from . import nonblocking
 from .deadlines import ASK_ALL, Pings, Waits
@@ -108,33 +108,23 @@ def abort_all(mpi: Any, code: int) -> None:
     mpi.COMM_WORLD.Abort(code)
 
 
-def _number_of_all(comm: Any) -> int:
-    """The rank in COMM_WORLD of this rank of a communicator."""
-    mine, all_ranks = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
-    number: int = mine.Translate_ranks([comm.rank], all_ranks)[0]
-    mine.Free()
-    all_ranks.Free()
-    return number
-
-
 class World(Waits):
     """The ranks of one Checkpointer, with communicators of their own after `connect`.
 
     Args:
         comm: an mpi4py communicator, or None for one process without MPI.
+        node: of this process.
         among: the ranks of ``comm`` that these are, in their order; None: all. The other ranks need not take part.
         name: of this world, the same on all its ranks. Worlds that are made at the same time have different names.
         is_private: whether this process is a courier and nothing else. Then nobody else sends anything over ``comm``,
             ranks can meet there by messages, and if the process ends, the next courier goes on.
     """
 
-    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, among: Sequence[int] | None = None,
+    def __init__(self, comm: Any, node: Node, timeout_s: float, among: Sequence[int] | None = None,
                  name: str = "", is_private: bool = False):  # fmt: skip
         super().__init__(timeout_s)
-        self.emulated_node: int | None = None  # its number, counted over all ranks of the job
-        if ranks_per_node:
-            self.emulated_node = (0 if comm is None else _number_of_all(comm)) // ranks_per_node
         self._given, self._among, self._name, self._is_private = comm, among, name, is_private
+        self._on, self.ranks_on_host = node, 1  # also those of other containers of this host
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
         self.world: Any = None
@@ -145,7 +135,7 @@ class World(Waits):
         size = 1 if comm is None else comm.size if among is None else len(among)
         if size == 1:
             self.rank, self.size, self.local_rank = 0, 1, 0
-            self.topology = Topology((0,), (f"node{self.emulated_node}" if self.emulated else socket.gethostname(),))
+            self.topology = Topology((0,), (node.name,))
             return
         self.mpi = load_mpi()
         self.rank, self.size, self.local_rank = comm.rank if among is None else among.index(comm.rank), size, 0
@@ -161,16 +151,13 @@ class World(Waits):
         )
         self.world = self.duplicate(self.control)
         self.data = self.duplicate(self.world)
-        if self.emulated_node is not None:
-            name = f"node{self.emulated_node}"
-            self.node = self.split(self.emulated_node)
-        else:
-            name = self.mpi.Get_processor_name()
-            with self.together("Comm_split_type", self.world):
-                self.node = self.world.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
+        nodes: list[Node] = self.gather(self._on)
+        lowest: dict[tuple[str, str], int] = {}  # the lowest rank of each node
+        ids = [(lowest.setdefault((node.host, node.memory), rank), node.name) for rank, node in enumerate(nodes)]
+        self.ranks_on_host = sum(node.host == self._on.host for node in nodes)
+        self.topology = from_node_ids(ids)
+        self.node = self.split(ids[self.rank][0])
         self.local_rank = self.node.rank
-        lowest = self.agree([self.rank], self.node)[0]
-        self.topology = from_node_ids(self.gather((lowest, name)))
         self.leaders = self.split(0 if self.local_rank == 0 else self.mpi.UNDEFINED)
         return self
 
@@ -191,10 +178,6 @@ class World(Waits):
         group.Free()
         all_ranks.Free()
         return made
-
-    @property
-    def emulated(self) -> bool:
-        return self.emulated_node is not None
 
     @property
     def threads(self) -> bool:

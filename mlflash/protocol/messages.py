@@ -61,7 +61,6 @@ class Started:
 
     Attributes:
         rank, topology: of this run.
-        emulated_node: number of the node that this rank emulates; None: nodes are real.
         top: this user's directory in the node's memory.
         slots: number of own slots of each kind.
         copy_threads: number of threads that copy.
@@ -74,7 +73,6 @@ class Started:
 
     rank: int
     topology: Topology
-    emulated_node: int | None
     top: str
     slots: int
     copy_threads: int

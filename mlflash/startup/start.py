@@ -60,7 +60,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
             raise problem
         if redundancy_scheme.parse(config.redundancy).parity:
             erasure_codes.library()
-        held.append(NodeDirectory(config.memory, config.job, world.emulated_node, top=top))
+        held.append(NodeDirectory(config.memory, config.job, top=top))
         held[0].lock(world.local_rank, world.local_size)
 
     alike: ReplicatedTensors | None = None
@@ -95,7 +95,7 @@ def _assemble(
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, config.transport, config.job)
     pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0))
-    copy_threads = as_many_as_help(world.size if world.emulated else world.local_size, world.agree, trains_on)
+    copy_threads = as_many_as_help(world.ranks_on_host, world.agree, trains_on)
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, trains_on is not None))

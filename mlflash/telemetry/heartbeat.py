@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UnsafePath
 from ..memory.courier_process import read_stat
-from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
+from ..memory.node_directory import NodeDirectory, jobs_of
 from ..version import __version__
 
 log = logging.getLogger("mlflash")
@@ -342,16 +342,16 @@ def _short(news: dict[str, Any]) -> dict[str, Any]:
 
 
 class Heard(NamedTuple):
-    """What the ranks of some nodes report about themselves; and, in words, why other files cannot be read."""
+    """What the ranks of a node report about themselves; and, in words, why other files cannot be read."""
 
     heartbeats: list[dict[str, Any]]
     unread: list[str]
 
 
-def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
-    """Read what the ranks of a node report, and whether each is alive; nothing if the job has no memory there."""
+def read_heartbeats(memory: str, job: str) -> Heard:
+    """Read what the ranks of this node report, and whether each is alive; nothing if the job has no memory there."""
     try:
-        held = NodeDirectory(memory, job, node, make=False)
+        held = NodeDirectory(memory, job, make=False)
     except FileNotFoundError:
         return Heard([], [])
     try:
@@ -366,21 +366,12 @@ def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
         held.close()
 
 
-def all_heartbeats(memory: str, job: str) -> Heard:
-    """The same for this node, and for all nodes that are emulated on it."""
-    nodes: list[int | None] = [*emulated_nodes(memory, job), None]
-    heard = [read_heartbeats(memory, job, node) for node in nodes]
-    return Heard(
-        [heartbeat for one in heard for heartbeat in one.heartbeats], [text for one in heard for text in one.unread]
-    )
-
-
 def live_jobs(memory: str) -> list[str]:
     """List the jobs of this user that are alive on this node, even if only a courier without its trainer is."""
     return [
         job
         for job in jobs_of(memory)
-        if any(one["alive"] or is_orphan(one) for one in all_heartbeats(memory, job).heartbeats)
+        if any(one["alive"] or is_orphan(one) for one in read_heartbeats(memory, job).heartbeats)
     ]
 
 

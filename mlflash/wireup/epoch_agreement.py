@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import DeadlineExceeded
+from ..placement.node import name_of_host
 from . import cross_memory
 from .departures import below, check_departure
 from .pmi_server import new_epoch_name
-from .process_mapping import Block, blocks, name_of_host, nodes_of
+from .process_mapping import Block, blocks, nodes_of
 from .store_client import StoreClient, StoreLost, connect, left_s
 
 _FOREVER_S = 1e6  # nearly as long as poll can wait

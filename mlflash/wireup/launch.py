@@ -24,13 +24,13 @@ from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
 from ..events import Event
+from ..placement.node import this_node
 from . import courier_cores
 from .departures import Departure, below
 from .epoch_agreement import Epoch, EpochAgreement
 from .launcher_variables import is_on_one_host
 from .own_address import own_address
 from .pmi_server import new_epoch_name
-from .process_mapping import name_of_node
 from .rendezvous import rendezvous, way, who_am_i
 from .running_courier import CourierEnded, RunningCourier, ended
 from .store_client import left_s
@@ -64,7 +64,7 @@ class Couriers:
         entry_point: ``module:function`` that each courier runs, importable without the trainer's script.
         environment: of this process, with the variables of its launcher.
         timeout_s: how long everything may take, in seconds.
-        node: the number of this rank's node, if nodes are emulated; None: the node is the host.
+        node: sets apart ranks of one host, as if they were on several; "": they are on one node.
         directory: a private directory of this user, where ranks of one host may meet; None: they meet by MASTER_ADDR.
         host: the address of rank 0's host at which the other ranks reach it; None: find it out.
         output: where couriers print to, open until `close`; None: where this process prints to.
@@ -93,7 +93,7 @@ class Couriers:
         environment: Mapping[str, str],
         timeout_s: float,
         *,
-        node: int | None = None,
+        node: str = "",
         directory: Path | None = None,
         host: str | None = None,
         output: IO[Any] | None = None,
@@ -105,7 +105,7 @@ class Couriers:
         self._me = who_am_i(environment)
         self.rank, self.size = self._me.rank, self._me.size
         self.met = f"{self.size} ranks met by {way(environment, self._me)}" if self.size > 1 else "one rank"
-        self._entry_point, self._node, self._own_cores = entry_point, name_of_node(node), own_cores
+        self._entry_point, self._node, self._own_cores = entry_point, " ".join(this_node(name=node)), own_cores
         self._seat = courier_cores.own_seat(environment).to_text() if own_cores else ""
         self.freed: frozenset[str] = frozenset()
         self._number = 0  # the newest epoch

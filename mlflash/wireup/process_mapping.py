@@ -10,13 +10,10 @@ Source: MPICH, src/mpl/src/mpl_rankmap.c.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
-_SHARED_MEMORY = Path("/dev/shm")
 _LONGEST = 128  # longest repeated sequence of blocks that is tried; more do not fit into a value of PMI
 
 
@@ -68,18 +65,3 @@ def nodes_of(described: Sequence[Block], size: int) -> list[int]:
 def mapping(nodes: Sequence[int]) -> str:
     """The node of each rank, as the value of PMI_process_mapping."""
     return f"(vector,{','.join('({},{},{})'.format(*block) for block in blocks(nodes))})"
-
-
-def name_of_host() -> str:
-    """A name of this host since its last boot."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-
-
-def name_of_node(number: int | None) -> str:
-    """A name of what ranks share memory on: a host, a container of it, or an emulated node.
-
-    Containers of one host may have its name and its network, and a ``/dev/shm`` each (``docker run --network host``).
-    MPI would wait without end for a file that is in another one. The kernel numbers each file system of memory.
-    """
-    found = _SHARED_MEMORY.stat()
-    return f"{name_of_host()} {found.st_dev}:{found.st_ino}" + ("" if number is None else f" {number}")

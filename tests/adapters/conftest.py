@@ -26,7 +26,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def options(root: Path) -> dict[str, object]:
-    return {"job": "t", "memory": str(root), "ranks_per_node": 2, "transport": "p2p", "timeout_s": 30.0}
+    from emulated import on_node  # it loads MPI
+
+    return {"job": "t", **on_node(root, 2), "transport": "p2p", "timeout_s": 30.0}
 
 
 @pytest.fixture(params=["argument", "environment"])

@@ -244,7 +244,7 @@ def test_a_node_of_each_set_of_replicas_may_be_lost(root: Path) -> None:
     expected = saved_local(root, fsdp2, 2, 2)
     COMM.Barrier()
     if RANK == 0:
-        lost = sorted((root / f"mlflash-{os.getuid()}").glob("smp.*/node[23]"))
+        lost = sorted(root.glob(f"node[23]/mlflash-{os.getuid()}/smp.*"))
         assert len(lost) == 2, "one job of each shard"
         for path in lost:
             for file in path.iterdir():

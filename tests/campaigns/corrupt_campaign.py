@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import gradient_faults
 import numpy as np
 import torch
+from emulated import on_node
 from mpi4py import MPI
 
 import mlflash
@@ -132,7 +133,7 @@ class Trial:
         self.heard.texts.clear()
         self.failed: list[int] = []
         self.options: dict[str, Any] = {
-            "memory": str(root / "memory"), "job": "c", "ranks_per_node": 1, "comm": COMM, "transport": "p2p",
+            **on_node(root / "memory"), "job": "c", "comm": COMM, "transport": "p2p",
             "timeout_s": 60.0,
         }  # fmt: skip
 
@@ -281,8 +282,8 @@ def in_a_file(trial: Trial, rng: random.Random) -> dict[str, bool]:
         raw[int(place * len(raw))] ^= 1 << bit
         path.write_bytes(raw)
         shutil.rmtree(trial.root / "memory")
-        (trial.root / "memory").mkdir()
     COMM.Barrier()
+    on_node(trial.root / "memory")
     step, right = trial.restored(source=trial.root / "drained")
     # Bytes of HDF5 that say nothing of the state (gaps, names of attributes) do no harm.
     return {"caught": right, "named": trial.said(folder) or step == STEPS, "equal": right}

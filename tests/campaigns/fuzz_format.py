@@ -21,6 +21,7 @@ with atheris.instrument_imports(include=["mlflash"]):
     from mlflash.draining.file_index import Place, Places, Stored
     from mlflash.memory import slot_header
     from mlflash.mpi.world import World
+    from mlflash.placement.node import this_node
     from mlflash.protocol.describe_ranks import Described, gather_ranks
     from mlflash.state import layout, manifest, rebuild
     from mlflash.state.flatten import flatten
@@ -79,7 +80,7 @@ def seeds(directory: Path) -> None:
         (directory / f"index-{index}").write_bytes(raw)
         its = Described.of(entries, flat.structure.tree, flat.plain, {}, (-1, -1, -1))
         files = [Stored("rank-00000.h5", 1, 1, "rank-00000.h5", 1)]
-        told = gather_ranks(World(None, 0, math.inf), {0: its})
+        told = gather_ranks(World(None, this_node(), math.inf), {0: its})
         (directory / f"table-{index}").write_bytes(rank_table.encode("hdf5", "job", files, told))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import SUPPORT
 from waiting import PATIENCE_S
 
 from mlflash.launcher.processes import find_mpiexec, mpiexec
@@ -79,11 +80,10 @@ def nothing_of_mpi_stays() -> Iterator[None]:
         Path(path).unlink(missing_ok=True)
 
 
-def environment(memory: Path, per_node: int) -> dict[str, str]:
+def environment(memory: Path) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLASH_", "SLURM_"))}
-    emulated = {"MLFLASH_RANKS_PER_NODE": str(per_node)} if per_node else {}
     # No trial of couriers, which tests/programs/test_courier_choice.py has.
-    return {**given, **emulated, "MLFLASH_MEMORY": str(memory), "MLFLASH_COURIER": "thread", "PYTHONWARNINGS": "error"}
+    return {**given, "MLFLASH_MEMORY": str(memory), "MLFLASH_COURIER": "thread", "PYTHONWARNINGS": "error"}
 
 
 def run(command: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -95,7 +95,8 @@ def examine(memory: Path, ranks: int, *arguments: object, per_node: int = 1, cod
             change: str = "") -> Any:  # fmt: skip
     """Run the command under mpiexec; its JSON. ``change`` is what is different in the program."""
     line = [sys.executable, "-c", PROGRAM.format(change=change), "doctor", "--json", *map(str, arguments)]
-    done = run(*mpiexec(ranks, line, environment(memory, per_node)))
+    env = environment(memory) | {"RANKS_PER_NODE": str(per_node)}
+    done = run(*mpiexec(ranks, [sys.executable, str(SUPPORT / "on_node.py"), *line] if per_node else line, env))
     assert (done.returncode != 0) == bool(code), f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     # A launcher may print something of its own behind it.
     return json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("{") :])[0]
@@ -122,7 +123,7 @@ def test_all_ranks_are_looked_at_and_nothing_is_left(shm: Path) -> None:
     assert network["values"]["saved_gbs"][0] > 0
     assert is_at(found, "nodes") == is_at(found, "world") == is_at(found, "clocks") == "ok"
     assert "2 ranks" in lines_of(found, "need")[0]["text"]
-    assert list(shm.iterdir()) == []
+    assert [list(node.iterdir()) for node in shm.iterdir()] == [[], []]
 
 
 def test_two_ranks_that_do_not_see_the_same_memory_are_an_error(shm: Path, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_two_ranks_that_do_not_see_the_same_memory_are_an_error(shm: Path, tmp_p
 
 
 def test_of_worlds_of_one_rank_only_the_first_speaks_and_all_fail(shm: Path) -> None:
-    env = environment(shm, 0)
+    env = environment(shm)
     for task in range(2):
         slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(task), "SLURM_NODEID": "0"}
         done = run([MLFLASH, "doctor"], {**env, **slurm})
@@ -156,7 +157,7 @@ fabric.OpenMemory.put, os.environ["MLFLASH_TRANSPORT"] = refuse, "rma"
     found = examine(shm, 2, code=1, change=refuse)
     (line,) = lines_of(found, "network")
     assert line["level"] == "error" and "MPI_ERR_RMA_SYNC" in line["text"] and "p2p" in line["advice"], line
-    assert list(shm.iterdir()) == []
+    assert [list(node.iterdir()) for node in shm.iterdir()] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_rank_that_hangs_is_named_in_time(shm: Path, hang: str) -> None:
 )
 def test_where_the_process_that_prints_ends_its_child_prints(shm: Path, end: str, text: str) -> None:
     program = PROGRAM.format(change=WATCH_PARITY_ONLY.format(end=end))
-    done = run([sys.executable, "-c", program, "doctor", "--json", "--timeout", "1"], environment(shm, 0))
+    done = run([sys.executable, "-c", program, "doctor", "--json", "--timeout", "1"], environment(shm))
     assert done.returncode == -9, done.stderr
     found = json.loads(done.stdout)
     (line,) = lines_of(found, "parity")

@@ -26,6 +26,7 @@ import needs
 import pytest
 from forked_trainers import Trainers
 from harness import UID
+from on_node import settings_of
 from processes import free_port, runs
 from waiting import until
 
@@ -156,8 +157,8 @@ class Chain:
     """
 
     def __init__(self, root: Path, scheme: str, imported: Sequence[str] = (), is_lazy: bool = False):
-        self._root, self._scheme, self._is_lazy, self._ranks = root, scheme, is_lazy, RANKS[scheme]
-        self._memory, self._directory = root / f"mlflash-{UID}" / "j", root / "directory"
+        self._root, self._directory = root, root / "directory"
+        self._scheme, self._is_lazy, self._ranks = scheme, is_lazy, RANKS[scheme]
         self._segments = _segments()
         self._trainers = Trainers([*IMPORTED, *imported], root / "log", SMALL)
         self._launch, self._before = 0, "nothing"
@@ -198,7 +199,7 @@ class Chain:
         try:
             self.train()
             until(lambda: not _started_in(self._root), "the end of all couriers", look_s=0.2)
-            files = sorted(path.name for path in self._memory.glob("node*/slot-*"))
+            files = sorted(path.name for path in self._root.glob(f"node*/mlflash-{UID}/j/slot-*"))
             # Of each rank two own slots and two shares, of both one more where it drains, and two for others.
             assert len(files) == (6 if self._drained == NOTHING else 8) * self._ranks, files
             committed = sorted(path.parent.name for path in self._directory.glob("step-*/checkpoint.h5"))
@@ -224,10 +225,10 @@ class Chain:
         old = new[0] - 1, self._launch
         if kill.lost:
             _kill(_started_in(out))
-            shutil.rmtree(self._memory)
+            self._wipe(*self._root.glob("node*"))
             self._drained = new if kill.back == NEW else self._drained
         if kill.ranks > self._ranks:
-            shutil.rmtree(self._memory / f"node{self._ranks}")
+            self._wipe(self._root / f"node{self._ranks}")
         self._promised = {SAME: before, OLD: old, NEW: new, DRAINED: self._drained}[kill.back]
 
     def _start(self, verbs: Verbs, traps: list[dict[str, Any]], ranks: int, drains: bool) -> tuple[Path, list[int]]:
@@ -240,14 +241,18 @@ class Chain:
         spec = {"launch": self._launch, "verbs": verbs, "traps": traps, "options": options, "is_lazy": self._is_lazy}
         environment = {
             **os.environ, **SMALL, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OUT": str(out),
-            "TMPDIR": str(out), "MLFLASH_MEMORY": str(self._root), "MLFLASH_JOB": "j", "MLFLASH_RANKS_PER_NODE": "1",
+            "TMPDIR": str(out), "MLFLASH_JOB": "j",
             "MLFLASH_COURIER": "process", "MLFLASH_TRANSPORT": TRANSPORTS[self._launch % 2],
             "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         }  # fmt: skip
         return out, [
-            self._trainers.start(SCRIPT, json.dumps(spec), environment | {"RANK": str(rank)}, out / "log")
+            self._trainers.start(SCRIPT, json.dumps(spec), environment | self._of(rank), out / "log")
             for rank in range(ranks)
         ]
+
+    def _of(self, rank: int) -> dict[str, str]:
+        own = settings_of(rank, self._root)
+        return {"RANK": str(rank), "MLFLASH_NODE": own["node"], "MLFLASH_MEMORY": own["memory"]}
 
     def _check_restored(self, out: Path, least: int) -> None:
         """Compare what ranks have restored with what was promised; so many of them have to have come so far."""
@@ -258,11 +263,14 @@ class Chain:
             f"expected step {self._promised[0]} of launch {self._promised[1]}, found {found}: {_log(out)}"
         )
 
+    def _wipe(self, *folders: Path) -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _clear(self) -> None:
         """Begin anew."""
         _kill(_started_in(self._root))
-        for path in (self._memory, self._directory):
-            shutil.rmtree(path, ignore_errors=True)
+        self._wipe(self._directory, *self._root.glob("node*"))
         self._promised, self._drained, self._before = NOTHING, NOTHING, "nothing"
 
 

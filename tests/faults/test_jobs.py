@@ -76,18 +76,18 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     assert "job j is alive on this node: end it first" in second.log
     assert f"held by pid {first.pids()[0]}" in second.log or f"held by pid {first.pids()[1]}" in second.log
     assert len(first.pids()) == 2
-    command = [str(Path(sys.executable).with_name("mlflash")), "clean", "--memory", str(shm)]
+    command = [str(Path(sys.executable).with_name("mlflash")), "clean", "--memory", str(shm / "node0")]
     listed = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=True)
     assert listed.stdout.splitlines()[-1].startswith("1 job of this user in ") and " j " in listed.stdout
     refused = subprocess.run([*command, "j"], timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert refused.returncode == 1 and refused.stderr.startswith("j: it is alive (pid "), refused.stderr
     assert len(cluster.slot_files()) == 8
     first.kill()
-    (shm / f"mlflash-{os.getuid()}" / "j" / "node0" / "foreign").write_text("not ours")
+    (cluster.node(0) / "foreign").write_text("not ours")
     command += ["--all", "--yes"]
     cleaned = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert cluster.slot_files() == []
-    assert (shm / f"mlflash-{os.getuid()}" / "j" / "node0" / "foreign").read_text() == "not ours"
+    assert (cluster.node(0) / "foreign").read_text() == "not ours"
     assert cleaned.returncode == 0 and "bytes freed" in cleaned.stdout
 
 

@@ -102,8 +102,9 @@ class Run:
         return OUT.parent / f"disk-{self.job or os.environ['MLFLASH_JOB']}"
 
     @property
-    def memory(self) -> Path:
-        return Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", self.job)
+    def memories(self) -> list[Path]:
+        """Where its slots are on each node."""
+        return sorted(Path(os.environ["MLFLASH_MEMORY"]).parent.glob(f"node*/mlflash-{os.getuid()}/{self.job}"))
 
     @property
     def checkpointing(self) -> dict[str, Any]:
@@ -216,9 +217,10 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
     for spec in runs:
         run = Run(**spec)
         if run.wiped and rank == 0:
-            shutil.rmtree(run.memory)
+            for memory in run.memories:
+                shutil.rmtree(memory)
         if run.damaged and rank == 0:
-            assert damage(run.memory, run.damaged), "nothing of this step is there"
+            assert sum(damage(memory, run.damaged) for memory in run.memories), "nothing of this step is there"
         if run.torn and rank == 0:
             _tear(run)
         torch.distributed.barrier()

@@ -227,7 +227,7 @@ def trainings(trained: tuple[str, str, Trainings]) -> Trainings:
 def test_disabled_it_does_nothing(trainings: Trainings) -> None:
     steps = {step for _, step in losses(trainings.result, "reference")}
     assert steps == set(range(1, LAST + 1)) and len(digests(trainings.result, "reference")) == RANKS
-    assert not (trainings.root / f"mlflash-{UID}" / "reference").exists()
+    assert not list(trainings.root.glob(f"node*/mlflash-{UID}/reference"))
 
 
 def test_switched_off_it_trains_and_goes_on_as_the_framework_does_without(trained: tuple[str, str, Trainings]) -> None:
@@ -295,7 +295,7 @@ def test_a_save_that_fails_on_one_rank_stops_no_training(trainings: Trainings) -
 
 
 def test_memory_and_directory_keep_what_was_asked_for(trainings: Trainings) -> None:
-    files = list(trainings.root.glob(f"mlflash-{UID}/kept/node*/slot-*"))
+    files = list(trainings.root.glob(f"node*/mlflash-{UID}/kept/slot-*"))
     # Of six steps: two slots, two shares of what ranks have alike, a third of each to drain from, two copies.
     assert 0 < len(files) <= RANKS * (3 + 3 + 2)
     assert len(list((trainings.root / "drained").glob("step-*"))) == 1

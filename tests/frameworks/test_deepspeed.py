@@ -148,7 +148,7 @@ def test_what_all_ranks_hold_is_stored_once_and_another_number_of_ranks_is_refus
         found = [one["shared"] for one in saved.of("saved") if one["stage"] == stage]
         expected = sorted(f"engine.files.tree.mp_rank_00_model_states.pt.{name}" for name in names)
         assert [sorted(one) for one in found] == [expected] * RANKS, saved.log
-        shutil.rmtree(shm / f"mlflash-{UID}" / f"shared-{stage}" / "node1")
+        shutil.rmtree(shm / "node1" / f"mlflash-{UID}" / f"shared-{stage}")
     assert each(saved, "not shared", "shared") == [([],)] * len(stages)
     loaded = run_all(cluster, [(stage, "load_shared") for stage in stages])
     assert each(loaded, "loaded", "step") == [(2,)] * len(stages), loaded.log

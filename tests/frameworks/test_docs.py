@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import SUPPORT
 
 from mlflash.launcher.processes import mpiexec
 
@@ -39,8 +40,8 @@ class Page:
         """Run it on two ranks, to a step, with more in the environment."""
         arguments = [*self.before, str(script), *self.arguments.split(), str(last)]
         program = [sys.executable, "-W", "ignore", "-m", "mpi4py", *arguments]
-        environment = {"MLFLASH_MEMORY": str(memory), "MLFLASH_RANKS_PER_NODE": "1", "TMPDIR": str(memory), **more}
-        line, env = mpiexec(2, program, environment)
+        environment = {"MLFLASH_MEMORY": str(memory), "RANKS_PER_NODE": "1", "TMPDIR": str(memory), **more}
+        line, env = mpiexec(2, [sys.executable, str(SUPPORT / "on_node.py"), *program], environment)
         result = subprocess.run(
             line, env=env, cwd=script.parent, timeout=100, capture_output=True, text=True, check=False
         )
@@ -93,4 +94,4 @@ def test_a_script_trains_with_the_switch_and_leaves_memory_alone(page: str, shm:
     printed = started.start(script, first, shm, MLFLASH_DISABLE="1")
     assert PAGES[page].beginnings(printed, 0) == 2, printed
     assert printed.count("mlflash is off (MLFLASH_DISABLE=1)") == 1, printed
-    assert not list(shm.glob("mlflash-*")) and not (tmp_path / "run42" / "mlflash").exists()
+    assert not list(shm.glob("node*/mlflash-*")) and not (tmp_path / "run42" / "mlflash").exists()

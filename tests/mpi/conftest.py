@@ -30,8 +30,10 @@ TRANSPORTS = os.environ.get("MLFLASH_TEST_TRANSPORT", "p2p rma").split()
 
 @pytest.fixture(params=TRANSPORTS)
 def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
-    """Settings of a Checkpointer on emulated nodes of one rank each, for each transport that is tested."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": request.param, "timeout_s": 30.0}
+    """Settings of a Checkpointer on nodes of one rank each, for each transport that is tested."""
+    from emulated import on_node  # it loads MPI
+
+    return {"job": "t", **on_node(root), "transport": request.param, "timeout_s": 30.0}
 
 
 @pytest.fixture

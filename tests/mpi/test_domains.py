@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated import on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer
@@ -21,7 +22,7 @@ four = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 
 @pytest.fixture
 def options(root: Path) -> dict[str, Any]:
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "timeout_s": 30.0}
+    return {"job": "t", **on_node(root), "timeout_s": 30.0}
 
 
 @four

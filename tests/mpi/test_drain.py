@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import Nodes
+from emulated import Nodes, on_node
 from keys import key_pair
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +23,7 @@ from mlflash import Checkpointer, errors
 from mlflash.draining.checkpoint_directory import list_checkpoints
 from mlflash.inspection import on_disk
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 from mlflash.storage.signatures import public_key
 from mlflash.storage.store import open_store
 
@@ -44,7 +45,7 @@ def pfs(root: Path) -> Path:
 
 @pytest.fixture
 def options(root: Path, pfs: Path) -> dict[str, Any]:
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0,
             "directory": pfs}  # fmt: skip
 
 
@@ -232,7 +233,7 @@ def test_provenance_names_the_nodes_and_is_signed_by_rank_0_and_each_rank_checks
     with Checkpointer(**options, format=form, compression=compression, provenance={"seed": RANK}, sign_key=key) as ckpt:
         ckpt.save(3, {**state_at(3), "own": torch.full((100,), RANK), "wide": np.tile(np.arange(4e3), 9)}).wait()
         ckpt.drain().wait()
-    store, world = open_store(pfs), World(COMM, 1, 30.0).connect()
+    store, world = open_store(pfs), World(COMM, this_node(options["memory"], options["node"]), 30.0).connect()
     (listed,) = list_checkpoints(store)
     public = public_key(str(root / "key.pub.pem")) if RANK == 0 else None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated import on_node
 from holds import Hold
 from mpi4py import MPI
 from waiting import PATIENCE_S
@@ -28,7 +29,7 @@ LAST = SIZE - 1
 
 @pytest.fixture
 def ckpt(root: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(job="t", memory=str(root), ranks_per_node=1, timeout_s=PATIENCE_S) as ckpt:
+    with Checkpointer(job="t", **on_node(root), timeout_s=PATIENCE_S) as ckpt:
         yield ckpt
 
 
@@ -134,7 +135,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_at_once_and_not_after_the_dead
 
 @two
 def test_with_strict_no_rank_leaves_out_what_is_collective(root: Path) -> None:
-    ckpt = Checkpointer(job="t", memory=str(root), ranks_per_node=1, timeout_s=PATIENCE_S, strict=True)
+    ckpt = Checkpointer(job="t", **on_node(root), timeout_s=PATIENCE_S, strict=True)
     assert_goes_on(ckpt, 1)
     if RANK == LAST:
         with pytest.raises(errors.StateError):

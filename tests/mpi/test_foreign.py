@@ -44,7 +44,7 @@ def test_foreign_files_on_one_node_are_passed_over_by_all_ranks_alike(
     with Checkpointer(**options) as ckpt:
         ckpt.save(1, state_of(1)).wait()
     planted: dict[str, tuple[int, int, int]] = {}
-    nodes.on_rank_0(lambda: planted.update(plant(nodes.path / "node0", kind)))
+    nodes.on_rank_0(lambda: planted.update(plant(nodes.path(0), kind)))
     with Checkpointer(**options) as ckpt:
         state = state_of(0)
         assert ckpt.restore(state) == 1 and np.array_equal(state["a"], state_of(1)["a"])

@@ -10,6 +10,7 @@ import holds
 import needs
 import pytest
 import torch
+from emulated import on_node
 from holds import Hold
 from mpi4py import MPI
 
@@ -170,19 +171,20 @@ def process_group(root: Path) -> Iterator[None]:
 
 
 @two
-@pytest.mark.parametrize(("how", "more"), [
-    ("ddp", {}), ("fsdp2", {}),
+@pytest.mark.parametrize(("how", "per_node", "more"), [
+    ("ddp", 1, {}), ("fsdp2", 1, {}),
     # Two ranks of a node share out what they hold alike, and their couriers need the checksums that are made late.
-    pytest.param("ddp", {"ranks_per_node": 2, "courier": "process"}, marks=needs.PMI_1, id="ddp-of_a_node"),
+    pytest.param("ddp", 2, {"courier": "process"}, marks=needs.PMI_1, id="ddp-of_a_node"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
 def test_nothing_of_ddp_or_fsdp2_writes_to_what_is_copied_late(
-    options: dict[str, Any], process_group: None, slow_at: Any, how: str, more: dict[str, Any]
-) -> None:
+    options: dict[str, Any], root: Path, process_group: None, slow_at: Any, how: str, per_node: int,
+    more: dict[str, Any],
+) -> None:  # fmt: skip
     training = Parallel(how)
     training.step()
     replicated = True if how == "ddp" else None
-    with Checkpointer(**{**options, **more}, replicated=replicated, strict=True) as ckpt:
+    with Checkpointer(**{**options, **on_node(root, per_node), **more}, replicated=replicated, strict=True) as ckpt:
         ckpt.prepare(training.state)
         slow_at("commit.released", 0.05)
         kept, lazy = {}, 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import Nodes
+from emulated import Nodes, on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer
@@ -24,8 +24,8 @@ def state_at(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def options(root: Path) -> dict[str, Any]:
-    """Settings of a Checkpointer on emulated nodes of one rank each; which transport it is makes no difference."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0}
+    """Settings of a Checkpointer on nodes of one rank each; which transport it is makes no difference."""
+    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0}
 
 
 @pytest.fixture

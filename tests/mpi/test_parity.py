@@ -113,11 +113,11 @@ def test_after_the_heal_every_other_loss_is_covered_again_and_memory_stays_the_s
     options["redundancy"] = scheme
     losses = int(scheme.partition("+")[2] or 1)
     save(options, 1, 2)
-    files = {path.name: path.stat().st_size for path in (nodes.path / f"node{RANK}").glob("slot-*")}
+    files = {path.name: path.stat().st_size for path in nodes.path(RANK).glob("slot-*")}
     for first in range(0, SIZE, 2 if LARGE else 1):  # no save between the losses
         nodes.lose(*((first + nth) % SIZE for nth in range(losses)))
         assert restored(options)[0] == 2
-    after = {path.name: path.stat().st_size for path in (nodes.path / f"node{RANK}").glob("slot-*")}
+    after = {path.name: path.stat().st_size for path in nodes.path(RANK).glob("slot-*")}
     assert sorted(after.values()) == sorted(files.values())
 
 
@@ -212,7 +212,7 @@ def test_another_scheme_restores_by_the_recorded_one_and_protects_by_the_new(
         nodes.lose(1)
     step, reports = restored(options, redundancy=new)
     assert step == 2
-    files = len(list((nodes.path / f"node{RANK}").glob("slot-*")))
+    files = len(list(nodes.path(RANK).glob("slot-*")))
     assert files == {"none": 2, "copy": 4, "copy:2": 6}.get(new, 4)
     own, inbox = reports[RANK]["slots"][:2], reports[RANK]["slots"][2:]
     if new.startswith(("xor", "rs")):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from emulated import on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer
@@ -35,11 +37,11 @@ def test_the_bytes_of_a_plan_are_those_that_the_files_take(
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_so_are_those_of_a_plan_for_ranks_that_share_state(options: dict[str, Any], per_node: int) -> None:
+def test_so_are_those_of_a_plan_for_ranks_that_share_state(options: dict[str, Any], root: Path, per_node: int) -> None:
     comm = MPI.COMM_WORLD
     if comm.size % per_node or comm.size == 1:
         pytest.skip("runs on an even number of ranks")
-    options |= {"ranks_per_node": per_node}
+    options |= on_node(root, per_node)
     with Checkpointer(redundancy="copy", replicated={"w": True}, **options) as ckpt:
         ckpt.prepare({"w": np.zeros(1_000_000, np.uint8), "x": np.full(500_000, comm.rank, np.uint8)})
         reports = comm.allgather(ckpt.report())

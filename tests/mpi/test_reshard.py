@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from emulated import Nodes
+from emulated import Nodes, on_node
 from mpi4py import MPI
 from small_blocks import use_small_blocks
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +31,7 @@ on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
 @pytest.fixture
 def options(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     use_small_blocks(monkeypatch, 16_384)
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0,
             "redundancy": "copy"}  # fmt: skip
 
 
@@ -103,8 +103,8 @@ def test_any_number_of_ranks_goes_on_from_any_other(
     options: dict[str, Any], root: Path, nodes: Nodes, old: tuple[int, int], new: tuple[int, int], redundancy: str
 ) -> None:
     options["redundancy"] = redundancy
-    save(options | {"ranks_per_node": old[1]}, root, old[0], Shard(0), 1, 2)
-    options["ranks_per_node"] = new[1]
+    save(options | on_node(root, old[1]), root, old[0], Shard(0), 1, 2)
+    options |= on_node(root, new[1])
     step, report = restored(options, root, new[0], Shard(0), old[0])
     assert step == (2 if new[0] > RANK else None)
     assert report is None or report["counts"]["resharded"] == 1
@@ -116,7 +116,7 @@ def test_any_number_of_ranks_goes_on_from_any_other(
     if report is not None:
         assert "resharded" not in report["counts"]
         path = Path(report["memory"])
-        ranks = min(new[1], new[0] - int(path.name[4:]) * new[1])
+        ranks = min(new[1], new[0] - int(options["node"][4:]) * new[1])
         inboxes = 0 if node_count == 1 else 2 if new[0] % new[1] == 0 else 4  # unequal nodes: some hold more
         assert len(list(path.glob("slot-*"))) <= ranks * (2 + inboxes)
 
@@ -143,8 +143,8 @@ def test_fewer_ranks_go_on_when_nodes_are_lost(
     nodes.lose(*lost)
 
     def number_anew() -> None:
-        for number, node in enumerate(sorted(nodes.path.glob("node*"))):
-            node.rename(nodes.path / f"node{number}")
+        for number, node in enumerate([node for node in range(4) if node not in lost]):
+            nodes.path(node).rename(nodes.path(number))
 
     nodes.on_rank_0(number_anew)
     step, _ = restored(options, root, 4 - len(lost), Shard(0), 4)

@@ -208,7 +208,7 @@ def test_without_redundancy_or_where_a_share_is_damaged_it_is_said_and_left(
             assert after[4096 : len(before)] == before[4096:]
             ckpt.save(3, alike | {"step": 3}).wait()
             assert COMM.allreduce(counts(ckpt).get("files made again", 0)) == 0
-        nodes.on_rank_0(lambda: shutil.rmtree(nodes.path))
+        nodes.on_rank_0(lambda: [shutil.rmtree(memory) for memory in nodes.memories])
 
 
 def test_the_event_log_has_each_finding_and_what_was_mended(options: dict[str, Any], nodes: Nodes, root: Path) -> None:

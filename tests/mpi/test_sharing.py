@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import Nodes
+from emulated import Nodes, on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
@@ -24,8 +24,8 @@ on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 
 @pytest.fixture
 def options(root: Path) -> dict[str, Any]:
-    """Settings of a Checkpointer on emulated nodes of one rank each; sharing does not depend on the transport."""
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0}
+    """Settings of a Checkpointer on nodes of one rank each; sharing does not depend on the transport."""
+    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0}
 
 
 class Own:
@@ -124,7 +124,7 @@ def test_a_node_holds_what_its_ranks_hold_alike_once_and_nothing_of_it_is_sent(
 ) -> None:
     if SIZE % per_node:
         pytest.skip("unequal nodes share nothing")
-    options |= {"ranks_per_node": per_node, "redundancy": scheme}
+    options |= {**on_node(nodes.root, per_node), "redundancy": scheme}
     state = {"w": np.arange(8 * MIB, dtype=np.uint8), "x": np.arange(8 * MIB, dtype=np.uint8) // 3}
     with Checkpointer(**options, replicated=True, strict=True) as ckpt:
         ckpt.prepare(state)
@@ -144,7 +144,7 @@ def test_a_node_holds_what_its_ranks_hold_alike_once_and_nothing_of_it_is_sent(
 def test_bits_come_back_from_what_any_node_is_left(options: dict[str, Any], nodes: Nodes, per_node: int) -> None:
     if SIZE % per_node or per_node == SIZE:
         pytest.skip("needs two equal nodes")
-    options["ranks_per_node"] = per_node
+    options |= on_node(nodes.root, per_node)
     report = save(options, 1, 2)
     assert report["slots"][2]["nbytes"] > 0 and report["slots"][0]["nbytes"] < 100_000
     assert restored(options)[0] == 2
@@ -194,8 +194,8 @@ def test_other_numbers_of_ranks_on_a_node_put_the_shares_together(
     options: dict[str, Any], nodes: Nodes, before: int, after: int, transport: str
 ) -> None:
     options["transport"] = transport
-    save(options | {"ranks_per_node": before}, 1, 2)
-    options["ranks_per_node"] = after
+    save(options | on_node(nodes.root, before), 1, 2)
+    options |= on_node(nodes.root, after)
     if before == 1:
         nodes.lose(2)
     for _ in (1, 2):  # a second time from where the first has put them
@@ -225,11 +225,11 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize(("per_node", "name"), [(1, "weight"), (2, "mask"), (1, "one"), (2, "weight")])
 def test_a_step_on_which_copies_differ_is_not_committed_and_the_next_stores_each(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture, per_node: int, name: str
+    options: dict[str, Any], nodes: Nodes, caplog: pytest.LogCaptureFixture, per_node: int, name: str
 ) -> None:
     if SIZE % per_node or per_node == SIZE:
         pytest.skip("needs two equal nodes")
-    options["ranks_per_node"] = per_node
+    options |= on_node(nodes.root, per_node)
     odd = SIZE - 1
 
     def state_of(step: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from waiting import take
 
 from mlflash import Checkpointer
-from mlflash.telemetry.heartbeat import all_heartbeats
+from mlflash.telemetry.heartbeat import read_heartbeats
 from mlflash.telemetry.prometheus_metrics import _Collector
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -32,7 +32,7 @@ pytestmark = [
 
 def metrics(memory: Path) -> str:
     registry = CollectorRegistry()
-    registry.register(_Collector("t", lambda: all_heartbeats(str(memory), "t")))
+    registry.register(_Collector("t", lambda: read_heartbeats(str(memory), "t")))
     return generate_latest(registry).decode()
 
 
@@ -53,8 +53,8 @@ def test_a_slow_rank_is_named_with_its_phase_and_warned_of_once(
             ckpt.save(step, {"w": np.full(1000, float(step))}).wait()
         ckpt.wait()
         MPI.COMM_WORLD.Barrier()
-        (mine,) = [one for one in all_heartbeats(str(root), "t").heartbeats if one["rank"] == RANK]
-        shown = metrics(root)
+        (mine,) = [one for one in read_heartbeats(options["memory"], "t").heartbeats if one["rank"] == RANK]
+        shown = metrics(root / f"node{SLOW}")
     assert (mine["slowest"], mine["slowest_in"], mine["slowest_on"]) == (SLOW, phase, f"node{SLOW}")
     assert mine["slowest_s"] > LATE_S / 2
     assert (mine["late_s"] > LATE_S / 2) == (RANK == SLOW)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated import on_node
 
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.shared_memory_segment import create
@@ -14,6 +15,7 @@ from mlflash.memory.slot import Slot, read_header
 from mlflash.memory.slot_header import Attempt, Header
 from mlflash.mpi.fabric import OpenMemory, Poke
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 from mlflash.redundancy.slot_transfer import Source, receive, send, slot_of
 from mlflash.state.layout import Extents
 
@@ -38,9 +40,10 @@ class Ring:
     """Every rank sends a slot to the next one."""
 
     def __init__(self, comm: Any, root: Path, transport: str):
-        self.world = World(comm, 1, 30.0).connect()
+        memory = on_node(root)["memory"]
+        self.world = World(comm, this_node(memory), 30.0).connect()
         self.world.start_job(lambda error: None)
-        self.memory = NodeDirectory(str(root), "t", comm.rank)
+        self.memory = NodeDirectory(memory, "t")
         self.out, self.inbox = (Slot(create(self.memory, EXTENTS.nbytes)) for _ in range(2))
         for slot in (self.out, self.inbox):
             slot.segment.prefault()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated import on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer
@@ -26,9 +27,9 @@ def state_at(step: int, bad: float | None = None) -> dict[str, Any]:
 
 @pytest.fixture
 def options(root: Path) -> dict[str, Any]:
-    """Settings of a Checkpointer on emulated nodes of one rank each; the scheme follows from their number."""
+    """Settings of a Checkpointer on nodes of one rank each; the scheme follows from their number."""
     redundancy = {1: "none", 3: "xor:3", 5: "none"}.get(SIZE, "copy")
-    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0,
             "redundancy": redundancy}  # fmt: skip
 
 

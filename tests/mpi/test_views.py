@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import Nodes
+from emulated import Nodes, on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
@@ -128,7 +128,7 @@ def test_views_stay_as_they_are_through_restores_loads_saves_and_growth(settings
 
 @pytest.mark.mpi(min_size=2)
 def test_views_stay_as_they_are_where_another_process_gets_their_file(options: dict[str, Any], nodes: Nodes) -> None:
-    options |= {"ranks_per_node": SIZE, "redundancy": "none", "timeout_s": 60.0}
+    options |= {**on_node(nodes.root, SIZE), "redundancy": "none", "timeout_s": 60.0}
     with Checkpointer(**options) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step)).wait()

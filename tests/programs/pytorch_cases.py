@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from digests import digests
+from on_node import settings_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
@@ -37,7 +38,7 @@ class Case(DTensorTestBase):
 
     def open(self, job: str) -> Checkpointer:
         """A Checkpointer: nothing but torch.distributed says anything of its ranks."""
-        return Checkpointer(job=job, ranks_per_node=1, timeout_s=60)
+        return Checkpointer(job=job, timeout_s=60, **settings_of(dist.get_rank(), os.environ["MLFLASH_MEMORY"]))
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)

@@ -387,7 +387,7 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
                           text=True) as holder:  # fmt: skip
         assert holder.stdout.readline() == "saved\n"
         save(shm, 1, job="dead")
-        NodeDirectory(str(shm), "empty", None).close()
+        NodeDirectory(str(shm), "empty").close()
         assert [one["job"] for one in document(shm, "jobs")["jobs"]] == ["dead", "j"]
         assert document(shm, "status")["nodes"][0]["pid"] == holder.pid, "the live one is meant"
         run(shm, "clean", "dead", "empty")

@@ -20,7 +20,7 @@ from mlflash.launcher.processes import mpiexec
 pytestmark = needs.MPI
 SCRIPT = """
 import mlflash
-with mlflash.Checkpointer(memory={memory!r}, job="j", ranks_per_node=1, courier="auto"{given}) as ckpt:
+with mlflash.Checkpointer(memory={memory!r}, job="j", courier="auto"{given}) as ckpt:
     ckpt.save(1, {{"a": 1}}).wait()
     if ckpt.report()["rank"] == 0:
         print("it is a", ckpt.report()["courier"], "libmpi" in open("/proc/self/maps").read())

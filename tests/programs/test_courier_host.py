@@ -51,7 +51,7 @@ class Job:
         self._launches += 1
         out = self.root / f"out-{self._launches}"
         out.mkdir()
-        settings = {"memory": str(self.root), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
+        settings = {"memory": str(self.root), "job": "j", "timeout_s": PATIENCE_S}
         program = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         self.ranks = PlainRanks(out, 2, program, self.environment)
         self.trainers = self.ranks.processes

@@ -21,7 +21,7 @@ from mlflash.doctor import couriers
 from mlflash.launcher.processes import mpiexec
 from mlflash.live_monitor.screen import state_of
 from mlflash.state import layout
-from mlflash.telemetry.heartbeat import all_heartbeats, live_jobs
+from mlflash.telemetry.heartbeat import live_jobs, read_heartbeats
 
 pytestmark = [needs.MPI, needs.PMI_1]
 
@@ -38,11 +38,12 @@ class Jobs:
         self._launches += 1
         out = self._shm / f"out-{self._launches}"
         out.mkdir()
-        settings = {"memory": str(self._shm), "job": "j", "ranks_per_node": 1, "timeout_s": 30.0}
+        settings = {"job": "j", "timeout_s": 30.0}
         settings |= spec.pop("settings", {})
         environment = small_blocks.environment(spec.pop("block_nbytes", 65_536))
         environment |= {"OUT": str(out), "TMPDIR": str(out), "OMP_NUM_THREADS": "1"}
-        script = [sys.executable, str(SUPPORT / "courier_worker.py")]
+        environment |= {"MLFLASH_MEMORY": str(self._shm), "RANKS_PER_NODE": "1"}
+        script = [sys.executable, str(SUPPORT / "on_node.py"), sys.executable, str(SUPPORT / "courier_worker.py")]
         arguments = json.dumps({"program": program, "settings": settings, **spec})
         command, environment = mpiexec(ranks, [*script, arguments], environment)
         return Launch(command, environment, out)
@@ -157,8 +158,11 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
         job.kill()
         # Both trainers need not be gone at once.
         until(lambda: words() >= {str(pid) for pid in pids}, "all that is left over")
-        heard = all_heartbeats(str(shm), "j").heartbeats
-        assert live_jobs(str(shm)) == ["j"] and not any(one["alive"] for one in heard), "trainers are gone"
+        memories = [str(memory) for memory in shm.glob("node*")]
+        heard = [heartbeat for memory in memories for heartbeat in read_heartbeats(memory, "j").heartbeats]
+        assert [live_jobs(memory) for memory in memories] == [["j"], ["j"]] and not any(
+            one["alive"] for one in heard
+        ), "trainers are gone"
         assert {state_of(one) for one in heard} == {"gone"}
     finally:
         for record in ranks:

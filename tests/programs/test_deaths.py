@@ -56,7 +56,7 @@ class Job:
         self._launches += 1
         self.out = self._root / f"out-{self._launches}"
         self.out.mkdir()
-        settings = {"memory": str(self._root), "job": "j", "ranks_per_node": 1, "timeout_s": timeout_s}
+        settings = {"memory": str(self._root), "job": "j", "timeout_s": timeout_s}
         program = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         environment = {**os.environ, "OUT": str(self.out), "TMPDIR": str(self.out), "OMP_NUM_THREADS": "1"}
         if self._launcher == "none":

@@ -27,7 +27,7 @@ def start(shm: Path) -> Iterator[Any]:
     started: list[PlainRanks] = []
 
     def begin(size: int, how: str) -> PlainRanks:
-        settings = {"memory": str(shm), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
+        settings = {"memory": str(shm), "job": "j", "timeout_s": PATIENCE_S}
         spec = json.dumps({"program": "one_leaves", "settings": settings, "how": how})
         started.append(PlainRanks(shm, size, [sys.executable, str(SUPPORT / "courier_worker.py"), spec]))
         return started[-1]

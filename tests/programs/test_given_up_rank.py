@@ -46,7 +46,7 @@ def train(ckpt, step):
     return ckpt.steps()
 
 
-steps = mlflash.keep_alive(train, state, timeout_s=30.0, ranks_per_node=1, redundancy="copy")
+steps = mlflash.keep_alive(train, state, timeout_s=30.0, redundancy="copy")
 (OUT / f"end-{os.environ['RANK']}").write_text(f"{os.getpid()} {state['w'][0]:g} {steps[-1]}")
 """
 

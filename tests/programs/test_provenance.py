@@ -24,6 +24,7 @@ from mlflash.draining.checkpoint_directory import list_checkpoints
 from mlflash.errors import ConfigError
 from mlflash.inspection import on_disk
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 from mlflash.protocol.loaded_versions import loaded_versions
 from mlflash.storage import canonical_json
 from mlflash.storage.store import Directory
@@ -211,7 +212,7 @@ def test_what_is_missing_or_too_much_is_named(directory: Path, form: str, shm: P
 def test_any_byte_of_any_file_that_changes_is_found(drained: dict[bool, Path], form: str, tmp_path: Path) -> None:
     store = Directory(str(shutil.copytree(drained[True], tmp_path / "d")))
     (listed,) = (one for one in list_checkpoints(store) if one.step == 1)
-    folder, alone = tmp_path / "d" / listed.folder, World(None, 0, 60.0)
+    folder, alone = tmp_path / "d" / listed.folder, World(None, this_node(), 60.0)
     _, wrong, found = on_disk.verify(alone, store, listed, lambda _: None)
     assert wrong == [] and found is not None and found.document is not None
     chosen = random.Random(7)

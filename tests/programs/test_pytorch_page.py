@@ -79,17 +79,17 @@ def launch(cluster: Cluster, ranks: int, tasks: list[dict[str, Any]]) -> Result:
 def trained(root: Path, ranks: int, names: list[str]) -> Trained:
     """Run each block whole, then killed and again: as few launches as can be, as each takes seconds to import torch."""
     made, cluster = scripts(root), Cluster(root, job="page")
-    left = root / "left" / f"mlflash-{UID}"
-    left.mkdir(0o700, parents=True)
+    left = root / "left"
     records = []
     tasks = [task(made[name], f"whole-{name}") for name in names]
     for name in names:
         records += launch(cluster, ranks, [*tasks, task(made[name], name, STOP)]).records
         Cluster(root, job=name).wipe(ranks - 1)  # its node is lost
-        shutil.copytree(root / f"mlflash-{UID}" / name, left / name)
+        for memory in root.glob(f"node*/mlflash-{UID}"):
+            shutil.copytree(memory / name, left / memory.relative_to(root) / name)
         tasks = [task(made[name], name)]
     records += launch(cluster, ranks, tasks).records
-    return Trained(records, left.parent)
+    return Trained(records, left)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from harness import SUPPORT
 from waiting import PATIENCE_S
 
 import mlflash
@@ -120,7 +121,7 @@ def test_export_counts_one_tensor_and_takes_the_newest(shm: Path, tmp_path: Path
 
 MISTAKEN = """
 import sys, numpy as np, mlflash
-with mlflash.Checkpointer(job="j", memory=sys.argv[1], ranks_per_node=1, log=sys.argv[2]) as ckpt:
+with mlflash.Checkpointer(job="j", memory=sys.argv[1], log=sys.argv[2]) as ckpt:
     ckpt.save(1, {"w": np.zeros(3)}).wait()
     ckpt.restore({"w": np.zeros(4)})
 """
@@ -149,13 +150,13 @@ def test_an_error_on_all_ranks_is_shown_once_and_the_log_has_its_lines(shm: Path
 ALONE = """
 import pathlib, sys, numpy as np, mlflash
 from mpi4py import MPI
-with mlflash.Checkpointer(job="j", memory=sys.argv[1], ranks_per_node=1, timeout_s=1.0) as ckpt:
+with mlflash.Checkpointer(job="j", timeout_s=1.0) as ckpt:
     if MPI.COMM_WORLD.rank == 0:
         saved = ckpt.save(1, {"w": np.zeros(3)})
         try:
             saved.wait()
         except mlflash.errors.DeadlineExceeded as error:
-            pathlib.Path(sys.argv[2]).write_text(str(error))  # the launcher may drop what is printed before an Abort
+            pathlib.Path(sys.argv[1]).write_text(str(error))  # the launcher may drop what is printed before an Abort
             MPI.COMM_WORLD.Abort(3)
     MPI.COMM_WORLD.recv(source=0)
 """
@@ -165,8 +166,9 @@ with mlflash.Checkpointer(job="j", memory=sys.argv[1], ranks_per_node=1, timeout
 def test_where_one_rank_never_saves_it_is_named_and_that_all_ranks_have_to(shm: Path, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(ALONE)
-    words = [sys.executable, str(program), str(shm), str(tmp_path / "error")]
-    command, environment = mpiexec(2, words, {"OMP_NUM_THREADS": "1"})
+    words = [sys.executable, str(SUPPORT / "on_node.py"), sys.executable, str(program), str(tmp_path / "error")]
+    given = {"OMP_NUM_THREADS": "1", "MLFLASH_MEMORY": str(shm), "RANKS_PER_NODE": "1"}
+    command, environment = mpiexec(2, words, given)
     subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
     said = (tmp_path / "error").read_text()
     assert "for rank 1 on node1" in said and "All ranks must make each collective call" in said

@@ -299,7 +299,7 @@ class History:
     # What is lost
 
     def node_path(self, node: int) -> Path:
-        return self.memory / f"mlflash-{os.getuid()}" / "j" / f"node{node}"
+        return self.memory / f"node{node}" / f"mlflash-{os.getuid()}" / "j"
 
     def damage(self) -> None:
         """Lose what is lost between two launches: within what the scheme covers, or, rarely, beyond."""

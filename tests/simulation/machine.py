@@ -73,6 +73,31 @@ def install() -> None:
 
     couriers.install()
     rounds.install()
+    _replace_nodes()
+
+
+def _replace_nodes() -> None:
+    """Let each rank be on the node, and see the memory, that its rank in the job says, also where it gets another."""
+    import couriers
+
+    from mlflash import config
+    from mlflash.memory.node_directory import NodeDirectory
+    from mlflash.placement.node import Node
+
+    opens = NodeDirectory.__init__
+
+    def node() -> str:
+        process = _running()
+        assert process is not None
+        return f"node{(process.parent or process).rank // couriers.WORLD.history.setting.per_node}"
+
+    def open_of_rank(held: NodeDirectory, memory: str, *given: Any, **more: Any) -> None:
+        part = Path(memory, node())
+        part.mkdir(0o700, exist_ok=True)
+        opens(held, str(part), *given, **more)
+
+    NodeDirectory.__init__ = open_of_rank  # type: ignore[method-assign]
+    config.this_node = lambda memory, name: Node("host", node(), node())
 
 
 def _fill_new_arrays() -> None:

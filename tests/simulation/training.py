@@ -89,7 +89,7 @@ class Training:
             more |= {"comm": machine.MPI.worlds[self._process]}
         return dict(
             job="j", memory=str(self._history.memory), redundancy=setting.scheme, transport=setting.transport,
-            ranks_per_node=setting.per_node, timeout_s=TIMEOUT_S,
+            timeout_s=TIMEOUT_S,
             scrub_rate=20e6 if "mend" in self._special else 0, when_busy=setting.when_busy, courier=setting.courier,
             replicated=True if self._special & {"common", "elastic"} else None, **more,
         )  # fmt: skip

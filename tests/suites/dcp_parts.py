@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
+from on_node import settings_of
 from torch.distributed.checkpoint import filesystem
 
 from mlflash import Checkpointer
@@ -21,9 +22,10 @@ def checkpointer(path: _AnyPath) -> Checkpointer:
     """That of a path, which all writers and readers of a process share. Collective, the first time."""
     name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]
     if name not in _open:
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        own = settings_of(rank, os.environ["MLFLASH_MEMORY"])
         scheme = "copy" if ranks > 1 else "none"
-        _open[name] = Checkpointer(job=name, redundancy=scheme, ranks_per_node=1, timeout_s=60)
+        _open[name] = Checkpointer(job=name, redundancy=scheme, timeout_s=60, **own)
     return _open[name]
 
 

@@ -9,18 +9,31 @@ from pathlib import Path
 
 from damage import damage
 from mpi4py import MPI
+from on_node import settings_of
 
 from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
 
 COMM = MPI.COMM_WORLD
 
 
+def on_node(root: Path, per_node: int = 1) -> dict[str, str]:
+    """The settings of this rank on emulated nodes of so many ranks."""
+    return settings_of(COMM.rank, root, per_node)
+
+
 class Nodes:
     """Node memories of the job "t" and a copy of how they were; what changes them is collective."""
 
     def __init__(self, root: Path):
-        self.path = root / f"mlflash-{os.getuid()}" / "t"
-        self._kept = root / "kept"
+        self.root, self._kept = root, root / "kept"
+
+    def path(self, node: int) -> Path:
+        """The directory of the job in the memory of a node."""
+        return self.root / f"node{node}" / f"mlflash-{os.getuid()}" / "t"
+
+    @property
+    def memories(self) -> list[Path]:
+        return sorted(self.root.glob("node*"))
 
     def on_rank_0(self, work: Callable[[], object]) -> None:
         """Let one rank work on the memory while no other does."""
@@ -36,19 +49,20 @@ class Nodes:
         """Damage a step beyond repair: own slots and copies."""
 
         def work() -> None:
-            assert damage(self.path, step)
+            assert sum(damage(memory, step) for memory in self.memories)
 
         self.on_rank_0(work)
 
     def keep(self) -> None:
-        self.on_rank_0(lambda: shutil.copytree(self.path, self._kept))
+        self.on_rank_0(lambda: [shutil.copytree(memory, self._kept / memory.name) for memory in self.memories])
 
     def bring_back(self, but: Iterable[int] = ()) -> None:
         """Make the memory what it was, but for lost nodes."""
 
         def work() -> None:
-            shutil.rmtree(self.path)
-            shutil.copytree(self._kept, self.path)
+            for memory in self.memories:
+                shutil.rmtree(memory)
+            shutil.copytree(self._kept, self.root, dirs_exist_ok=True)
             self._remove(but)
 
         self.on_rank_0(work)
@@ -56,7 +70,7 @@ class Nodes:
     def files(self, node: int) -> list[tuple[Path, Header]]:
         """The files of a node that hold something, by name."""
         found = []
-        for path in sorted((self.path / f"node{node}").glob("slot-*")):
+        for path in sorted(self.path(node).glob("slot-*")):
             page = path.read_bytes()[:HEADER_NBYTES]
             if page[:8] == b"MLFLASH\0":
                 found.append((path, unpack(page)))
@@ -64,4 +78,4 @@ class Nodes:
 
     def _remove(self, nodes: Iterable[int]) -> None:
         for node in nodes:
-            shutil.rmtree(self.path / f"node{node}")
+            shutil.rmtree(self.path(node))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from emulated import on_node
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
@@ -79,4 +80,4 @@ def _run(model: torch.nn.Module, mesh: DeviceMesh) -> Run:
 
 
 def settings(root: Path, **more: Any) -> dict[str, Any]:
-    return {"job": "smp", "memory": str(root), "ranks_per_node": 1, "timeout_s": 30.0} | more
+    return {"job": "smp", **on_node(root), "timeout_s": 30.0} | more

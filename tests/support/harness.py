@@ -90,7 +90,7 @@ class Cluster:
         self.launches = 0
 
     def node(self, k: int) -> Path:
-        return self.root / f"mlflash-{UID}" / self.job / f"node{k}"
+        return self.root / f"node{k}" / f"mlflash-{UID}" / self.job
 
     def wipe(self, *nodes: int) -> None:
         for k in nodes:
@@ -104,7 +104,7 @@ class Cluster:
             self.node(k).with_name(f"moving{k}").rename(self.node(to))
 
     def slot_files(self) -> list[Path]:
-        return sorted(self.root.glob(f"mlflash-{UID}/{self.job}/node*/slot-*"))
+        return sorted(self.root.glob(f"node*/mlflash-{UID}/{self.job}/slot-*"))
 
     def start(
         self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None, before: Sequence[str] = (),
@@ -122,7 +122,7 @@ class Cluster:
         environment = {
             "MLFLASH_MEMORY": str(self.root),
             "MLFLASH_JOB": self.job,
-            "MLFLASH_RANKS_PER_NODE": str(self.ranks_per_node),
+            "RANKS_PER_NODE": str(self.ranks_per_node),
             "MLFLASH_TRANSPORT": self.transport,
             "OUT": str(out),
             "TMPDIR": str(out),  # a killed mpiexec leaves files that the next one with its process number trips over
@@ -131,12 +131,13 @@ class Cluster:
             **(env or {}),
         }
         python = [sys.executable] if environment["MLFLASH_COURIER"] == "process" else [sys.executable, "-m", "mpi4py"]
+        on_node = [str(SUPPORT / "on_node.py"), *python, str(TESTS / script), *args]
         if launcher == "mpiexec":
-            command, environment = mpiexec(ranks, [*python, str(TESTS / script), *args], environment)
+            command, environment = mpiexec(ranks, [sys.executable, *on_node], environment)
         else:
             assert environment["MLFLASH_COURIER"] == "process"
             words = [word.format(ranks) for word in LAUNCHERS[launcher]]
-            command = [sys.executable, *words, str(TESTS / script), *args]
+            command = [sys.executable, *words, *on_node]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         return Launch([*before, *command], environment, out)
 
@@ -385,8 +386,9 @@ class Memories:
             root.mkdir()
             first = Cluster(root, cluster.ranks_per_node, cluster.job, cluster.transport)
             _train_and_die(first, ranks, step, env, spec)
-            self._made[kind] = root / f"mlflash-{UID}"
-        shutil.copytree(self._made[kind], cluster.root / f"mlflash-{UID}")
+            self._made[kind] = root
+        for node in self._made[kind].glob("node*"):
+            shutil.copytree(node, cluster.root / node.name)
 
 
 memories: Memories | None = None  # of this session of pytest, see faults/conftest.py
@@ -398,7 +400,7 @@ def train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] |
     A job that was killed alike before is not started again, where the cluster is empty: its memory is copied.
     """
     writes_elsewhere = "directory" in spec.get("options", {})
-    if memories is None or writes_elsewhere or (cluster.root / f"mlflash-{UID}").exists():
+    if memories is None or writes_elsewhere or cluster.slot_files():
         _train_and_die(cluster, ranks, step, env, spec)
     else:
         memories.give(cluster, ranks, step, env, spec)

@@ -136,7 +136,7 @@ class Training:
         """Flip a byte of a node's own slot, copy or parity of a rank, and wait until its courier has found that."""
         if node != RANK:
             return
-        folder = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"], f"node{node}")
+        folder = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
         for path in folder.glob("slot-*"):
             page = path.read_bytes()[:HEADER_NBYTES]
             if page[:8] != b"MLFLASH\0" or (header := unpack(page)).kind is Kind.SHARE:

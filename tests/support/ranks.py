@@ -109,7 +109,7 @@ def _of_all(comm: object, where: str | None) -> Iterator[Path]:
 
 @pytest.fixture
 def nodes(root: Path) -> object:
-    """The memory of the emulated nodes under ``root``."""
+    """The memory of the emulated nodes, under ``root``."""
     from emulated import Nodes
 
     return Nodes(root)

@@ -68,10 +68,9 @@ def kill_courier() -> None:
 
 
 def kill_my_node(wipe: bool) -> None:
-    """Die with all ranks of this emulated node and what they have started, and with its memory."""
-    per_node = int(os.environ["MLFLASH_RANKS_PER_NODE"])
+    """Die with all ranks of this node and what they have started, and with its memory."""
+    per_node = int(os.environ["RANKS_PER_NODE"])
     node = _my_rank() // per_node
-    root = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
     trainers = _trainers(range(node * per_node, (node + 1) * per_node))
     if wipe:
         # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
@@ -79,7 +78,7 @@ def kill_my_node(wipe: bool) -> None:
         for pid in others:
             _send(signal.SIGSTOP, pid)
         until(lambda: not any(runs(pid) for pid in others), "all ranks of this node are stopped")
-        shutil.rmtree(root / f"node{node}")
+        shutil.rmtree(Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"]))
     _kill(trainers | started_by(trainers))
 
 

@@ -27,6 +27,6 @@ def leaves_no_process() -> Iterator[None]:
 @pytest.fixture
 def node_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeDirectory]:
     use_small_blocks(monkeypatch, 4096)
-    memory = NodeDirectory(str(shm), "j", None)
+    memory = NodeDirectory(str(shm), "j")
     yield memory
     memory.close()

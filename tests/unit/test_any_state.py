@@ -34,7 +34,7 @@ def one_of_four_ranks() -> Iterator[None]:
 def check(*specs: Spec) -> None:
     """Save states one after the other, as a training does, and read each."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        memory = NodeDirectory(directory, "j", None)
+        memory = NodeDirectory(directory, "j")
         try:
             store = Store(memory)
             for spec in specs:

@@ -16,6 +16,7 @@ from mlflash.doctor.context import Context
 from mlflash.doctor.findings import Finding, Level
 from mlflash.launcher.on_slurm import LaunchFailed
 from mlflash.memory.memory_limits import Mount, find_mount, headroom
+from mlflash.placement.node import Node
 from mlflash.planning import scheme_comparison
 from mlflash.redundancy import erasure_codes
 from mlflash.wireup.launcher_variables import Launched, launched
@@ -156,7 +157,7 @@ def test_what_is_left_against_what_the_job_takes(
 
 
 def test_slots_of_this_users_jobs_are_counted(shm: Path) -> None:
-    node = shm / f"mlflash-{os.getuid()}" / "j" / "node0"
+    node = shm / f"mlflash-{os.getuid()}" / "j"
     node.mkdir(parents=True)
     (node / "slot-0000").write_bytes(b"x" * 8192)
     (node / "lock").write_bytes(b"x" * 8192)
@@ -277,18 +278,21 @@ def test_each_mpi_has_its_flag_of_srun(library: str, flag: str) -> None:
 @pytest.mark.parametrize(
     ("places", "level", "text"),
     [
-        ([(0, "b 1", "a"), (0, "b 1", "a")], OK, "1 node by MPI"),
-        ([(0, "b 1", "a"), (1, "c 1", "b")], OK, "2 nodes by MPI, each with its own memory"),
-        ([(0, "b 1", "a"), (1, "", "c")], ERROR, "c has no /dev/shm"),
-        ([(0, "b 1", "a"), (0, "b 2", "a")], ERROR, "ranks on a do not see the same /dev/shm"),
-        ([(0, "b 1", "a"), (1, "b 1", "a2")], ERROR, "two of them are one node: a and a2"),
+        ([("a boot", "1", "a"), ("a boot", "1", "a")], OK, "1 node"),
+        ([("a boot", "1", "a"), ("b other", "1", "b")], OK, "2 nodes, each with its own memory"),
+        ([("a boot", "1", "a"), ("c other", "", "c")], ERROR, "c has no /dev/shm"),
+        ([("a boot", "1", "a"), ("a boot", "2", "a")], ERROR, "ranks on a do not see the same /dev/shm: rank 1 has"),
+        ([("a boot", "1", "a"), ("a2 boot", "1", "a2")], ERROR, "two of them are one node: a and a2"),
     ],
 )
-def test_nodes_are_told_apart_by_their_memory(places: list[tuple[int, str, str]], level: Level, text: str) -> None:
-    of_ranks = [mpi_checks.Place(*place) for place in places]
-    found, words, _ = result(mpi_checks.judge_nodes(of_ranks, "/dev/shm", emulated=False))
+def test_nodes_are_told_apart_by_their_memory(places: list[tuple[str, str, str]], level: Level, text: str) -> None:
+    found, words, _ = result(mpi_checks.judge_nodes([Node(*place) for place in places], "/dev/shm", are_named=False))
     assert found == level and text in words
-    assert mpi_checks.judge_nodes(of_ranks, "/dev/shm", emulated=True).level is OK
+
+
+def test_nodes_that_the_user_has_named_may_be_on_one_host() -> None:
+    nodes = [Node("a boot", "1", "n0"), Node("a boot", "2", "n1")]
+    assert mpi_checks.judge_nodes(nodes, "/dev/shm", are_named=True).level is OK
 
 
 def test_a_slow_network_is_worth_a_warning() -> None:

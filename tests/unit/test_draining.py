@@ -27,6 +27,7 @@ from mlflash.draining.checkpoint_directory import Listed
 from mlflash.draining.file_index import CARD_NBYTES, Card, Stored
 from mlflash.memory.slot_header import Attempt, Verdict
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state.leaves import Entry
 from mlflash.storage.store import Directory
@@ -130,7 +131,7 @@ def table() -> bytes:
             entries, ["d", [["n", ["p", 0]]]], [rank], {1: 5, 2: 6, 3: 7}, (0, [0, 40][rank], [-1, 0][rank])
         )
         mine[rank] = dataclasses.replace(its, structure=dataclasses.replace(its.structure, alike=(2, 1), shared=(3,)))
-    return rank_table.encode("hdf5", "job", FILES, gather_ranks(World(None, 0, math.inf), mine))
+    return rank_table.encode("hdf5", "job", FILES, gather_ranks(World(None, this_node(), math.inf), mine))
 
 
 def test_the_index_of_the_committing_file_comes_back_as_it_was(tmp_path: Path) -> None:

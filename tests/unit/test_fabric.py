@@ -8,12 +8,14 @@ import pytest
 
 from mlflash.mpi import fabric
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 from mlflash.placement.topology import Topology
 
 
 def world_of(nodes: int, others_have_rdma: bool) -> World:
     """The world of the first rank, as far as a choice asks it; the others say whether they have RDMA."""
-    world = World(None, 0, 1.0)
+    world = World(None, this_node(), 1.0)
+    world.size = nodes
     world.topology = Topology(tuple(range(nodes)), tuple(f"n{node}" for node in range(nodes)))
     world.agree = lambda values, comm=None: [min(value, int(others_have_rdma)) for value in values]  # type: ignore
     return world

@@ -16,11 +16,12 @@ from mlflash.draining import checkpoint_directory
 from mlflash.draining.checkpoint_directory import Listed
 from mlflash.errors import CorruptSlot
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 from mlflash.restoring.open_in_directory import OpenInDirectory
 from mlflash.state.rebuild import materialize
 from mlflash.storage.store import Directory
 
-ALONE = World(None, 0, math.inf)
+ALONE = World(None, this_node(), math.inf)
 W = torch.arange(35, dtype=torch.float32).reshape(7, 5)
 
 

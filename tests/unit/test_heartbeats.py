@@ -32,8 +32,8 @@ from mlflash.telemetry.heartbeat import (
     CourierHeartbeat,
     RankFacts,
     TrainerHeartbeat,
-    all_heartbeats,
     encode,
+    read_heartbeats,
     why_unread,
 )
 from mlflash.telemetry.recorder import CourierRecorder, EventLog, TrainerRecorder
@@ -52,7 +52,7 @@ from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
 
 recorder_module._CLOSE_S = 60
 memory, part, facts, log = sys.argv[1:]
-facts, held = RankFacts(**json.loads(facts)), NodeDirectory(memory, "j", None)
+facts, held = RankFacts(**json.loads(facts)), NodeDirectory(memory, "j")
 if part == "courier":
     events = EventLog(log or None, run="r", rank=facts.rank, node=facts.node, by="courier")
     recorder = CourierRecorder(facts.rank, CourierHeartbeat(held, facts), events)
@@ -122,7 +122,7 @@ def trainer(node_memory: NodeDirectory) -> Iterator[TrainerHeartbeat]:
 
 def heard(shm: Path) -> dict[str, Any]:
     """What the only rank says, which can be read."""
-    (said,), unread = all_heartbeats(str(shm), "j")
+    (said,), unread = read_heartbeats(str(shm), "j")
     assert unread == [] and why_unread(said) == "" and why_unread(json.loads(json.dumps(said))) == ""
     return said
 
@@ -136,7 +136,7 @@ def shown(shm: Path) -> str:
 
 def metrics(shm: Path) -> str:
     registry = CollectorRegistry()
-    registry.register(prometheus_metrics._Collector("j", lambda: all_heartbeats(str(shm), "j")))
+    registry.register(prometheus_metrics._Collector("j", lambda: read_heartbeats(str(shm), "j")))
     return generate_latest(registry).decode()
 
 
@@ -151,7 +151,7 @@ class Nodes:
         if argv[0] == "kill":
             self.kills.append(argv)
             return {}
-        found = all_heartbeats(str(self._shm), "j")
+        found = read_heartbeats(str(self._shm), "j")
         rest = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": []}
         return {"a": json.dumps(rest | {"heartbeats": found.heartbeats, "unread": found.unread})}
 
@@ -304,7 +304,7 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
         with file.open("r+b") as part:
             part.seek(PART_NBYTES)
             part.write(text.encode("latin-1").ljust(PART_NBYTES))
-        (said,), (why,) = all_heartbeats(str(shm), "j")
+        (said,), (why,) = read_heartbeats(str(shm), "j")
         assert "pulse-0000 cannot be read: " in why and why.endswith(" in what the courier says"), (text, why)
         assert said["committed"] is said["courier_pid"] is None and said["alive"] and why_unread(said) == "", text
         assert "starting" in shown(shm) and "mlflash_courier_up" not in metrics(shm)
@@ -372,7 +372,7 @@ def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refuse
     }  # fmt: skip
     other = GOLDEN.read_bytes().replace(b'"format":1', b'"format":2')
     file.write_bytes(other)
-    (found, (why,)) = all_heartbeats(str(shm), "j")
+    (found, (why,)) = read_heartbeats(str(shm), "j")
     assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "format 2 and not 1" in why
     said = json.loads(other[:PART_NBYTES]) | {"alive": True, "committed": None}
     assert "format 2 and not 1" in why_unread(said), "as another node sends"

@@ -15,18 +15,18 @@ from click.testing import CliRunner
 from mlflash import errors
 from mlflash.cli import main
 from mlflash.memory.memory_limits import available
-from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of, too_small
+from mlflash.memory.node_directory import NodeDirectory, clean, held_by_jobs, jobs_of, too_small
 from mlflash.memory.shared_memory_segment import attach, create, grow, lend
 from mlflash.memory.slot_pool import AssignedFiles, SlotPool
-from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
+from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, live_jobs, read_heartbeats
 
 UID = os.getuid()
 
 
 def test_directories_are_0700_and_files_0600(shm: Path) -> None:
-    memory = NodeDirectory(str(shm), "j", 3)
-    assert memory.path == str(shm / f"mlflash-{UID}" / "j" / "node3")
-    for directory in (shm / f"mlflash-{UID}", shm / f"mlflash-{UID}" / "j", Path(memory.path)):
+    memory = NodeDirectory(str(shm), "j")
+    assert memory.path == str(shm / f"mlflash-{UID}" / "j")
+    for directory in (shm / f"mlflash-{UID}", Path(memory.path)):
         assert directory.stat().st_mode & 0o777 == 0o700
     segment = create(memory, 10)
     assert (Path(memory.path) / segment.name).stat().st_mode & 0o777 == 0o600
@@ -38,14 +38,14 @@ def test_a_directory_open_to_others_is_refused(shm: Path, mode: int) -> None:
     (shm / f"mlflash-{UID}").mkdir()
     (shm / f"mlflash-{UID}").chmod(mode)
     with pytest.raises(errors.UnsafePath, match="not a private directory"):
-        NodeDirectory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j")
 
 
 def test_a_memory_file_system_that_is_not_there_is_named(shm: Path) -> None:
     with pytest.raises(errors.ConfigError, match=r"there is no memory file system at .*/nowhere: No such file"):
-        NodeDirectory(str(shm / "nowhere"), "j", None)
+        NodeDirectory(str(shm / "nowhere"), "j")
     with pytest.raises(FileNotFoundError):
-        NodeDirectory(str(shm / "nowhere"), "j", None, make=False)
+        NodeDirectory(str(shm / "nowhere"), "j", make=False)
 
 
 def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
     (shm / f"mlflash-{UID}").mkdir(mode=0o700)
     (shm / f"mlflash-{UID}" / "j").symlink_to(shm / "elsewhere")
     with pytest.raises(errors.UnsafePath):
-        NodeDirectory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j")
     assert list((shm / "elsewhere").iterdir()) == []
 
 
@@ -64,7 +64,7 @@ def test_a_directory_of_somebody_else_is_refused(shm: Path) -> None:
     (shm / f"mlflash-{UID}").chmod(0o700)
     os.chown(path, 12_345, 12_345)
     with pytest.raises(errors.UnsafePath, match="uid 12345"):
-        NodeDirectory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j")
 
 
 def take(shm: Path, kind: str) -> Path:
@@ -89,16 +89,16 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
 ) -> None:
     taken = take(shm, kind)
     before = taken.lstat()
-    memory = NodeDirectory(str(shm), "j", 3)
+    memory = NodeDirectory(str(shm), "j")
     memory.lock(0, 1)
-    assert memory.path == str(shm / f"mlflash-{UID}.1" / "j" / "node3") and Path(memory.path).stat().st_mode & 63 == 0
+    assert memory.path == str(shm / f"mlflash-{UID}.1" / "j") and Path(memory.path).stat().st_mode & 63 == 0
     create(memory, 4096)
     heartbeat = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n", ""))
-    beside = NodeDirectory(str(shm), "k", None)
+    beside = NodeDirectory(str(shm), "k")
     assert beside.path == str(shm / f"mlflash-{UID}.1" / "k"), "another job, another rank: the same directory"
     beside.close()
-    assert [jobs_of(str(shm)), emulated_nodes(str(shm), "j"), live_jobs(str(shm))] == [["j", "k"], [3], ["j"]]
-    assert held_by_jobs(str(shm)) == {"j": 4096, "k": 0} == {**NodeDirectory(str(shm), "k", None).other_jobs(), "k": 0}
+    assert [jobs_of(str(shm)), live_jobs(str(shm))] == [["j", "k"], ["j"]]
+    assert held_by_jobs(str(shm)) == {"j": 4096, "k": 0} == {**NodeDirectory(str(shm), "k").other_jobs(), "k": 0}
     listed = CliRunner().invoke(main, ["clean", "--memory", str(shm)]).output.splitlines()
     assert listed[3].split()[0] == "j" and listed[-1].endswith(": 4 KiB"), "k holds nothing"
     status = CliRunner().invoke(main, ["status", "--memory", str(shm), "--job", "j", "--json"])
@@ -111,23 +111,23 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
     said = [record for record in caplog.records if str(taken) in record.getMessage()]
     assert len(said) == 1 and "is passed over" in said[0].getMessage()
     taken.rmdir() if kind == "directory" else taken.unlink()
-    again = NodeDirectory(str(shm), "j", 3)
+    again = NodeDirectory(str(shm), "j")
     assert again.slot_names() == ["slot-0000"], "the first name is free now: the job is where it was"
     again.close()
     (shm / f"mlflash-{UID}").mkdir(mode=0o700)
-    NodeDirectory(str(shm), "new", None).close()
-    assert NodeDirectory(str(shm), "j", 3).slot_names() == ["slot-0000"]
+    NodeDirectory(str(shm), "new").close()
+    assert NodeDirectory(str(shm), "j").slot_names() == ["slot-0000"]
     assert (jobs_of(str(shm)), clean(str(shm), "j")) == (["j", "k", "new"], 4096)
 
 
 def test_a_memory_where_nothing_can_be_made_is_named(shm: Path) -> None:
     if UID == 0:
         with pytest.raises(errors.ConfigError, match="no directory can be made in /proc"):
-            NodeDirectory("/proc", "j", None)
+            NodeDirectory("/proc", "j")
         return
     shm.chmod(0o500)
     with pytest.raises(errors.ConfigError, match="no directory can be made"):
-        NodeDirectory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j")
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "open", "directory", "hardlink"])
@@ -153,7 +153,7 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
     assert create(node_memory, 4096).name == "slot-0001" and create(node_memory, 4096).name == "slot-0003"
     assert not node_memory.has_request() and not node_memory.take_request()
     TrainerHeartbeat(node_memory, RankFacts(0, 1, 0, "n", "")).end("ended")
-    assert all_heartbeats(str(shm), "j") == ([], [])
+    assert read_heartbeats(str(shm), "j") == ([], [])
     pool = SlotPool(node_memory, [1])
     pool.adopt(AssignedFiles([0, 1], {1: [2, 3]}, [None, None]), None, (), [0, 2])
     assert [slot.name for slot in pool.all()] == ["", "slot-0001", "", "", "", "slot-0003"]
@@ -190,10 +190,10 @@ def test_a_slot_file_that_is_not_a_private_file_is_refused(shm: Path, node_memor
     assert target.read_bytes() == b"x" * 4096
 
 
-@pytest.mark.parametrize("name", ["../node1/slot-0000", "/etc/passwd", "..", ""])
+@pytest.mark.parametrize("name", ["../k/slot-0000", "/etc/passwd", "..", ""])
 def test_no_name_leads_out_of_the_nodes_directory(shm: Path, name: str) -> None:
-    memory = NodeDirectory(str(shm), "j", 0)
-    other = NodeDirectory(str(shm), "j", 1)
+    memory = NodeDirectory(str(shm), "j")
+    other = NodeDirectory(str(shm), "k")
     create(other, 4096)
     with pytest.raises(errors.ForeignNode):
         memory.open(name, os.O_RDONLY)
@@ -206,27 +206,27 @@ def test_no_name_leads_out_of_the_nodes_directory(shm: Path, name: str) -> None:
 def test_a_second_live_process_is_refused_with_the_pid_of_the_first(shm: Path) -> None:
     program = (
         "import sys; from mlflash.memory.node_directory import NodeDirectory; "
-        "m = NodeDirectory(sys.argv[1], 'j', None); m.lock(0, 2); print('held', flush=True); sys.stdin.read()"
+        "m = NodeDirectory(sys.argv[1], 'j'); m.lock(0, 2); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(shm)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as holder:  # fmt: skip
         assert holder.stdout.readline() == "held\n"
-        memory = NodeDirectory(str(shm), "j", None)
+        memory = NodeDirectory(str(shm), "j")
         with pytest.raises(errors.JobInUse, match=f"held by pid {holder.pid}"):
             memory.lock(0, 1, wait_s=0.1)
         memory.close()
-        beside = NodeDirectory(str(shm), "j", None)
+        beside = NodeDirectory(str(shm), "j")
         beside.lock(1, 2, wait_s=0.1)  # another local rank of the same job
         beside.close()
         holder.kill()
         holder.wait(60)
-        after = NodeDirectory(str(shm), "j", None)
+        after = NodeDirectory(str(shm), "j")
         after.lock(0, 1)  # the lock died with its process
         after.close()
 
 
 def test_a_second_checkpointer_of_one_process_is_refused(shm: Path) -> None:
-    first, second = NodeDirectory(str(shm), "j", None), NodeDirectory(str(shm), "j", None)
+    first, second = NodeDirectory(str(shm), "j"), NodeDirectory(str(shm), "j")
     first.lock(0, 1)
     with pytest.raises(errors.JobInUse, match="this process has a Checkpointer"):
         second.lock(0, 1)
@@ -281,7 +281,7 @@ def test_a_full_tmpfs_is_an_error_that_leaves_nothing_behind(shm: Path, mib: int
         ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=0700", "tmpfs", str(small)], check=True, timeout=30
     )
     try:
-        memory = NodeDirectory(str(small), "j", None)
+        memory = NodeDirectory(str(small), "j")
         with pytest.raises(errors.MemoryTooSmall, match="is full"):
             create(memory, 12 << 20)
         assert memory.slot_names() == []

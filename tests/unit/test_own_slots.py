@@ -158,7 +158,7 @@ class Walk(RuleBasedStateMachine):
     @initialize(is_thread=st.booleans(), count=st.sampled_from([2, 3]))
     def begin(self, is_thread: bool, count: int) -> None:
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
-        self.memory = NodeDirectory(self.folder.name, "j", None)
+        self.memory = NodeDirectory(self.folder.name, "j")
         self.both = Both(self.memory, count, is_thread)
         self.newest: Slot | None = None
         self.lent: list[tuple[Slot, bytes]] = []

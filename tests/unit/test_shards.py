@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state import shards
 from mlflash.state.flatten import flatten
@@ -23,7 +24,7 @@ from mlflash.state.old_ranks import OldRanks, RankStructure
 from mlflash.state.paths import plain_leaves
 from mlflash.state.shards import Fragment, cut, overlap
 
-ALONE = World(None, 0, math.inf)
+ALONE = World(None, this_node(), math.inf)
 
 
 def entry(whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], dtype: str = "<i4") -> Entry:

@@ -12,6 +12,7 @@ import pytest
 
 from mlflash.commands import status
 from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
 
 
 @pytest.mark.parametrize(
@@ -49,5 +50,5 @@ def test_a_step_of_a_live_job_is_lost_only_if_two_looks_find_it_so(
     monkeypatch.setattr(status, "look_around", lambda *_: [SimpleNamespace(pid=pid, damaged=[])])
     monkeypatch.setattr(status, "what_is_restorable", restorable)
     monkeypatch.setattr(status.on_disk, "look_into", lambda *_: None)
-    found = status.look(World(None, 0, math.inf), SimpleNamespace(memory="", directory=None), None)  # type: ignore[arg-type]
+    found = status.look(World(None, this_node(), math.inf), SimpleNamespace(memory="", directory=None), None)  # type: ignore[arg-type]
     assert (found.is_well, next(count)) == (is_well, looks)

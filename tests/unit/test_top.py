@@ -22,7 +22,7 @@ from mlflash.launcher.processes import mpiexec, signal_group, spawn
 from mlflash.live_monitor.rank_status import Look
 from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.telemetry.heartbeat import PART_NBYTES, RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
+from mlflash.telemetry.heartbeat import PART_NBYTES, RankFacts, TrainerHeartbeat, live_jobs, read_heartbeats
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 RANKS = 4
@@ -76,7 +76,7 @@ def test_what_needs_a_person_is_said() -> None:
 
 
 def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:
-    memory = NodeDirectory(str(shm), "j", None)
+    memory = NodeDirectory(str(shm), "j")
     mine = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n0", ""))
     mine.beat("saved", saved=3)
     directory = Path(memory.path)
@@ -93,7 +93,7 @@ def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_other
         file.touch(0o600)
         file.write_text(text)
     try:
-        heard = all_heartbeats(str(shm), "j")
+        heard = read_heartbeats(str(shm), "j")
         assert [one["saved"] for one in heard.heartbeats] == [3] and len(heard.unread) == len(texts) - 1
         assert all(f"pulse-{number:04d} cannot be read: " in text for number, text in enumerate(heard.unread, 1))
         assert "cannot be read: written by version 9.9 (this is" in heard.unread[0] and live_jobs(str(shm)) == ["j"]
@@ -139,7 +139,7 @@ import sys
 import numpy as np
 from waiting import take
 import mlflash
-with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) as ckpt:
+with mlflash.Checkpointer(job="watched", memory=sys.argv[1]) as ckpt:
     for step in range(1_000_000):
         ckpt.save(step, {"w": np.zeros(100_000)})
         take(0.1)
@@ -157,7 +157,7 @@ with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) a
             ready = tmp_path / "ended"
             until(lambda: len(list(memory.rglob("pulse-*"))) == RANKS, "a pulse of each rank")
             terminal(start=f"{MLFLASH} top --memory {memory} && touch {ready}; sleep infinity")
-            page = r"mlflash watched.*4 of 4 ranks alive on 2 of 2 nodes; redundancy copy.*step (\d+), every "
+            page = r"mlflash watched.*4 of 4 ranks alive on 1 of 1 node.*step (\d+), every "
             until(lambda: is_shown(page, "training"), terminal)
             found = re.search(r"step (\d+)", terminal())
             first = int(found[1]) if found else 0

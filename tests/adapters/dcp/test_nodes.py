@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp import Kept, spoil
-from emulated import Nodes
+from emulated import Nodes, on_node
 from mpi4py import MPI
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +51,7 @@ def test_a_lost_node_costs_nothing_on_as_many_ranks_or_fewer(
         with job(size) as comm:
             if comm is None:
                 continue
-            with started(comm, ranks_per_node=size // 2) as running:
+            with started(comm, **on_node(nodes.root, size // 2)) as running:
                 mesh = init_device_mesh("cpu", (size,))
                 Kept.of(state_of(2, mesh, Shard(0))).check(running.load(state_of(70, mesh, Shard(0))))
                 running.save(state_of(3, mesh, Shard(0)), 3, "thread")()
@@ -85,7 +85,7 @@ def test_with_all_memory_lost_the_directory_is_loaded_on_any_number_of_ranks(
     for size in (4, 2):
         with job(size) as comm:
             if comm is not None:
-                with started(comm, ranks_per_node=size // 2, **more) as running:
+                with started(comm, **on_node(nodes.root, size // 2), **more) as running:
                     mesh = init_device_mesh("cpu", (size,))
                     for step in (1, 2):
                         Kept.of(state_of(step, mesh, Replicate())).check(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import Nodes
+from emulated import Nodes, on_node
 from tensor_aware import Aware, Hole, Quantized
 from torch_jobs import COMM, job
 
@@ -91,7 +91,7 @@ def test_at_the_end_a_line_says_what_is_in_memory_only(
 
 @pytest.mark.parametrize("strategy", ["copy", "xor:3", argparse.Namespace(replication_factor=2)])
 def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Any, nodes: Nodes, strategy: Any) -> None:
-    per_node = {"ranks_per_node": 1 if strategy == "xor:3" else 2}
+    per_node = on_node(nodes.root, 1 if strategy == "xor:3" else 2)
     with job(), start(strategy, **per_node) as manager:
         manager.save(Aware(state_of(3)), 3)
     for lost in (0, 1):  # the second loss is survived only because the first load has healed
@@ -263,7 +263,7 @@ def test_what_was_drained_is_loaded_where_memory_has_nothing_newer(start: Any, n
         check(manager.load()[0], 7)
     with job(2) as comm:
         if comm is not None:
-            with start(directory=root / "pfs", comm=comm, ranks_per_node=1) as manager:
+            with start(directory=root / "pfs", comm=comm, **on_node(nodes.root)) as manager:
                 assert manager.find_latest() == -1, "saved by other ranks"
 
 
