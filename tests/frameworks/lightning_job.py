@@ -126,7 +126,6 @@ TRIGGERS: dict[str, dict[str, Any]] = {
     "last": {"every_n_train_steps": 100, "save_last": True},
     "weights only": {"every_n_train_steps": 2, "save_weights_only": True},
     "best two, linked": {"save_top_k": 2, "save_last": "link", **BEST},
-    "best one, linked": {"save_top_k": 1, "save_last": "link", **BEST},
     "best one, copied": {"save_top_k": 1, "save_last": True, **BEST},
     "best two": {"save_top_k": 2, **BEST},
 }

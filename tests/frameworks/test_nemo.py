@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from frameworks.test_contract import UID, digests, losses, order, run
 from harness import Cluster, Result
-from waiting import until
 
 
 def slots_of(shm: Path, job: str) -> list[Path]:
@@ -165,50 +162,3 @@ def test_a_torn_checkpoint_on_disk_stops_no_start(shm: Path) -> None:
     assert len(result.of("done")) == 4 * 2 and not result.of("refused"), result.log
     assert steps(result, "one before") == [3, 4, 5, 6] and steps(result, "from memory") == [5], result.log
     assert "cannot be read, so mlflash looks for another checkpoint" in result.log
-
-
-# NeMo's own checkpoints, moved to disk behind training
-
-
-def listing(folder: Path) -> dict[str, str]:
-    """What is there, and where links go."""
-    return {path.name: os.readlink(path) if path.is_symlink() else "" for path in (folder / "checkpoints").iterdir()}
-
-
-def content(checkpoint: Path) -> dict[str, Any]:
-    """What each file says, but for the folder that it is in."""
-    weights = checkpoint / "weights"
-    found: dict[str, Any] = {
-        path.name: path.read_bytes() for path in weights.iterdir() if path.name not in ("common.pt", ".metadata")
-    }
-    common = repr(torch.load(weights / "common.pt", weights_only=False))
-    return {**found, "common": common.replace(str(checkpoint.parents[1]), "FOLDER")}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_nemo_finds_the_files_that_it_would_have_written_and_alone_goes_on_from_them(shm: Path) -> None:
-    cluster, common = Cluster(shm), {"last": 6, "disk": 2, "kept": 2, "every": 100}
-    stock = {"name": "stock", "job": "stock", "enabled": False, **common}
-    first = run(
-        cluster, "nemo", stock,
-        {"name": "background", "job": "background", "settings": {"in_background": True}, **common},
-        {"name": "killed", "job": "killed", "dies_at": 5,
-         "settings": {"in_background": True, "drain_rate": 500_000.0}, **common},
-        launcher="torchrun",  # mpiexec would also kill what moves the files
-    )  # fmt: skip
-    ours, theirs, killed = (shm / f"disk-{name}" for name in ("background", "stock", "killed"))
-    assert {error for name in ("stock", "background", "killed") for error in refused(first, name)} == set()
-    assert losses(first, "background") == losses(first, "stock") != {}, first.log
-    assert listing(ours) == listing(theirs) == {"step=3": "", "step=5": "", "step=5-last": "step=5"}
-    for name in ("step=3", "step=5"):
-        assert content(ours / "checkpoints" / name) == content(theirs / "checkpoints" / name)
-    held = first.of("held")
-    assert len(held) == 2 and all("step=3" not in one["there"] for one in held), "it was still in memory"
-    until((killed / "checkpoints/step=3-last").exists, lambda: f"step=3-last in {sorted(killed.rglob(chr(42)))}")
-    assert listing(killed) == {"step=1": "", "step=1-last": "step=1", "step=3": "", "step=3-last": "step=3"}
-    assert content(killed / "checkpoints/step=3") == content(theirs / "checkpoints/step=3")
-    alone = {name: {**stock, "name": name, "job": name} for name in ("stock", "background", "killed")}
-    second = run(cluster, "nemo", alone["stock"] | {"last": 8}, alone["background"] | {"last": 8}, alone["killed"])
-    assert losses(second, "background") == losses(second, "stock") != {}
-    assert steps(second, "background") == [7, 8] and steps(second, "killed") == [5, 6], second.log

@@ -100,16 +100,18 @@ class Data(pl.LightningDataModule, io.IOMixin):
 
     Args:
         kind: of the sampler: "single" once through the data; "cyclic" again and again, in random order.
+        samples: two of them make a step.
     """
 
-    def __init__(self, kind: str = "single"):
+    def __init__(self, kind: str = "single", samples: int = 16):
         super().__init__()
+        self.samples = samples
         self.data_sampler = MegatronDataSampler(LENGTH, micro_batch_size=1, global_batch_size=2, dataloader_type=kind)
         self.init_global_step = 0
 
     def train_dataloader(self) -> Any:
         self.init_global_step = self.data_sampler.init_global_step = self.trainer.global_step
-        return WrappedDataLoader(mode="train", dataset=Text(16), num_workers=0)
+        return WrappedDataLoader(mode="train", dataset=Text(self.samples), num_workers=0)
 
     def state_dict(self) -> dict[str, Any]:
         steps = self.trainer.global_step - self.init_global_step

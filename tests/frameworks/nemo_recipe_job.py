@@ -1,0 +1,120 @@
+"""A recipe of NeMo, made small, trained by `llm.pretrain`: stock, with memory, and with NeMo's files behind training.
+
+`nemo_recipe.py` calls it, so that processes which PyTorch starts import nothing of NeMo.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import torch
+from megatron.core import tensor_parallel
+from nemo_on_cpu import Data, on_cpu, pl
+from nemo_recipes_on_cpu import llama32_1b, llm
+from records import note
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
+         "seq_length": 16, "vocab_size": 128, "hidden_dropout": 0.1, "use_cpu_initialization": True,
+         "masked_softmax_fusion": False, "bias_activation_fusion": False, "bias_dropout_fusion": False,
+         "apply_rope_fusion": False, "persist_layer_norm": False, "cross_entropy_loss_fusion": False}  # fmt: skip
+
+
+class Tokens:
+    """As much of a tokenizer as a pretraining asks for."""
+
+    vocab_size = 128
+
+
+class Words(Data):
+    """Random words, in the place of the recipe's, which begins with the first again when a training goes on."""
+
+    def __init__(self, seq_length: int, global_batch_size: int, micro_batch_size: int):
+        super().__init__(samples=64)
+        self.seq_length, self.tokenizer = seq_length, Tokens()
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+
+
+class Told(pl.Callback):
+    """Notes each step's loss and what is there, and dies where that is asked for."""
+
+    def __init__(self, run: str, folder: str, die: int):
+        self.run, self.folder, self.die = run, folder, die
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Seed Megatron's random numbers, as NeMo does where there is a GPU."""
+        tensor_parallel.get_cuda_rng_tracker().reset()
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        note("loss", run=self.run, step=trainer.global_step, loss=outputs["loss"].item())
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        there = sorted(path.name for path in Path(self.folder).rglob("checkpoints/*"))
+        note("step", run=self.run, step=trainer.global_step, there=there)
+        if self.die and trainer.global_step == self.die:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recipe_of(folder: str, last: int) -> Any:
+    """The recipe, made small and for CPUs."""
+    recipe = llama32_1b.pretrain_recipe(dir=folder, name="small", num_nodes=1, num_gpus_per_node=2)
+    for name, value in SMALL.items():
+        setattr(recipe.model.config, name, value)
+    recipe.data = fdl.Config(Words, seq_length=16, global_batch_size=2, micro_batch_size=1)
+    recipe.trainer.accelerator, recipe.trainer.plugins = "cpu", None
+    recipe.trainer.max_steps, recipe.trainer.limit_val_batches, recipe.trainer.val_check_interval = last, 0, 0.0
+    recipe.trainer.enable_progress_bar = recipe.trainer.enable_model_summary = False
+    recipe.trainer.strategy.ckpt_async_save = False
+    recipe.optim.config.bf16, recipe.optim.config.clip_grad = False, 0.0
+    recipe.log.tensorboard, disk = None, recipe.log.ckpt
+    disk.train_time_interval, disk.filename, disk.monitor, disk.mode = None, "{step}", "step", "max"
+    disk.save_last, disk.save_top_k, disk.save_optim_on_train_end = "link", 2, True
+    return recipe
+
+
+def train(run: str, folder: str, last: int, every: int = 0, saves: int = 2, die: int = 0, **settings: Any) -> None:
+    """Train to a step, from the newest checkpoint there is.
+
+    Args:
+        run: name of it.
+        folder: of its checkpoints.
+        last: the step after which it ends.
+        every: a checkpoint in memory every so many steps; 0: mlflash has no part in it.
+        saves: NeMo writes one every so many steps.
+        die: all ranks are killed after this step.
+        settings: of the wrap.
+    """
+    recipe = recipe_of(folder, last)
+    recipe.log.ckpt.every_n_train_steps = saves
+    recipe.trainer.callbacks.append(fdl.Config(Told, run, folder, die))
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    if not every:
+        fdl.build(recipe)()
+        return
+    from mlflash.adapters.distributed import init_process_group
+    from mlflash.adapters.nemo import MLFlashCheckpointCallback, wrap_trainer_and_auto_resume_with_mlflash
+
+    if not torch.distributed.is_initialized():
+        init_process_group(host="127.0.0.1")
+    flash = f"{folder}/mlflash"
+    recipe.trainer.callbacks.append(fdl.Config(MLFlashCheckpointCallback, flash, every_n_steps=every))
+    trainer, resume = fdl.build(recipe.trainer), fdl.build(recipe.resume)
+    resume = wrap_trainer_and_auto_resume_with_mlflash(
+        trainer, flash, async_save=True, default_auto_resume=resume, **settings
+    )
+    model, data, log, optim = fdl.build([recipe.model, recipe.data, recipe.log, recipe.optim])
+    llm.pretrain(model, data, trainer, log=log, resume=resume, optim=optim)
+
+
+def main(runs: list[dict[str, Any]]) -> None:
+    """Do the trainings, one after the other."""
+    with on_cpu():
+        for run in runs:
+            train(**run)
+            note("done", run=run["run"], mlflash="mlflash" in sys.modules)
+    torch.distributed.destroy_process_group()
