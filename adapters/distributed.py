@@ -122,7 +122,6 @@ def init_process_group(
 
 def _init_launched(backend: str | None, comm: Any, host: str | None, choice: Choice, is_off: bool,
                    more: dict[str, Any], given: dict[str, Any]) -> None:  # fmt: skip
-    """Set torch.distributed up with the ranks of a launcher or of a communicator. Collective."""
     if comm is None and _has_ranks_of_torchrun(is_off, choice.is_process):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
@@ -191,11 +190,7 @@ def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
 
 
 def _of_mpi(comm: Any) -> _Ranks:
-    """Give the ranks of a communicator. None: those of MPI.
-
-    Raises:
-        MpiUnavailable: torchrun started this process.
-    """
+    """Give the ranks of a communicator. None: those of MPI."""
     comm = find_comm(os.environ) if comm is None else comm
     if (comm is None or comm.size == 1) and "TORCHELASTIC_RUN_ID" in os.environ:
         raise MpiUnavailable(

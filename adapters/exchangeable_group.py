@@ -12,24 +12,28 @@ Source: torchft's managed process groups, which keep a group in the same way; `t
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, Work
 from torch.futures import Future
 
-from ..events import Event
-from . import gloo_sockets
-from .gloo_sockets import Address
+from mlflash.events import Event
+from mlflash.memory.courier_process import read_stat
 
+Address = tuple[str, int]
 BACKEND = "exchangeable"
 # All methods that send. Torch calls those that its version has.
 _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
@@ -43,6 +47,8 @@ _interrupted: list[InterruptibleWork] = []  # interrupted while gloo still ran t
 _left: list[Event] = []  # for dropped groups that this process may still use
 _QUIET_S = 10.0
 _ASLEEP_S, _LOOK_S = 0.3, 0.01
+_COMPUTES = "pt_gloo_runloop"  # torch's name for these threads
+_MEETS = timedelta(seconds=10)  # limit for all ranks to connect; gloo would not notice a loss meanwhile
 _drops = 0  # how often all groups were dropped
 _presumes = False  # whether groups are made without other processes
 
@@ -68,25 +74,20 @@ class ExchangeableGroup(ProcessGroup):
         self._works: weakref.WeakSet[InterruptibleWork] = weakref.WeakSet()
 
     def rank(self) -> int:
-        """The rank of this process in the group."""
         return self._rank
 
     def size(self) -> int:
-        """The number of ranks in the group."""
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802
-        """The name of the backend, under which torch knows this kind of group."""
         return BACKEND
 
     @property
     def group_name(self) -> str:
-        """The name by which compiled code finds the group. It never changes."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """The group's description in torch's log."""
         return self._description
 
     def take(self, rank: int) -> None:
@@ -102,7 +103,6 @@ class ExchangeableGroup(ProcessGroup):
 
     @property
     def connections(self) -> ProcessGroup:
-        """Torch's own group, which sends and receives."""
         if self._connections is None:
             raise self._dropped()
         return self._connections
@@ -143,19 +143,11 @@ class ExchangeableGroup(ProcessGroup):
 
         Not collective; any thread.
         """
-        gloo_sockets.shut_down(self._listeners)
+        shut_down(self._listeners)
         self.drop()
 
     def exchange(self, store: Store, timeout: timedelta) -> None:
-        """Connect again after `drop`. Collective over the group.
-
-        Args:
-            store: the same store on all ranks, whose keys are unused.
-            timeout: timeout of this call and of each later call of the group.
-
-        Raises:
-            torch.distributed.DistError: not all ranks made this call in time.
-        """
+        """Connect again after `drop`. Collective over the group."""
         own = PrefixStore(self._name, store)
         self._connections, self._listeners = connect(own, self._rank, self._size, timeout)
 
@@ -213,10 +205,10 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Pro
         timeout: timeout of each call.
 
     Returns:
-        The group, and the addresses at which gloo listens for it on all ranks (`gloo_sockets`).
+        The group, and the addresses at which gloo listens for it on all ranks, for `shut_down`.
     """
     group, kinds = ProcessGroup(store, rank, size), ProcessGroup.BackendType
-    gloo, listeners = gloo_sockets.connect(store, rank, size, timeout)
+    gloo, listeners = _connect_gloo(store, rank, size, timeout)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     group._set_default_backend(kinds.GLOO)
     if torch.cuda.is_available() and dist.is_nccl_available():
@@ -248,12 +240,7 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Exchangea
 
 
 def _meet(store: Store, size: int, timeout: timedelta) -> None:
-    """Wait until all ranks are here, because in gloo nobody would hear of a loss meanwhile. Collective over the group.
-
-    Raises:
-        ConnectionDropped: a rank was lost.
-        torch.distributed.DistStoreError: not all ranks made this call in time.
-    """
+    """Wait until all ranks are here, because in gloo nobody would hear of a loss meanwhile."""
     dropped_before, end = _drops, time.monotonic() + timeout.total_seconds()
     if store.add("here", 1) == size:
         store.set("all are here", "")
@@ -298,7 +285,7 @@ def _wait_until_quiet() -> None:
     end, asleep_since = time.monotonic() + _QUIET_S, 0.0
     while any(work.has_memory for work in _interrupted):
         now = time.monotonic()
-        if not gloo_sockets.threads_sleep():
+        if not _threads_sleep():
             asleep_since = 0.0
         elif not asleep_since:
             asleep_since = now
@@ -312,16 +299,7 @@ def _wait_until_quiet() -> None:
 
 
 def exchange_all(store: Store, timeout: timedelta) -> None:
-    """Connect all groups of this process again. Collective over all ranks, which must have made the same groups.
-
-    Args:
-        store: the same store on all ranks, whose keys are unused.
-        timeout: timeout for connecting each group, and of each later call.
-
-    Raises:
-        torch.distributed.DistError: not all ranks made this call in time.
-        TimeoutError: a dropped call may still write to memory of this process.
-    """
+    """Connect all groups of this process again. Collective over all ranks, which must have made the same groups."""
     global _presumes
     _presumes = False
     drop_all()
@@ -343,11 +321,7 @@ _FAILED = "failed"
 
 
 class InterruptibleWork(dist.Work):
-    """A running collective, send or receive.
-
-    Args:
-        work: gloo's own work.
-    """
+    """A running collective, send or receive."""
 
     def __init__(self, work: dist.Work):
         super().__init__()
@@ -367,7 +341,6 @@ class InterruptibleWork(dist.Work):
         self._end(_FAILED, why)
 
     def get_future(self) -> Future[Any]:
-        """The future of the result."""
         with self._lock:
             is_first = self._future is None
             if self._ended is None or self._future is None:
@@ -410,12 +383,7 @@ class InterruptibleWork(dist.Work):
         return ended.value()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended. With a timeout, gloo itself waits, which cannot be interrupted.
-
-        Raises:
-            RuntimeError: it failed.
-            Exception: the error with which it was interrupted.
-        """
+        """Wait until it has ended. With a timeout, gloo itself waits, which cannot be interrupted."""
         if self._why is not None:
             raise self._why
         if timeout:
@@ -430,11 +398,9 @@ class InterruptibleWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, with success or not."""
         return self._why is not None or self._is_over or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it has ended with success."""
         return self._why is None and (self._error is None if self._is_over else bool(self._work.is_success()))
 
     @property
@@ -443,15 +409,84 @@ class InterruptibleWork(dist.Work):
         return not self._work.is_completed()
 
     def result(self) -> Any:
-        """Give its result."""
         return self._work.result()
 
     def source_rank(self) -> int:
-        """Give the rank that sent the data, for a receive from any rank."""
         return int(self._work._source_rank())
 
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Wait until it has ended, because there is no stream that could wait."""
         self.wait()
+
+
+# The connections of a gloo group, which are shut down because gloo itself cannot end calls that wait for a lost host.
+# If a process is killed, its connections close and gloo raises an error. If a host is cut off, nothing arrives, and
+# gloo waits for its timeout, which is long in training. The connections are found by the addresses at which the ranks
+# listen. The ranks tell each other these through their store.
+
+
+def _connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroupGloo, set[Address]]:
+    """Make a gloo group. Collective over the group.
+
+    Args:
+        store: a store for this group alone.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout: timeout of each call.
+
+    Returns:
+        The group, and the addresses at which its ranks listen, for `shut_down`.
+    """
+    before = _listening()
+    group = ProcessGroupGloo(store, rank, size, min(timeout, _MEETS))
+    group._set_default_timeout(timeout)
+    store.set(f"listens/{rank}", json.dumps(sorted(_listening() - before)))
+    told = store.multi_get([f"listens/{one}" for one in range(size)])
+    return group, {(host, port) for one in told for host, port in json.loads(one)}
+
+
+def shut_down(listeners: Collection[Address]) -> None:
+    """Shut down all connections of this process to and from these addresses. Not collective; any thread."""
+    for one in _sockets():
+        try:
+            if _address(one.getpeername()) in listeners or _address(one.getsockname()) in listeners:
+                one.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is not connected
+            continue
+
+
+def _threads_sleep() -> bool:
+    """Whether all of gloo's compute threads are waiting. Not collective."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            stat = read_stat(Path("/proc/self/task", thread))
+        except OSError:  # it has ended
+            continue
+        if stat.name == _COMPUTES and stat.state != "S":
+            return False
+    return True
+
+
+def _listening() -> set[Address]:
+    return {
+        _address(one.getsockname()) for one in _sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Give all TCP sockets of this process, one after the other."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # it was closed meanwhile
+            continue
+        with one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                yield one
+
+
+def _address(found: tuple[str, int]) -> Address:
+    return found[0].removeprefix("::ffff:").partition("%")[0], found[1]

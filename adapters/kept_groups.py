@@ -20,8 +20,7 @@ from mlflash.in_place.forked_spare import begin_anew
 from mlflash.wireup.interfaces import own_address
 
 from . import exchangeable_group
-from .exchangeable_group import BACKEND
-from .gloo_sockets import shut_down
+from .exchangeable_group import BACKEND, shut_down
 from .left_steps import buckets_of, forget_step
 
 log = logging.getLogger("mlflash")
@@ -99,10 +98,6 @@ def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
     """Set up torch.distributed with groups whose connections can be replaced.
 
     Collective, but a spare, which has no rank, calls it alone.
-
-    Args:
-        rank, size: rank of this process and number of ranks. A spare presumes them.
-        timeout: timeout of the collectives.
     """
     if os.environ.get(_ON_ERRORS, "0") != "0":
         log.warning("mlflash sets %s=%s to 0: otherwise PyTorch would end this process when another one is lost",

@@ -23,8 +23,7 @@ from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 from megatron.bridge.utils import instantiate_utils
 
 from .megatron import checkpointing_context
-from .megatron.nvrx import stands_aside
-from .megatron.replication import Clique
+from .megatron.nvrx import Clique, stands_aside
 
 log = logging.getLogger("mlflash")
 

@@ -35,12 +35,6 @@ def newest_complete(path: Any, step_of: Callable[[Any], int], others: Callable[[
     """Read the step of a checkpoint. If the checkpoint is incomplete, take the newest other one that can be read.
 
     It logs a warning for each checkpoint that it cannot read.
-
-    Args:
-        path: the checkpoint.
-        step_of: reads the step of a checkpoint.
-        others: returns the paths of the other checkpoints.
-        torn: what ``step_of`` raises for an incomplete checkpoint.
     """
     try:
         return OnDisk(path, step_of(path))

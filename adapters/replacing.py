@@ -46,8 +46,6 @@ def replaced(target: Any, /, **instead: Any) -> contextlib.ExitStack:
 
 
 class _Replacement:
-    """One attribute, replaced."""
-
     def __init__(self, target: Any, name: str, new: Any):
         self._target, self._name, self._new = target, name, new
         self._before = vars(target).get(name, _INHERITED)

@@ -225,8 +225,6 @@ def _tensors(part: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Numbers:
-    """Keeps this rank's restored random number state for later."""
-
     rank_private = True
 
     def __init__(self) -> None:
@@ -240,11 +238,7 @@ class _Numbers:
 
 
 class _Unread:
-    """A part of the state that a restore does not change.
-
-    Args:
-        like: live tensors, which say how tensors of the checkpoint would be sharded.
-    """
+    """A part of the state that a restore does not change."""
 
     def __init__(self, like: dict[str, Any]):
         self._like = like
@@ -257,11 +251,7 @@ class _Unread:
 
 
 class _Position:
-    """Loads TorchTitan's data loader, which by itself would only warn and start the data anew if it cannot continue.
-
-    Args:
-        loader: the data loader.
-    """
+    """Loads TorchTitan's data loader, which by itself would only warn and start the data anew if it cannot continue."""
 
     def __init__(self, loader: Any):
         self._loader = loader

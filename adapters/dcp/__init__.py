@@ -1,6 +1,5 @@
 """PyTorch Distributed Checkpoint (DCP): `dcp.save`, `dcp.async_save` and `dcp.load` with the memory of the nodes.
 
-    leaves    convert what a plan writes to the leaves of a slot and their index
     staged    copy a state dict into a slot before anything is planned, so that `dcp.async_save` copies once
     process   the child process of `async_checkpointer_type=PROCESS` sends requests to its parent
     writer    write what a plan names into a slot, and commit it

@@ -46,13 +46,7 @@ class Door:
     key: bytes
 
     def ask(self, question: Any, timeout_s: float) -> Any:
-        """Ask the parent and wait for its answer.
-
-        Raises:
-            DeadlineExceeded: no answer came in time.
-            PermissionError: the process at the address belongs to another user.
-            Exception: what the parent raised.
-        """
+        """Ask the parent and wait for its answer."""
         end = time.monotonic() + timeout_s
         try:
             with socket.socket(socket.AF_UNIX) as plain:
@@ -75,11 +69,7 @@ class Door:
 
 
 def open_door(answer: Callable[[Any], Any]) -> Door:
-    """Answer requests in a thread of this process until the process ends.
-
-    Args:
-        answer: one thread calls it. What it raises is raised in the process that asked.
-    """
+    """Answer requests in a thread of this process until the process ends."""
     door = Door(f"\0mlflash-{os.getpid()}-{os.urandom(8).hex()}", os.urandom(32))
     listener = socket.socket(socket.AF_UNIX)
     listener.setblocking(True)
@@ -157,11 +147,7 @@ def _answer(questions: _Questions, answer: Callable[[Any], Any]) -> None:
 
 
 def _line(plain: socket.socket) -> Connection:
-    """Take over a socket if the process at its other end belongs to this user.
-
-    Raises:
-        PermissionError: it belongs to another user.
-    """
+    """Take over a socket if the process at its other end belongs to this user."""
     pid, uid, _ = _CREDENTIALS.unpack(plain.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise PermissionError(f"process {pid} at the other end belongs to user {uid}")

@@ -71,20 +71,13 @@ class MemoryReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id contains a step."""
         return names_a_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a load."""
         self._id = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """Find the checkpoint, verify every byte of it, and list what it contains. Collective.
-
-        Raises:
-            StepNotFound: there is no checkpoint, or not this step.
-            CorruptSlot: its content is not what a `MemoryWriter` writes.
-        """
+        """Find the checkpoint, verify every byte of it, and list what it contains. Collective."""
         checkpoint_id, self._id = self._id, None
         self._opened = self._open(None if checkpoint_id is None else step_of(checkpoint_id))
         if self._opened is None:
@@ -94,15 +87,7 @@ class MemoryReader(StorageReader):
         return self._catalog.metadata(f"step-{self._opened.step:08d}")
 
     def bytes_of(self, name: str, step: int | None = None) -> tuple[int, bytes] | None:
-        """Read the bytes that a planner made of a value that is not a tensor. Collective.
-
-        Returns:
-            The step and the bytes. None if there is no checkpoint.
-
-        Raises:
-            StepNotFound: there is no such step.
-            StructureMismatch: there is no such value.
-        """
+        """Read the bytes that a planner made of a value that is not a tensor. Collective."""
         opened = self._open(step)
         if opened is None:
             return None
@@ -131,20 +116,13 @@ class MemoryReader(StorageReader):
         """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is planned into its destination. Collective. All ranks raise an error of any rank.
-
-        Raises:
-            StructureMismatch: the planner of some rank refused something.
-            CorruptSlot: something arrived damaged on some rank.
-        """
+        """Read what is planned into its destination. Collective. All ranks raise an error of any rank."""
         assert self._opened is not None and self._catalog is not None, "read_metadata comes first"
         reading, present = _Reading(self._catalog, plan, planner), self._catalog.names
         opened, self._opened, self._catalog = self._opened, None, None
@@ -182,11 +160,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """DCP's planner, which runs no code from a checkpoint: of values that are not tensors it loads plain data only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value that is not a tensor in its place.
-
-        Raises:
-            UnpicklingError: the value contains more than plain data.
-        """
+        """Put a value that is not a tensor in its place."""
         name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
@@ -209,11 +183,9 @@ class _Catalog:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return {name for name, _ in self._written}
 
     def metadata(self, name: str) -> Metadata:
-        """Describe the checkpoint as DCP does."""
         tensors: dict[str, TensorStorageMetadata] = {}
         for key in self._written:
             _, _, entry = self.chunks[key][0]
@@ -278,7 +250,6 @@ class _Reading:
             yield from self._tensor(item, *place)
 
     def finish(self) -> None:
-        """Give the planner what arrived."""
         for wanted in self._wanted:
             name = wanted.item.dest_index.fqn
             if wanted.item.type is LoadItemType.BYTE_IO:

@@ -7,6 +7,7 @@ else. When the state dict is sent to a child process, its tensors become meta te
 
 from __future__ import annotations
 
+import base64
 import copy
 import dataclasses
 import functools
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -29,14 +31,15 @@ from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, StateError
 from mlflash.saving.early_staging import StagedState
 from mlflash.state.flatten import Flattener
-from mlflash.state.leaves import Flat, Structure, dtensor_shard, is_placed
-from mlflash.storage.dcp_plans import Key
-
-from .leaves import Chunk, flat_of, pack
+from mlflash.state.layout import round_up
+from mlflash.state.leaves import Entry, Flat, Leaf, Structure, dtensor_shard, is_placed, tensor_entry
+from mlflash.state.plain_values import encode_key
+from mlflash.storage.dcp_plans import BYTES, INDEX, Index, Key
 
 _FIRST = 2  # number of the first tensor among the leaves
 _NAMES_NBYTES = 32 << 10  # room for names of values as bytes; the planner's data gets four times the index
 
+_ROOM_NBYTES = 64 << 10  # index and blob are padded to a multiple of this, so that the layout rarely changes
 _FEW = 1.25  # a slot may be this many times as large as what this rank writes
 _NOWHERE = 0
 _tokens = itertools.count(1)
@@ -155,11 +158,7 @@ class Staged:
         return self.ahead is not None and self.ahead.is_lazy and not self.ahead.given_up
 
     def finish(self) -> None:
-        """Wait until all of it is copied.
-
-        Raises:
-            StateError: the state was changed before it was copied.
-        """
+        """Wait until all of it is copied."""
         if self.ahead is not None:
             self.ahead.finish()
 
@@ -168,11 +167,7 @@ class Staged:
         return tensor.untyped_storage()._cdata in self._memory
 
     def clone(self, key: Key) -> Chunk:
-        """Copy a tensor out of the slot.
-
-        Raises:
-            SaveFailed: another save has taken the slot.
-        """
+        """Copy a tensor out of the slot."""
         if self.ahead is None:
             return self._chunks[key]
         self.finish()
@@ -184,9 +179,6 @@ class Staged:
         """Give leaves of copies of the tensors with these keys. If the other tensors are small, include them, too.
 
         Slots for all of them can then stage the next state dict of this kind.
-
-        Raises:
-            SaveFailed: another save has taken the slot.
         """
         wanted = [self.clone(key) for key in keys]
         if self.ahead is not None or _FEW * _nbytes(wanted) < _nbytes(self._chunks.values()):
@@ -195,16 +187,11 @@ class Staged:
         return flat_of(self._chunks.values(), index.ljust(for_index, b" "), blob.ljust(for_blob, b"\0"))
 
     def check(self) -> None:
-        """Check that the slot still belongs to this state.
-
-        Raises:
-            SaveFailed: another save has taken the slot.
-        """
+        """Check that the slot still belongs to this state."""
         if self.ahead is not None and self.ahead.given_up:
             raise SaveFailed("a later save began before this one was written, and took its slot")
 
     def give_up(self) -> None:
-        """Let other saves have the slot."""
         if self.ahead is not None:
             self._checkpointer.adapting.give_up(self.ahead)
 
@@ -224,11 +211,7 @@ class StagedDict(dict[str, Any]):
 
 
 def chunks_of(state_dict: Mapping[str, Any]) -> dict[Key, Chunk]:
-    """Give the tensors of a state dict by name and offset.
-
-    Raises:
-        StateError: two tensors have the same name.
-    """
+    """Give the tensors of a state dict by name and offset."""
     found: dict[Key, Chunk] = {}
     with torch.no_grad():  # faster: otherwise autograd records each shard of a DTensor
         for chunk in _chunks(state_dict, ""):
@@ -434,3 +417,69 @@ class Parts(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return next(t for i, t in zip(self._items, self._tensors, strict=True) if i.index.offset == index.offset)
+
+
+# The leaves of a slot. A tensor of a plan (or a chunk of one) becomes an entry with its name, its shape and its offset
+# in the whole tensor, as in any other checkpoint of mlflash. All values that a planner turned into bytes (`BYTE_IO`)
+# are in one entry, the blob. The index says where in it each value is, and which tensors belong to the checkpoint. The
+# slot may hold more tensors if a state was staged before it was planned.
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The part of a tensor that this rank has.
+
+    Attributes:
+        key: name of the tensor, and offset of the part in it.
+        value: the part, on any device, with any strides.
+        shape: shape of the whole tensor.
+        whole: the DTensor, if the part is a shard of one.
+    """
+
+    key: Key
+    value: torch.Tensor
+    shape: tuple[int, ...]
+    whole: Any = None
+
+
+def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | None) -> tuple[bytes, bytes]:
+    """Make the index and the blob of what a plan writes."""
+    places, at = {}, 0
+    for name, raw in parts.items():
+        places[name] = (at, at + len(raw))
+        at += len(raw)
+    own = None if planner_data is None else base64.b64encode(planner_data).decode()
+    return Index(tuple(keys), places, own).encode(), b"".join(parts.values())
+
+
+def cloned(chunk: Chunk) -> Chunk:
+    """Copy a chunk, with its value, to the CPU."""
+    return dataclasses.replace(chunk, value=chunk.value.to("cpu", copy=True))
+
+
+def key_of(item: WriteItem) -> Key:
+    """Give the key of an item that is a tensor or a shard."""
+    assert item.tensor_data is not None
+    return item.index.fqn, tuple(item.tensor_data.chunk.offsets)
+
+
+def flat_of(chunks: Iterable[Chunk], index: bytes, blob: bytes) -> Flat:
+    """Make leaves of chunks, index and blob. The index and the blob are leaves 0 and 1, and padded."""
+    leaves = [_bytes_leaf(INDEX, index, b" "), _bytes_leaf(BYTES, blob, b"\0")]
+    tree: list[Any] = [[INDEX, ["e", 0]], [BYTES, ["e", 1]]]
+    memory: dict[Any, int] = {}
+    names = {INDEX: 1, BYTES: 1}
+    for chunk in chunks:
+        name, offset = chunk.key
+        count = names[name] = names.get(name, 0) + 1
+        value, entry, place = tensor_entry(torch, chunk.value, name if count == 1 else f"{name}~{count}")
+        entry = dataclasses.replace(entry, global_shape=chunk.shape, offset=offset)
+        tie = -1 if place is None else memory.setdefault((place, chunk.shape, offset), len(leaves))
+        tree.append([encode_key((name, *offset), name), ["e", len(leaves)]])
+        leaves.append(Leaf(entry, value, -1 if tie == len(leaves) else tie, chunk.whole))
+    return Flat.of(leaves, ["d", tree], [], frozenset((INDEX, BYTES)))
+
+
+def _bytes_leaf(name: str, content: bytes, blank: bytes) -> Leaf:
+    raw = np.frombuffer(content.ljust(round_up(max(1, len(content)), _ROOM_NBYTES), blank), dtype=np.uint8)
+    return Leaf(Entry(name, "array", raw.dtype.str, raw.shape, (0,), raw.shape, 0, raw.nbytes), raw, -1)

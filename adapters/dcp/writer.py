@@ -33,9 +33,8 @@ from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import Key
 
 from ..ids import names_a_step, step_of
-from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
-from .staged import Layouts, Staged, StagedDict, in_child
+from .staged import Chunk, Layouts, Staged, StagedDict, cloned, flat_of, in_child, key_of, pack
 
 _KNOWN = {"torch", "megatron", "mlflash", "builtins", "abc"}
 """Packages whose planners read no tensor."""
@@ -154,17 +153,14 @@ class MemoryWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id contains a step."""
         return names_a_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save."""
         if checkpoint_id is not None:
             step_of(checkpoint_id)
         self._running.id = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn whether this rank ends the save."""
         self._running.is_coordinator = is_coordinator
 
     def storage_meta(self) -> StorageMeta:
@@ -175,11 +171,9 @@ class MemoryWriter(StorageWriter):
         return StorageMeta(checkpoint_id=None if name is None else str(name))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -201,11 +195,7 @@ class MemoryWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Wait for the commit.
-
-        Raises:
-            SaveFailed, DeadlineExceeded: the save was not committed.
-        """
+        """Wait for the commit."""
         written, self._running.written = self._running.written, None
         assert written is not None
         self._ask(_Post(written, pickled(metadata.planner_data), wait=True))
@@ -216,15 +206,10 @@ class MemoryWriter(StorageWriter):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: when `stage` returns, staging is done."""
         return False
 
     def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Copy a state dict into a slot. You may change the state dict when this returns.
-
-        Raises:
-            StateError: a tensor cannot be saved.
-        """
+        """Copy a state dict into a slot. You may change the state dict when this returns."""
         self._here.adapting.end_begun()
         laid = self._layouts.lay_out(state_dict, self._room)
         staged = Staged(self._here, state_dict, laid, self.until, self.owned)
@@ -312,7 +297,6 @@ class _IdleWriter(MemoryWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any id."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -322,11 +306,9 @@ class _IdleWriter(MemoryWriter):
         """Do nothing: no setup is needed."""
 
     def storage_meta(self) -> StorageMeta:
-        """Name nothing, and begin nothing."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write nothing."""
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -343,12 +325,7 @@ class _IdleWriter(MemoryWriter):
 
 
 def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], child: bool) -> _Written:
-    """Collect what the plan names, without touching what is staged already.
-
-    Raises:
-        StateError: a tensor is not a staged one, and this is a child process, which does not have it; or the planner
-            may have read tensors that were not copied yet.
-    """
+    """Collect what the plan names, without touching what is staged already."""
     lazy = [one for one in staged if one.is_lazy]
     if lazy and not _is_known(planner):
         for one in lazy:
@@ -390,7 +367,6 @@ def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], c
 
 
 def _is_known(planner: SavePlanner) -> bool:
-    """Whether a planner reads no tensor."""
     return all(kind.__module__.split(".")[0] in _KNOWN for kind in type(planner).__mro__)
 
 

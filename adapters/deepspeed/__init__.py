@@ -1,8 +1,6 @@
 """DeepSpeed: checkpoints of an engine in the memory of the nodes, ZeRO 0 to 3.
 
     files    convert what an engine writes to files to a state for the slots, with a CheckpointEngine in memory
-    own_files  move the engine's own checkpoints to storage in the background
-    lazy     find where an engine changes its weights
     flash    decide when and where an engine is saved, and which checkpoint it starts from
 
 Example:

@@ -13,22 +13,24 @@ replace methods of it, and leaves nothing where your checkpoints are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from mlflash.errors import ConfigError, StructureMismatch, WorldSizeChanged
 
-from ..anything import apart, together
+from ..pickles import apart, together
 from ..replacing import replaced
 
 log = logging.getLogger("mlflash")
@@ -63,19 +65,15 @@ class MemoryCheckpointEngine(CheckpointEngine):
         """Make no directory, because there will be no file."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep what would be written. The tensors are not copied."""
         self.files[os.path.basename(path)] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Give what was kept, on the CPU."""
         return self.files[os.path.basename(path)]
 
     def commit(self, info: Any) -> bool:
-        """End a checkpoint: do nothing."""
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Let all ranks write."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
@@ -130,11 +128,7 @@ class EngineState:
         self.load(state, load_module_strict=not self._exclude)
 
     def files_of(self, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Give the files in a state of `state_dict`, if they can be loaded. It changes nothing. Not collective.
-
-        Raises:
-            WorldSizeChanged, StructureMismatch, ConfigError: see `load`.
-        """
+        """Give the files in a state of `state_dict`, if they can be loaded. It changes nothing. Not collective."""
         ranks = torch.distributed.get_world_size()
         if state["ranks"] != ranks:
             raise WorldSizeChanged(OTHER_RANKS, expected=f"{state['ranks']} ranks", found=ranks)
@@ -181,7 +175,6 @@ class EngineState:
         return self.client_state
 
     def _names(self, tag: str) -> set[str]:
-        """Give the names of the files of this rank."""
         engine = self._engine
         paths = [engine._get_ckpt_name("", tag)]
         if _is_partitioned(engine):
@@ -218,11 +211,6 @@ def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None)
     """Give the step of a checkpoint that DeepSpeed wrote. None if there is none, or if it cannot be read.
 
     Not collective.
-
-    Args:
-        engine: DeepSpeed's engine.
-        load_dir: directory of the checkpoints.
-        tag: tag of the checkpoint. None: the one that DeepSpeed calls the latest.
     """
     try:
         tag = Path(load_dir, "latest").read_text().strip() if tag is None else str(tag)
@@ -244,11 +232,7 @@ def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None)
 
 
 def refuse_what_is_elsewhere(engine: Any) -> None:
-    """Refuse an engine whose ranks do not each save everything that they load. Not collective.
-
-    Raises:
-        ConfigError: the engine is of this kind. The message says why.
-    """
+    """Refuse an engine whose ranks do not each save everything that they load. Not collective."""
     if isinstance(engine, PipelineEngine):
         raise ConfigError("mlflash cannot save a pipeline engine: its ranks divide the files of the layers among them, "
                           "and no rank has all that it loads")  # fmt: skip
@@ -289,3 +273,47 @@ def _weights_only(optimizer: Any) -> contextlib.ExitStack:
         load(*args, **{**options, "load_optimizer_states": False})
 
     return replaced(optimizer, load_state_dict=load_weights)
+
+
+# Where an engine changes weights and the optimizer's state: only in the step of `engine.optimizer`. That step calls the
+# step of the optimizer that the user gave, whose tensors are the shards (of ZeRO) in full precision, and makes the
+# weights from these. ZeRO-3 puts its shards together before each layer, which does not change them.
+
+
+_KNOWN = {"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer",
+          "FP16_UnfusedOptimizer"}  # fmt: skip
+"""Optimizers that change tensors only in their step. Those of SuperOffload and ZenFlow step while training goes on."""
+
+
+def optimizers_of(engine: Any) -> list[Any] | str:
+    """Give the optimizer in whose step an engine changes weights, or say why that is not known. Not collective."""
+    optimizer = engine.optimizer
+    if type(engine) is not DeepSpeedEngine:
+        return f"a {type(engine).__name__} may change weights elsewhere than in its optimizer's step"
+    if getattr(optimizer, "zenflow", False) or getattr(engine, "_deepcompile_active", False):
+        return "ZenFlow and DeepCompile change or move the weights while training goes on"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    if type(optimizer).__name__ not in _KNOWN:
+        return f"mlflash does not know where {type(optimizer).__name__} changes weights"
+    return [optimizer.optimizer]
+
+
+def owned_by(engine: Any) -> Iterable[Any]:
+    """Give the weights if they change only in that step. With ZeRO-3 give none, because they are freed and gathered.
+
+    Not collective.
+    """
+    return () if engine.zero_optimization_partition_weights() else engine.module.parameters()
+
+
+def steps_once_staged(engine: Any, wait_staged: Callable[[], None]) -> contextlib.ExitStack:
+    """Let that step first wait until saves have copied everything. Close the result to undo it. Not collective."""
+    step = engine.optimizer.step
+
+    @functools.wraps(step)
+    def wait_and_step(*args: Any, **kwargs: Any) -> Any:
+        wait_staged()
+        return step(*args, **kwargs)
+
+    return replaced(engine.optimizer, step=wait_and_step)

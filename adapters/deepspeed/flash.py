@@ -17,8 +17,17 @@ from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unresto
 
 from .. import intervals
 from ..replacing import replaced
-from . import lazy
-from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
+from .files import (
+    OTHER_RANKS,
+    TAG,
+    EngineState,
+    alike,
+    optimizers_of,
+    owned_by,
+    refuse_what_is_elsewhere,
+    step_on_disk,
+    steps_once_staged,
+)
 
 
 def attach(
@@ -99,7 +108,7 @@ class Flash:
         self._files = OwnFiles(engine, self.checkpointer, self._save) if in_background else None
         mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(mine)
-        self._methods.enter_context(lazy.steps_once_staged(engine, self.wait_staged))
+        self._methods.enter_context(steps_once_staged(engine, self.wait_staged))
         own = "save_if_needed or engine.save_checkpoint is called"
         intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)
         if None not in (every_n_steps, storage_every):
@@ -153,8 +162,8 @@ class Flash:
             "tracker": get_cuda_rng_tracker().get_states(),
             "calls": self._calls,
         }
-        engine, owned = self._engine, functools.partial(lazy.owned_by, self._engine)
-        self.checkpointer.adapting.save_or_warn(step, state, lazy.optimizers_of(engine), owned)
+        engine, owned = self._engine, functools.partial(owned_by, self._engine)
+        self.checkpointer.adapting.save_or_warn(step, state, optimizers_of(engine), owned)
 
     def wait_staged(self) -> None:
         """Copy everything that saves so far have not copied yet.
@@ -169,7 +178,6 @@ class Flash:
         self, save_dir: str, tag: str | None = None, client_state: Any = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Replace `engine.save_checkpoint`."""
         to_storage = self.storage_every is None
         if self.storage_every is not None:
             self._calls += 1
@@ -215,13 +223,12 @@ class Flash:
         return (None, None) if found is None else self._give(*found, options)
 
     def _load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
-        """Replace `engine.load_checkpoint`."""
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
                  "custom_load_fn")  # fmt: skip
         options |= dict(zip(names, args, strict=False))
         self.wait_staged()
         if self._files is not None:
-            self._files.finish()
+            self._files.files.finish()
         if not self._engine.load_universal_checkpoint():
             assert self.checkpointer is not None
             on_disk = self.checkpointer.adapting.seen_by_first(lambda: step_on_disk(self._engine, load_dir, tag))
@@ -257,11 +264,7 @@ class Flash:
         return step, state
 
     def _read_tag(self, tag: str) -> tuple[int, dict[str, Any]] | None:
-        """Read the newest checkpoint with a tag. Collective over all ranks.
-
-        Raises:
-            Unrestorable: none was found, and some that may have this tag cannot be loaded.
-        """
+        """Read the newest checkpoint with a tag. Collective over all ranks."""
         named = TAG.fullmatch(tag)
         reasons: dict[int, str] = {}
         steps = self.steps()
@@ -300,14 +303,13 @@ class Flash:
         return f"step {step} of mlflash", client_state
 
     def _go_on(self) -> None:
-        """Continue from the loaded step."""
         self._step = self._engine.global_steps
         assert self.checkpointer is not None
         if (self.checkpointer.last_step or 0) > self._step:  # within one Checkpointer steps only grow
             self.checkpointer.close()
             self.checkpointer = self._open()
             if self._files is not None:
-                self._files.close()
+                self._files.files.close()
                 self._files = OwnFiles(self._engine, self.checkpointer, self._save)
 
     # Ending
@@ -327,9 +329,9 @@ class Flash:
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.__exit__, kind, error, trace)
             if self._files is not None:
-                stack.callback(self._files.close)
+                stack.callback(self._files.files.close)
                 if kind is None:
-                    stack.callback(self._files.finish)
+                    stack.callback(self._files.files.finish)
             self._methods.close()
 
 
@@ -339,31 +341,18 @@ class Flash:
 
 
 class OwnFiles:
-    """Moves the own checkpoints of one engine. Collective over all ranks. Close it at the end.
-
-    Args:
-        engine: DeepSpeed's engine.
-        checkpointer: the engine's Checkpointer.
-        save: the engine's own ``save_checkpoint``.
-    """
+    """Moves the own checkpoints of one engine. Collective over all ranks. Close it at the end."""
 
     def __init__(self, engine: Any, checkpointer: Checkpointer, save: Callable[..., object]):
         self._engine, self._save = engine, save
-        self._files = checkpointer.adapting.own_files()
+        self.files = checkpointer.adapting.own_files()
 
     def save(self, save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude: bool) -> None:
-        """Let DeepSpeed write a checkpoint to memory, or to storage if some rank has no room. Collective.
-
-        Args:
-            save_dir, tag, client_state, save_latest, exclude: as those of ``engine.save_checkpoint``.
-
-        Raises:
-            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
-        """
+        """Let DeepSpeed write a checkpoint to memory, or to storage if some rank has no room. Collective."""
         engine, tag = self._engine, f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         target = os.path.abspath(os.path.join(save_dir, tag))
         # no rank can wait for files on another node
-        if engine.use_node_local_storage() or not self._files.begin(target):
+        if engine.use_node_local_storage() or not self.files.begin(target):
             self._save(save_dir, tag, client_state, save_latest, exclude)
             return
         notes = {os.path.join(os.path.dirname(target), "latest"): tag} if save_latest else {}
@@ -371,15 +360,7 @@ class OwnFiles:
             os.makedirs(save_dir, exist_ok=True)
         copy_script = engine._copy_recovery_script  # the script belongs next to the checkpoints, not into one
         with (
-            self._files.directory(target, notes) as path,
+            self.files.directory(target, notes) as path,
             replaced(engine, _copy_recovery_script=lambda folder: copy_script(save_dir)),
         ):
             self._save(os.fspath(path.parent), tag, client_state, False, exclude)
-
-    def finish(self) -> None:
-        """Wait until all checkpoints are in storage. Not collective."""
-        self._files.finish()
-
-    def close(self) -> None:
-        """Close without waiting. The rest is still moved in the background. Not collective."""
-        self._files.close()

@@ -1,13 +1,8 @@
 """Local, sharded and full state of FSDP models, with the calls of SageMaker's SMP library.
 
     states        make and load state dicts of model and optimizer: local, sharded, full
-    ids           find URLs and names in checkpoint ids
     groups        give the ranks of a process group their own Checkpointer and gloo groups
-    directories   choose the directory that the checkpoints of an id are drained to
     ranker        find out which ranks hold the same shard
-    save_checks   refuse what the ranks of a group cannot save together
-    load_planner  refuse a state dict that does not fit the saved one
-    optimizer_states  load the optimizer's part of a sharded checkpoint by itself
     checkpoints   async_save, maybe_finalize_async_calls, load
 
 Example:
@@ -21,8 +16,7 @@ Example:
     checkpoints.maybe_finalize_async_calls()
 """
 
-from .checkpoints import Checkpoints
-from .ids import DistributedFileSystemReader
+from .checkpoints import Checkpoints, DistributedFileSystemReader
 from .ranker import Ranker
 from .states import (
     full_state_dict,

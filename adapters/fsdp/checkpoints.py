@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import hashlib
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -27,13 +30,11 @@ from torch.distributed.tensor import DTensor
 
 from mlflash import config
 from mlflash.checkpointer.disabled import turned_off
-from mlflash.errors import MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch, text_of
+from mlflash.errors import ConfigError, MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch, text_of
 from mlflash.state.leaves import live_bytes
 
-from .. import ids as names
-from . import ids
+from .. import ids
 from .groups import Everyone, Group, Member
-from .ids import DistributedFileSystemReader
 from .states import DEGREE, LocalState
 
 try:
@@ -44,6 +45,17 @@ except ImportError:  # before PyTorch 2.15
 log = logging.getLogger("mlflash")
 
 _MANY = 8  # names of one group above which mlflash warns that they may be steps
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedFileSystemReader:
+    """Holds an id to load from, as in SMP. `Checkpoints.load` takes this or the id itself.
+
+    Attributes:
+        checkpoint_id: the id that you gave to `Checkpoints.async_save`. Without a step, the newest is loaded.
+    """
+
+    checkpoint_id: str | os.PathLike[str]
 
 
 class Checkpoints:
@@ -114,10 +126,10 @@ class Checkpoints:
         coordinator = group.coordinator(coordinator_rank)
         refuse_other_shards(state_dict, group.ranks)
         state_dict = _stateful_to_state_dict(dict(state_dict))
-        name, step = ("", None) if ids.is_url(checkpoint_id) else names.read(checkpoint_id)
+        name, step = ("", None) if _is_url(checkpoint_id) else ids.read(checkpoint_id)
         if is_first := (name, group.ranks) not in self._saved:
             refuse_missing_shards(state_dict, group.ranks)
-        if ids.is_url(checkpoint_id):
+        if _is_url(checkpoint_id):
             to_url = FsspecWriter(os.fspath(checkpoint_id), overwrite=True)
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
             done = self._thread.submit(_save, staged, to_url, None, group, coordinator, is_first)
@@ -192,15 +204,15 @@ class Checkpoints:
             StepNotFound: there is no such step.
             Unrestorable: there are checkpoints of this name, but none can be loaded.
         """
-        checkpoint_id = ids.only_one(checkpoint_id, storage_reader)
+        checkpoint_id = _only_one(checkpoint_id, storage_reader)
         if not self._serves(checkpoint_id):
             return None
         group = self._group(process_group)
         group.coordinator(coordinator_rank)
-        if ids.is_url(checkpoint_id):
+        if _is_url(checkpoint_id):
             self._load_url(state_dict, os.fspath(checkpoint_id), group, then)
             return 0
-        name, step = names.read(checkpoint_id)
+        name, step = ids.read(checkpoint_id)
         with self._that_loads(name, group) as (member, every):
             step = self._step(name, step, member, every)
             if step is None:
@@ -241,9 +253,9 @@ class Checkpoints:
         if not self._serves(checkpoint_id):
             raise StepNotFound("mlflash is off, so only a URL can be loaded", found=os.fspath(checkpoint_id))
         group = self._group(process_group)
-        if ids.is_url(checkpoint_id):
+        if _is_url(checkpoint_id):
             return _load_optimizer(FsspecReader(os.fspath(checkpoint_id)), None, optimizer_key, group, group.status)
-        name, step = names.read(checkpoint_id)
+        name, step = ids.read(checkpoint_id)
         with self._that_loads(name, group) as (member, every):
             step = self._step(name, step, member, every)
             if step is None:
@@ -286,7 +298,7 @@ class Checkpoints:
 
     def _serves(self, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ids like this one are saved and loaded. If mlflash is off, only URLs are."""
-        return self.enabled or ids.is_url(checkpoint_id)
+        return self.enabled or _is_url(checkpoint_id)
 
     def _group(self, process_group: Any) -> Group:
         ranks = _ranks_of(process_group)
@@ -305,9 +317,9 @@ class Checkpoints:
 
     def _new_member(self, name: str, group: Group) -> Member:
         # Each name is drained to a directory of its own, because several names have the same steps.
-        directory = None if self._directory is None else os.path.join(self._directory, ids.folder_of(name).lstrip("."))
+        directory = None if self._directory is None else os.path.join(self._directory, _folder_of(name).lstrip("."))
         settings = {**self._settings, "directory": directory}
-        return Member(group, ids.job_of(self._job, name), settings)
+        return Member(group, _job_of(self._job, name), settings)
 
     @contextlib.contextmanager
     def _that_loads(self, name: str, group: Group) -> Iterator[tuple[Member, Group]]:
@@ -344,8 +356,37 @@ class Checkpoints:
         return step if before is None or step is not None else before + 1
 
 
+def _only_one(checkpoint_id: str | os.PathLike[str] | None,
+             reader: DistributedFileSystemReader | None) -> str | os.PathLike[str]:  # fmt: skip
+    """Give the checkpoint id of a call, which is given directly or in a reader."""
+    if checkpoint_id is None and isinstance(reader, DistributedFileSystemReader):
+        return reader.checkpoint_id
+    if checkpoint_id is not None and reader is None:
+        return checkpoint_id
+    raise ConfigError(
+        "give load either a checkpoint id or a reader that has one", found=f"{checkpoint_id!r} and {reader!r}",
+        expected="checkpoint_id=, or storage_reader=fsdp.DistributedFileSystemReader(checkpoint_id)",
+    )  # fmt: skip
+
+
+def _is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether an id is written to an object store or another file system."""
+    return "://" in os.fspath(checkpoint_id)
+
+
+def _job_of(job: str, name: str) -> str:
+    """Give the job that the checkpoints of a name have in memory. Different names have different jobs."""
+    return f"{job[:37]}.{_folder_of(name)}".replace("..", ".")
+
+
+def _folder_of(name: str) -> str:
+    """Give the folder of a name. It ends with the first eight hexadecimal digits of the name's SHA-256."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rpartition("/")[2])[:16]
+    return f"{stem}.{digest}"
+
+
 def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -> None:
-    """Log that there is nothing to load."""
     if every.ranks[0] == dist.get_rank():
         log.warning("nothing was saved under the id %s: the state dict is unchanged", checkpoint_id)
 
@@ -450,11 +491,6 @@ def to_fill(metadata: Metadata, key: str, process_group: Any) -> dict[str, Any]:
 
     Tensors are sharded over the ranks of the group along their first dimension, as FSDP1 shards them. Tensors with one
     element are whole.
-
-    Args:
-        metadata: metadata of the checkpoint.
-        key: key of the optimizer in the checkpoint.
-        process_group: the ranks that share each tensor.
     """
     ranks = dist.get_process_group_ranks(process_group)
     kind = dist.distributed_c10d._get_pg_default_device(process_group).type
@@ -481,11 +517,7 @@ def to_fill(metadata: Metadata, key: str, process_group: Any) -> dict[str, Any]:
 
 
 def refuse_other_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> None:
-    """Refuse a local state dict if other ranks of the group have other shards under the same names. Not collective.
-
-    Raises:
-        StateError: some ranks have. ``found`` lists them.
-    """
+    """Refuse a local state dict if other ranks of the group have other shards under the same names. Not collective."""
     if isinstance(state_dict, LocalState) and (others := sorted(state_dict.others & set(ranks))):
         raise StateError(
             "other ranks of this process group hold other shards, under the same names: save each local state under an "
@@ -496,11 +528,7 @@ def refuse_other_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> 
 
 
 def refuse_missing_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> None:
-    """Refuse DTensors if the group does not hold all of their shards. Not collective.
-
-    Raises:
-        StateError: shards are missing. ``tensor`` is the first such DTensor.
-    """
+    """Refuse DTensors if the group does not hold all of their shards. Not collective."""
     whole = set[tuple[Any, ...]]()
     for name, value in flatten_state_dict(dict(state_dict))[0].items():
         if not isinstance(value, DTensor) or (kind := (value.device_mesh, *value.placements)) in whole:
@@ -522,11 +550,6 @@ def warn_of_unlike(state_dict: Mapping[str, Any], ranks: Sequence[int], group: A
     """Warn if tensors differ between ranks although one rank's values are saved for all.
 
     Collective over the group.
-
-    Args:
-        state_dict: its tensors must not change during the call.
-        ranks: ranks of the world, in the order of the group.
-        group: gloo group of these ranks.
     """
     plain = (torch.Tensor, torch.nn.Parameter)
     mine = {name: xxhash.xxh3_64_intdigest(live_bytes(value).data)

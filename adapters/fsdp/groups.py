@@ -42,11 +42,7 @@ class Group:
         return Group(tuple(ranks), _new_group(ranks), _new_group(ranks), _new_group(ranks))
 
     def coordinator(self, rank: int | None) -> int:
-        """Give the place in the group of a rank of the world. None: of the lowest rank.
-
-        Raises:
-            WorldMismatch: the rank is not in the group.
-        """
+        """Give the place in the group of a rank of the world. None: of the lowest rank."""
         wanted = min(self.ranks) if rank is None else rank
         if wanted not in self.ranks:
             raise WorldMismatch("the coordinator is not in the process group", expected=f"one of {self.ranks}",
@@ -58,9 +54,6 @@ class Everyone:
     """All ranks of torch.distributed, which tell each other what their groups load.
 
     Each rank can make this object by itself.
-
-    Args:
-        timeout_s: how long a rank waits for the others.
     """
 
     def __init__(self, timeout_s: float):
@@ -68,11 +61,7 @@ class Everyone:
         self._group: Any = None
 
     def that_load(self, name: str, group: Group) -> tuple[int, ...]:
-        """Give the ranks of all groups that load the same name now, ascending. Collective over all ranks.
-
-        Raises:
-            DeadlineExceeded: not all ranks made this call in time.
-        """
+        """Give the ranks of all groups that load the same name now, ascending. Collective over all ranks."""
         if self._is_all(group.ranks):
             return tuple(sorted(group.ranks))
         said = self._told((name, group.ranks))
@@ -82,21 +71,8 @@ class Everyone:
                ) -> int | None:  # fmt: skip
         """Choose the newest step that all groups have which load now: usually they load parts of one state.
 
-        Each group commits by itself, so after a crash some may have one step more than others. Collective over all
-        ranks.
-
-        Args:
-            name: the name that this rank loads.
-            ranks: the ranks that load this name.
-            wanted: the step in the id, if it contains one. Then the other groups need not have it.
-            find: gives the steps that these ranks can load, the newest last. Empty if nothing was saved.
-
-        Returns:
-            The step. None if nothing was saved.
-
-        Raises:
-            Unrestorable: the groups have no step in common.
-            StepNotFound: ``find`` raised an error on another rank.
+        Each group commits by itself, so after a crash some may have one step more than others. If the id names
+        a step (``wanted``), the other groups need not have it. Collective over all ranks.
         """
         if self._is_all(ranks):
             return next(reversed(find()), None)
@@ -148,11 +124,6 @@ class Member:
     """The Checkpointer of one group for one name.
 
     Collective over the group.
-
-    Args:
-        group: the ranks.
-        job: the job's name in memory.
-        settings: settings of the Checkpointer.
     """
 
     def __init__(self, group: Group, job: str, settings: dict[str, Any]):
@@ -163,10 +134,6 @@ class Member:
         """List the steps that can be loaded, the newest last, or only the wanted one. Collective over the group.
 
         The newest of them is verified. The list is empty if nothing was saved.
-
-        Raises:
-            StepNotFound: there are steps, but not the wanted one.
-            Unrestorable: there are checkpoints, but none can be loaded.
         """
         steps = self.checkpointer.steps()
         if wanted is not None and steps:
@@ -180,7 +147,6 @@ class Member:
         return [*(one for one in steps if one < newest), newest] if wanted is None else [wanted]
 
     def close(self) -> None:
-        """Wait for the saves and close the Checkpointer. Collective over the group."""
         self.checkpointer.close()
 
 

@@ -166,7 +166,6 @@ _FLAT = "_flat_param"
 
 
 def _degree(model: torch.nn.Module) -> int:
-    """Give the number of ranks over which a model is sharded."""
     degrees = [1]
     for module in model.modules():
         if isinstance(module, FSDP1) and module.process_group is not None:

@@ -1,12 +1,10 @@
 """PyTorch Lightning: checkpoints in the memory of the nodes, between those that Lightning writes.
 
-    flash      the hooks of a callback: decide when to save, and which checkpoint to start from
-    loops      find where a step ends in Lightning's loops, and continue after one
-    resume     restore random numbers and the positions of data loaders
-    own_files  move Lightning's own checkpoints to their place in the background
-    states     convert what a strategy holds to a state for the slots
+    flash           the hooks of a callback: decide when to save, and which checkpoint to start from
+    loops           find where a step ends in Lightning's loops, and continue after one
+    states          convert what a strategy holds to a state for the slots
     checkpoint_io   give checkpoints in memory paths, for example to test the model
-    packages   the two names of the Lightning package
+    packages        the two names of the Lightning package
 
 It works with `lightning` and with `pytorch_lightning`, the older name of the package.
 

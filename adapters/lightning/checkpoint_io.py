@@ -9,23 +9,13 @@ from mlflash import Checkpointer
 from mlflash.errors import ConfigError, StepNotFound
 
 from .packages import modules
-from .states import load_whole
+from .states import Whole
 
 PREFIX = "mlflash:"
 
 
 def step_of_path(checkpointer: Checkpointer, path: str) -> int:
-    """Find the step that a path means. Collective over all ranks.
-
-    Args:
-        checkpointer: an open Checkpointer.
-        path: ``mlflash:newest``, or ``mlflash:`` and a step.
-
-    Raises:
-        StepNotFound: there is no such step.
-        Unrestorable: there are checkpoints, but none can be loaded.
-        ConfigError: the path has another form.
-    """
+    """Find the step that a path means. Collective over all ranks."""
     asked = path[len(PREFIX) :]
     if asked != "newest" and not asked.isdecimal():
         raise ConfigError("this is not a path of a checkpoint in memory", expected="mlflash:newest or mlflash:STEP",
@@ -80,7 +70,7 @@ class MemoryIO:
         if not str(path).startswith(PREFIX):
             return self.wrapped.load_checkpoint(path, *args, **kwargs)
         with Checkpointer(self._directory, **self._settings) as checkpointer:
-            checkpoint, _ = load_whole(checkpointer, step_of_path(checkpointer, str(path)))
+            checkpoint, _ = Whole.load(checkpointer, step_of_path(checkpointer, str(path)))
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -89,5 +79,4 @@ class MemoryIO:
             self.wrapped.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Tear down the wrapped CheckpointIO."""
         self.wrapped.teardown()

@@ -27,9 +27,8 @@ from .. import intervals
 from ..on_disk import OnDisk, newest_complete
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
-from .loops import OwnSaves, at_step_ends
+from .loops import OwnSaves, at_step_ends, go_on, restore_together
 from .packages import leave_mpi_alone
-from .resume import go_on, restore_together
 from .states import ALIKE, state_of
 
 log = logging.getLogger("mlflash")
@@ -105,17 +104,14 @@ class Flash:
             self._before[number] = signal.signal(number, self._note_signal)
 
     def on_train_start(self, trainer: Any, *args: Any) -> None:
-        """Remember the step at which training begins."""
         self._step = trainer.global_step
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wait for running saves and moves, and close. Collective."""
         if self._files is not None:
-            self._files.finish()
+            self._files.files.finish()
         self._end()
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Close without waiting for other ranks."""
         self._end(RuntimeError)
 
     def _take_over_start(self, trainer: Any, connector: Any) -> None:
@@ -229,22 +225,14 @@ def _step_of(path: Any) -> int:
 
 
 class OwnFiles:
-    """Moves Lightning's own checkpoints of one fit. Collective over all ranks. Close it at the end.
-
-    Args:
-        trainer: Lightning's Trainer.
-        checkpointer: the Checkpointer of the fit.
-
-    Raises:
-        ConfigError: a plugin also writes files in the background.
-    """
+    """Moves Lightning's own checkpoints of one fit. Collective over all ranks. Close it at the end."""
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
         strategy = trainer.strategy
         if any("Async" in kind.__name__ for kind in type(strategy.checkpoint_io).__mro__):
             raise ConfigError("a plugin already writes checkpoints in the background: leave out in_background, or the "
                               "plugin", found=type(strategy.checkpoint_io).__name__)  # fmt: skip
-        self._strategy, self._files = strategy, checkpointer.adapting.own_files()
+        self._strategy, self.files = strategy, checkpointer.adapting.own_files()
         self._save: Callable[..., None] = strategy.save_checkpoint
         self._remove: Callable[[Any], None] = strategy.remove_checkpoint
         self._undo = replaced(strategy, save_checkpoint=self.save, remove_checkpoint=self.remove)
@@ -255,48 +243,40 @@ class OwnFiles:
                 self._undo.callback(replaced(callback, file_exists=exists, _link_checkpoint=link).close)
 
     def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        """Let Lightning write a checkpoint to memory, or to its place if some rank has no room. Collective.
-
-        Raises:
-            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
-        """
+        """Let Lightning write a checkpoint to memory, or to its place if some rank has no room. Collective."""
         target = os.fspath(self._strategy.broadcast(filepath))
-        if "://" in target or storage_options is not None or not self._files.begin(target):
+        if "://" in target or storage_options is not None or not self.files.begin(target):
             self._save(checkpoint, filepath, storage_options)
             return
         if self._writes_on_all_ranks():
-            with self._files.directory(target) as path, replaced(self._strategy, broadcast=lambda what, *args: what):
+            with self.files.directory(target) as path, replaced(self._strategy, broadcast=lambda what, *args: what):
                 self._save(checkpoint, path)
         elif self._strategy.is_global_zero:
-            with self._files.directory(target, alone=True) as path:
+            with self.files.directory(target, alone=True) as path:
                 self._save(checkpoint, path / path.name)
         else:
             self._save(checkpoint, filepath)
-        self._files.expect(target)
+        self.files.expect(target)
 
     def remove(self, filepath: Any) -> None:
         """Delete a checkpoint once all checkpoints that were written after it have arrived. Collective."""
-        self._files.remove_when_moved(filepath, functools.partial(self._remove, filepath))
+        self.files.remove_when_moved(filepath, functools.partial(self._remove, filepath))
 
     def link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
         """Link to a checkpoint once it has arrived. Collective."""
-        if not self._files.expects(filepath):
+        if not self.files.expects(filepath):
             link(trainer, filepath, linkpath)
         elif trainer.is_global_zero:
-            self._files.link(linkpath, filepath)
+            self.files.link(linkpath, filepath)
 
     def exists(self, exists: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
         """Whether a file would exist if all writes and deletions were done already. Collective."""
-        return self._files.would_be_there(filepath, lambda: exists(filepath, trainer))
-
-    def finish(self) -> None:
-        """Wait until all checkpoints are on disk. Not collective."""
-        self._files.finish()
+        return self.files.would_be_there(filepath, lambda: exists(filepath, trainer))
 
     def close(self) -> None:
         """Close without waiting. The rest is still moved in the background. Not collective."""
         self._undo.close()
-        self._files.close()
+        self.files.close()
 
     def _writes_on_all_ranks(self) -> bool:
         """Whether a checkpoint is a directory with files of each rank."""

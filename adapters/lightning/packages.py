@@ -17,9 +17,6 @@ def modules(name: str) -> list[ModuleType]:
     """Import a module, such as ``callbacks``, of each package that the training has imported. Not collective.
 
     If it has imported neither, import the module of the first package that is installed.
-
-    Raises:
-        ModuleNotFoundError: neither package is installed.
     """
     used = [package for package in _NAMES if package in sys.modules]
     installed = [package for package in _NAMES if importlib.util.find_spec(package.partition(".")[0])]

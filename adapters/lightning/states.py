@@ -23,27 +23,22 @@ from mlflash import Checkpointer
 from mlflash.errors import StructureMismatch
 
 from .. import pickles
-from ..anything import apart, together
+from ..pickles import apart, together
 from ..replacing import replaced
-from .resume import position
+from .loops import position
 
 ALIKE = ("checkpoint.tree.state_dict.*", "checkpoint.tree.optimizer_states.*")
 """Names of the entries of a `Whole` state that all ranks of DDP hold alike."""
 
 
 class _State:
-    """The base of both kinds of state.
-
-    Args:
-        trainer: Lightning's Trainer.
-        epoch_has_ended: whether the saved step is the last of an epoch.
-    """
+    """The base of both kinds of state."""
 
     def __init__(self, trainer: Any, epoch_has_ended: bool):
         self._trainer, self._epoch_has_ended = trainer, epoch_has_ended
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Give what Lightning would write to disk, and the position, see `resume`."""
+        """Give what Lightning would write to disk, and the position, see `loops`."""
         checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
         return checkpoint, position(self._trainer, checkpoint, self._epoch_has_ended)
 
@@ -55,36 +50,20 @@ class Whole(_State):
     """The state of a training that each rank holds as a whole."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what Lightning saves. The tensors are the live ones."""
         checkpoint, at = self._read()
         return {"checkpoint": apart(checkpoint), "position": apart(at)}
 
-    def load(self, checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load a step. Collective over all ranks.
-
-        Returns:
-            The checkpoint from which Lightning continues, and the position, see `resume`.
-        """
-        return load_whole(checkpointer, step)
-
-
-def load_whole(checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load what `Whole` saved, on any number of ranks. Collective over all ranks.
-
-    Returns:
-        The checkpoint from which Lightning continues, and the position, see `resume`.
-
-    Raises:
-        StructureMismatch: the model was sharded when it was saved.
-    """
-    taken = _Taken()
-    checkpointer.restore(taken, step)
-    if "checkpoint" not in taken.state:
-        raise StructureMismatch("this checkpoint was saved in shards: use a strategy that shards the model", step=step,
-                                expected="a whole checkpoint", found=sorted(taken.state))  # fmt: skip
-    return checkpointer.adapting.load_together(
-        step, lambda: (together(taken.state["checkpoint"]), together(taken.state["position"])), anew=True
-    )
+    @staticmethod
+    def load(checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load a step on any number of ranks: what Lightning continues from, and the position. Collective over all."""
+        taken = _Taken()
+        checkpointer.restore(taken, step)
+        if "checkpoint" not in taken.state:
+            raise StructureMismatch("this checkpoint was saved in shards: use a strategy that shards the model",
+                                    step=step, expected="a whole checkpoint", found=sorted(taken.state))  # fmt: skip
+        return checkpointer.adapting.load_together(
+            step, lambda: (together(taken.state["checkpoint"]), together(taken.state["position"])), anew=True
+        )
 
 
 class _Taken:
@@ -101,7 +80,6 @@ class Sharded(_State):
     """The state of a training whose model is sharded over the ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the live shards, and what else Lightning saves."""
         with self._shards_only():
             checkpoint, at = self._read()
         parts = {"model": checkpoint.pop("state_dict"), "optimizers": checkpoint.pop("optimizer_states")}
@@ -111,11 +89,7 @@ class Sharded(_State):
         return {**parts, "pickled": pickled, "tensors": file.getvalue()}
 
     def load(self, checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load a step into model and optimizers. Collective over all ranks.
-
-        Returns:
-            The checkpoint from which Lightning continues, and the position, see `resume`.
-        """
+        """Load a step into model and optimizers. Collective over all ranks."""
         strategy, load_together = self._trainer.strategy, checkpointer.adapting.load_together
 
         def shards() -> dict[str, Any]:

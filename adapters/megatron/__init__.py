@@ -1,13 +1,9 @@
 """Megatron-LM and Megatron Core: local checkpoints and sharded states in the memory of the nodes.
 
     nvrx          the classes that Megatron looks for: NVRx's own, or classes of the same names
-    replication   convert NVRx's replication strategies to redundancy schemes
     request       a save in the background, for Megatron's queue
     local         the manager of local checkpoints
-    persistent    find, load and save Megatron's own checkpoints on disk
-    own_files     move Megatron's own checkpoints to disk in the background
-    memory_only   say at the end what is in memory only
-    weights       which weights are whole at a save, and where weights change
+    persistent    Megatron's own checkpoints on disk; say at the end what is in memory only
     install       let Megatron's own local checkpoints use mlflash
     padding       keep padding out of the optimizer's state
     shards        `dist_checkpointing.save` and `load`, in any layout

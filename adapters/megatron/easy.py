@@ -44,8 +44,7 @@ from mlflash.errors import ConfigError, MlflashError, StructureMismatch, Unresto
 
 from ..replacing import replaced
 from . import persistent
-from .memory_only import MemoryOnly
-from .persistent import TRACKER
+from .persistent import TRACKER, MemoryOnly
 from .shards import LoadShards, SaveShards
 
 log = logging.getLogger("mlflash")
@@ -201,7 +200,7 @@ def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, s
         return persistent.load(_listed(model), optimizer, opt_param_scheduler, which, strict)
     _end_pending(running)
     if running.files is not None:
-        running.files.finish()
+        running.files.files.finish()
     chosen = getattr(arguments, load_arg, None)
     theirs, which = running.checkpointer.adapting.seen_by_first(lambda: persistent.newest(arguments, load_arg))
     other = chosen if chosen != getattr(arguments, "save", None) else None
@@ -289,21 +288,13 @@ def close() -> None:
             stack.callback(running.only.end)
         stack.push(running.checkpointer.__exit__)
         if running.files is not None:
-            stack.callback(running.files.close)
-            running.files.finish()
+            stack.callback(running.files.files.close)
+            running.files.files.finish()
         _end_pending(running)
 
 
 def _newest_of_ours(checkpointer: Checkpointer, other: Any, instead: Any) -> tuple[LoadShards, str | None]:
-    """Find the newest checkpoint of mlflash in memory and the directory, else in another one. Collective.
-
-    Args:
-        other: the other directory. None: there is none.
-        instead: Megatron's own checkpoint, if there is one. Then unusable checkpoints are only a warning.
-
-    Raises:
-        Unrestorable: there are checkpoints, but none can be loaded, and there is nothing else.
-    """
+    """Find the newest checkpoint of mlflash in memory and the directory, else in another one. Collective."""
     unusable: Unrestorable | None = None
     for source in (None, other) if other is not None else (None,):
         load = LoadShards(checkpointer, source)
@@ -328,12 +319,10 @@ def _needed() -> _Running:
 
 
 def _directory() -> Any:
-    """Give the default directory for checkpoints."""
     return getattr(persistent.arguments(), "save", None)
 
 
 def _end_pending(running: _Running) -> None:
-    """Wait for the running save."""
     pending, running.pending = running.pending, None
     if pending is not None:
         try:
@@ -361,7 +350,6 @@ def _layout() -> dict[str, int]:
 
 
 def _check(saved: dict[str, int], here: dict[str, int], concat: bool, iteration: int) -> None:
-    """Refuse a layout that cannot be loaded."""
     if saved == here:
         return
     names = [name for name in {**here, **saved} if name != "ranks" and saved.get(name) != here.get(name)]
@@ -414,16 +402,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 class OwnFiles:
-    """Moves Megatron's own checkpoints of one training. Collective over all ranks. Close it at the end.
-
-    Args:
-        arguments: Megatron's arguments.
-        checkpointer: the training's Checkpointer.
-        most: number of checkpoints to keep. 0: all.
-
-    Raises:
-        ConfigError: Megatron has no directory, or itself writes in the background or deletes checkpoints.
-    """
+    """Moves Megatron's own checkpoints of one training. Collective over all ranks. Close it at the end."""
 
     def __init__(self, arguments: Any, checkpointer: Checkpointer, most: int):
         if getattr(arguments, "save", None) is None:
@@ -433,27 +412,19 @@ class OwnFiles:
                 raise ConfigError("Megatron already writes, or deletes, checkpoints in the background: leave out "
                                   f"in_background, or --{flag.replace('_', '-')}")  # fmt: skip
         self._directory, self._most = os.path.abspath(arguments.save), most
-        self._files, self._is_first = checkpointer.adapting.own_files(), checkpointer.adapting.ranks.rank == 0
+        self.files, self._is_first = checkpointer.adapting.own_files(), checkpointer.adapting.ranks.rank == 0
         self._written: collections.deque[str] = collections.deque()
 
     def save(self, iteration: int, save: Callable[[], None]) -> None:
-        """Let Megatron write a checkpoint to memory, or to its directory if some rank has no room. Collective.
-
-        Args:
-            iteration: iteration of the training.
-            save: calls Megatron's ``save_checkpoint``.
-
-        Raises:
-            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
-        """
+        """Let Megatron write a checkpoint to memory, or to its directory if some rank has no room. Collective."""
         from megatron.training import checkpointing
 
         target = os.path.join(self._directory, f"iter_{iteration:07d}")
-        if not self._files.begin(target):
+        if not self.files.begin(target):
             save()
             return
         name, tracker = checkpointing.get_checkpoint_name, checkpointing.get_checkpoint_tracker_filename
-        with self._files.directory(target, {os.path.join(self._directory, TRACKER): str(iteration)}) as path:
+        with self.files.directory(target, {os.path.join(self._directory, TRACKER): str(iteration)}) as path:
             place = os.fspath(path.parent)
 
             def moved(directory: Any) -> Any:
@@ -467,15 +438,7 @@ class OwnFiles:
                 save()
         self._written.append(target)
         if self._most:
-            self._files.when_moved(self._delete)
-
-    def finish(self) -> None:
-        """Wait until all checkpoints are in the directory. Not collective."""
-        self._files.finish()
-
-    def close(self) -> None:
-        """Close without waiting. The rest is still moved in the background. Not collective."""
-        self._files.close()
+            self.files.when_moved(self._delete)
 
     def _delete(self) -> None:
         """Delete the oldest checkpoints that this training wrote, beyond the number to keep."""
@@ -496,10 +459,6 @@ def gather(chunks: Sequence[Any], optimizer: Any) -> None:
 
     Before that, some weights are of the step before. Megatron's own training loop does the same before it saves.
     Collective over data-parallel ranks.
-
-    Args:
-        chunks: the parts of the model, as Megatron wrapped them.
-        optimizer: Megatron's optimizer. None: there is none.
     """
     late = [chunk for chunk in chunks if _is_gathered_late(chunk)]
     if late and hasattr(optimizer, "prepare_model_params_for_param_sync"):

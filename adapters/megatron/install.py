@@ -15,7 +15,6 @@ from typing import Any
 
 from . import nvrx
 from .local import CkptID, LocalCheckpoints
-from .replication import Clique
 
 _LOCAL = "nvidia_resiliency_ext.checkpointing.local"
 
@@ -60,7 +59,7 @@ def install(redundancy: str | None = None, enabled: bool = True, **settings: Any
         "ckpt_managers.local_manager": {"LocalCheckpointManager": Installed},
         "replication.group_utils": {"GroupWrapper": None, "parse_group_sequence": None},
         "replication.strategies": {
-            "CliqueReplicationStrategy": Clique, "LazyCliqueReplicationStrategy": Clique,
+            "CliqueReplicationStrategy": nvrx.Clique, "LazyCliqueReplicationStrategy": nvrx.Clique,
             "NoReplicasAvailableError": nvrx.NoReplicasAvailableError, "ReplicationStrategy": nvrx.ReplicationStrategy,
         },
     }.items():  # fmt: skip

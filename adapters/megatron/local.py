@@ -27,16 +27,14 @@ from mlflash.state.leaves import Flat
 
 from .. import pickles
 from . import padding, persistent
-from .memory_only import MemoryOnly
-from .nvrx import BaseCheckpointManager, CheckpointingException
-from .replication import scheme_of
+from .nvrx import BaseCheckpointManager, CheckpointingException, scheme_of
 from .request import request
 
 log = logging.getLogger("mlflash")
 
 CkptID = tuple[int, int, str]
 _open: dict[str, Checkpointer] = {}  # of this process, by job
-_only: dict[str, MemoryOnly] = {}  # of each of them; a manager may be gone before the process ends
+_only: dict[str, persistent.MemoryOnly] = {}  # of each of them; a manager may be gone before the process ends
 _ROOM_NBYTES = 64 << 10  # the pickle is padded to a multiple of this, so that the layout rarely changes
 
 
@@ -107,7 +105,7 @@ class LocalCheckpoints(BaseCheckpointManager):
                                 error)  # fmt: skip
             self._made = _open[job] = Checkpointer(**self._settings)
             if self._made.enabled:
-                _only[job] = MemoryOnly(self._made)
+                _only[job] = persistent.MemoryOnly(self._made)
         return self._made
 
     def find_latest(self) -> int:
@@ -243,25 +241,12 @@ class LocalCheckpoints(BaseCheckpointManager):
             if only is not None:
                 only.end()
 
-    # What NVRx's users call, and the hooks that its class leaves to subclasses. They are made for files.
+    # The hooks that NVRx's class leaves to subclasses. They are made for files.
 
     def _ckpt_id(self, iteration: int) -> CkptID:
         if iteration < 0:
             raise CheckpointingException(f"Invalid iteration: expected a non-negative value, got {iteration}.")
         return iteration, self.rank, self.session_id
-
-    def _filename_from_template(self, iteration: int | str, rank: int | str, extra_suffix: str = "") -> str:
-        """Give the name that NVRx's file of an iteration would have."""
-        digits = f"{iteration:07d}" if isinstance(iteration, int) else iteration
-        return f"iter_{digits}_{rank}_local{extra_suffix}.pt"
-
-    def _filename_to_id(self, filename: str) -> CkptID:
-        _, iteration, rank, _ = filename.split("_", 3)
-        return int(iteration), int(rank), self.session_id
-
-    def _local_ckpt_path_from_id(self, ckpt_id: CkptID, is_dirty: bool = False) -> Path:
-        """Give the path that NVRx's file of a checkpoint would have. There is no such file."""
-        return self.local_ckpt_dir / self._filename_from_template(*ckpt_id[:2], ".dirty" if is_dirty else "")
 
     def _my_ckpt_ids(self) -> list[CkptID]:
         steps = self.checkpointer.adapting.steps_alike() if self.checkpointer.enabled else []
@@ -308,7 +293,6 @@ class _Apart:
 
 
 def _together(state: dict[str, Any]) -> Any:
-    """Put a tensor-aware state dict together again, with its tensors on the devices where they were."""
     whole, tensors = pickles.load(state["pickled"].tobytes(), state["tensors"])
     if tensors is not None:
         whole.insert_tensors(tensors)

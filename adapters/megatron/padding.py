@@ -118,11 +118,7 @@ def _without_padding(buffer: Any, before: list[int]) -> dict[Any, tuple[int, int
 
 
 def _check(optimizer: Any, state: dict[int, Any]) -> None:
-    """Compare this rank's part of each parameter with what is to be saved of it, bit by bit.
-
-    Raises:
-        StateError: they differ.
-    """
+    """Compare this rank's part of each parameter with what is to be saved of it, bit by bit."""
     parameters = itertools.chain.from_iterable(buffer.param_index_map for buffer in optimizer.buffers)
     for number, parameter in enumerate(parameters):
         if parameter not in optimizer.model_param_gbuf_map:

@@ -34,7 +34,6 @@ class AsyncRequest(NamedTuple):
     async_fn_kwargs: dict[str, Any]
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function to call at the end."""
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
@@ -74,12 +73,7 @@ def nothing_to_do() -> AsyncRequest:
 
 
 def wait_for(path: str, timeout_s: float) -> None:
-    """Wait, in any process of this machine, for the end of a save or of the process that saves.
-
-    Args:
-        path: path of the FIFO. It is deleted when the save has ended.
-        timeout_s: seconds after which the call returns in any case.
-    """
+    """Wait, in any process of this machine, for the end of a save or of the process that saves."""
     try:
         fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:

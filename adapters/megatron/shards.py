@@ -88,11 +88,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         return self._directories.make(step)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Save, and wait for the commit. Collective.
-
-        Raises:
-            SaveFailed, DeadlineExceeded: the save was not committed.
-        """
+        """Save, and wait for the commit. Collective."""
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
@@ -212,11 +208,9 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         return self._reading(super().load, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     def load_tensors_metadata(self, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """List the tensors of a checkpoint. Collective."""
         return self._reading(super().load_tensors_metadata, checkpoint_dir, *args, **kwargs)
 
     def load_sharded_metadata(self, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """List the tensors and objects of a checkpoint. Collective."""
         found = self._reading(super().load_sharded_metadata, checkpoint_dir, *args, **kwargs)
         return {key: value for key, value in found.items() if key != _COMMON}
 
@@ -271,7 +265,6 @@ class _Directories:
         self._paths: list[str] = []
 
     def make(self, step: int) -> str:
-        """Make an empty directory for a step."""
         if self._root is None:
             self._root = tempfile.mkdtemp(prefix="mlflash-megatron-")
             weakref.finalize(self, _delete, self._root, os.getpid())

@@ -5,8 +5,6 @@ Names and arguments are those of ML Flashpoint's adapter, with ``mlflash`` inste
     callback        `MLFlashCheckpointCallback`, which decides when to save
     checkpoint_io   send paths below the base container to memory, and all others to NeMo
     memory          save and load the sharded state of a `MegatronStrategy` in slots
-    position        save and restore random numbers and the positions of data loaders
-    own_files       move NeMo's own checkpoints to disk in the background
     auto_resume     choose the checkpoint to start from
     wrap            put all of this into a trainer
 

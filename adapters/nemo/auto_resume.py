@@ -127,7 +127,6 @@ def _others(torn: Path) -> Iterator[str]:
 
 
 def _step_of(path: Any) -> int:
-    """Read the step of a checkpoint on disk. Not collective."""
     common = dist_checkpointing.load_common_state_dict(str(ckpt_to_weights_subdir(Path(path), is_saving=False)))
     return int(common["global_step"])
 

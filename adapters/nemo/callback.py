@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.io.pl import TrainerContext
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-from mlflash import Checkpointer
+from mlflash import Checkpointer, rng
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
 from mlflash.protocol.torch_rank import check_torch_rank
 
 from .. import intervals
 from ..ids import step_of
-from ..lightning.loops import OwnSaves, at_step_ends
+from ..lightning.loops import OwnSaves, at_step_ends, before_first_step, restore_together
 from ..lightning.packages import leave_mpi_alone
-from ..lightning.resume import restore_together
 from ..replacing import replaced
 from .checkpoint_io import MLFlashCheckpointIO
 from .memory import OF_RANK, Memory, delete
-from .position import go_on
 
 
 class MLFlashCheckpointCallback(Callback):
@@ -77,12 +76,7 @@ class MLFlashCheckpointCallback(Callback):
         self._place = place
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Open the Checkpointer, if it is not open yet. Collective.
-
-        Raises:
-            ConfigError: the trainer was not wrapped, or ``in_background`` does not work with it.
-            WorldMismatch: torch.distributed has other ranks than the launcher.
-        """
+        """Open the Checkpointer, if it is not open yet. Collective."""
         if stage != "fit" or not self.enabled:
             return
         if self._place is None:
@@ -101,12 +95,7 @@ class MLFlashCheckpointCallback(Callback):
                 self._files = OwnFiles(trainer, self.memory.checkpointer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Read the training's context, if it is to be saved. Collective.
-
-        Raises:
-            ConfigError: something, such as PEFT, has replaced the CheckpointIO.
-            StateError: on other ranks: NeMo could not describe the training on rank 0.
-        """
+        """Read the training's context, if it is to be saved. Collective."""
         if self.memory is None:
             return
         checkpoint_io = trainer.strategy.unwrapped_checkpoint_io
@@ -132,14 +121,12 @@ class MLFlashCheckpointCallback(Callback):
         """If the checkpoint is from memory, continue where this rank was."""
         at = checkpoint.pop(OF_RANK, None)
         if at is not None:
-            self._undo.append(go_on(trainer, checkpoint, at))
+            self._undo.append(_go_on(trainer, checkpoint, at))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Remember the step at which training begins."""
         self._step = trainer.global_step
 
     def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
-        """Save if a step has ended and is due. Collective."""
         assert self.memory is not None and self._own is not None
         step, before = trainer.global_step, self._step
         self._step = step
@@ -187,6 +174,35 @@ class MLFlashCheckpointCallback(Callback):
         self._undo = []
 
 
+def _go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Callable[[], None]:
+    """Let Lightning's fit loop continue where this rank was, before the loop is restored. Give what undoes it."""
+    loop, has_ended = trainer.fit_loop, at["epoch has ended"]
+    if at["loaders"]:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = at["loaders"]
+
+    def set_numbers() -> None:
+        rng().load_state_dict(at["rng"])
+        get_cuda_rng_tracker().set_states(at["tracker"])
+
+    def prepare(fetcher: Any) -> None:
+        if not has_ended:  # data loaders have drawn some for the rest of the epoch
+            set_numbers()
+
+    def begin_epoch() -> None:
+        undo.close()
+        set_numbers()  # data loaders drew some at their setup; now come those of the new epoch
+        loop.on_advance_start()
+
+    undo = replaced(loop, **({"on_advance_start": begin_epoch} if has_ended else {}))
+    let_steps_be = before_first_step(loop, has_ended, prepare)
+
+    def undo_all() -> None:
+        undo.close()
+        let_steps_be()
+
+    return undo_all
+
+
 def _context_of(trainer: Any) -> dict[str, bytes]:
     """Give the files that NeMo saves as a training's context (its model and trainer), by name."""
     with tempfile.TemporaryDirectory(prefix="mlflash-nemo-") as directory:
@@ -202,15 +218,7 @@ def _context_of(trainer: Any) -> dict[str, bytes]:
 
 
 class OwnFiles:
-    """Moves NeMo's own checkpoints of one fit with a `MegatronStrategy`. Collective over all ranks. Then close it.
-
-    Args:
-        trainer: NeMo's Trainer.
-        checkpointer: the Checkpointer of the fit.
-
-    Raises:
-        ConfigError: NeMo itself writes in the background, or also writes moving averages (EMA).
-    """
+    """Moves NeMo's own checkpoints of one fit with a `MegatronStrategy`. Collective over all ranks. Then close it."""
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
         if trainer.strategy.async_save:
@@ -230,11 +238,7 @@ class OwnFiles:
             self._undo.enter_context(replaced(callback, _remove_checkpoint=self.remove, **ours))
 
     def save(self, callback: Any, save: Callable[..., None], trainer: Any, filepath: Any) -> None:
-        """Let NeMo write a checkpoint to memory, or to its place if some rank has no room. Collective.
-
-        Raises:
-            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
-        """
+        """Let NeMo write a checkpoint to memory, or to its place if some rank has no room. Collective."""
         target = Path(ckpt_to_dir(filepath))
         if "://" in str(filepath) or not self._files.begin(os.fspath(target)):
             save(trainer, filepath)

@@ -30,11 +30,7 @@ class MLFlashCheckpointIO(AsyncCompatibleCheckpointIO):
         return getattr(self._wrapped, name)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> Any:
-        """Save a checkpoint. Collective over all ranks.
-
-        Returns:
-            None for a path in memory, whose save continues by itself. Otherwise what the wrapped one returns.
-        """
+        """Save a checkpoint. Collective over all ranks."""
         if not self.memory.holds(path):
             return self._wrapped.save_checkpoint(checkpoint, path, storage_options=storage_options)
         options = storage_options or {}
@@ -45,12 +41,7 @@ class MLFlashCheckpointIO(AsyncCompatibleCheckpointIO):
 
     def load_checkpoint(self, path: Any, sharded_state_dict: Any = None, map_location: Any = None,
                         strict: Any = None, **kwargs: Any) -> Any:  # fmt: skip
-        """Load a checkpoint. Collective over all ranks.
-
-        Raises:
-            StepNotFound: there is no such step in memory.
-            CheckpointException: a tensor of the model is missing in it, or has another shape.
-        """
+        """Load a checkpoint. Collective over all ranks."""
         if not self.memory.holds(path):
             more = {"strict": strict} if strict is not None else {}
             return self._wrapped.load_checkpoint(path, sharded_state_dict, map_location, **more, **kwargs)
@@ -64,12 +55,10 @@ class MLFlashCheckpointIO(AsyncCompatibleCheckpointIO):
         return dist_checkpointing.load_content_metadata(self.memory.directory(path))
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint from disk. Newer saves overwrite those in memory."""
         if not self.memory.holds(path):
             self._wrapped.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Tear down the wrapped CheckpointIO."""
         self._wrapped.teardown()
 
 
@@ -81,7 +70,6 @@ class MLFlashAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint. Collective over all ranks."""
         if not self.checkpoint_io.memory.holds(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

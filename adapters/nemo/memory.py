@@ -15,15 +15,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mlflash import Checkpointer, config
-from mlflash.errors import MlflashError, Unrestorable
+from mlflash import Checkpointer, config, rng
+from mlflash.errors import MlflashError
 from mlflash.memory.node_directory import clean
 
 from ..ids import step_of
 from ..megatron.shards import LoadShards, SaveShards
-from .position import position
 
 log = logging.getLogger("mlflash")
 
@@ -77,7 +77,6 @@ class Memory:
         return self._checkpointer
 
     def path_of(self, step: int) -> Path:
-        """Give the path that stands for the checkpoint of a step."""
         return self.base / f"step-{step:08d}"
 
     def holds(self, path: Any) -> bool:
@@ -100,7 +99,7 @@ class Memory:
                 self._strategy = FullyParallelSaveStrategyWrapper(self._save, None, self._is_constant)
         is_first, self._is_first = self._is_first, False
         checkpoint[_ALIKE] = {"ranks": dist.get_world_size(), "context": self.context if dist.get_rank() == 0 else None}
-        checkpoint[OF_RANK] = _sharded(position(checkpoint, self.epoch_has_ended))
+        checkpoint[OF_RANK] = _sharded(_position(checkpoint, self.epoch_has_ended))
         request = dist_checkpointing.save(
             checkpoint, self._save.directory(step), self._strategy, validate_access_integrity=is_first,
             async_sharded_save=True, content_metadata=content_metadata,
@@ -109,11 +108,7 @@ class Memory:
         self._pending = step, request.finalize_fns[0]  # Megatron's own only marks the directory, which is not kept
 
     def wait(self) -> None:
-        """Wait for the running save, and log a warning if it failed. Not collective.
-
-        Raises:
-            SaveFailed, CheckpointException: only with ``strict``: the save failed.
-        """
+        """Wait for the running save, and log a warning if it failed. Not collective."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -131,18 +126,8 @@ class Memory:
         """Find the newest checkpoint of memory and the directory that can be loaded. Every byte of it is verified.
 
         Collective over all ranks.
-
-        Args:
-            instead: the checkpoint on disk from which training can start otherwise. None: there is none.
-
-        Raises:
-            Unrestorable: there are checkpoints, but none can be loaded, and there is nothing ``instead``.
         """
-        try:
-            path = self._loading().directory()
-        except Unrestorable as error:  # the same on all ranks
-            self.checkpointer.adapting.go_on_instead(error, instead)
-            return None
+        path = self._loading().directory(instead=instead)
         if path is None:
             return None
         self._found = step_of(path), path
@@ -237,3 +222,14 @@ def delete(memory: str, job: str) -> None:
 
 def _sharded(value: Any) -> ShardedObject:
     return ShardedObject("mlflash.rank", value, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[str, Any]:
+    """Give what NeMo does not save of this rank's position, and take its data loaders out of the checkpoint."""
+    loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
+    return {
+        "rng": rng().state_dict(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+        "epoch has ended": epoch_has_ended,
+        "loaders": [] if epoch_has_ended else loaders,  # an epoch that has ended has no rows left
+    }

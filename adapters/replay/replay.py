@@ -146,13 +146,7 @@ class Replay:
         return [one for theirs in ring.tell(mine) for one in theirs]
 
     def _say(self, ring: Ring, step: int, most: float | None) -> None:
-        """Report what was found, by a log line of the first rank, an exception or a call on all ranks.
-
-        Args:
-            ring: the ring of all ranks.
-            step: the replayed step.
-            most: the largest difference on any rank. None: all bits are the same.
-        """
+        """Report what was found, by a log line of the first rank, an exception or a call on all ranks."""
         found = self.mismatches
         if not found:
             result = "the same bits"
@@ -232,11 +226,7 @@ _Packed = tuple[bytes, torch.dtype, tuple[int, ...], tuple[int, ...], str, bool]
 
 
 def pack(inputs: Any) -> bytes:
-    """Give the inputs as bytes. Not collective. You may change the inputs when this returns, but not before.
-
-    Raises:
-        Exception: whatever pickle raises for something that it does not accept.
-    """
+    """Give the inputs as bytes. Not collective. You may change the inputs when this returns, but not before."""
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(inputs)
     return file.getvalue()
@@ -304,16 +294,12 @@ class Ring:
 
         Each of ``size - 1`` successive replays has another first distance, so that every rank checks every other. With
         two ranks both distances are the same, and with one rank both are 0.
-
-        Args:
-            number: number of the replay.
         """
         if not self._distances:
             return 0, 0
         return self._distances[number % (self.size - 1)], self._distances[(number + 1) % (self.size - 1)]
 
     def rank_at(self, distance: int) -> int:
-        """Give the rank of the world at this distance after this one. Not collective."""
         rank: int = self.ranks[(self.place + distance) % self.size]
         return rank
 
@@ -430,7 +416,6 @@ class Synced:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Let the DDPs do the same in this pass."""
         with contextlib.ExitStack() as stack:
             for module, flag, _ in self._found:
                 stack.enter_context(_attributes(module, {"require_forward_param_sync": flag}))
@@ -439,7 +424,6 @@ class Synced:
 
 @contextlib.contextmanager
 def _attributes(thing: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes for the duration of the block."""
     before = {name: getattr(thing, name) for name in values}
     try:
         for name, value in values.items():

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from mlflash.human_readable.wording import listed
 
-from .gradients import Signatures
-from .signatures import difference
+from .gradients import Signatures, difference
 
 _NAMED = 8  # differing gradients that a text lists
 _LIKELY = ", as with kernels that are not deterministic"
@@ -40,7 +39,7 @@ class Mismatch:
     Attributes:
         step: the replayed step.
         names: names of parameters whose gradients differ, or ``"loss"``. The largest difference comes first.
-        difference: the largest difference, relative to the largest element (`signatures.difference`).
+        difference: the largest difference, relative to the largest element (`gradients.difference`).
         subject: the rank that the micro-batch belongs to.
         witness: the rank that computed it again.
         culprit: the one of these two that is wrong. None if mlflash cannot tell.
@@ -65,12 +64,7 @@ class Mismatch:
 
 
 def differing(one: Signatures, other: Signatures, bound: float) -> dict[str, float]:
-    """Give what differs between two passes, by name. The largest difference comes first.
-
-    Args:
-        one, other: signatures of two passes of the same micro-batch.
-        bound: ignore differences up to this. With 0.0 all bits must be the same.
-    """
+    """Give what differs between two passes, by name. The largest difference comes first."""
     found = {}
     for name in one.keys() | other.keys():
         if name not in one or name not in other:

@@ -7,7 +7,6 @@ only while it trains.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -30,8 +29,7 @@ from mlflash.state.plain_values import decode_plain
 
 from .. import intervals
 from ..replacing import replaced
-from .backends import state_of
-from .states import Found, State, has_ended
+from .states import Found, State, has_ended, state_of
 
 
 class MLFlashCallback(TrainerCallback):
@@ -111,11 +109,7 @@ class MLFlashCallback(TrainerCallback):
         self.attach(frame.f_locals["self"])
 
     def on_train_begin(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        """Continue with the sums of the interrupted training. Not collective.
-
-        Raises:
-            ConfigError: the callback was given to the Trainer too late.
-        """
+        """Continue with the sums of the interrupted training. Not collective."""
         self._is_over = state.global_step >= state.max_steps
         if self._state is not None:
             self._state.of_rank.begin()
@@ -129,17 +123,14 @@ class MLFlashCallback(TrainerCallback):
             self._state.of_rank.begin_epoch(train_dataloader)
 
     def on_step_end(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        """Note whether the step is due. Not collective."""
         self._is_due = self._every is not None and intervals.is_due(state.global_step, self._every, self._skip)
         self._epoch_has_ended = False
 
     def on_save(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        """Note that the Trainer saved the step, for whatever reason. Not collective."""
         if self._every is None:
             self._is_due = intervals.is_due(state.global_step, None, self._skip)
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note that the last step ended its epoch. Not collective."""
         self._epoch_has_ended = True
 
     # A training
@@ -284,15 +275,7 @@ def TrainerWrapper(
 
 
 class OwnFiles:
-    """Moves the Trainer's own checkpoints of one training. Collective over all ranks. Close it at the end.
-
-    Args:
-        trainer: Hugging Face's Trainer.
-        checkpointer: the training's Checkpointer.
-
-    Raises:
-        ConfigError: the Trainer uploads its checkpoints from where it wrote them.
-    """
+    """Moves the Trainer's own checkpoints of one training. Collective over all ranks. Close it at the end."""
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
         if trainer.args.push_to_hub:
@@ -306,15 +289,10 @@ class OwnFiles:
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Give the methods that replace the Trainer's own."""
         return {"_save_checkpoint": self.save, "_get_output_dir": self.output_dir, "_load_best_model": self.load_best}
 
     def save(self, model: Any, trial: Any) -> None:
-        """Let the Trainer write its checkpoint to memory, or to disk if some rank has no room. Collective.
-
-        Raises:
-            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
-        """
+        """Let the Trainer write its checkpoint to memory, or to disk if some rank has no room. Collective."""
         folder, state = self._directory(trial), self._trainer.state
         target = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if not self._files.begin(target):
@@ -371,20 +349,6 @@ class OwnFiles:
 log = logging.getLogger("mlflash")
 
 
-@dataclasses.dataclass(frozen=True)
-class OnDisk:
-    """What the Trainer has written.
-
-    Attributes:
-        step, path: those of the newest complete checkpoint. None: there is none.
-        is_empty: whether there is not even an incomplete checkpoint.
-    """
-
-    step: int | None
-    path: str | None
-    is_empty: bool
-
-
 def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found | str | bool | None:
     """Find the newest checkpoint. If one of mlflash and one of the Trainer are equally new, take that of mlflash.
 
@@ -402,15 +366,16 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
     Raises:
         Unrestorable: mlflash has checkpoints, but none can be loaded, and the Trainer has written none.
     """
-    disk: OnDisk = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
-    step = checkpointer.adapting.newest_step(disk.path)
+    on_disk, path, is_empty = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
+    step = checkpointer.adapting.newest_step(path)
     found = None if step is None else _in_memory(checkpointer, step)
-    if found is not None and (disk.step is None or disk.step <= found.step):
+    if found is not None and (on_disk is None or on_disk <= found.step):
         return found
-    if disk.path is not None:
-        log.info("starting from %s: mlflash has %s", disk.path, "nothing" if found is None else f"step {found.step}")
-        return disk.path
-    return None if disk.is_empty else True
+    if path is not None:
+        assert isinstance(path, str)
+        log.info("starting from %s: mlflash has %s", path, "nothing" if found is None else f"step {found.step}")
+        return path
+    return None if is_empty else True
 
 
 def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
@@ -429,11 +394,11 @@ def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
         opened.close()
 
 
-def _look(directory: Path, whole: str) -> OnDisk:
-    """Look at a Trainer's directory. Not collective."""
+def _look(directory: Path, whole: str) -> tuple[int | None, str | None, bool]:
+    """Give step and path of the newest complete checkpoint, and whether there is not even an incomplete one."""
     there = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
              if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()}  # fmt: skip
     # Without an optimizer the Trainer would go on without saying so.
     ended = [step for step, path in there.items() if (path / TRAINER_STATE_NAME).is_file() and any(path.glob(whole))]
     newest = max(ended, default=None)
-    return OnDisk(newest, None if newest is None else str(there[newest]), not there)
+    return newest, None if newest is None else str(there[newest]), not there

@@ -19,10 +19,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.utils import is_sagemaker_mp_enabled
 
 from mlflash import Checkpointer, rng
 from mlflash.checkpointer.for_adapters import Adapting
-from mlflash.errors import StateError
+from mlflash.errors import ConfigError, StateError
 
 from ..fsdp.states import init_optim_state
 from ..replacing import replaced
@@ -50,9 +51,6 @@ class Found:
 
 class OfRank:
     """What differs between ranks: random numbers, and losses that are not logged yet.
-
-    Args:
-        trainer: Hugging Face's Trainer.
 
     Attributes:
         together: loads a part of this on all ranks, or on none. It is set if there is something to load.
@@ -160,11 +158,7 @@ class State:
         """Do nothing: the trainer was not changed. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the live state; no tensor is copied. Not collective.
-
-        Raises:
-            StateError: a callback's state or what it logged cannot be written as JSON.
-        """
+        """Give the live state; no tensor is copied. Not collective."""
         trainer = self._trainer
         return {
             "model": trainer.model.state_dict(),
@@ -181,12 +175,7 @@ class State:
         raise NotImplementedError("use `loading` instead")
 
     def loading(self, checkpointer: Checkpointer, found: Found) -> contextlib.AbstractContextManager[object]:
-        """Let the trainer load from memory instead of a folder.
-
-        Args:
-            checkpointer: the Checkpointer that has the checkpoint.
-            found: the checkpoint.
-        """
+        """Let the trainer load from memory instead of a folder."""
         load = self._load
         self.of_rank.together = functools.partial(checkpointer.adapting.load_together, found.step)
         return replaced(
@@ -220,6 +209,23 @@ class State:
                 optimizer.load_state_dict(state["optimizer"])
 
         together(step, put)
+
+
+def state_of(trainer: Any) -> State:
+    """Give the state of a trainer. Its kind depends on what trains the model. Not collective."""
+    kind = trainer.accelerator.distributed_type.name
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        from .engines import StateOfEngine  # DeepSpeed is not always installed
+
+        return StateOfEngine(trainer)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
+        raise ConfigError("FSDP1 keeps its state in flat parameters, which this adapter cannot save: set fsdp_config="
+                          "{'version': 2}, or for an older Trainer that does not know it the environment variable "
+                          "FSDP_VERSION=2", found="fsdp_version 1")  # fmt: skip
+    if kind in ("XLA", "MEGATRON_LM") or is_sagemaker_mp_enabled() or getattr(trainer, "is_fsdp_xla_enabled", False):
+        raise ConfigError("this backend keeps its own state, and this adapter does not know it", found=kind)
+    return State(trainer)
 
 
 def has_ended(trainer: Any) -> bool:

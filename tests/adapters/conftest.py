@@ -26,7 +26,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def options(root: Path) -> dict[str, object]:
-    """Settings of a Checkpointer on nodes of two ranks each."""
     from emulated import on_node  # it loads MPI
 
     return {"job": "t", **on_node(root, 2), "transport": "p2p", "timeout_s": 30.0}
@@ -34,7 +33,6 @@ def options(root: Path) -> dict[str, object]:
 
 @pytest.fixture(params=["argument", "environment"])
 def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """What the code says where mlflash is off; where that is True the environment says otherwise."""
     if request.param == "environment":
         monkeypatch.setenv("MLFLASH_DISABLE", "1")
     return bool(request.param == "environment")

@@ -32,7 +32,6 @@ def started(*args: Any, **more: Any) -> Iterator[Any]:
 
 
 def refused(*args: Any, **more: Any) -> errors.MlflashError:
-    """The error; a process group that is made all the same does not stay."""
     with pytest.raises(errors.MlflashError) as raised, started(*args, **more):
         pass
     assert not dist.is_initialized()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,13 @@ def loaded_local(root: Path, make: Any, replicas: int, shards: int, steps: int =
             return None
         with fsdp.Checkpoints(**settings(root)) as checkpoints:
             run = make(replicas, shards, seed=1)
+            reader = fsdp.DistributedFileSystemReader(f"run/tp0_ep0_fsdp{run.shard}")
+            state = fsdp.local_state_dict(run.model, run.optimizer)
+            with pytest.raises(errors.StructureMismatch, match="init_optim_state"):
+                checkpoints.load(state, process_group=run.replicas, storage_reader=reader)
             fsdp.init_optim_state(run.optimizer)
             state = fsdp.local_state_dict(run.model, run.optimizer)
-            found = checkpoints.load(state, f"run/tp0_ep0_fsdp{run.shard}", run.replicas)
-            assert found == steps
+            assert checkpoints.load(state, process_group=run.replicas, storage_reader=reader) == steps
             fsdp.load_local_state_dict(run.model, run.optimizer, state)
             run.steps = steps
             return run.train(3)
@@ -268,7 +272,6 @@ def test_empty_shards_may_be_left_without_optimizer_state() -> None:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket of a real S3 server, in a process of rank 0 on loopback."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(s3.served()).address if RANK == 0 else None
         stack.enter_context(s3.used(COMM.bcast(address), AWS_MAX_ATTEMPTS="2"))
@@ -295,3 +298,27 @@ def test_an_s3_url_is_written_and_read_there(root: Path, bucket: str) -> None:
         assert not list(root.rglob("slot-*")), "what goes to S3 does not go to memory"
         with pytest.raises(errors.StructureMismatch, match=r"step-3|No such|not found|NoSuch"):
             checkpoints.load(state, f"{bucket}/step-3")
+
+
+def test_where_it_is_off_urls_go_on_and_memory_has_nothing(options: dict[str, Any], root: Path, enabled: bool) -> None:
+    with job(), fsdp.Checkpoints(enabled=enabled, **options) as checkpoints:
+        assert not checkpoints.enabled
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        mine = pairs[dist.get_rank() // 2]
+        state = {"weights": torch.full((7,), 1.0 + dist.get_rank() // 2)}
+        metadata = checkpoints.async_save(state, "run/step-1/half", mine).result(0)
+        assert metadata.state_dict_metadata == {}
+        checkpoints.maybe_finalize_async_calls(process_group=mine)
+        checkpoints.maybe_finalize_async_calls(blocking=False)
+        assert checkpoints.load(state, "run/half", mine) is None
+        assert not list(root.glob("node*/*"))
+        COMM.Barrier()
+        url = f"file://{root}/half{dist.get_rank() // 2}"
+        checkpoints.async_save(state, url, mine)
+        checkpoints.maybe_finalize_async_calls(process_group=mine)
+        COMM.Barrier()
+        found = {"weights": torch.zeros(7)}
+        assert checkpoints.load(found, url, mine) == 0 and torch.equal(found["weights"], state["weights"])
+        names = [thread.name for thread in threading.enumerate() if "mlflash-courier" in thread.name]
+        assert not names and not list(root.glob("mlflash-*"))
+        COMM.Barrier()

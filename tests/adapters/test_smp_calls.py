@@ -1,4 +1,4 @@
-"""SMP's local and sharded recipes as its page has them, call by call: a reader by its id, groups of replicas."""
+"""SMP's sharded recipe as its page has it, call by call: a reader by its id, groups of replicas."""
 
 from __future__ import annotations
 
@@ -28,48 +28,6 @@ pytestmark = [
     pytest.mark.mpi(min_size=4),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's
 ]
-
-
-def replication(ranker: fsdp.Ranker) -> tuple[Any, int]:
-    """The page's loop: the group of the ranks that have the same shard, and the lowest of these."""
-    group, coordinator = None, -1
-    for ranks in ranker.get_rep_groups():
-        rep_group = dist.new_group(ranks)
-        if RANK in ranks:
-            group, coordinator = rep_group, min(ranks)
-    return group, coordinator
-
-
-@pytest.mark.parametrize("make", [pytest.param(fsdp2, marks=pytest.mark.gate), fsdp1])
-def test_the_local_recipe(root: Path, make: Any) -> None:
-    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
-        run: Run = make(2, 2)
-        run.train(3)
-        ranker = fsdp.Ranker(run.model)
-        group, coordinator_rank = replication(ranker)
-        sub_dir = f"tp0_ep0_fsdp{ranker.shard}"
-        checkpoints.maybe_finalize_async_calls(blocking=True, process_group=group)
-        state_dict = fsdp.local_state_dict(run.model, run.optimizer)
-        checkpoints.async_save(state_dict, checkpoint_id=f"{SAVE_DIR}/{sub_dir}", process_group=group,
-                               coordinator_rank=coordinator_rank)  # fmt: skip
-        checkpoints.maybe_finalize_async_calls(blocking=True, process_group=group)
-        expected = run.train(3)
-    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
-        run = make(2, 2, seed=1)
-        ranker = fsdp.Ranker(run.model)
-        storage_reader = fsdp.DistributedFileSystemReader(f"{SAVE_DIR}/tp0_ep0_fsdp{ranker.shard}")
-        group, coordinator_rank = replication(ranker)
-        state_dict = fsdp.local_state_dict(run.model, run.optimizer)
-        with pytest.raises(errors.StructureMismatch, match="init_optim_state"):
-            checkpoints.load(state_dict=state_dict, process_group=group, coordinator_rank=coordinator_rank,
-                             storage_reader=storage_reader)  # fmt: skip
-        fsdp.init_optim_state(run.optimizer, skip_empty_param=True)
-        state_dict = fsdp.local_state_dict(run.model, run.optimizer)
-        checkpoints.load(state_dict=state_dict, process_group=group, coordinator_rank=coordinator_rank,
-                         storage_reader=storage_reader)  # fmt: skip
-        fsdp.load_local_state_dict(run.model, run.optimizer, state_dict)
-        run.steps = 3
-        assert run.train(3) == pytest.approx(expected, rel=1e-6)
 
 
 @contextlib.contextmanager

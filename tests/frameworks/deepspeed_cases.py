@@ -41,7 +41,6 @@ def weights(engine: Any) -> str:
 
 
 def whole(engine: Any) -> str:
-    """All that training goes on from."""
     return digest([*_tensors(engine.optimizer.state_dict()), torch.get_rng_state()]) + weights(engine)
 
 
@@ -253,7 +252,6 @@ def tensor_parallel(stage: str) -> None:
 
 
 def shared(flash: Any) -> list[str]:
-    """Names of what is stored once per node."""
     layout = flash.checkpointer._saves.stage._layout
     return [entry.name for entry in layout.entries if layout.is_shared(entry)]
 

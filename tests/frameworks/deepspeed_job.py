@@ -32,7 +32,6 @@ VARIANTS = {
 
 
 def engine_of(stage: int = 1, batches: int = 1, **config: Any) -> Any:
-    """A new engine: two layers and dropout, Adam with a schedule."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(16, 2048), torch.nn.Dropout(0.1), torch.nn.Linear(2048, 8))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -50,13 +49,11 @@ def engine_of(stage: int = 1, batches: int = 1, **config: Any) -> Any:
 
 
 def batch_of(engine: Any, number: int) -> torch.Tensor:
-    """A batch, other ones on each rank."""
     numbers = torch.Generator().manual_seed(1000 * number + torch.distributed.get_rank())
     return torch.randn(2, 16, generator=numbers).to(next(engine.module.parameters()).dtype)
 
 
 def step(engine: Any, seen: int) -> float:
-    """Train on one batch; its loss."""
     loss = (engine(batch_of(engine, seen)).float() ** 2).mean()
     engine.backward(loss)
     engine.step()
@@ -64,7 +61,6 @@ def step(engine: Any, seen: int) -> float:
 
 
 def train(run: Run) -> None:
-    """Train to a step, from the newest checkpoint there is."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine = engine_of(**VARIANTS[run.variant])
     each = {"storage_every": 1} if run.trigger == "storage_every" else {}

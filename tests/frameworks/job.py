@@ -59,6 +59,7 @@ class Run:
         late: what a save leaves to be copied is copied as late as it may: the rest of it by the step that changes it.
         traps: into which ranks step in it, see `traps`.
         settings: of the Checkpointer.
+        options: of the framework's own checkpoints.
     """
 
     name: str
@@ -83,12 +84,12 @@ class Run:
     follows: bool = False
     dies_at: int = 0
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     losses: int = 0  # noted so far
     checkpointer: Callable[[], Any] = lambda: None  # the open one, where the run dies
 
     @property
     def interval(self) -> int | None:
-        """What the adapter is told of when to save in memory."""
         return None if self.follows else self.every
 
     @property
@@ -98,7 +99,6 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """Where the framework writes."""
         return OUT.parent / f"disk-{self.job or os.environ['MLFLASH_JOB']}"
 
     @property
@@ -108,17 +108,16 @@ class Run:
 
     @property
     def checkpointing(self) -> dict[str, Any]:
-        """Settings of the Checkpointer."""
         return {**({"job": self.job} if self.job else {}), **self.settings}
 
     def loss(self, step: int, loss: float) -> None:
-        """Note the loss of a step: the first is 1."""
         note("loss", run=self.name, step=step, loss=loss)
         self.losses += 1
         if step == self.dies_at:
             checkpointer = self.checkpointer()
             checkpointer.wait()
-            note("held", run=self.name, steps=checkpointer.steps())
+            there = sorted(path.name for path in self.directory.rglob("[!.]*") if "/." not in str(path))
+            note("held", run=self.name, steps=checkpointer.steps(), there=there)
             torch.distributed.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -210,7 +209,6 @@ def _spoil(train: Callable[[Run], None], run: Run, rank: int) -> None:
 
 
 def main(framework: str, runs: list[dict[str, Any]]) -> None:
-    """Do the trainings."""
     set_traps([], launched(os.environ).rank)
     init_process_group(host="127.0.0.1")
     rank = torch.distributed.get_rank()

@@ -35,29 +35,26 @@ class Model(pl.LightningModule):
         self.register_buffer("batches", torch.zeros(()))
 
     def configure_model(self) -> None:
-        """Shard it, where the strategy does that."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             torch.distributed.fsdp.fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        """The loss of a batch; also noted."""
         loss: torch.Tensor = (self.net(batch[0]) ** 2).mean()
         step = self.trainer.global_step + 1
         self.run.loss(step, loss.item())
+        if self.run.trigger.startswith("best"):  # each step is the best so far
+            self.log("metric", -float(step), sync_dist=True)
         if self.run.variant == "signal" and step == 3 and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Count."""
         self.batches += 1
 
     def validation_step(self, batch: Any, number: int) -> None:
-        """A metric that the schedule listens to, and random numbers that are drawn."""
         self.log("metric", (self.net(batch[0]) ** 2).mean() + torch.rand(()), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """Adam, with a schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         if self.run.variant == "validate":
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -85,7 +82,6 @@ class Average(pl.Callback):
         self.mean: torch.Tensor | float = 0.0
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        """Update it."""
         weight = module.net[0].weight.detach()
         if hasattr(weight, "full_tensor"):
             weight = weight.full_tensor()
@@ -94,11 +90,9 @@ class Average(pl.Callback):
         self.mean = 0.9 * self.mean + 0.1 * weight
 
     def state_dict(self) -> dict[str, Any]:
-        """Give it."""
         return {"mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
         self.mean = state["mean"]
 
 
@@ -106,7 +100,6 @@ class ByHand(pl.Callback):
     """Saves after step 3, as a hook of a user's may."""
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Save."""
         if trainer.global_step == 3:
             trainer.save_checkpoint(f"{trainer.default_root_dir}/by-hand.ckpt")
 
@@ -123,6 +116,7 @@ class Changes(pl.Callback):
         (weight if trainer.global_step % 2 else weight.data).mul_(0.5)
 
 
+BEST = {"every_n_train_steps": 2, "monitor": "metric", "mode": "min"}
 TRIGGERS: dict[str, dict[str, Any]] = {
     "train steps": {"every_n_train_steps": 2},
     "epochs": {"every_n_epochs": 1},
@@ -131,11 +125,13 @@ TRIGGERS: dict[str, dict[str, Any]] = {
     "validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
     "last": {"every_n_train_steps": 100, "save_last": True},
     "weights only": {"every_n_train_steps": 2, "save_weights_only": True},
+    "best two, linked": {"save_top_k": 2, "save_last": "link", **BEST},
+    "best one, copied": {"save_top_k": 1, "save_last": True, **BEST},
+    "best two": {"save_top_k": 2, **BEST},
 }
 
 
 def strategy(run: Run, size: int) -> Any:
-    """Make the strategy of a variant."""
     if run.variant == "fsdp2":
         return ModelParallelStrategy(size, 1)
     if run.variant == "fsdp1":
@@ -157,7 +153,7 @@ def train(run: Run) -> None:
         run.commit_slowly(behind=run.settings.get("async_save", True))
     callbacks: list[Any] = [flash, average]
     if run.trigger in TRIGGERS:
-        callbacks.append(ModelCheckpoint(run.directory, save_top_k=-1, **TRIGGERS[run.trigger]))
+        callbacks.append(ModelCheckpoint(run.directory, **{"save_top_k": -1, **TRIGGERS[run.trigger]}))
     if run.variant.startswith("changes "):
         callbacks.append(Changes(run.variant.removeprefix("changes ")))
     if run.trigger == "by hand":
@@ -182,7 +178,8 @@ def train(run: Run) -> None:
     sampler = StatefulDistributedSampler(data, size, rank)
     loader = StatefulDataLoader(data, batch_size=2, sampler=sampler, num_workers=run.workers or 0)
     valid = torch.utils.data.DataLoader(data, batch_size=16)
-    path = run.variant if run.variant.startswith("mlflash:") else "last" if run.disk else None
+    on_disk = "last" if run.disk or run.trigger.startswith("best") else None
+    path = run.variant if run.variant.startswith("mlflash:") else on_disk
     if run.variant == "only validate":
         trainer.validate(model, valid, ckpt_path="mlflash:newest", verbose=False)
     else:

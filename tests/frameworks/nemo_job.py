@@ -36,8 +36,6 @@ def base(run: Run) -> str:
 
 
 class Note(pl.Callback):
-    """Notes each step's loss."""
-
     def __init__(self, run: Run):
         self.run = run
 
@@ -48,7 +46,6 @@ class Note(pl.Callback):
         return {"run": dataclasses.replace(self.run, checkpointer=lambda: None)}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        """The loss of a step."""
         self.run.loss(trainer.global_step, outputs["loss"].item())
         if self.run.trigger == "by hand" and trainer.global_step == 3:
             trainer.save_checkpoint(f"{self.run.directory}/checkpoints/step=2")  # as NeMo counts
@@ -58,30 +55,24 @@ class Note(pl.Callback):
 
 
 class Plain(pl.LightningModule):
-    """A model for the strategies that are not Megatron's."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8))
 
     def training_step(self, batch: Any, number: int) -> Any:
-        """The loss of a batch."""
         return (self.model(batch[0]) ** 2).mean()
 
     def configure_optimizers(self) -> Any:
-        """Adam."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def train_dataloader(self) -> Any:
-        """A step is half of the data."""
         rank = torch.distributed.get_rank()
         data = torch.utils.data.TensorDataset(torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)))
         return torch.utils.data.DataLoader(data, batch_size=8)
 
 
 def train(run: Run) -> None:
-    """Train to a step, from the newest checkpoint there is."""
     with on_cpu():
         _train(run)
 

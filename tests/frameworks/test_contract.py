@@ -36,15 +36,15 @@ pytestmark = pytest.mark.timeout(300)  # the first test of each variant waits fo
 Losses = dict[tuple[int, int], list[float]]
 
 
-def run(cluster: Cluster, framework: str, *runs: dict[str, Any], ranks: int = RANKS, timeout: float = 200) -> Result:
+def run(cluster: Cluster, framework: str, *runs: dict[str, Any], ranks: int = RANKS, timeout: float = 200,
+        launcher: str = "") -> Result:  # fmt: skip
     spec = {"framework": framework, "runs": runs}
     is_first = runs[0].get("variant") in VARIANTS.get(framework, [])[:1]
-    launcher = LAUNCHERS[framework] if is_first and COURIER == "process" else "mpiexec"
+    launcher = launcher or (LAUNCHERS[framework] if is_first and COURIER == "process" else "mpiexec")
     return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=timeout, launcher=launcher)
 
 
 def losses(result: Result, name: str) -> Losses:
-    """What a training has noted: by rank and step, one loss for each batch."""
     found: Losses = {}
     for record in result.of("loss"):
         if record["run"] == name:
@@ -53,7 +53,6 @@ def losses(result: Result, name: str) -> Losses:
 
 
 def digests(result: Result, name: str) -> list[str]:
-    """What has become of each rank's weights and optimizer."""
     return [record["digest"] for record in result.of("end") if record["run"] == name]
 
 
@@ -307,10 +306,7 @@ def test_with_all_memory_lost_it_goes_on_from_what_was_drained(trainings: Traini
     trainings.goes_on("all lost", 7)
 
 
-# A plain loop needs torchdata, which the environment of Lightning has.
-@pytest.mark.parametrize(
-    "framework", ["lightning", "transformers", pytest.param("plain", id="plain, beside lightning")]
-)
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_killed_after_the_last_batch_of_an_epoch_it_does_the_same_steps_with_the_same_samples(
     shm: Path, framework: str
 ) -> None:

@@ -65,7 +65,7 @@ PAGES = {
         "--module train --config small --parallelism.spmd_backend partial_dtensor --checkpoint.memory_interval 4 "
         "--training.steps",
     ),
-    "nemo": Page("run42/mlflash/step-00000020", before=(str(HERE / "nemo_script.py"),)),
+    "nemo": Page("run42/mlflash/step-00000020", before=(str(HERE.parent / "support" / "nemo_on_cpu.py"),)),
 }  # fmt: skip
 
 

@@ -1,12 +1,21 @@
-"""What is special to Lightning: other numbers of ranks, signals, paths of checkpoints in memory, `fit` called twice."""
+"""What is special to Lightning: other numbers of ranks, signals, paths of checkpoints in memory, `fit` called twice.
+
+Its own checkpoints may be moved to their place behind training: the same files, from which stock Lightning resumes.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from frameworks.test_contract import digests, losses, order, run
 from harness import Cluster
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 
 @pytest.mark.parametrize(("variant", "before", "after"), [("ddp", 2, 1), ("fsdp2", 1, 2)])
@@ -97,3 +106,38 @@ def test_what_callbacks_change_is_copied_before_or_the_save_fails_and_later_ones
         assert digests(result, f"after {name}") == digests(result, f"no {name}")
     eager = [record["run"] for record in result.of("said") if "than an optimizer's step changed" in record["text"]]
     assert eager == ["batch"]
+
+
+def content(path: Path) -> str:
+    """All that a checkpoint says, but for the folder that it is in, and what differs from run to run."""
+    found: dict[str, Any] = {}
+    if path.is_dir():
+        _load_state_dict(found, FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    meta = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
+    meta.pop("MLFlashCallback", None)
+    meta["callbacks"] = {name: state for name, state in meta["callbacks"].items() if "ModelCheckpoint" in name}
+    return repr((found, meta)).replace(str(path.parent), "FOLDER")
+
+
+def listing(folder: Path) -> dict[str, str]:
+    """What is there, and where links go."""
+    return {path.name: os.readlink(path) if path.is_symlink() else "" for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("trigger", "variant"), [("best two, linked", "ddp"), ("best one, copied", "ddp"), ("best two", "fsdp2")]
+)
+def test_lightning_finds_the_files_that_it_would_have_written(shm: Path, trigger: str, variant: str) -> None:
+    common = {"last": 7, "every": 100, "trigger": trigger, "variant": variant}
+    result = run(
+        Cluster(shm), "lightning",
+        {"name": "stock", "job": "stock", "enabled": False, **common},
+        {"name": "background", "job": "background", "settings": {"in_background": True}, **common},
+    )  # fmt: skip
+    assert losses(result, "stock") == losses(result, "background") and len(losses(result, "stock")) == 14, result.log
+    stock, background = shm / "disk-stock", shm / "disk-background"
+    assert listing(background) == listing(stock), result.log
+    for name in listing(stock):
+        assert content(background / name) == content(stock / name), name

@@ -10,11 +10,8 @@ from typing import Any
 
 import needs
 import pytest
-import torch
+from frameworks.test_lightning import content, listing
 from harness import Cluster, Result
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from waiting import until
 
 ENV = {"PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -29,41 +26,6 @@ def train(cluster: Cluster, folder: Path, last: int, how: str, **more: Any) -> R
 
 def losses(result: Result) -> dict[tuple[int, int], float]:
     return {(one["rank"], one["step"]): one["loss"] for one in result.of("loss")}
-
-
-def content(path: Path) -> str:
-    """All that a checkpoint says, but for the folder that it is in, and what differs from run to run."""
-    found: dict[str, Any] = {}
-    if path.is_dir():
-        _load_state_dict(found, FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    meta = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
-    meta.pop("MLFlashCallback", None)
-    meta["callbacks"] = {name: state for name, state in meta["callbacks"].items() if "ModelCheckpoint" in name}
-    return repr((found, meta)).replace(str(path.parent), "FOLDER")
-
-
-def listing(folder: Path) -> dict[str, str]:
-    """What is there, and where links go."""
-    return {path.name: os.readlink(path) if path.is_symlink() else "" for path in folder.iterdir()}
-
-
-KEEPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "the newest two, and a link": ("ddp", {"save_top_k": 2, "monitor": "metric", "mode": "min", "save_last": "link"}),
-    "one, and a copy": ("ddp", {"save_top_k": 1, "monitor": "metric", "mode": "min", "save_last": True}),
-    "sharded": ("fsdp2", {"save_top_k": 2, "monitor": "metric", "mode": "min"}),
-}
-
-
-@pytest.mark.parametrize("case", KEEPS)
-def test_lightning_finds_the_files_that_it_would_have_written(shm: Path, case: str) -> None:
-    cluster, (kind, keep) = Cluster(shm), KEEPS[case]
-    stock, background = (train(cluster, shm / how, 7, how, kind=kind, keep=keep) for how in ("stock", "background"))
-    assert losses(stock) == losses(background) and len(losses(stock)) == 14, background.log
-    ends = [[(end["best"], end["last"]) for end in one.of("end")] for one in (stock, background)]
-    assert ends[0] == ends[1] and len(ends[0]) == 1
-    assert listing(shm / "background") == listing(shm / "stock"), background.log
-    for name in listing(shm / "stock"):
-        assert content(shm / "background" / name) == content(shm / "stock" / name), name
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

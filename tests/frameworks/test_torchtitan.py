@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import Cluster, Result, own_memory
+from frameworks.test_contract import ENV, run
+from harness import Cluster, own_memory
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mlflash.exports.imports import read_dcp
 
-ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # fmt: skip
-DISK = {"interval": 1, "keep_latest_k": 2, "last_save_model_only": True, "export_dtype": "bfloat16"}
-WEIGHTS = {"interval": 3, "last_save_in_hf": True, "last_save_model_only": True}
 pytestmark = pytest.mark.timeout(400)  # the first one waits for three launches
-SEPARATE = {"exclude_from_loading": ["dataloader"]}
-BARE = {"exclude_from_loading": ["dataloader", "optimizer"], "load_only": True}
 
 
-def run(cluster: Cluster, ranks: int, *cases: dict[str, Any], arguments: tuple[str, ...] = ()) -> Result:
-    return cluster.run(ranks, "frameworks/titan_worker.py", json.dumps([cases, arguments]), env=ENV, timeout=120)
+def of(name: str, last: int, job: str = "", /, variant: str = "fsdp2", every: int = 2, **options: Any) -> Any:
+    return {"name": name, "last": last, "job": job or name, "variant": variant, "every": every, "options": options}
 
 
 class Trained:
@@ -31,42 +26,37 @@ class Trained:
 
     def __init__(self, root: Path):
         self.root = root
-        both = {"interval": 2, "memory_interval": 1}  # memory has 3 and 4 then, the disk 2 and 4
-        from_weights = {"initial_load_in_hf": True, "initial_load_path": str(root / "disk-weights/checkpoint/step-4")}
+        separate, bare = {"exclude_from_loading": ["dataloader"]}, {"exclude_from_loading": ["dataloader", "optimizer"]}
+        disk = {"interval": 1, "keep_latest_k": 2, "last_save_model_only": True, "export_dtype": "bfloat16"}
+        hub = {"interval": 3, "last_save_in_hf": True, "last_save_model_only": True}
+        both = {"interval": 2, "every": 1}  # memory has 3 and 4 then, the disk 2 and 4
+        weights = {"initial_load_in_hf": True, "initial_load_path": str(root / "disk-weights/checkpoint/step-4")}
+        off = {"enabled": False}
         two = [
-            {"name": "reference", "last": 5, "job": "reference", "checkpoint": {"memory_enable": False}},
-            {"name": "plain disk", "last": 4, "steps": 4, "job": "plain", "plain": True, "checkpoint": DISK},
-            {"name": "disk", "last": 4, "steps": 4, "job": "beside", "checkpoint": DISK},
-            {"name": "plain weights", "last": 4, "steps": 4, "job": "weights-plain", "plain": True,
-             "checkpoint": WEIGHTS},
-            {"name": "weights", "last": 4, "steps": 4, "job": "weights", "checkpoint": WEIGHTS},
-            {"name": "weights ended", "last": 4, "steps": 4, "job": "weights", "checkpoint": WEIGHTS},
-            {"name": "plain from weights", "last": 2, "job": "from-plain", "plain": True, "checkpoint": from_weights},
-            {"name": "from weights", "last": 2, "job": "from", "checkpoint": from_weights},
-            {"name": "from weights, on", "last": 3, "job": "from", "checkpoint": from_weights},
-            {"name": "both", "last": 4, "job": "both", "checkpoint": both},
-            *({"name": f"step {step}", "last": step + 1, "job": "both",
-               "checkpoint": {**both, "load_step": step, "load_only": True}} for step in (1, 2, 3, 4)),
-            {"name": "bare from disk", "last": 5, "job": "both", "checkpoint": {**both, "load_step": 4, **BARE}},
-            {"name": "bare", "last": 5, "job": "both", "checkpoint": {**both, **BARE}},
-            {"name": "drawn", "last": 5, "job": "drawn", "draws": True, "checkpoint": {"memory_enable": False}},
-            {"name": "drawn first", "last": 3, "job": "drawn2", "draws": True},
-            {"name": "drawn second", "last": 5, "job": "drawn2", "draws": True},
-            {"name": "of two", "last": 2, "job": "ranks"},
+            of("reference", 5) | off,
+            of("plain disk", 4, "plain", variant="plain", **disk), of("disk", 4, "beside", variant="ends", **disk),
+            of("plain weights", 4, "weights-plain", variant="plain", **hub), of("weights", 4, variant="ends", **hub),
+            of("weights ended", 4, "weights", variant="ends", **hub),
+            of("plain from weights", 2, "from-plain", **weights) | off,
+            of("from weights", 2, "from", **weights), of("from weights, on", 3, "from", **weights),
+            of("both", 4, "both", **both),
+            *(of(f"step {step}", step + 1, "both", load_step=step, load_only=True, **both) for step in (1, 2, 3, 4)),
+            of("bare from disk", 5, "both", load_step=4, load_only=True, **both, **bare),
+            of("bare", 5, "both", load_only=True, **both, **bare),
+            of("drawn", 5, variant="draws") | off,
+            of("drawn first", 3, "drawn2", variant="draws"), of("drawn second", 5, "drawn2", variant="draws"),
+            of("of two", 2, "ranks"),
         ]  # fmt: skip
         one = [
-            {"name": "refused", "last": 3, "job": "ranks"},
-            {"name": "of one", "last": 2, "job": "ranks", "checkpoint": SEPARATE},
-            {"name": "of one, on", "last": 4, "job": "ranks", "checkpoint": SEPARATE},
+            of("refused", 3, "ranks"),
+            of("of one", 2, "ranks", **separate),
+            of("of one, on", 4, "ranks", **separate),
         ]
-        back = [{"name": "of two again", "last": 4, "job": "ranks", "checkpoint": SEPARATE}]
-        self.two = run(Cluster(root), 2, *two)
-        assert len(self.two.of("done")) == 2, self.two.log
-        self.one = run(Cluster(root, job="one"), 1, *one, arguments=(
-            "--checkpoint.enable", "--checkpoint.memory_interval", "3", "--checkpoint.keep_latest_k", "5",
-            "--checkpoint.memory_skip", "9"))  # fmt: skip
-        assert len(self.one.of("done")) == 1, self.one.log
-        self.back = run(Cluster(root, job="back"), 2, *back)
+        self.two = run(Cluster(root), "torchtitan", *two)
+        assert len(self.two.of("done")) == 2 * len(two), self.two.log
+        self.one = run(Cluster(root, job="one"), "torchtitan", *one, ranks=1)
+        assert len(self.one.of("done")) == len(one), self.one.log
+        self.back = run(Cluster(root, job="back"), "torchtitan", of("of two again", 4, "ranks", **separate))
         assert len(self.back.of("done")) == 2, self.back.log
 
     def records(self, event: str, name: str) -> list[dict[str, Any]]:
@@ -74,7 +64,6 @@ class Trained:
         return [r for result in (self.two, self.one, self.back) for r in result.of(event) if r["run"] == name]
 
     def losses(self, name: str) -> dict[tuple[int, int], float]:
-        """The loss by rank and step."""
         return {(r["rank"], r["step"]): r["loss"] for r in self.records("loss", name)}
 
     def digests(self, name: str) -> set[str]:
@@ -83,7 +72,7 @@ class Trained:
 
     def restores(self, name: str) -> set[int]:
         """How often each rank has restored from memory."""
-        return {r["counts"].get("restores", 0) for r in self.records("end", name)}
+        return {r["counts"].get("restores", 0) for r in self.records("counts", name)}
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +82,10 @@ def trained() -> Iterator[Trained]:
 
 
 def drawn(trained: Trained, name: str) -> dict[tuple[int, int], list[float]]:
-    """The loss and what was drawn, by rank and step."""
-    return {(r["rank"], r["step"]): [r["loss"], *r["drawn"]] for r in trained.records("loss", name)}
+    return {(r["rank"], r["step"]): r["drawn"] for r in trained.records("drawn", name)}
 
 
 def on_disk(folder: Path) -> dict[str, dict[str, Any]]:
-    """By folder, the state that TorchTitan has written there."""
     found = {}
     for step in sorted((folder / "checkpoint").iterdir()):
         dcp_to_torch_save(step, folder / "whole.pt")
@@ -107,7 +94,6 @@ def on_disk(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are the same, bit by bit."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
@@ -119,13 +105,13 @@ def test_the_options_for_the_disk_do_as_without_memory(trained: Trained) -> None
     assert "optimizer" in plain["step-3"] and "optimizer" not in plain["step-4"]  # the last one is the model only
     assert plain["step-4"]["norm.weight"].dtype == torch.bfloat16
     assert same(beside, plain)
-    assert [r["counts"]["committed"] for r in trained.records("end", "disk")] == [2, 2]
+    assert [r["counts"]["committed"] for r in trained.records("counts", "disk")] == [2, 2]
 
 
 def test_weights_for_hugging_face_are_written_as_without_memory_and_memory_is_gone_on_from(trained: Trained) -> None:
     plain, beside = (read_dcp(trained.root / f"disk-{job}/checkpoint/step-4") for job in ("weights-plain", "weights"))
     assert "model.norm.weight" in beside and same(beside, plain)
-    assert [r["counts"]["committed"] for r in trained.records("end", "weights")] == [2, 2]
+    assert [r["counts"]["committed"] for r in trained.records("counts", "weights")] == [2, 2]
     assert trained.restores("weights ended") == {1} and not trained.losses("weights ended")
 
 
@@ -135,13 +121,6 @@ def test_a_training_begins_with_weights_of_hugging_face_and_goes_on_from_memory(
     assert trained.losses("from weights") != first, "the weights are those of the file"
     assert {step for _, step in trained.losses("from weights, on")} == {3}
     assert trained.restores("from weights, on") == {1}
-
-
-def test_another_manager_of_torchtitan_is_refused_and_torch_checkpointing_does_not_work_there(trained: Trained) -> None:
-    (refused,) = trained.one.of("other manager")
-    assert "CheckpointManager only" in refused["error"] and "OtherManager.Config" in refused["error"]
-    (missing,) = trained.one.of("torch_checkpointing")
-    assert missing["version"].startswith("0.1.1") and "torch_checkpointing.dtensor_resharder" in missing["error"]
 
 
 @pytest.mark.parametrize(("step", "restores"), [(2, 0), (3, 1), (4, 0)])
@@ -158,7 +137,7 @@ def test_an_explicit_step_that_is_nowhere_is_an_error(trained: Trained) -> None:
 
 
 def test_load_only_saves_nothing(trained: Trained) -> None:
-    assert all("saves" not in r["counts"] for r in trained.records("end", "step 2"))  # it came by step 3
+    assert all("saves" not in r["counts"] for r in trained.records("counts", "step 2"))  # it came by step 3
 
 
 def test_what_is_excluded_from_loading_begins_as_it_would_without_memory(trained: Trained) -> None:
@@ -188,9 +167,12 @@ def test_another_number_of_ranks_must_say_that_the_data_begins_anew(trained: Tra
     assert "dp_rank_0 of 1" in failed["error"] and "dp_rank_0 of 2" in failed["error"], failed
 
 
-def test_the_config_is_one_of_torchtitans_config_system(trained: Trained) -> None:
-    (config,) = trained.one.of("config")
+def test_the_config_is_one_of_torchtitans_config_system_and_another_manager_is_refused(shm: Path) -> None:
+    arguments = ("--checkpoint.enable", "--checkpoint.memory_interval", "3", "--checkpoint.keep_latest_k", "5",
+                 "--checkpoint.memory_skip", "9")  # fmt: skip
+    result = Cluster(shm).run(1, "frameworks/torchtitan_job.py", *arguments, env=ENV, timeout=120)
+    (refused,), (config,), (memory,) = (result.of(event) for event in ("other manager", "config", "steps"))
+    assert "CheckpointManager only" in refused["error"] and "OtherManager.Config" in refused["error"]
     assert config["kind"] == "MemoryCheckpointManager.Config"
     expected = {"memory_interval": 3, "memory_skip": 9, "keep_latest_k": 5, "interval": 1000, "async_mode": "async"}
-    assert config["checkpoint"].items() >= expected.items()
-    assert trained.one.of("steps")[0]["steps"] == [3]
+    assert config["checkpoint"].items() >= expected.items() and memory["steps"] == [3]

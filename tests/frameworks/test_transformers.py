@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from frameworks.test_contract import Losses, digests, losses
 from frameworks.test_contract import run as run_contract
 from harness import Cluster, Result, own_memory
+from waiting import until
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all trainings
 
@@ -19,8 +24,7 @@ TIMES = {"train_runtime", "eval_runtime", "train_samples_per_second", "eval_samp
 
 
 def run(cluster: Cluster, ranks: int, *runs: dict[str, Any]) -> Result:
-    """Do trainings in one launch."""
-    result = run_contract(cluster, "transformers_more", *runs, ranks=ranks)
+    result = run_contract(cluster, "transformers", *runs, ranks=ranks, launcher="mpiexec")
     assert len(result.of("done")) == len(runs) * ranks, result.log
     return result
 
@@ -44,7 +48,6 @@ def assert_goes_on(result: Result, variant: str, first: int) -> None:
 
 
 def of(result: Result, event: str, name: str) -> list[dict[str, Any]]:
-    """The records of one training, by rank."""
     return [record for record in result.of(event) if record["run"] == name]
 
 
@@ -85,7 +88,6 @@ def result() -> Iterator[Result]:
 
 
 def reference(result: Result, first: int) -> Losses:
-    """The losses of the training that was not interrupted."""
     return {key: loss for key, loss in losses(result, "reference").items() if key[1] >= first}
 
 
@@ -145,22 +147,20 @@ def test_what_is_not_known_is_refused(result: Result) -> None:
 
 
 def test_another_number_of_ranks_goes_on(shm: Path) -> None:
-    cluster, variants = Cluster(shm), ("ddp whole", "fsdp2 whole")
+    cluster = Cluster(shm)
 
-    def train(ranks: int, name: str, last: int) -> Result:
-        runs = [{"name": f"{name} {one}", "job": one.split()[0], "variant": one, "last": last} for one in variants]
+    def train(ranks: int, *lasts: int) -> Result:
+        runs = [{"name": f"{variant}, {last}", "job": variant, "variant": variant, "trigger": "ends", "last": last}
+                for variant in ("ddp", "fsdp2") for last in lasts]  # fmt: skip
         return run(cluster, ranks, *runs)
 
-    two, one, again = train(2, "two", 6), train(1, "one", 8), train(2, "again", 10)
-    for variant in variants:
-        noted = {record["digest"] for record in of(two, "whole", f"two {variant}") if record["step"] == 6}
-        begun = [record for record in of(one, "whole", f"one {variant}") if record["step"] == 6]
-        assert len(noted) == 1 and begun and begun[0]["digest"] in noted, one.log
-        assert min(step for _, step in losses(one, f"one {variant}")) == 7
-        noted = {record["digest"] for record in of(one, "whole", f"one {variant}") if record["step"] == 8}
-        begun = [record for record in of(again, "whole", f"again {variant}") if record["step"] == 8]
-        assert {record["digest"] for record in begun} == noted, again.log
-        assert {rank for rank, step in losses(again, f"again {variant}") if step == 9} == {0, 1}
+    two, one, again = train(2, 6), train(1, 6, 8), train(2, 8, 10)
+    for variant in ("ddp", "fsdp2"):
+        for before, after, last in ((two, one, 6), (one, again, 8)):
+            assert not losses(after, f"{variant}, {last}"), after.log  # all of these steps are done
+            found, expected = (set(digests(result, f"{variant}, {last}")) for result in (after, before))
+            assert found == expected and len(found) == 1
+            assert {step for _, step in losses(after, f"{variant}, {last + 2}")} == {last + 1, last + 2}
 
 
 def test_what_callbacks_and_the_trainer_change_is_copied_before_or_later_saves_copy_at_once(result: Result) -> None:
@@ -171,3 +171,70 @@ def test_what_callbacks_and_the_trainer_change_is_copied_before_or_later_saves_c
         assert digests(result, f"after {name}") == digests(result, f"no {name}")
     said = [record["run"] for record in result.of("said") if "than an optimizer's step changed" in record["text"]]
     assert said == ["batch"]
+
+
+# The Trainer's own checkpoints, moved to disk behind training
+
+
+def content(path: Path) -> Any:
+    """What a file says, without what differs from run to run."""
+    if path.suffix == ".json":
+        said = json.loads(path.read_text())
+        for entry in [said, *said.get("log_history", [])]:
+            for name in [name for name in entry if "runtime" in name or "per_second" in name]:
+                del entry[name]
+        return json.loads(json.dumps(said).replace(str(path.parents[1]), "FOLDER"))
+    if path.suffix in (".pt", ".pth"):
+        return repr(torch.load(path, weights_only=False))
+    return b"" if path.suffix == ".bin" else path.read_bytes()  # arguments, with their folders
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    return {str(path.relative_to(folder)): content(path) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_transformers_finds_the_files_that_it_would_have_written(shm: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {"stock": {"enabled": False}, "background": {"settings": {"in_background": True}}}
+    runs = [{"name": f"{how} {trigger}", "job": f"{how}-{trigger.split()[-1]}", "trigger": trigger, "variant": "ddp",
+             "kept": 2, "last": 6, "every": 100, **more}
+            for how, more in ways.items() for trigger in ("best at end", "best of epochs")]  # fmt: skip
+    cluster = Cluster(shm)
+    result = run_contract(cluster, "transformers", *runs)
+    assert len(result.of("done")) == len(runs) * 2, result.log
+    for trigger in ("best at end", "best of epochs"):
+        assert losses(result, f"stock {trigger}") == losses(result, f"background {trigger}") != {}, result.log
+        theirs, ours = (sorted((shm / f"disk-{how}-{trigger.split()[-1]}").glob("*")) for how in ways)
+        assert [path.name for path in ours] == [path.name for path in theirs] and len(theirs) == 2, result.log
+        for one, other in zip(theirs, ours, strict=True):
+            expected, found = checkpoint(one), checkpoint(other)
+            assert set(found) == set(expected) and len(found) >= 8
+            for file in expected:
+                assert found[file] == expected[file], file
+    said = json.loads((shm / "disk-background-epochs/checkpoint-6/trainer_state.json").read_text())
+    assert said["best_model_checkpoint"] == str(shm / "disk-background-epochs/checkpoint-4")
+    again = run_contract(cluster, "transformers", *({**one, "enabled": False, "last": 8} for one in runs[::2]))
+    stock, background = (losses(again, f"{how} best at end") for how in ways)
+    assert stock == background and {step for _, step in stock} == {7, 8}, again.log
+
+
+@pytest.mark.slow
+def test_transformers_checkpoint_comes_to_disk_though_all_are_killed_right_after_its_save(shm: Path) -> None:
+    cluster, written = Cluster(shm), shm / "disk-run" / "checkpoint-4"
+    slow = {"in_background": True, "drain_rate": 60_000.0}
+    common = {"last": 6, "every": 100, "trigger": "steps", "variant": "ddp"}
+    whole = {"name": "whole", "job": "whole", "enabled": False, **common}
+    killed = run_contract(
+        cluster, "transformers", whole, {"name": "run", "job": "run", "dies_at": 5, "settings": slow, **common},
+        launcher="torchrun",  # mpiexec would also kill what moves the files
+    )  # fmt: skip
+    held = killed.of("held")
+    assert len(held) == 2 and all(written.name not in one["there"] for one in held), "it was still in memory"
+    until(written.is_dir, lambda: f"checkpoint-4 in {sorted(written.parent.iterdir())}")
+    again = run_contract(cluster, "transformers", {"name": "run", "job": "run", "enabled": False, **common})
+    assert losses(again, "run") == {key: loss for key, loss in losses(killed, "whole").items() if key[1] > 4}, again.log
+
+
+def test_it_needs_no_deepspeed() -> None:
+    program = "import sys; sys.modules['deepspeed'] = None; import mlflash.adapters.transformers"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=100)

@@ -137,8 +137,6 @@ class Tokens(IterableDataset):
 
 
 class Data(ParallelAwareDataloader):
-    """Loads `Tokens`."""
-
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         draws: bool = False
@@ -152,8 +150,6 @@ class Data(ParallelAwareDataloader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """There is no text."""
-
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
         pass

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from accelerate.state import DistributedType, PartialState
 from job import Run
+from records import note
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import (
+    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -22,8 +26,10 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )  # fmt: skip
+from transformers.trainer_callback import ExportableState
 
-from mlflash.adapters.transformers import MLFlashCallback
+from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper
+from mlflash.errors import ConfigError
 
 
 class Rows(Dataset):
@@ -40,12 +46,9 @@ class Rows(Dataset):
 
 
 class NotingTrainer(Trainer):
-    """Notes the loss of each batch."""
-
     run: Run
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on a batch."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.run.loss(self.state.global_step + 1, loss.item())
         return loss
@@ -71,14 +74,12 @@ class TinyForCausalLM(GPT2LMHeadModel):
             self.idle = torch.nn.Parameter(torch.ones(8))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
-        """Find the loss."""
         output = super().forward(input_ids, labels=labels, **kwargs)
         output.loss = output.loss * self.gain.mean()
         return output
 
 
 def tiny(idle: bool, gains: int = 1) -> TinyForCausalLM:
-    """Make one, always the same."""
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=2048, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     return TinyForCausalLM(config, idle, gains)
@@ -152,9 +153,16 @@ TRIGGERS: dict[str, dict[str, Any]] = {
     "epoch ends early": {"save_strategy": "epoch"},
     "best": {"save_strategy": "best", "eval_steps": 1, **BEST},
     "best at end": {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True, **BEST},
+    "best of epochs": {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "epoch",
+        "metric_for_best_model": "loss",
+    },
     "model only": {"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
     "callback": {"save_strategy": "no"},
     "no": {"save_strategy": "no"},
+    "ends": {},
 }
 
 
@@ -202,17 +210,122 @@ def _shard(tensor: torch.Tensor) -> Any:
 
 
 def train(run: Run) -> None:
-    """Train to a step, from the newest checkpoint there is."""
+    if run.variant in SCENES:
+        SCENES[run.variant](run)
+        return
     flash = MLFlashCallback(run.interval, run.skip, run.enabled, **run.checkpointing)
     run.checkpointer = lambda: flash.checkpointer
     asks: list[Any] = [Asks(run.trigger != "callback")] if run.trigger in ("callback", "epoch ends early") else []
     if run.variant.startswith("changes "):
         asks.append(Changes(run.variant.removeprefix("changes ")))
-    last: dict[str, Any] = {"max_steps": run.last} if run.trigger == "last step" else {}
+    last: dict[str, Any] = {"max_steps": run.last} if run.trigger in ("last step", "ends") else {}
     if run.workers is not None:
         last = {"max_steps": -1, "num_train_epochs": 3, "dataloader_num_workers": run.workers}
     trainer = make_trainer(run, [*asks, flash], **TRIGGERS[run.trigger], **last)
-    trainer.train(resume_from_checkpoint=run.enabled)
+    trainer.train(resume_from_checkpoint=True)
     assert_sharded(trainer, run.variant in SHARDED)
     engine = trainer.deepspeed
     run.end(trainer.model, [trainer.optimizer if engine is None else engine.optimizer])
+
+
+# More than the contract asks for
+
+
+PATCHED = {"train", "_maybe_log_save_evaluate", "_load_best_model", "_load_from_checkpoint",
+           "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "get_batch_samples"}  # fmt: skip
+
+
+class Counts(TrainerCallback, ExportableState):
+    def __init__(self, steps: int = 0):
+        self.steps = steps
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+
+class NotesSlots(TrainerCallback):
+    def __init__(self, run: Run, flash: MLFlashCallback):
+        self.run, self.flash = run, flash
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        assert self.flash.checkpointer is not None
+        self.flash.checkpointer.wait()
+        slots = self.flash.checkpointer.report()["slots"]
+        note("slots", run=self.run.name, slots={slot["what"]: slot["nbytes"] for slot in slots})
+
+
+def trained(run: Run, resume: Any = None, callbacks: tuple[Any, ...] = (), **arguments: Any) -> None:
+    """Train, and note how it ends; None as ``resume``: the newest there is, unless mlflash is off."""
+    flash = MLFlashCallback(run.every, run.skip, run.enabled, **run.checkpointing)
+    slots = [NotesSlots(run, flash)] if run.variant == "slots" else []
+    trainer = make_trainer(run, [*callbacks, flash, *slots], **arguments)
+    trainer.train(run.enabled if resume is None else resume)
+    run.end(trainer.model, [trainer.optimizer])
+    state = dataclasses.asdict(trainer.state)
+    states = {type(one).__name__: one.state() for one in trainer.callback_handler.callbacks
+              if isinstance(one, ExportableState)}  # fmt: skip
+    note("state", run=run.name, state=state, callbacks=states)
+
+
+def history(run: Run, by: str) -> None:
+    trained(
+        run, callbacks=(Counts(), EarlyStoppingCallback(9)), logging_strategy=by, logging_steps=3, eval_strategy=by,
+        eval_steps=2, metric_for_best_model="eval_loss", greater_is_better=False,
+        restore_callback_states_from_checkpoint=True,
+    )  # fmt: skip
+
+
+def wrapped(run: Run) -> None:
+    plain = make_trainer(run)
+    trainer = TrainerWrapper(plain, 3, **run.checkpointing)
+    assert trainer is plain and trainer.args.save_strategy == "no"
+    trainer.train(resume_from_checkpoint=True)
+    run.end(trainer.model, [trainer.optimizer])
+    trainer.remove_callback(MLFlashCallback)
+    failed = ""
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    except ValueError as error:  # as there is nothing on disk
+        failed = str(error)
+    note("removed", run=run.name, failed=failed, left=sorted(PATCHED & vars(trainer).keys()))
+
+
+def refused(run: Run) -> None:
+    """What there is no adapter for, or came too late, or twice."""
+
+    def fails(trainer: Any, **attributes: Any) -> None:
+        vars(trainer).update(attributes)
+        _note_refusal(run, lambda: trainer.train(resume_from_checkpoint=True))
+
+    def new() -> Any:
+        return make_trainer(run, [MLFlashCallback(**run.checkpointing)])
+
+    kind, state = new().accelerator.distributed_type, SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    fails(new(), is_fsdp_xla_enabled=True)
+    fails(new(), accelerator=SimpleNamespace(distributed_type=kind, state=state))
+    late = make_trainer(run)
+    late.add_callback(MLFlashCallback(**run.checkpointing))
+    _note_refusal(run, late.train)
+    _note_refusal(run, lambda: TrainerWrapper(new(), **run.checkpointing))
+
+
+def _note_refusal(run: Run, work: Callable[[], object]) -> None:
+    try:
+        work()
+    except ConfigError as error:
+        note("refused", run=run.name, why=str(error))
+
+
+SCENES: dict[str, Callable[[Run], object]] = {
+    "": trained,
+    "history steps": lambda run: history(run, "steps"),
+    "history epoch": lambda run: history(run, "epoch"),
+    "path": lambda run: trained(run, str(run.directory / "checkpoint-3")),
+    "afresh": lambda run: trained(run, False),
+    "slots": trained,
+    "wrapped": wrapped,
+    "refused": refused,
+}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from records import note
-from torch_table import DDP, FSDP2, NOT_BY_TORCH, PLAIN, Training, made, of_kind, stepped
+from torch_table import DDP, FSDP2, PLAIN, Training, made, of_kind, stepped
 
 from mlflash import Checkpointer
 from mlflash.adapters.distributed import init_process_group
@@ -47,20 +47,6 @@ def states(trainings: dict[str, Training]) -> dict[str, Any]:
     return {name: training.state for name, training in trainings.items()}
 
 
-def unexpected(kind: str) -> list[str]:
-    """What of `NOT_BY_TORCH` torch trains after all, or refuses in other words."""
-    found = []
-    for (name, its_kind), message in NOT_BY_TORCH.items():
-        if its_kind == kind:
-            try:
-                made(kind, name).step(1)
-                found.append(f"{name} is trained")
-            except Exception as error:
-                if message not in str(error):
-                    found.append(f"{name}: {error}")
-    return found
-
-
 def save(ckpt: Checkpointer, kind: str, file: Path) -> None:
     trainings = all_made(kind)
     torch.manual_seed(100 + (dist.get_rank() if dist.is_initialized() else 0))
@@ -70,7 +56,7 @@ def save(ckpt: Checkpointer, kind: str, file: Path) -> None:
         if number in SAVED:
             ckpt.save(number, states(trainings)).wait()
     file.write_text(json.dumps(computed))
-    note("saved", entries=len(trainings), unexpected=unexpected(kind))
+    note("saved", entries=len(trainings))
     if dist.is_initialized():
         dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)

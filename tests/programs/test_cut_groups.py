@@ -17,7 +17,7 @@ pytest.importorskip("torch.distributed")
 import torch
 import torch.distributed as dist
 
-from mlflash.adapters import exchangeable_group, gloo_sockets
+from mlflash.adapters import exchangeable_group
 
 PROGRAM = Path(__file__).with_name("cut_group_rank.py")
 
@@ -42,7 +42,7 @@ def test_a_rank_that_comes_late_to_a_new_group_is_waited_for_until_the_timeout_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank may import and read for minutes before it makes its groups, as a file system gives it what it reads."""
-    monkeypatch.setattr(gloo_sockets, "_MEETS", timedelta(seconds=0.2))
+    monkeypatch.setattr(exchangeable_group, "_MEETS", timedelta(seconds=0.2))
 
     def make(name: str, rank: int, timeout_s: float) -> exchangeable_group.ExchangeableGroup:
         store = dist.FileStore(str(tmp_path / name), 2)

@@ -1,4 +1,4 @@
-"""Megatron Bridge's checkpoint manager, as far as it is needed here, in three versions; each in a Python of its own."""
+"""Megatron Bridge's checkpoint manager, as far as it is needed here; each case in a Python of its own."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 # As in megatron.bridge.training.checkpointing, without what it saves.
 CHECKPOINTING = """
 import inspect
 from typing import Protocol, runtime_checkable
 
 ALLOWED = ["megatron.", "torch."]
-VERSION = (0, {minor})
 
 
 @runtime_checkable
 class CheckpointManager(Protocol):
     def __init__(self, checkpoint_config): ...
-    def save(self, ctx{callback}): ...
+    def save(self, ctx, callback_manager): ...
     def load(self, ctx): ...
     def finalize_async_saves(self, state, blocking=False, terminate=False): ...
 
@@ -29,13 +26,13 @@ class DefaultCheckpointManager:
     def __init__(self, checkpoint_config):
         self.checkpoint_config = checkpoint_config
         assert checkpoint_config.non_persistent_ckpt_type != "local", "NVRx is not installed"
-        self._context = {{}}
+        self._context = {}
 
     @property
     def checkpointing_context(self):
         return self._context
 
-    def save(self, ctx{callback}):
+    def save(self, ctx, callback_manager):
         return "saved by Bridge"
 
     def load(self, ctx):
@@ -49,7 +46,7 @@ def create_checkpoint_manager(config):
     if config.custom_manager_class is None:
         return DefaultCheckpointManager(config)
     module, _, name = config.custom_manager_class.rpartition(".")
-    if VERSION >= (0, 6) and not any(config.custom_manager_class.startswith(prefix) for prefix in ALLOWED):
+    if not any(config.custom_manager_class.startswith(prefix) for prefix in ALLOWED):
         raise ValueError("not in the allowlist")
     import importlib
     manager = getattr(importlib.import_module(module), name)(config)
@@ -73,7 +70,7 @@ def made(kind, replication, **settings):
                                    custom_manager_class=None)
     megatron_bridge.use(config, **settings)
     made = create_checkpoint_manager(config)
-    assert made.save(None, *[None] * {callbacks}) == "saved by Bridge"
+    assert made.save(None, None) == "saved by Bridge"
     manager = made.checkpointing_context.get("local_checkpoint_manager")
     if manager is not None:
         return manager._settings["redundancy"], manager._settings.get("timeout_s"), str(manager.local_ckpt_dir)
@@ -89,26 +86,16 @@ assert made("local", True, enabled=False) == ("copy:2", None, "run42/0")
 """
 
 
-@pytest.mark.parametrize("minor", [4, 5, 6])
-def test_bridge_makes_a_manager_with_our_local_checkpoints(tmp_path: Path, minor: int) -> None:
-    bridge(tmp_path, minor, USE.format(callbacks=int(minor >= 5)))
+def test_bridge_makes_a_manager_with_our_local_checkpoints(tmp_path: Path) -> None:
+    bridge(tmp_path, USE)
 
 
-def bridge(tmp_path: Path, minor: int, code: str) -> None:
-    """Run code where there is a Bridge of a version."""
-    callbacks = int(minor >= 5)
-    files = {
-        "megatron/__init__.py": "",
-        "megatron/core/__init__.py": "",
-        "megatron/core/dist_checkpointing/__init__.py": "",
+def bridge(tmp_path: Path, code: str) -> None:
+    packages = ("", "core/", "core/dist_checkpointing/", "bridge/", "bridge/training/", "bridge/utils/")
+    files = {f"megatron/{package}__init__.py": "" for package in packages} | {
         "megatron/core/dist_checkpointing/tensor_aware_state_dict.py": "HAVE_NVRX = False\n",
-        "megatron/bridge/__init__.py": "",
-        "megatron/bridge/training/__init__.py": "",
-        "megatron/bridge/training/checkpointing.py": CHECKPOINTING.format(
-            minor=minor, callback=", callback_manager" if callbacks else ""
-        ),
-        "megatron/bridge/utils/__init__.py": "",
-        "megatron/bridge/utils/instantiate_utils.py": REGISTER if minor >= 5 else "",
+        "megatron/bridge/training/checkpointing.py": CHECKPOINTING,
+        "megatron/bridge/utils/instantiate_utils.py": REGISTER,
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

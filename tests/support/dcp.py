@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from waiting import take
 
 
 def local_tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """What this rank holds of a state, by path."""
     if isinstance(value, Mapping):
         return {k: t for key, sub in value.items() for k, t in local_tensors(sub, f"{path}.{key}").items()}
     if isinstance(value, (list, tuple)):
@@ -68,6 +69,18 @@ def spoil(state: Any, by: int = 77) -> None:
     for tensor in local_tensors(state).values():
         raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool else tensor
         raw.logical_not_() if raw.dtype == torch.bool else raw.add_(by)
+
+
+def state_at(step: int) -> dict[str, Any]:
+    whole = torch.arange(10.0 * 33).reshape(10, 33) * (step + 0.1)
+    cut = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)], src_data_rank=None)
+    return {"w": cut, "count": torch.tensor(step), "buffer": torch.full((5,), step + 0.1), "epoch": step,
+            "of": {"this": f"step {step}"}}  # fmt: skip
+
+
+def loads(running: Any, step: int, name: Any = None) -> None:
+    """Check that what has this id is the state of a step."""
+    Kept.of(state_at(step)).check(running.load(state_at(-1), name))
 
 
 class HalfPlanner(DefaultSavePlanner):

@@ -22,7 +22,6 @@ from mlflash.wireup.launcher_variables import launched
 
 
 def train(last: int, traps: Sequence[dict[str, object]] = ()) -> None:
-    """Load the newest checkpoint, train to the last step with an async save after each, and note each loss."""
     rank = launched(os.environ).rank
     note("start", rank=rank)
     set_traps(traps, rank)  # before there is a courier that is a process

@@ -24,7 +24,6 @@ class Run:
     steps: int = 0
 
     def train(self, steps: int) -> list[float]:
-        """Train on the same batches on all ranks; returns the losses."""
         losses = []
         for _ in range(steps):
             numbers = torch.Generator().manual_seed(self.steps)

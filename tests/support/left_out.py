@@ -31,7 +31,6 @@ class _WithoutInit(_Absent):
 
 
 def put(name: str, module: types.ModuleType) -> types.ModuleType:
-    """Let a name be that of a module from now on."""
     above, _, last = name.rpartition(".")
     sys.modules[name] = module
     if above in sys.modules:

@@ -82,7 +82,7 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):  # Megatron
 torch.compile = lambda function=None, **options: function or (lambda other: other)  # type: ignore[assignment]
 if not hasattr(typing, "override"):  # Megatron's training loop is for Python 3.12
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
-if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.13 takes it
+if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.15 takes it
     np.product = np.prod  # type: ignore[attr-defined]
 leave_out("megatron.core.transformer.moe.ops.paged_stash")  # kernels that need Triton
 with warnings.catch_warnings():
@@ -98,8 +98,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer import MegatronModule, TransformerConfig
 
 VERSION = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
-# How the distributed optimizer cuts its state for a local checkpoint; by buckets, older ones need Transformer Engine.
-CUT = "dp_reshardable" if VERSION >= (0, 15) else "fully_sharded_model_space"
+CUT = "dp_reshardable"  # how the distributed optimizer cuts its state for a local checkpoint
 VOCABULARY, LENGTH = 128, 16
 
 
@@ -167,7 +166,6 @@ class Training:
             self.losses.append((loss.item(), float(norm)))
 
     def sharded_state(self, is_loading: bool = False) -> dict[str, Any]:
-        """What Megatron saves and loads, as ShardedTensors."""
         metadata = {"distrib_optim_sharding_type": CUT, "singleton_local_shards": False,
                     "chained_optim_avoid_prefix": True, "dp_cp_group": self.replicas}  # fmt: skip
         model = self.model.module.sharded_state_dict(metadata=metadata)
@@ -262,7 +260,6 @@ def whole_and_first(tensor: int, sharded: bool) -> tuple[tuple[list[tuple[float,
 
 
 def digest(training: Training) -> bytes:
-    """All weights of this rank, as bytes."""
     tensors = [tensor for _, tensor in sorted(training.model.module.state_dict().items()) if torch.is_tensor(tensor)]
     return b"".join(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 

@@ -2,12 +2,14 @@
 
 Left out is `nemo.collections.llm`, which wants the packages of all of NeMo's collections: its recipes, and ModelOpt. So
 are NeMo-Run and NVRx.
-Import this before anything of NeMo.
+Import this before anything of NeMo; as a program it runs another one so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import runpy
 import sys
 import types
 import warnings
@@ -127,8 +129,6 @@ class Schedule(CosineAnnealingScheduler):
 
 
 class Model(pl.LightningModule, io.IOMixin):
-    """A GPT of two layers."""
-
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
@@ -180,3 +180,9 @@ def strategy(tensor: int = 1, **more: Any) -> nl.MegatronStrategy:
 
 
 __all__ = ["Data", "Model", "config", "nl", "on_cpu", "pl", "strategy"]
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    with on_cpu():
+        runpy.run_path(sys.argv[0], run_name="__main__")

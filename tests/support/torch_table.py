@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,6 @@ class Training:
         """Leave behind what a restore does not change: it is called after each."""
 
     def step(self, number: int) -> Any:
-        """Take a step, and return what it computed."""
         raise NotImplementedError
 
 
@@ -83,18 +82,16 @@ class Learning(Training):
         kind: one of `KINDS`.
         model: not yet spread over ranks.
         shape: of its inputs.
-        optimizers: for each its name, and what makes it of the parameters of the submodule with this name; "" is the
-            model.
-        schedules: for each its name, and what makes it of the optimizer with this name.
+        make: makes the optimizer of its parameters.
+        schedule: makes a schedule of the optimizer.
     """
 
-    def __init__(self, kind: str, model: nn.Module, shape: tuple[int, ...],
-                 optimizers: Mapping[str, Callable[[Any], Any]],
-                 schedules: Mapping[str, Callable[[Any], Any]] | None = None):  # fmt: skip
+    def __init__(self, kind: str, model: nn.Module, shape: tuple[int, ...], make: Callable[[Any], Any],
+                 schedule: Callable[[Any], Any] | None = None):  # fmt: skip
         self.whole, self._shape = spread(kind, model), shape
-        made = {name: make(model.get_submodule(name).parameters()) for name, make in optimizers.items()}
-        timed = {name: make(made[name]) for name, make in (schedules or {}).items()}
-        self.state = {"model": model, "optimizers": made, "schedules": timed}
+        self.state = {"model": model, "optimizer": make(model.parameters())}
+        if schedule is not None:
+            self.state["schedule"] = schedule(self.state["optimizer"])
 
     def loss(self, step: int) -> torch.Tensor:
         value: torch.Tensor = self.whole(numbers(step, *self._shape)).square().mean()
@@ -102,10 +99,10 @@ class Learning(Training):
 
     def step(self, number: int) -> Any:
         torch.manual_seed(number)  # of what a module draws
+        optimizer, schedule = self.state["optimizer"], self.state.get("schedule")
 
         def again() -> torch.Tensor:
-            for optimizer in self.state["optimizers"].values():
-                optimizer.zero_grad()
+            optimizer.zero_grad()
             loss = self.loss(number)
             loss.backward()
             losses.append(loss.detach())
@@ -113,17 +110,14 @@ class Learning(Training):
 
         losses: list[torch.Tensor] = []
         found: list[Any] = [losses]
-        if all(isinstance(one, torch.optim.LBFGS) for one in self.state["optimizers"].values()):
-            found += [one.step(again) for one in self.state["optimizers"].values()]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            found.append(optimizer.step(again))
         else:
             again()
-            for optimizer in self.state["optimizers"].values():
-                optimizer.step()
-        for schedule in self.state["schedules"].values():
-            plateau = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
-            schedule.step(*([float(number % 3)] if plateau else []))
-        found += [g["lr"] for optimizer in self.state["optimizers"].values() for g in optimizer.param_groups]
-        return found
+            optimizer.step()
+        if schedule is not None:
+            schedule.step(*([float(number % 3)] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
+        return found + [group["lr"] for group in optimizer.param_groups]
 
 
 def spread(kind: str, model: nn.Module) -> Any:
@@ -244,21 +238,20 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {  # with parts that torch puts int
 
 
 def versioned(kind: str, name: str) -> Training:
-    """A normalizing module of torch.nn, all of whose parts learn."""
     options: State = {"affine": True, "track_running_stats": True}
     module: nn.Module = getattr(nn, name)(**options if name.startswith("Lazy") else {"num_features": 3, **options})
     if name.startswith("Lazy"):
         module(numbers(0, *VERSIONED[name]))
     if name == "SyncBatchNorm" and kind != PLAIN:
         module.eval()  # on CPUs it cannot exchange what it sees
-    return Learning(kind, module, VERSIONED[name], {"": sgd})
+    return Learning(kind, module, VERSIONED[name], sgd)
 
 
 class Averaged(Learning):
     def __init__(self, kind: str, options: State):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         average = swa_utils.AveragedModel(model, **options)
-        super().__init__(kind, model, (4, 3), {"": sgd}, {"": SCHEDULES["SWALR"]})
+        super().__init__(kind, model, (4, 3), sgd, SCHEDULES["SWALR"])
         if kind == FSDP2:
             fully_shard(average, reshard_after_forward=True)
         self.state["average"] = average
@@ -273,11 +266,11 @@ class Scaled(Learning):
     """A loss that is scaled, and overflows at each third step."""
 
     def __init__(self, kind: str):
-        super().__init__(kind, dense(), (4, 3), {"": OPTIMIZERS["AdamW"]})
+        super().__init__(kind, dense(), (4, 3), OPTIMIZERS["AdamW"])
         self.state["scaler"] = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
     def step(self, number: int) -> Any:
-        optimizer, scaler = self.state["optimizers"][""], self.state["scaler"]
+        optimizer, scaler = self.state["optimizer"], self.state["scaler"]
         optimizer.zero_grad()
         loss = self.loss(number) * (float("inf") if number % 3 == 0 else 1.0)
         scaler.scale(loss).backward()
@@ -375,7 +368,6 @@ class Drawn(Training):
 
 
 def loader(kind: str, order: str, workers: int, **options: Any) -> Training:
-    """Load batches of two samples in some order."""
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
 
@@ -434,7 +426,6 @@ if torch.cuda.is_available():
 
 
 def of_nodes(kind: str, name: str, begins_again: bool = False) -> Training:
-    """A loader that is put together from nodes."""
     from torchdata import nodes
 
     return Drawn(nodes.Loader(NODES[name](nodes), restart_on_stop_iteration=begins_again))
@@ -447,8 +438,8 @@ def _of(make: Callable[..., Training], *args: Any, **fields: Any) -> Entry:
     return Entry(lambda kind: make(kind, *args), **fields)
 
 
-def _learning(make: Callable[[], nn.Module], optimizer: Any, schedules: Any = None) -> Callable[[str], Training]:
-    return lambda kind: Learning(kind, make(), (4, 3), {"": optimizer}, schedules)
+def _learning(make: Callable[[], nn.Module], optimizer: Any, schedule: Any = None) -> Callable[[str], Training]:
+    return lambda kind: Learning(kind, make(), (4, 3), optimizer, schedule)
 
 
 _LOADED = (PLAIN, DDP)  # whose data are no matter of a model
@@ -462,7 +453,7 @@ def _loading(order: str, workers: int, unlike: str = "", **options: Any) -> Entr
 
 
 TABLE: dict[str, Entry] = {
-    **{f"schedule {name}": Entry(_learning(dense, sgd, {"": make}),
+    **{f"schedule {name}": Entry(_learning(dense, sgd, make),
                                  is_dear=name not in ("SequentialLR", "ReduceLROnPlateau", "LambdaLR"))
        for name, make in SCHEDULES.items()},
     **{f"optimizer {name}": Entry(_learning(_OF_SOME.get(name, dense), make), is_dear=name not in ("AdamW", "LBFGS"))
@@ -494,13 +485,9 @@ def made(kind: str, name: str) -> Training:
     return TABLE[name].make(kind)
 
 
-NOT_BY_TORCH: dict[tuple[str, str], str] = {
-    ("module SyncBatchNorm", DDP): "only work with GPU modules",
-    ("optimizer Adafactor", FSDP2): "no valid strategy preserves this placement",
-    ("optimizer Rprop", FSDP2): "no valid strategy preserves this placement",
-    ("optimizer SparseAdam", FSDP2): "'SparseCPU' backend",
-}
-"""What torch itself does not train, spread in such a way over CPUs, and a part of its message."""
+# Torch itself does not train these, spread in such a way over CPUs.
+NOT_BY_TORCH = {("module SyncBatchNorm", DDP), ("optimizer Adafactor", FSDP2), ("optimizer Rprop", FSDP2),
+                ("optimizer SparseAdam", FSDP2)}  # fmt: skip
 
 
 def of_kind(kind: str) -> list[str]:

@@ -12,7 +12,6 @@ from mlflash.state.wrapped_tensors import found_in, inner_of
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors with memory of their own."""
     if isinstance(value, dict):
         for one in value.values():
             yield from leaves(one)

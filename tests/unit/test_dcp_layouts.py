@@ -64,15 +64,6 @@ def test_any_state_dicts_one_after_the_other_are_laid_out_as_from_nothing(
         alike(layouts.lay_out(state, ROOM), Layouts().lay_out(state, ROOM))
 
 
-def test_one_that_is_alike_has_the_very_structure_and_the_values_of_now() -> None:
-    layouts = Layouts()
-    first = layouts.lay_out({"m": {"a": torch.zeros(3), "b": [torch.ones(2)]}}, ROOM)
-    state = {"m": {"a": torch.full((3,), 7.0), "b": [torch.full((2,), 8.0)]}}
-    second = layouts.lay_out(state, ROOM)
-    assert second.flat.structure is first.flat.structure
-    assert second.flat.values[2] is state["m"]["a"]
-
-
 def test_a_tensor_without_memory_is_refused_though_the_rest_is_known() -> None:
     layouts = Layouts()
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}

@@ -53,7 +53,6 @@ RUN = ["-m", "mlflash", "run", "-N", "1", "--launcher", "mpiexec", "--job", "j",
 
 
 def run(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the switch set."""
     return subprocess.run([sys.executable, *command], env=DISABLED | more, cwd=folder, timeout=100, capture_output=True,
                           text=True, check=False)  # fmt: skip
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from mlflash.adapters.replay import Place, gradients
+from mlflash.adapters.replay.gradients import Signature, difference, sign
 from mlflash.adapters.replay.replay import pack, unpack
-from mlflash.adapters.replay.signatures import Signature, difference, sign
 from mlflash.adapters.replay.verdicts import differing, judge
 
 BASE = torch.arange(2000.0)

@@ -39,15 +39,12 @@ def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass
 class Dcp:
-    """A Checkpointer, its writer and reader, and a process group for what is asynchronous."""
-
     ckpt: Checkpointer
     writer: MemoryWriter
     reader: MemoryReader
     group: Any
 
     def save(self, state: dict[str, Any], name: Any, how: str = "sync", planner: Any = None) -> Callable[[], Any]:
-        """Save; what comes back waits for the end of it."""
         more = {} if name is None else {"checkpoint_id": name}
         if how == "sync":
             metadata = dcp.save(state, storage_writer=self.writer, planner=planner, **more)
@@ -58,7 +55,6 @@ class Dcp:
         return lambda: future.result(PATIENCE_S)
 
     def load(self, state: dict[str, Any], name: Any = None, planner: Any = None) -> dict[str, Any]:
-        """Load into a state."""
         more = {} if name is None else {"checkpoint_id": name}
         dcp.load(state, storage_reader=self.reader, planner=planner, **more)
         return state
@@ -66,8 +62,6 @@ class Dcp:
 
 @pytest.fixture
 def started(options: dict[str, Any]) -> Callable[..., Any]:
-    """Start a Checkpointer, its writer and reader, in a torch job that runs."""
-
     @contextlib.contextmanager
     def start(comm: MPI.Comm, **more: Any) -> Iterator[Dcp]:
         with warnings.catch_warnings(), Checkpointer(comm=comm, **options | more) as ckpt:
@@ -78,7 +72,6 @@ def started(options: dict[str, Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def torch_job() -> Iterator[MPI.Comm]:
-    """All ranks are a torch job."""
     with job() as comm:
         assert comm is not None
         yield comm
@@ -86,6 +79,5 @@ def torch_job() -> Iterator[MPI.Comm]:
 
 @pytest.fixture
 def dcp_job(torch_job: MPI.Comm, started: Callable[..., Any]) -> Iterator[Dcp]:
-    """A torch job of all ranks with a Checkpointer."""
     with started(torch_job) as running:
         yield running

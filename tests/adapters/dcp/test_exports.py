@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dcp import DropPlanner, RenamePlanner
+from dcp import DropPlanner, Kept, RenamePlanner
 from emulated import Nodes
 from mpi4py import MPI
 from torch.distributed._shard import sharded_tensor
@@ -56,21 +56,6 @@ def whole() -> dict[str, Any]:
     return {"model": model, "tied": [TIED, {"again": TIED}],
             "optimizer": {"groups": [OBJECTS, {"lr": 0.2, "steps": torch.tensor(3)}]},
             "buffer": torch.tensor(1.0)}  # fmt: skip
-
-
-def same(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        for key in wanted:
-            same(found[key], wanted[key])
-    elif isinstance(wanted, list):
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            same(one, other)
-    else:
-        assert found == wanted and type(found) is type(wanted)
 
 
 def blank(value: Any) -> Any:
@@ -119,12 +104,12 @@ def test_what_dcp_saved_is_drained_and_exported_whole(
         else:
             found = blank(wanted)
             torch_dcp.load(found, checkpoint_id=folder, no_dist=True)
-            same(found, wanted)
+            Kept.of(wanted).check(found)
         where = ["--directory", pfs, "--job", "t", "--memory", root]
         export("torch", root / "torch", *where)
-        same(torch.load(root / "torch" / "state.pt"), wanted)
+        Kept.of(wanted).check(torch.load(root / "torch" / "state.pt"))
         export("dcp", root / "again", *where)
         found = blank(wanted)
         torch_dcp.load(found, checkpoint_id=root / "again", no_dist=True)
-        same(found, wanted)
+        Kept.of(wanted).check(found)
     COMM.Barrier()

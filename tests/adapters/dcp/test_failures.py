@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from dcp import FaultyLoad, FaultySave, Kept, spoil
+from dcp import FaultyLoad, FaultySave, loads, spoil, state_at
 from mpi4py import MPI
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+RANK = MPI.COMM_WORLD.rank
 pytestmark = [pytest.mark.mpi(min_size=4)]
 
 NEVER_S = 3600.0  # no wait ends at its deadline: one that is for what does not come would outlast the test
@@ -21,30 +18,11 @@ NEVER_S = 3600.0  # no wait ends at its deadline: one that is for what does not 
 
 @pytest.fixture
 def dcp_job(torch_job: MPI.Comm, started: Callable[..., Any]) -> Iterator[Any]:
-    """A torch job of all ranks with a Checkpointer whose deadlines do not pass."""
     with started(torch_job, timeout_s=NEVER_S) as running:
         yield running
 
 
-def state_at(step: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (SIZE,))
-    whole = torch.arange(10.0 * 33).reshape(10, 33) * (step + 1)
-    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": torch.full((5,), float(step)), "epoch": step,
-            "of": {"this": f"step {step}"}}  # fmt: skip
-
-
-def blank() -> dict[str, Any]:
-    return state_at(-1)
-
-
-def loads(running: Any, step: int, saved_as: int | None = None) -> None:
-    """It gives the content of a step, and none of another."""
-    state = running.load(blank(), f"step-{step}")
-    Kept.of(state_at(step if saved_as is None else saved_as)).check(state)
-
-
 def fails(work: Callable[[], Any], phase: str) -> None:
-    """Every rank hears of it, and does not wait for it in vain."""
     with pytest.raises(CheckpointException, match=f"{phase} failed"):
         work()
 
@@ -67,10 +45,10 @@ def test_a_save_that_fails_anywhere_fails_everywhere_and_saving_goes_on(
     state = state_at(3)
     fails(lambda: dcp_job.save(state, "step-3", how, FaultySave(phase, rank == RANK))(), phase)
     spoil(state)
-    loads(dcp_job, 2)
+    loads(dcp_job, 2, 2)
     dcp_job.save(state_at(4), "step-4", how)()
     dcp_job.save(state_at(5), "step-5", how)()
-    loads(dcp_job, 5)
+    loads(dcp_job, 5, 5)
 
 
 @pytest.mark.parametrize("how", ["sync", "thread"])
@@ -81,9 +59,9 @@ def test_a_failed_save_can_be_tried_again_at_once(dcp_job: Any, phase: str, rank
     for _ in range(2):
         fails(lambda: dcp_job.save(state_at(30), "step-3", how, FaultySave(phase, rank == RANK))(), phase)
     dcp_job.save(state_at(3), "step-3", how)()
-    loads(dcp_job, 3)
+    loads(dcp_job, 3, 3)
     dcp_job.save(state_at(4), "step-4", how)()
-    loads(dcp_job, 4)
+    loads(dcp_job, 4, 4)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -94,7 +72,7 @@ def test_a_save_that_fails_in_checkpoint_processes_can_be_tried_again(dcp_job: A
     for how in ("process", "thread", "sync"):
         fails(dcp_job.save(state_at(30), "step-3", "process", FaultySave(phase, rank == RANK)), phase)
         dcp_job.save(state_at(3), "step-3", how)()
-        loads(dcp_job, 3)
+        loads(dcp_job, 3, 3)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -131,9 +109,9 @@ def test_a_first_save_that_fails_leaves_nothing(dcp_job: Any) -> None:
             with pytest.raises(CheckpointException, match="finish_plan failed"):
                 dcp_job.save(state_at(30), "step-3", how, fault)()
     with pytest.raises(CheckpointException, match="no checkpoint in memory"):
-        dcp_job.load(blank())
+        dcp_job.load(state_at(-1))
     dcp_job.save(state_at(3), "step-3")()
-    loads(dcp_job, 3)
+    loads(dcp_job, 3, 3)
 
 
 LOAD_FAULTS = [
@@ -150,10 +128,10 @@ def test_a_load_that_fails_anywhere_fails_everywhere_and_can_be_tried_again(
     dcp_job: Any, phase: str, rank: int
 ) -> None:
     dcp_job.save(state_at(1), "step-1")()
-    fails(lambda: dcp_job.load(blank(), "step-1", FaultyLoad(phase, rank == RANK)), phase)
-    loads(dcp_job, 1)
+    fails(lambda: dcp_job.load(state_at(-1), "step-1", FaultyLoad(phase, rank == RANK)), phase)
+    loads(dcp_job, 1, 1)
     dcp_job.save(state_at(2), "step-2")()
-    loads(dcp_job, 2)
+    loads(dcp_job, 2, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -165,6 +143,6 @@ def test_a_load_whose_plan_fails_at_the_end_on_one_rank_is_raised_on_all_of_them
     with pytest.raises(CheckpointException), started(torch_job) as running:
         # Only now: what came before may take as long as it takes.
         running.ckpt._courier.session.context.world.timeout_s = 2.0
-        running.load(blank(), "step-1", FaultyLoad("finish_plan", rank == RANK))
+        running.load(state_at(-1), "step-1", FaultyLoad("finish_plan", rank == RANK))
     with started(torch_job) as running:
-        loads(running, 1)
+        loads(running, 1, 1)

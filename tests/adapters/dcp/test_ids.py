@@ -1,32 +1,20 @@
-"""Checkpoint ids: overwriting, refusing older steps, finding the newest; and saves that overlap."""
+"""Checkpoint ids: overwriting, refusing older steps, finding the newest. Where mlflash is off, none means anything."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from dcp import Kept
+from dcp import Kept, RenamePlanner, loads, state_at
 from emulated import Nodes
 from mpi4py import MPI
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from mlflash.adapters.dcp import latest
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.mpi(min_size=4)]
-
-
-def state_at(step: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (SIZE,))
-    whole = torch.arange(50.0 * 33).reshape(50, 33) * (step + 1)
-    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": torch.full((5,), float(step)), "epoch": step}
-
-
-def loads(running: Any, value: int, name: Any = None) -> None:
-    Kept.of(state_at(value)).check(running.load(state_at(-1), name))
 
 
 @pytest.mark.parametrize("how", ["sync", "thread", "process"])
@@ -86,3 +74,27 @@ def test_an_id_without_a_number_is_refused_before_anything_begins(dcp_job: Any) 
         dcp_job.save(state_at(1), "newest")
     dcp_job.save(state_at(1), "step-1")()
     loads(dcp_job, 1)
+
+
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "mlflash" in thread.name}
+
+
+@pytest.mark.parametrize("how", ["sync", "thread", "process"])
+def test_every_save_succeeds_and_writes_nothing(
+    torch_job: Any, started: Any, root: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("MLFLASH_DISABLE", "1")
+    state, threads = state_at(2), ours()
+    kept, memory = Kept.of(state), state["buffer"].untyped_storage()
+    with started(torch_job) as running:
+        running.writer.prepare(state)
+        for name, planner in (("step-3", None), ("step-3", None), ("best", RenamePlanner()), (None, None)):
+            running.save(state, name, how, planner)()
+        assert not memory.is_shared(), "torch moves what it sends to another process into shared memory"
+        assert latest(running.ckpt) is None
+        with pytest.raises(CheckpointException, match="no checkpoint in memory: mlflash is off"):
+            running.load(state)
+    kept.check(state)
+    assert not list(root.glob("node*/*"))
+    assert ours() <= threads, "those of the tests before"

@@ -33,7 +33,6 @@ class Training:
         self.steps = 0
 
     def step(self) -> None:
-        """Forward, backward, the step, and the mean."""
         self.net(torch.randn(4, 256)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

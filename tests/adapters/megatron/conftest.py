@@ -1,12 +1,17 @@
-"""Managers of local checkpoints for the tests of this folder."""
+"""Managers of local checkpoints, and what Megatron-LM itself has, for the tests of this folder."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import sys
+import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_jobs import COMM
 
 from mlflash.adapters.megatron import LocalCheckpoints
 
@@ -26,3 +31,33 @@ def start(options: dict[str, Any]) -> Callable[..., contextlib.AbstractContextMa
         manager.close()
 
     return started
+
+
+class OfMegatron:
+    """Megatron-LM's training, of which are there: its arguments, and what it does to save and load.
+
+    Attributes:
+        arguments: of a script that has them.
+        checkpointing: the module, which has neither function yet.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path):
+        self.arguments = argparse.Namespace(save=str(root / "save"), load=None, consumed_train_samples=0)
+        training: Any = types.ModuleType("megatron.training")
+        self.checkpointing: Any = types.ModuleType("megatron.training.checkpointing")
+        training.get_args = lambda: self.arguments
+        monkeypatch.setitem(sys.modules, "megatron.training", training)
+        monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", self.checkpointing)
+
+    def has_saved(self, iteration: int, directory: str = "") -> None:
+        """Let there be a checkpoint of its own. Collective."""
+        if COMM.rank == 0:
+            folder = Path(directory or self.arguments.save)
+            folder.mkdir(exist_ok=True)
+            (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+        COMM.Barrier()
+
+
+@pytest.fixture
+def of_megatron(monkeypatch: pytest.MonkeyPatch, root: Path) -> OfMegatron:
+    return OfMegatron(monkeypatch, root)

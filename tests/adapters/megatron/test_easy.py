@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ pytestmark = [
 
 
 class Scheduler:
-    """Counts, as Megatron's does."""
-
     def __init__(self) -> None:
         self.steps = 0
 
@@ -46,13 +42,9 @@ def easy() -> Any:
 
 
 @pytest.fixture
-def arguments(monkeypatch: pytest.MonkeyPatch, root: Path) -> argparse.Namespace:
-    """Megatron-LM's, of a script that has them."""
-    arguments = argparse.Namespace(save=str(root / "save"), load=str(root / "load"), consumed_train_samples=0)
-    training = types.ModuleType("megatron.training")
-    training.get_args = lambda: arguments
-    monkeypatch.setitem(sys.modules, "megatron.training", training)
-    return arguments
+def arguments(of_megatron: Any, root: Path) -> argparse.Namespace:
+    of_megatron.arguments.load = str(root / "load")
+    return of_megatron.arguments
 
 
 def train(easy: Any, training: Training, scheduler: Scheduler, last: int, arguments: Any = None) -> None:
@@ -227,21 +219,15 @@ def test_chunks_of_a_virtual_pipeline_come_back(easy: Any, options: dict[str, An
 
 @pytest.mark.parametrize(("theirs", "loaded"), [(2, 3), (3, 3), (4, 40)])
 def test_a_newer_checkpoint_of_megatrons_own_is_loaded_by_megatron(
-    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path,
-    theirs: int, loaded: int,
-) -> None:  # fmt: skip
-    checkpointing = types.ModuleType("megatron.training.checkpointing")
-    checkpointing.load_checkpoint = lambda model, optimizer, scheduler, which, strict: (10 * theirs, 0)
-    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", checkpointing)
-    arguments.load = arguments.save
+    easy: Any, of_megatron: Any, options: dict[str, Any], theirs: int, loaded: int
+) -> None:
+    """As where mlflash was off meanwhile, and Megatron saved by itself."""
+    of_megatron.checkpointing.load_checkpoint = lambda model, optimizer, scheduler, which, strict: (10 * theirs, which)
     with job(), on_cpu():
         first = Training()
         easy.initialize(1, 0, 0, **options)
         train(easy, first, Scheduler(), 3)
-        if COMM.rank == 0:
-            Path(arguments.save).mkdir(exist_ok=True)
-            Path(arguments.save, "latest_checkpointed_iteration.txt").write_text(f"{theirs}\n")
-        COMM.Barrier()
+        of_megatron.has_saved(theirs)
         assert easy.load_checkpoint(first.model, first.optimizer, Scheduler()) == loaded
         easy.close()
 
@@ -253,3 +239,33 @@ def test_intervals_that_make_no_sense_are_refused(easy: Any) -> None:
                 easy.initialize(mem, storage, 1)
         with pytest.raises(ConfigError, match="initialize"):
             easy.save_checkpoint_if_needed(1, None, None, None)
+
+
+def test_where_mlflash_is_off_the_calls_leave_saving_and_loading_to_megatron(
+    easy: Any, options: dict[str, Any], root: Path, of_megatron: Any, enabled: bool
+) -> None:
+    arguments, calls = of_megatron.arguments, list[tuple[Any, ...]]()
+    arguments.num_floating_point_operations_so_far = 50
+
+    def save(iteration: int, *more: Any) -> None:
+        calls.append((iteration, *more))
+        of_megatron.has_saved(iteration)
+
+    of_megatron.checkpointing.save_checkpoint = save
+    of_megatron.checkpointing.load_checkpoint = lambda model, optimizer, scheduler, which, strict: (
+        int(Path(getattr(arguments, which), "latest_checkpointed_iteration.txt").read_text()), 0)  # fmt: skip
+    with job():
+        easy.initialize(2, 4, 1, enabled=enabled, **options)
+        assert easy.load_checkpoint("model", "optimizer", None) == 0
+        for iteration in range(1, 11):
+            easy.save_checkpoint_if_needed(iteration, "model", "optimizer", None)
+        easy.close()
+        assert calls == [(4, ["model"], "optimizer", None, 50), (8, ["model"], "optimizer", None, 50)]
+        easy.initialize(2, 0, 1, enabled=enabled, **options)
+        assert easy.load_checkpoint("model", "optimizer", None) == 8, "what Megatron has saved to --save is found"
+        easy.save_checkpoint_if_needed(12, "model", "optimizer", None)  # nothing goes to the directory
+        arguments.load = str(root / "load")
+        of_megatron.has_saved(8, arguments.load)
+        assert easy.load_checkpoint("model", "optimizer", None) == 8
+        easy.close()
+    assert len(calls) == 2 and not list(root.glob("mlflash-*"))

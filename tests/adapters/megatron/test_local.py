@@ -178,18 +178,7 @@ def test_a_manager_that_is_made_anew_takes_over_and_the_one_before_may_come_back
         first.close()
 
 
-def test_names_of_files_are_those_of_nvrx(start: Any) -> None:
-    with job(), start() as manager:
-        assert manager._ckpt_id(3) == (3, RANK, "s")
-        path = manager._local_ckpt_path_from_id((3, RANK, "s"))
-        assert path == manager.local_ckpt_dir / f"iter_0000003_{RANK}_local.pt"
-        assert manager._filename_to_id(path.name) == (3, RANK, "s")
-        assert manager._filename_from_template("*", 1, ".dirty") == "iter_*_1_local.dirty.pt"
-
-
 class Broken(Aware):
-    """Cannot be pickled."""
-
     def __init__(self, state: dict[str, Any]):
         super().__init__(state)
         self.file = open("/dev/null")  # noqa: SIM115

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_jobs import job
 
 from mlflash import Checkpointer
-from mlflash.adapters.megatron import LoadShards, LocalCheckpoints, SaveShards, padding
+from mlflash.adapters.megatron import LoadShards, LocalCheckpoints, SaveShards, padding, work_without_nvrx
 from mlflash.errors import StateError, StepNotFound, Unrestorable
 
 pytestmark = [
@@ -106,8 +106,7 @@ def test_a_save_may_begin_before_the_one_before_it_is_finalized(options: dict[st
 def test_other_layouts_have_the_same_bits(
     options: dict[str, Any], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    any_layout = "fully_reshardable" if megatron_on_cpu.VERSION >= (0, 14) else "fully_sharded_model_space"
-    monkeypatch.setattr(megatron_on_cpu, "CUT", any_layout)
+    monkeypatch.setattr(megatron_on_cpu, "CUT", "fully_reshardable")
     with job(), on_cpu():
         first = Training(tensor=2)
         first.train(3)
@@ -230,3 +229,48 @@ def test_weights_of_the_optimizer_are_not_loaded_without_its_moments(options: di
             with pytest.raises(CheckpointException, match="is_loading=True"):
                 dist_checkpointing.load(state, load.directory(), load)
             came_back(ckpt, again, first.moments())
+
+
+def aware(training: Training, algo: str) -> Any:
+    from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+
+    work_without_nvrx()
+    return MCoreTensorAwareStateDict.from_state_dict(training.sharded_state(), algo, training.replicas)[0]
+
+
+@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
+@pytest.mark.parametrize(("tensor", "sharded"), [(1, False), (1, True), (2, True)])
+def test_training_goes_on_from_local_checkpoints_after_a_lost_node(
+    start: Any, nodes: Nodes, tensor: int, sharded: bool, algo: str
+) -> None:
+    with job(), on_cpu():
+        expected, first = whole_and_first(tensor, sharded)
+        with start() as manager:
+            request = manager.save(aware(first, algo), 3, is_async=True)
+            first.train(5)  # the checkpoint must not see this
+            request.execute_sync()
+    nodes.lose(1)
+    with job(), on_cpu():
+        again = Training(tensor, sharded)
+        with start() as manager:
+            assert manager.find_latest() == 3
+            loaded, _ = manager.load()
+            state = loaded.to_state_dict(again.sharded_state(True), algo, parallelization_group=again.replicas)
+            again.load(state)
+            again.train(6)
+            assert (again.losses, digest(again)) == expected
+
+
+def test_where_it_is_off_shards_are_neither_saved_nor_found(options: dict[str, Any], root: Path, enabled: bool) -> None:
+    with job(), on_cpu(), Checkpointer(enabled=enabled, **options) as ckpt:
+        training = Training()
+        training.train(1)
+        before = digest(training)
+        save, load = SaveShards(ckpt), LoadShards(ckpt)
+        for is_async in (False, True):
+            request = dist_checkpointing.save(training.sharded_state(), save.directory(1), save,
+                                              async_sharded_save=is_async)  # fmt: skip
+            if is_async:
+                request.execute_sync()
+        assert load.directory() is None and digest(training) == before
+    assert not list(root.glob("node*/*"))
