@@ -268,4 +268,4 @@ def test_where_mlflash_is_off_the_calls_leave_saving_and_loading_to_megatron(
         of_megatron.has_saved(8, arguments.load)
         assert easy.load_checkpoint("model", "optimizer", None) == 8
         easy.close()
-    assert len(calls) == 2 and not list(root.glob("mlflash-*"))
+    assert len(calls) == 2 and not list(root.glob("node*/*"))
