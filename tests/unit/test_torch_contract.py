@@ -6,13 +6,16 @@ kills the process that saved them.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 import pytest
 import torch
 from digests import digests
 from torch import nn
-from torch_table import PLAIN, REFUSED, TABLE, made, of_kind, stepped
+from torch.optim import lr_scheduler, swa_utils
+from torch_table import OPTIMIZERS, PLAIN, REFUSED, SCHEDULES, TABLE, VERSIONED, made, of_kind, stepped
 from unit.stored import Store
 
 from mlflash.errors import StateError
@@ -79,7 +82,20 @@ def test_a_loader_that_has_not_begun_does_not_begin_by_a_restore(node_memory: An
     assert digests(other.step(2)) == second
 
 
-# Modules, with the arguments and inputs that torch's own tests have for them
+def classes(base: Any, modules: list[Any]) -> list[Any]:
+    found = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
+    return [kind for kind in found if issubclass(kind, base) and kind is not base and kind.__name__[0] != "_"]
+
+
+def test_each_optimizer_schedule_and_module_of_torch_is_in_the_table_or_is_plain() -> None:
+    """A module is plain that has no version, and no state besides parameters and buffers: as those of other lines."""
+    modules = classes(nn.Module, [module for name, module in sys.modules.items() if name.startswith("torch.nn")])
+    versioned = [kind for kind in modules if kind.__module__.startswith("torch.nn.")
+                 and (kind._version != 1 or kind.get_extra_state is not nn.Module.get_extra_state)]  # fmt: skip
+    schedules = classes(lr_scheduler.LRScheduler, [lr_scheduler, swa_utils])
+    optimizers = classes(torch.optim.Optimizer, [torch.optim])
+    for table, kinds in ((OPTIMIZERS, optimizers), (SCHEDULES, schedules), (VERSIONED, versioned)):
+        assert {kind.__name__ for kind in kinds} == table.keys()
 
 
 # Modules whose loading looks at what their state dict says of their versions
