@@ -203,9 +203,9 @@ class Nodes:
         )
         _ip(node.pid, f"link set lo up\naddr add {address}/24 dev eth0\nlink set eth0 up")
 
-    def _ip_switch(self, batch: str, check: bool = True) -> None:
+    def _ip_switch(self, batch: str) -> None:
         assert self._switch is not None
-        _ip(self._switch.pid, batch, check)
+        _ip(self._switch.pid, batch)
 
     def _state(self, name: str, kind: str) -> Path:
         return self.path / f"{name}.{kind}"
@@ -253,16 +253,16 @@ def _end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def _run(command: list[str], check: bool = True, stdin: str = "") -> str:
+def _run(command: list[str], stdin: str = "") -> str:
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    if check and done.returncode:
+    if done.returncode:
         raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{stdin}{done.stdout}{done.stderr}")
     return done.stdout
 
 
-def _ip(pid: int, batch: str, check: bool = True) -> None:
+def _ip(pid: int, batch: str) -> None:
     """Run ip's commands, one a line, in the network of a process."""
-    _run(["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"], check, batch + "\n")
+    _run(["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"], batch + "\n")
 
 
 def _network(pid: int) -> str | None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,29 +77,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job.close()
 
 
-def check(job: Job, size: int, epochs: int) -> list[dict[str, Any]]:
-    """All ranks had all epochs, soon after the couriers of the last were killed, and nothing is left of any."""
-    said = job.said(*range(size))
-    for one in said:
-        assert (one["size"], one["launcher"], one["status"]) == (size, "torchrun", 0)
-        assert len(set(one["pids"])) == 2 + epochs and len(one["took"]) == epochs - 1
-        assert not [name for name in one["modules"] if name.startswith(("mpi4py", "numpy", "torch"))]
-    until(lambda: not [pid for one in said for pid in one["pids"] if lives(pid)], "no process is left")
-    names = {name for one in said for name in one["segments"]}
-    assert names and not [name for name in names if (SHM / name).exists()]
-    took = sorted(moment for one in said for moment in one["took"])
-    assert statistics.median(took) < 0.5 * (1 if os.getloadavg()[0] < 4 else 4), "from a kill to an allreduce"
-    return said
-
-
-@pytest.mark.gate
-def test_ranks_that_only_know_a_port_meet_beside_it(job: Job) -> None:
-    job.plain(3, do="epochs", epochs=3, nodes=[7, 7, 9])
-    assert job.wait() == [0] * 3
-    for one in check(job, 3, 3):
-        assert one["nodes"] == [0, 0, 1], "which were emulated"
-
-
 def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(job: Job) -> None:
     job.plain(3, do="late")
     assert job.wait() == [0] * 3
@@ -110,16 +86,6 @@ def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(job: Job)
     for rank in range(3):
         total, segments = json.loads((job.folder / f"total-{rank}").read_text())
         assert total == 3 and not [name for name in segments if (SHM / name).exists()]
-
-
-@pytest.mark.slow
-def test_a_rank_that_was_never_started_is_named_and_the_others_leave_nothing(job: Job) -> None:
-    job.plain(3, [0, 1], do="fails", timeout_s=10)
-    assert job.wait() == [0, 0]
-    zero, one = job.said(0, 1)
-    assert zero["kind"] == "DeadlineExceeded" and zero["ranks"] == [2] and "1 of 3 have not come" in zero["error"]
-    assert one["kind"] in ("DeadlineExceeded", "StoreLost"), "rank 0 may have given up before"
-    assert zero["children"] == one["children"] == []
 
 
 def test_a_courier_that_waits_in_init_is_killed_in_time(job: Job) -> None:

@@ -46,6 +46,13 @@ def python(code: str, path: Path) -> str:
     return done.stdout.strip()
 
 
+def make_nvrx(path: Path) -> None:
+    for name, content in NVRX.items():
+        file = path / "nvidia_resiliency_ext" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content + "\n")
+
+
 def make_core(path: Path) -> None:
     for package in ("megatron", "megatron/core", "megatron/core/dist_checkpointing"):
         (path / package).mkdir()
@@ -67,10 +74,8 @@ def make_core(path: Path) -> None:
 def test_megatron_makes_our_manager_of_its_flags(
     tmp_path: Path, has_nvrx: bool, call: str, factor: int, made: str
 ) -> None:
-    for name, content in NVRX.items() if has_nvrx else ():
-        file = tmp_path / "nvidia_resiliency_ext" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content + "\n")
+    if has_nvrx:
+        make_nvrx(tmp_path)
     before = f"from mlflash.adapters.megatron import install\n{call}\n{call}\nFACTOR = {factor}\n"
     after = "import nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager as base\n"
     after += "assert issubclass(LocalCheckpoints, base.BaseCheckpointManager)\n"
@@ -86,10 +91,8 @@ def test_megatron_makes_our_manager_of_its_flags(
 def test_turned_off_it_leaves_nvrx_alone_and_without_it_local_checkpoints_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_nvrx: bool, call: str, switch: str
 ) -> None:
-    for name, content in NVRX.items() if has_nvrx else ():
-        file = tmp_path / "nvidia_resiliency_ext" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content + "\n")
+    if has_nvrx:
+        make_nvrx(tmp_path)
     monkeypatch.setenv("MLFLASH_DISABLE", switch)
     code = f"""
 import os, sys, threading

@@ -17,12 +17,11 @@ from waiting import PATIENCE_S, until
 from mlflash.wireup.key_value_store import KeyValueStore, listen
 from mlflash.wireup.pmi_server import new_epoch_name
 from mlflash.wireup.store_client import StoreClient
-from mlflash.wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
+from mlflash.wireup.zygote_client import ZygoteClient, ZygoteRefused
 
 pytestmark = needs.MPI
 
 # It leaves its shared memory otherwise.
-INITIALISES = "import atexit\nfrom mpi4py import MPI\nMPI.Init()\natexit.register(MPI.Finalize)\n"
 
 
 @pytest.fixture
@@ -44,37 +43,6 @@ def fork(zygote: ZygoteClient, store: KeyValueStore) -> int:
     mine, its = socket.socketpair()
     with mine, its:
         return zygote.fork("entry:run", new_epoch_name(1), 0, [0], store.address, store.token, its.fileno(), PATIENCE_S)
-
-
-def test_it_refuses_to_fork_while_it_has_a_second_thread(tmp_path: Path, store: KeyValueStore) -> None:
-    zygote = start(tmp_path, "import threading\ngo = threading.Event()\nrun = print\n"
-                             "threading.Thread(target=go.wait, daemon=True).start()\n")  # fmt: skip
-    with pytest.raises(ZygoteRefused, match="it has 2 threads"):
-        fork(zygote, store)
-    assert zygote.ask(1, PATIENCE_S) == {"running": False, "mpi": False}, "no courier of ours"
-    zygote.kill(1, PATIENCE_S)
-    zygote.stop(PATIENCE_S)
-    zygote.stop(PATIENCE_S)
-    assert zygote.process.returncode == 0
-    with pytest.raises(ZygoteLost, match="has ended, with 0"):
-        fork(zygote, store)
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("import torch\nrun = print\n", "has initialized MPI or imported torch"),
-        (INITIALISES + "run = print\n", "has initialized MPI or imported torch"),
-        ("run = missing\n", "name 'missing' is not defined"),
-    ],
-)
-def test_it_ends_where_it_could_not_fork_couriers(tmp_path: Path, store: KeyValueStore, source: str, said: str) -> None:
-    (tmp_path / "torch.py").touch()  # imported in no time
-    zygote = start(tmp_path, source)
-    with pytest.raises(ZygoteLost, match="has ended, with 1; its output says why"):
-        fork(zygote, store)
-    zygote.stop(PATIENCE_S)
-    assert said in (tmp_path / "output").read_text()
 
 
 def test_couriers_print_where_they_are_told_and_import_nothing_of_the_working_directory(

@@ -25,7 +25,6 @@ class Setting:
         format: of drained files.
         courier: thread or process.
         pace: of messages; see `mpi.Network`.
-        one_by_one: how many saves are waited for: all, some or none, but for the last.
     """
 
     ranks: int

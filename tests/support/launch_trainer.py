@@ -48,8 +48,7 @@ def may_leave(courier: RunningCourier) -> set[str]:
 
 def start(**more: Any) -> Couriers:
     entry = options.get("entry", "wireup_courier:serve")
-    node = str(options["nodes"][int(os.environ["RANK"])]) if "nodes" in options else ""
-    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), node=node, **more)
+    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), **more)
 
 
 def epochs() -> None:

@@ -33,16 +33,6 @@ def test_one_is_tried_at_a_time_for_as_many_steps_as_are_asked_for() -> None:
     assert known == [*[None] * 3, *[0] * 3, *[12] * 3, *[24] * 3, *[36] * 3]
 
 
-def test_marks_count() -> None:
-    certification = Certification(1, keeps=True)
-    for step in (1, 2, 3):
-        commit(certification, step)
-    certification.mark(frozenset([saved(2).attempt]), is_good=False)
-    assert certification.certified is None
-    certification.mark(frozenset([saved(3).attempt]), is_good=True)
-    assert certification.certified == saved(3)
-
-
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_there_is_always_a_slot_to_write_and_the_best_that_is_known_is_held(after: int, keeps: bool) -> None:

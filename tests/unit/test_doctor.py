@@ -19,9 +19,9 @@ from mlflash.cli import main
 from mlflash.config import from_environment
 from mlflash.doctor import mpi_checks, node_checks, software_checks
 from mlflash.doctor.context import Context
-from mlflash.doctor.findings import Diagnosis, Finding, Level, fine, merge, show, warning, wrong
+from mlflash.doctor.findings import Diagnosis, Finding, Level, fine, merge, warning, wrong
 from mlflash.launcher.on_slurm import LaunchFailed
-from mlflash.memory.memory_limits import Mount, find_mount, headroom
+from mlflash.memory.memory_limits import headroom
 from mlflash.placement.node import Node
 from mlflash.planning import scheme_comparison
 from mlflash.wireup.launcher_variables import Launched, launched
@@ -81,17 +81,6 @@ def result(finding: Finding) -> tuple[Level, str, str]:
 
 
 # Memory
-
-
-def test_the_last_of_several_mounts_counts() -> None:
-    found = find_mount(MOUNTINFO, "/dev/shm")
-    assert found == Mount("0:27", "/dev/shm", "tmpfs", "rw,size=24684092k")
-    assert find_mount(MOUNTINFO, "/dev/shm/mlflash-0") == found
-    other = find_mount(MOUNTINFO, "/dev/shmoo")
-    assert other is not None and (other.point, other.kind) == ("/dev", "devtmpfs")
-    blank = find_mount(MOUNTINFO, "/mnt/my disk/x")
-    assert blank is not None and (blank.point, blank.kind, blank.device) == ("/mnt/my disk", "xfs", "0:28")
-    assert find_mount("garbage\n\n1 2 3 - \n", "/dev/shm") is None
 
 
 @pytest.mark.parametrize(
@@ -330,21 +319,6 @@ def test_what_is_the_same_is_one_line_and_numbers_become_ranges() -> None:
         ("space", "3 GiB free of tmpfs", ("b",), (2,)),
     ]
     assert merge(lines) == lines, "lines of nodes are merged again on rank 0"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("free_nbytes", (GIB, 3 << 20), "1 GiB to 3 MiB"),
-        ("saved_gbs", (4.04, 5.5), "4.0 to 5.5 GB/s"),
-        ("saved_gbs", (0.012, 0.012), "0.012 GB/s"),
-        ("apart_s", (0.5, 0.5), "500 ms"),
-        ("ranks", (4.0, 4.0), "4"),
-        ("host", "n1", "n1"),
-    ],
-)
-def test_values_have_their_units(name: str, value: str | tuple[float, float], text: str) -> None:
-    assert show(name, value) == text
 
 
 def test_a_line_says_which_nodes_or_ranks_it_is_of() -> None:

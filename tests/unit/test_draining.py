@@ -207,19 +207,6 @@ def test_a_folder_of_another_user_is_passed_over_and_is_in_nobodys_way(shm: Path
     assert tree(shm) == ["step-00000003/checkpoint.h5", "step-00000003/rank-00000.h5"]
 
 
-def test_a_new_folder_is_one_that_is_not_taken(tmp_path: Path) -> None:
-    store = Directory(str(tmp_path))
-    assert checkpoint_directory.new_folder(store, 12) == "step-00000012"
-    commit(store, "step-00000012", 12, 1)
-    assert checkpoint_directory.new_folder(store, 12) == "step-00000012.1"
-    put_rank(store, "step-00000012.7")
-    assert checkpoint_directory.new_folder(store, 12) == "step-00000012.8"
-    assert checkpoint_directory.new_folder(store, 1) == "step-00000001"
-    (tmp_path / "step-00000013").write_text("in the way")
-    assert checkpoint_directory.new_folder(store, 13) == "step-00000013.1"
-    assert checkpoint_directory.new_folder(store, 123_456_789) == "step-123456789"
-
-
 def model(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int) -> set[str]:
     """Which folders stay, said once more and simply."""
     if not keep_last:

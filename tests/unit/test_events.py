@@ -99,42 +99,6 @@ logging.getLogger("mlflash").warning("after it")
     assert logging.getLogger("mlflash").filters == []
 
 
-def test_a_line_that_was_cut_is_written_once_more_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [{"event": "save", "step": step, "node": "n"} for step in range(3)]
-    text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in said).encode()
-    other = b'{"event":"commit"}\n'
-    write = os.write
-    for takes in range(1, len(text) + 1):
-        path = tmp_path / str(takes)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        beside = os.open(path, os.O_WRONLY | os.O_APPEND)
-
-        def take(to: int, lines: bytes, takes: int = takes, beside: int = beside) -> int:
-            taken = write(to, lines[:takes])
-            write(beside, other)  # of another process
-            return taken
-
-        monkeypatch.setattr(recorder.os, "write", take)
-        recorder._write_whole(fd, text)
-        monkeypatch.undo()
-        os.close(fd)
-        os.close(beside)
-        if takes <= len(text) // 3:
-            continue  # not a single line is taken at once
-        found = [_parsed(line) for line in path.read_bytes().splitlines()]
-        steps = [one["step"] for one in found if one is not None and one.get("event") == "save"]
-        whole = [*range(3)]
-        assert steps == whole or (text[takes : takes + 1] == b"\n" and len(steps) == 2), (takes, path.read_text())
-
-
-def _parsed(line: bytes) -> dict[str, object] | None:
-    try:
-        found: dict[str, object] = json.loads(line)
-    except ValueError:
-        return None
-    return found
-
-
 def test_each_node_has_a_file_and_one_names_all(tmp_path: Path) -> None:
     first = tmp_path / "run[1].jsonl"
     names = [Path(file_of_node(str(first), node)) for node in range(12)]

@@ -23,7 +23,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 from waiting import until
 
-from mlflash import errors
 from mlflash.launcher import node_watch
 from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.node_watch import Looks, Watch
@@ -42,7 +41,6 @@ from mlflash.telemetry.heartbeat import (
     read_heartbeats,
     why_unread,
 )
-from mlflash.telemetry.recorder import CourierRecorder, EventLog, TrainerRecorder
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 WATCHED_RANKS = 4
@@ -310,33 +308,6 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
     with file.open("r+b") as part:
         part.truncate(PART_NBYTES)
     assert heard(shm)["courier_pid"] is None
-
-
-def test_the_format_is_the_golden_one(shm: Path, node_memory: NodeDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "__version__", "0.1.0")
-    monkeypatch.setattr(heartbeat.time, "time", lambda: 1_700_000_000.25)
-    monkeypatch.setattr(heartbeat.os, "getpid", lambda: 4321)
-    monkeypatch.setattr(heartbeat, "_pid_namespace", lambda: 4026531836)
-    facts = RankFacts(1, 4, 0, "node-a", "", "0123456789abcdef")
-    log = EventLog(None)
-    trainer = TrainerRecorder(1, TrainerHeartbeat(node_memory, facts), log)
-    monkeypatch.setattr(heartbeat.os, "getpid", lambda: 4322)
-    courier = CourierRecorder(1, CourierHeartbeat(node_memory, facts), log, trainer.flush)
-    trainer.started({"redundancy": "copy", "nodes": ["node-a", "node-b"]}, str)
-    courier.unrestorable(errors.Unrestorable("none of them"))
-    trainer.restored(11, 0.5, "/d/step-00000011", "", 1000)
-    trainer.posting(12)
-    trainer.saved(12, 0.25, 1000, False, True)
-    courier.holds(4096)
-    courier.protected(12, 0.125, 1000, [1, 3])
-    courier.committed(12, 0.5, 1)
-    courier.failed(13, errors.SaveFailed("no"))
-    courier.drained(12, 0.5, 1000, "/d", None)
-    monkeypatch.undo()
-    raw = (Path(node_memory.path) / "pulse-0000").read_bytes()
-    if not GOLDEN.exists():
-        GOLDEN.write_bytes(raw)
-    assert raw == GOLDEN.read_bytes(), "the format of heartbeats changed: raise its number, and write a new golden file"
 
 
 def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refused(

@@ -47,10 +47,3 @@ def test_a_node_without_memory_for_it_besides_all_slots_makes_none(monkeypatch: 
     for left, local_size, is_made in ((6 << 20, 1, True), (5 << 20, 1, False), (6 << 20, 2, False)):
         monkeypatch.setattr(copy_plan, "available", lambda _, left=left: {"this": left, "that": 1 << 40})
         assert (copied(state, local_size) is not None) is is_made
-
-
-def test_what_is_on_a_device_is_not_copied() -> None:
-    assert copied({"a": torch.zeros(3)}) is not None
-    flat = flatten({"a": torch.zeros(3)})
-    flat.values[0] = torch.zeros(3, device="meta")
-    assert copy_to_host(flat, 4.0, "/dev/shm", 1, CopyThreads(1)) is None

@@ -38,15 +38,6 @@ def huge_kib(address: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped:"))
 
 
-def test_a_file_begins_where_a_huge_page_does(file: IO[bytes]) -> None:
-    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
-    assert (view.shape, view.dtype, view.flags.writeable) == ((NBYTES,), np.uint8, True)
-    assert view.ctypes.data % (shared_memory_segment.huge_nbytes() or 4096) == 0
-    view[:] = np.arange(NBYTES, dtype=np.uint8)
-    assert os.pread(file.fileno(), 3, 257) == bytes([1, 2, 3])
-    assert np.array_equal(shared_memory_segment.map_file(file.fileno(), NBYTES), view)
-
-
 def test_it_is_unmapped_when_the_last_view_goes(file: IO[bytes]) -> None:
     inode = os.fstat(file.fileno()).st_ino
     view = shared_memory_segment.map_file(file.fileno(), NBYTES)
@@ -71,17 +62,3 @@ def test_an_empty_file_gets_huge_pages_where_the_kernel_gives_them(file: IO[byte
     )  # all of it, but for fragmented memory
     os.posix_fallocate(file.fileno(), 0, NBYTES)
     assert os.fstat(file.fileno()).st_blocks * 512 >= NBYTES
-
-
-def test_a_kernel_without_them_leaves_the_rest_of_the_file_a_hole(
-    file: IO[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_memory_segment, "_MADV_COLLAPSE", 12345)  # unknown: EINVAL, as older kernels say
-    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
-    assert not shared_memory_segment.fill_with_huge_pages(file.fileno(), view)
-    assert not view.any()
-    monkeypatch.setattr(shared_memory_segment, "huge_nbytes", lambda: 0)
-    view = shared_memory_segment.map_file(file.fileno(), NBYTES)
-    assert not shared_memory_segment.fill_with_huge_pages(file.fileno(), view)
-    view[-1] = 7
-    assert os.pread(file.fileno(), 1, NBYTES - 1) == b"\x07"

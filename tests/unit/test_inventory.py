@@ -66,15 +66,6 @@ def names(*numbers: int) -> list[str]:
     return [file_name(n) for n in numbers]
 
 
-def test_ranks_that_stayed_keep_their_files_and_a_moved_one_takes_the_kept_ones_last() -> None:
-    rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
-    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {0: [1]}, {})
-    assert (files[0].own, files[0].inbox, unused) == ([0, 1], {1: [2, 3]}, [])
-    # Rank 0's slots and copies of rank 1's are on this node; rank 1 runs here now and holds rank 0's copies.
-    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {1: [0]}, {})
-    assert (files[1].own, files[1].inbox, unused) == ([2, 3], {0: [0, 1]}, [])  # the copy is its own slot now
-
-
 def test_the_certified_state_of_a_rank_fills_no_slot_for_the_copies_of_another_one() -> None:
     # Rank 0's own slots, of which the certified one has the largest number, and fewer copies of rank 1's.
     rows = [(RUN_A, 4, 40, 0, 0, 3), (RUN_A, 3, 30, 0, 0, 2), (RUN_A, 3, 30, 0, 0, 4), (RUN_A, 2, 20, 0, 0, 6),
@@ -143,13 +134,6 @@ def test_a_step_needs_every_share_of_what_its_slots_share() -> None:
     assert choose(found.without([(1, 8), (0, 7)]), (0, 1)) is None
 
 
-def test_a_share_goes_to_the_rank_that_stores_it_now() -> None:
-    found = with_shares(table((RUN_A, 2, 20, 5, 0, 0), (RUN_A, 1, 10, 5, 0, 1), (RUN_A, 2, 20, 3, 0, 2)), {0, 1}, 1)
-    files, unused = assign(found, names(0, 1, 2), 0, Attempt(RUN_A, 2), True, {2: [], 3: []}, {2: (0, 0), 3: (0, 1)})
-    assert (files[3].share, files[3].own, unused) == ([0, None], [2, None], [])
-    assert files[2].share == [1, None]  # an older one will do to be written
-
-
 def slots(world_size: int, *ranks: int) -> Inventory:
     """Slots of some ranks, each on its own node."""
     return table(*((RUN_A, 1, 10, rank, rank, 0) for rank in ranks), world_size=world_size)
@@ -170,11 +154,3 @@ def test_a_rank_without_a_slot_is_rebuilt_where_enough_of_its_group_is_there() -
     assert choose(with_parity(slots(4, 0, 2, 3), group, 1, (0, 0, 1), (1, 1, 1), (3, 3, 1)), (0, 1, 2, 3)) is None
     # With all slots there, no parity is needed.
     assert choose(with_parity(slots(4, 0, 1, 2, 3), group, 1, (0, 0, 1)), (0, 1, 2, 3)).rebuilt == {}  # type: ignore[union-attr]
-
-
-def test_parity_files_and_slots_are_not_taken_for_each_other() -> None:
-    found = with_parity(slots(1, 0), (0, 1, 2), 1, (0, 0, 1))
-    files, unused = assign(found, names(0, 1, 2, 3), 0, Attempt(RUN_A, 1), True, {0: [0]}, {})
-    assert (files[0].own, files[0].inbox, unused) == ([0, 2], {0: [1, 3]}, [])
-    files, unused = assign(found, names(0, 1), 0, Attempt(RUN_A, 1), True, {0: [1]}, {})
-    assert (files[0].own, files[0].inbox, unused) == ([0, None], {1: [None, None]}, [1])

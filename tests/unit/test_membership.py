@@ -13,36 +13,6 @@ def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
     job.train(*others, spare, step=step)
 
 
-def test_a_spare_on_the_host_of_the_lost_rank_comes_first() -> None:
-    job = Job("a b c", "c b a")
-    job.end("a0", "b0")
-    job.hears()
-    job.leave("c0")
-    assert job.seats() == {"c0": "2: 2", "a1": "2: 0", "b1": "2: 1"}
-    job = Job("a b", "c d")
-    job.end("b0")
-    job.hears()
-    job.leave("a0")
-    assert job.seats() == {"a0": "2: 0", "c0": "2: 1"}
-
-
-def test_all_hear_what_rank_0_says_of_this_round_and_nobody_hears_others() -> None:
-    job = Job("a b c", "d")
-    job.it.text("a0", 1, "port", "here")
-    assert job.told == [(name, {"text": 1, "what": "port", "is": "here"}) for name in ("a0", "b0", "c0")]
-    job.hears()
-    job.it.text("b0", 1, "port", "there")
-    job.it.text("d0", 1, "port", "there")
-    job.it.text("a0", 2, "port", "soon")
-    recover(job, "a0", "b0", "c0", spare="d0", step=20)
-    job.hears()
-    job.it.text("d0", 1, "port", "late")
-    job.it.text("b0", 2, "port", "there")
-    assert not job.told
-    job.it.text("d0", 2, "port", "now")
-    assert job.seats() == dict.fromkeys(("b0", "c0", "d0"), "now")
-
-
 def test_one_that_does_not_leave_in_time_is_killed_and_replaced() -> None:
     job = Job("a b c", "d e")
     job.end("b0")
@@ -138,17 +108,6 @@ def test_processes_that_end_before_they_are_ready_are_not_started_for_ever() -> 
     assert len(job.started) == 3 and not job.it.over
     job.later(120)
     assert job.it.over.startswith("no process was ready in time")
-
-
-def test_all_that_end_well_end_it_well() -> None:
-    job = Job("a b", "c")
-    recover(job, "b0", "a0", spare="c0", step=20)
-    job.end("c0", code=0)
-    assert not job.it.over
-    job.end("a0", code=0)
-    assert (job.it.over, job.it.code) == ("all ranks came to their end", 0)
-    job.lose("a")
-    assert job.it.code == 0
 
 
 def test_who_begins_its_program_anew_is_told_once_more_what_it_was_told() -> None:

@@ -14,10 +14,7 @@ import pytest
 
 from mlflash.wireup.mpich_segments import (
     SHARED_MEMORY,
-    SegmentRecord,
-    is_segment,
     mapped_by,
-    named_after,
     remove_unmapped,
 )
 
@@ -55,27 +52,3 @@ def test_nothing_but_a_file_of_ours_is_removed(name: str, monkeypatch: pytest.Mo
     link.unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert remove_unmapped({name}) == set() and target.exists()
-
-
-def test_what_a_killed_zygote_has_left_is_removed_by_the_next_one(tmp_path: Path, name: str) -> None:
-    directory = tmp_path / "mine"
-    killed, lives = SegmentRecord(directory), SegmentRecord(directory)
-    killed.add({name, "mpich_shm_0_0"})
-    lives.add({name})
-    os.close(killed._fd)  # as at the end of its process
-    with open(SHARED_MEMORY / name, "r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
-    SegmentRecord(directory).close()
-    assert (SHARED_MEMORY / name).exists(), "another zygote may have a courier that maps it"
-    lives.close()
-    SegmentRecord(directory).close()
-    assert (SHARED_MEMORY / name).exists() and [*directory.iterdir()], "somebody maps it"
-    mapped.close()
-    SegmentRecord(directory).close()
-    assert not (SHARED_MEMORY / name).exists() and not [*directory.iterdir()]
-
-
-def test_names_follow_from_the_epoch_as_in_mpich() -> None:
-    assert "mpich_shm_2a5e72b0_3" in named_after("kvs_probe", 3), "seen with MPICH 5.0.2"
-    assert "mpich_vci_8595b9a2_0" in named_after("kvs_probe", 0), "kvs_probe-1, in MPICH 5.1"
-    assert all(map(is_segment, named_after("kvs_probe", 4000)))

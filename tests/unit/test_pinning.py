@@ -64,13 +64,6 @@ def test_an_error_of_pinning_does_not_stay_for_the_next_kernel(node_memory: Node
     assert cudart.launches == (1 if cudart.status else 0)
 
 
-def test_a_closed_segment_is_not_pinned(node_memory: NodeDirectory, cudart: Cudart) -> None:
-    segment = create(node_memory, 10_000)
-    segment.close()
-    segment.pin()
-    assert cudart.asked == []
-
-
 def test_a_mapping_that_several_have_is_pinned_once_until_the_last_has_closed_it(
     node_memory: NodeDirectory, cudart: Cudart
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from mlflash.placement.protection_groups import deal, place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import Survival, describe, of, too_close
 from mlflash.placement.topology import Topology, from_node_ids
-from mlflash.startup.start import _say_what_is_made
 
 
 def nodes_of(topology: Topology, ranks: tuple[int, ...]) -> set[int]:
@@ -99,24 +97,6 @@ def test_a_spare_takes_the_place_of_a_dead_node_and_all_other_groups_stay() -> N
 def test_groups_of_the_run_before_that_make_no_sense_now_are_formed_anew(recorded: tuple[tuple[int, ...], ...]) -> None:
     topology = Topology((0, 1, 0, 1, 2, 2), ("a", "b", "c"))
     assert place(topology, parse("xor:3"), (), recorded) == place(topology, parse("xor:3"))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "scheme", "said"),
-    [
-        (1, "copy", r"2 ranks on 1 node \(.+\): .* any process, but not of this node"), (1, "none", None),
-        (2, "copy", None), (2, "copy:2", "'copy:2' .* copy is"),
-        (2, "xor:4", "copy is made"), (3, "xor:4", None), (3, "rs:6+2", "copy:2 is made"), (4, "rs:6+2", None),
-        (11, "xor:4", None),
-    ],
-)  # fmt: skip
-def test_too_few_nodes_for_a_scheme_are_said_once(
-    caplog: pytest.LogCaptureFixture, nodes: int, scheme: str, said: str | None
-) -> None:
-    topology = layout(*[2] * nodes)
-    _say_what_is_made(place(topology, parse(scheme)), topology.node_names)
-    assert len(caplog.records) == (said is not None)
-    assert said is None or re.search(said, caplog.records[0].getMessage())
 
 
 # What a placement survives is computed, and is right: compared with trying every loss

@@ -100,29 +100,6 @@ def make() -> Iterator[Make]:
     store.close()
 
 
-def test_what_mpich_asks_is_answered(make: Make) -> None:
-    client = make(1, [3, 3, 4])
-    for line, answer in {
-        "cmd=init pmi_version=1 pmi_subversion=1": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
-        "cmd=get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
-        "cmd=get_appnum": "cmd=appnum rc=0 appnum=0",
-        "cmd=get_my_kvsname": "cmd=my_kvsname rc=0 kvsname=e1",
-        "cmd=get_universe_size": "cmd=universe_size rc=0 size=3",
-        "cmd=get kvsname=e1 key=PMI_process_mapping":
-            "cmd=get_result rc=0 msg=success value=(vector,(0,1,2),(1,1,1))",
-        "cmd=get kvsname=e1 key=PMI_hwloc_xmlfile": "cmd=get_result rc=-1 msg=key_not_found value=unknown",
-        "cmd=get kvsname=e1 key=-bcast-1-0": "cmd=get_result rc=-1 msg=key_not_found value=unknown",
-        "cmd=put kvsname=e1 key=-bcast-1-0 value=a\\ b=(c)[8]": "cmd=put_result rc=0 msg=success",
-        "cmd=get key=-bcast-1-0 kvsname=e1": "cmd=get_result rc=0 msg=success value=a\\ b=(c)[8]",
-        "cmd=finalize": "cmd=finalize_ack rc=0",
-    }.items():  # fmt: skip
-        assert client.ask(line) == answer
-    assert set(client.store._values) == {"e1/started/1", "e1/put/-bcast-1-0"}
-    client.sock.close()
-    until(lambda: client.server.receive() or client.server.fileno() < 0, "the end")
-    assert client.server.error is None
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import math
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mlflash.adapters.replay import Place, gradients
+from mlflash.adapters.replay import Place
 from mlflash.adapters.replay.gradients import Signature, difference, sign
 from mlflash.adapters.replay.replay import pack, unpack
-from mlflash.adapters.replay.verdicts import differing, judge
+from mlflash.adapters.replay.verdicts import judge
 
 BASE = torch.arange(2000.0)
 TENSORS = {
@@ -127,23 +126,3 @@ def test_the_majority_of_three_ranks_says_who_is_wrong_and_of_two_the_one_that_d
 
 
 # Passes
-
-
-def test_a_pass_aside_leaves_no_gradient_and_holds_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-    expected, hidden = gradients.backward(model, gradients.names_of(model), model(torch.ones(2, 4)).sum())
-    assert len(expected) == 11 and not hidden
-    before = [one.grad.clone() for one in model.parameters()]
-    held: list[Any] = []
-    alive: list[int] = []
-
-    def watched(tensor: torch.Tensor) -> Signature:
-        alive.append(sum(one() is not None for one in held))
-        held.append(weakref.ref(tensor.untyped_storage()))
-        return sign(tensor)
-
-    monkeypatch.setattr(gradients, "sign", watched)
-    found = gradients.backward_aside(model, gradients.names_of(model), model(torch.ones(2, 4)).sum())
-    assert not differing(found, expected, 0.0)
-    assert max(alive) <= 2, "the loss, and what is read just now"
-    assert all(torch.equal(one.grad, old) for one, old in zip(model.parameters(), before, strict=True))

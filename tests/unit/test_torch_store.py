@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as distributed
 from waiting import PATIENCE_S
 
-from mlflash.errors import DeadlineExceeded
 from mlflash.wireup import torch_store
 
 SIZE = 4
@@ -33,20 +32,14 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return lambda: server and distributed.TCPStore("127.0.0.1", server.port, is_master=False, timeout=within)
 
 
-def meet(connect: Store, text: str, size: int = SIZE, lost: int = -1, timeout_s: float = PATIENCE_S) -> list[Any]:
-    """What each rank gets; rank `lost` does not come."""
+def meet(connect: Store, text: str) -> list[str]:
+    """Let all ranks come, and give what each gets."""
 
-    def come(rank: int) -> Any:
-        if rank == lost:
-            return None
-        try:
-            mine = text if rank == 0 else None
-            return torch_store.share(distributed, connect(), rank, size, mine, timeout_s)
-        except DeadlineExceeded as error:
-            return error
+    def come(rank: int) -> str:
+        return torch_store.share(distributed, connect(), rank, SIZE, text if rank == 0 else None, PATIENCE_S)
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(come, range(size)))
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(come, range(SIZE)))
 
 
 def test_all_ranks_get_the_text_of_their_launch(connect: Store) -> None:

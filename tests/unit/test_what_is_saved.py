@@ -124,15 +124,6 @@ def test_a_shard_that_a_collective_still_brings_is_waited_for(group: None, store
 # From save to save
 
 
-def test_names_of_leaves_are_unique_and_text(store: Store) -> None:
-    state = {"a.b": np.zeros(1), "a": {"b": np.ones(1)}, "a.b~2": np.ones(2), "\ud800": np.ones(3)}
-    comes_back(store, state)
-    names = [entry.name for entry in store.manifest.entries]
-    assert names == ["'a.b'", "'a'.'b'", "a.b~2", "\\ud800"]
-    store.write({"a.b~2": np.ones(1), "a": {"b": np.ones(3)}, "a.b": np.ones(2)})  # whatever their order is
-    assert [entry.name for entry in store.manifest.entries] == ["a.b~2", "'a'.'b'", "'a.b'"]
-
-
 # Storages
 
 
