@@ -31,10 +31,7 @@ DEATHS = [
 ]
 IN_THE_GATE = [("trainer", "killed", "hydra"), ("courier", "killed", "none")]
 
-pytestmark = [
-    needs.MPI,
-    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
-]
+pytestmark = [needs.MPI, needs.PMI_1]
 
 
 class Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,10 +15,7 @@ from harness import SUPPORT, PlainRanks
 from processes import left_here
 from waiting import PATIENCE_S, until
 
-pytestmark = [
-    needs.MPI,
-    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
-]
+pytestmark = [needs.MPI, needs.PMI_1]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import pytest
 
 from mlflash.launcher.processes import mpiexec
@@ -76,7 +77,7 @@ print("saved without MPI")
 """
 
 
-@pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
+@needs.PMI_1
 @pytest.mark.parametrize(("launcher", "order", "more"), [
     pytest.param("torchrun", "group first", {}, marks=pytest.mark.gate),
     ("torchrun", "group first", {"MLFLASH_DISABLE": "1"}),

@@ -1,4 +1,4 @@
-"""Megatron Bridge's checkpoint manager, as far as it is needed here; each case in a Python of its own."""
+"""Which manager Megatron Bridge makes of its settings, without Bridge; tests/faults/test_megatron.py trains with it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ from pathlib import Path
 
 # As in megatron.bridge.training.checkpointing, without what it saves.
 CHECKPOINTING = """
-import inspect
-from typing import Protocol, runtime_checkable
-
-ALLOWED = ["megatron.", "torch."]
-
-
-@runtime_checkable
-class CheckpointManager(Protocol):
-    def __init__(self, checkpoint_config): ...
-    def save(self, ctx, callback_manager): ...
-    def load(self, ctx): ...
-    def finalize_async_saves(self, state, blocking=False, terminate=False): ...
-
+import importlib
+from megatron.bridge.utils.instantiate_utils import ALLOWED
 
 class DefaultCheckpointManager:
     def __init__(self, checkpoint_config):
-        self.checkpoint_config = checkpoint_config
         assert checkpoint_config.non_persistent_ckpt_type != "local", "NVRx is not installed"
         self._context = {}
 
@@ -35,29 +23,13 @@ class DefaultCheckpointManager:
     def save(self, ctx, callback_manager):
         return "saved by Bridge"
 
-    def load(self, ctx):
-        return 0, 0
-
-    def finalize_async_saves(self, state, blocking=False, terminate=False):
-        pass
-
 
 def create_checkpoint_manager(config):
     if config.custom_manager_class is None:
         return DefaultCheckpointManager(config)
+    assert any(map(config.custom_manager_class.startswith, ALLOWED)), "not in the allowlist"
     module, _, name = config.custom_manager_class.rpartition(".")
-    if not any(config.custom_manager_class.startswith(prefix) for prefix in ALLOWED):
-        raise ValueError("not in the allowlist")
-    import importlib
-    manager = getattr(importlib.import_module(module), name)(config)
-    assert isinstance(manager, CheckpointManager)
-    return manager
-"""
-REGISTER = """
-from megatron.bridge.training.checkpointing import ALLOWED
-
-def register_allowed_target_prefix(prefix):
-    ALLOWED.append(prefix)
+    return getattr(importlib.import_module(module), name)(config)
 """
 USE = """
 import types
@@ -87,19 +59,15 @@ assert made("local", True, enabled=False) == ("copy:2", None, "run42/0")
 
 
 def test_bridge_makes_a_manager_with_our_local_checkpoints(tmp_path: Path) -> None:
-    bridge(tmp_path, USE)
-
-
-def bridge(tmp_path: Path, code: str) -> None:
     packages = ("", "core/", "core/dist_checkpointing/", "bridge/", "bridge/training/", "bridge/utils/")
     files = {f"megatron/{package}__init__.py": "" for package in packages} | {
         "megatron/core/dist_checkpointing/tensor_aware_state_dict.py": "HAVE_NVRX = False\n",
         "megatron/bridge/training/checkpointing.py": CHECKPOINTING,
-        "megatron/bridge/utils/instantiate_utils.py": REGISTER,
+        "megatron/bridge/utils/instantiate_utils.py": "ALLOWED = []\nregister_allowed_target_prefix = ALLOWED.append\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-W", "error", "-c", code]
+    command = [sys.executable, "-W", "error", "-c", USE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,12 +78,6 @@ def test_a_courier_survives_signals_to_a_whole_step_and_ulimit_and_leaves_no_cor
     assert (tmp_path / "output").read_text() == "0 SIG_IGN\ncommits\n"
     zygote.stop(PATIENCE_S)
     assert zygote.process.returncode == 0
-
-
-def test_a_zygote_ends_with_a_trainer_that_never_stops_it() -> None:
-    program = "from mlflash.wireup.zygote_client import ZygoteClient; print(ZygoteClient([]).process.pid)"
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, timeout=PATIENCE_S)
-    until(lambda: not Path(f"/proc/{int(ran.stdout)}").exists(), "the zygote is gone")
 
 
 def test_it_serves_a_store_until_it_ends_for_as_many_ranks_as_it_may_have_files(tmp_path: Path) -> None:

@@ -464,6 +464,3 @@ class Mpi:
 
     def Is_initialized(self) -> bool:
         return True
-
-    def Get_processor_name(self) -> str:
-        return "host"

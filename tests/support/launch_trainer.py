@@ -46,9 +46,8 @@ def may_leave(courier: RunningCourier) -> set[str]:
     return {name for node in nodes for name in named_after(courier.epoch, node)}
 
 
-def start(**more: Any) -> Couriers:
-    entry = options.get("entry", "wireup_courier:serve")
-    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), **more)
+def start(entry: str = "serve", **more: Any) -> Couriers:
+    return Couriers(f"wireup_courier:{entry}", os.environ, PATIENCE_S, **more)
 
 
 def epochs() -> None:
@@ -103,7 +102,7 @@ def late() -> None:
 
 def alone_in_init() -> None:
     """Rank 0's courier waits in MPI_Init for one that never calls it."""
-    couriers = start()
+    couriers = start("serve" if os.environ["RANK"] == "0" else "before_mpi")
     until(lambda: begin_soon(couriers), "both ranks to come within a short deadline, which is the courier's, too")
     try:
         couriers.wait_up(0.1)
@@ -115,7 +114,7 @@ def alone_in_init() -> None:
 
 def begin_soon(couriers: Couriers) -> bool:
     try:
-        couriers.next_epoch(options["up_s"])
+        couriers.next_epoch(0.5)
     except DeadlineExceeded:
         return False
     return True

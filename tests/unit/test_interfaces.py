@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlflash.errors import WorldMismatch
-from mlflash.wireup.interfaces import addresses, chosen, for_mpi, own_address
+from mlflash.wireup.interfaces import chosen, for_mpi
 
 HERE = ["lo", "eth0", "eth1", "ib0", "docker0", "veth12"]
 
@@ -58,10 +58,3 @@ def test_mpi_is_told_what_the_user_has_not_told_it(monkeypatch: pytest.MonkeyPat
     (tmp_path / "mlx5_0").mkdir()
     assert for_mpi({}, some) == {}, "a fabric with RDMA is left to find its way"
     assert for_mpi({"MLFLASH_INTERFACE": "eth1"}, some) == {"FI_TCP_IFACE": "eth1"}
-
-
-def test_this_host_has_loopback_and_takes_the_address_of_an_interface_that_is_chosen() -> None:
-    assert addresses("lo")[0] == "127.0.0.1" and addresses("no such") == []
-    for name in (name for _, name in socket.if_nameindex() if name != "lo"):
-        for address in addresses(name)[:1]:
-            assert own_address(False, {"MLFLASH_INTERFACE": f"={name}", "MASTER_ADDR": "127.0.0.1"}) == address

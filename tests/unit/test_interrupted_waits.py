@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,22 +16,6 @@ from mlflash.events import Event, News, Queue
 T = TypeVar("T")
 
 _SOON_S = 0.001  # of a wait that is meant to pass
-
-
-def test_who_waits_is_woken_and_a_late_one_is_not_kept_waiting() -> None:
-    event, woken = Event(), []
-    assert not event.wait(_SOON_S) and not event.is_set()
-    threads = [threading.Thread(target=lambda: woken.append(event.wait(PATIENCE_S)), daemon=True) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    until(lambda: len(event._waiting) == 5, "all wait")
-    start = time.monotonic()
-    event.set()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert woken == [True] * 5 and event.wait() and time.monotonic() - start < PATIENCE_S
-    event.clear()
-    assert not event.wait(0)
 
 
 def waits(call: Callable[[], T], woken: list[T]) -> threading.Thread:

@@ -6,13 +6,6 @@ import pytest
 from unit.membership_job import Job
 
 
-def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
-    """Have a process lost, and all train on from a step."""
-    job.end(lost)
-    job.leave(*others)
-    job.train(*others, spare, step=step)
-
-
 def test_one_that_does_not_leave_in_time_is_killed_and_replaced() -> None:
     job = Job("a b c", "d e")
     job.end("b0")

@@ -267,22 +267,6 @@ TestWalk = Walk.TestCase
 TestWalk.settings = settings(max_examples=100, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
-def test_a_file_that_vanished_is_passed_over(node_memory: NodeDirectory, caplog: pytest.LogCaptureFixture) -> None:
-    both = Both(node_memory, 2, is_thread=False)
-    both.grow(both.pool.all(), PAGE_NBYTES)
-    gone = both.pool.own[0].name
-    node_memory.remove(gone)
-    both.news()
-    both.check()
-    assert both.own.own[0].segment is None and both.own.own[0].use is Use.FREE
-    assert both.own.own[1].segment is not None and f"{gone} is passed over" in caplog.text
-    save = both.take()
-    assert save is not None and save.pair[0] is both.own.own[0]
-    both.send(save)
-    assert both.pool.own[0].segment is None
-    both.close()
-
-
 @pytest.mark.parametrize("both", [False], indirect=True, ids=["process"])
 def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
     both: Both, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -42,14 +42,14 @@ def test_any_nodes_come_back(nodes: list[int]) -> None:
 
 
 class Client:
-    """An MPI process, as the server sees it, and the event loop that both stand in."""
+    """An MPI process of two on a node, as the server sees it, and the event loop that both stand in."""
 
-    def __init__(self, store: KeyValueStore, rank: int = 0, nodes: Sequence[int] = (0,), epoch: str = "e1"):
-        self.store, self.epoch = store, epoch
+    def __init__(self, store: KeyValueStore, rank: int):
+        self.store = store
         self.asking = StoreClient(store.address, store.token)
         self.sock, its = socket.socketpair()
         self.sock.setblocking(False)
-        self.server = PmiServer(its, epoch, rank, nodes, self.asking)
+        self.server = PmiServer(its, "e1", rank, [0, 0], self.asking)
         self.received = b""
 
     def turn(self) -> None:
@@ -63,15 +63,12 @@ class Client:
     def say(self, line: str) -> None:
         self.sock.sendall(line.encode() + b"\n")
 
-    def answer(self) -> str:
-        until(lambda: self.turn() or b"\n" in self.received or self.server.error, "an answer")
-        assert self.server.error is None, self.server.error
-        line, _, self.received = self.received.partition(b"\n")
-        return line.decode()
-
     def ask(self, line: str) -> str:
         self.say(line)
-        return self.answer()
+        until(lambda: self.turn() or b"\n" in self.received or self.server.error, "an answer")
+        assert self.server.error is None, self.server.error
+        answer, _, self.received = self.received.partition(b"\n")
+        return answer.decode()
 
     def error(self) -> str:
         until(lambda: self.turn() or self.server.error, "an error")
@@ -83,20 +80,12 @@ class Client:
         self.sock.close()
 
 
-Make = Callable[..., Client]
-
-
 @pytest.fixture
-def make() -> Iterator[Make]:
-    store, made = KeyValueStore(listen()), []
-
-    def make(rank: int = 0, nodes: Sequence[int] = (0,), epoch: str = "e1") -> Client:
-        made.append(Client(store, rank, nodes, epoch))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
+def client() -> Iterator[Client]:
+    store = KeyValueStore(listen())
+    client = Client(store, 0)
+    yield client
+    client.close()
     store.close()
 
 
@@ -113,8 +102,7 @@ def make() -> Iterator[Make]:
         ("cmd=abort exitcode=x", r"MPI_Abort\(1\)"),
     ],
 )
-def test_what_is_no_pmi_ends_the_process_that_sent_it(make: Make, line: str, why: str) -> None:
-    client = make(nodes=[0, 0])
+def test_what_is_no_pmi_ends_the_process_that_sent_it(client: Client, line: str, why: str) -> None:
     client.say(line)
     assert re.search(why, client.error())
     assert client.server.fileno() == -1
@@ -135,7 +123,7 @@ line = st.binary(max_size=60) | st.builds(
 @given(st.lists(line, max_size=6))
 def test_no_process_can_break_the_server(lines: list[bytes]) -> None:
     store = KeyValueStore(listen())
-    client, other = Client(store, 0, [0, 0]), Client(store, 1, [0, 0])
+    client, other = Client(store, 0), Client(store, 1)
     try:
         client.sock.sendall(b"\n".join([*lines, b""]))
         for _ in range(5):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,54 +21,24 @@ TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
 
 
-class Ranks:
-    """Calls of several ranks at once, each in a thread."""
-
-    def __init__(self) -> None:
-        self.gave: dict[int, Any] = {}
-        self.threads: list[threading.Thread] = []
-
-    def start(self, rank: int, call: Callable[[], Any]) -> None:
-        def run() -> None:
-            try:
-                self.gave[rank] = call()
-            except Exception as error:
-                self.gave[rank] = error
-
-        self.threads.append(threading.Thread(target=run))
-        self.threads[-1].start()
-
-    def join(self) -> dict[int, Any]:
-        for thread in self.threads:
-            thread.join(PATIENCE_S)
-        return self.gave
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.join()
-
-
-def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks) -> None:
+def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     mine = "1" * 32
-    ranks.start(0, lambda: give(listener, mine, 3, TEXT, PATIENCE_S))
-    strangers = [socket.create_connection(address, PATIENCE_S) for _ in range(70)]  # some are closed for the next
-    bad = [pack("2" * 32), pack([mine]), pack([1, "get", "text"]), b"GET / HTTP"]
-    for sent in bad:
-        with socket.create_connection(address, PATIENCE_S) as sock:
-            sock.sendall(sent)
-            try:
-                assert sock.recv(1) == b""
-            except ConnectionError:
-                pass
-    silent = socket.create_server(("127.0.0.1", 0))
-    for rank in (1, 2):
-        ranks.start(rank, functools.partial(ask, [silent.getsockname(), address], "here", mine, rank, PATIENCE_S))
-    assert ranks.join() == {0: None, 1: TEXT, 2: TEXT}
+    with ThreadPoolExecutor(3) as ranks:
+        giver = ranks.submit(give, listener, mine, 3, TEXT, PATIENCE_S)
+        strangers = [socket.create_connection(address, PATIENCE_S) for _ in range(70)]  # some are closed for the next
+        for sent in (pack("2" * 32), pack([mine]), pack([1, "get", "text"]), b"GET / HTTP"):
+            with socket.create_connection(address, PATIENCE_S) as sock:
+                sock.sendall(sent)
+                try:
+                    assert sock.recv(1) == b""
+                except ConnectionError:
+                    pass
+        silent = socket.create_server(("127.0.0.1", 0))
+        addresses = [silent.getsockname(), address]
+        askers = [ranks.submit(ask, addresses, "here", mine, rank, PATIENCE_S) for rank in (1, 2)]
+        assert [asker.result(PATIENCE_S) for asker in askers] == [TEXT, TEXT] and giver.result(PATIENCE_S) is None
     for sock in [*strangers, silent]:
         sock.close()
 

@@ -17,10 +17,8 @@ from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
 from mlflash.protocol.describe_ranks import Described, gather_ranks
-from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import OldRanks, RankStructure
-from mlflash.state.paths import plain_leaves
 from mlflash.state.shards import Fragment, cut
 
 ALONE = World(None, this_node(), math.inf)
@@ -120,22 +118,6 @@ def test_a_box_is_cut_into_runs_that_are_all_of_it_once(shape: tuple[int, ...], 
         seen[tuple(slice(a, a + n) for a, n in zip(offset, part, strict=True))] += 1
         assert math.prod(part) * 4 <= max(most, 4)
     assert (seen == 1).all()
-
-
-def test_plain_leaves_that_all_ranks_have_alike_go_to_all() -> None:
-    flat = flatten({"step": 7, "of": {"rank": 3, "names": ["a", "b"]}, "w": np.zeros(3)})
-    paths = plain_leaves(flat.structure.tree)
-    assert {path: flat.plain[number] for path, number in paths.items()} == {
-        "step": 7, "of.rank": 3, "of.names.0": "a", "of.names.1": "b",
-    }  # fmt: skip
-    held = {old: {"step": 9, "of.rank": old, "of.names.0": "x", "of.names.1": float("nan")} for old in range(2)}
-    mine = {old: Described.of([], flat.structure.tree, [its[path] for path in paths], {}) for old, its in held.items()}
-    olds = gather_ranks(ALONE, mine).old_ranks(True, {})
-    assert olds.plain_differ == {"of.rank"} and len(olds.groups) == 1
-    for rank, of_rank in ((0, 0), (1, 1), (3, 3)):
-        values = olds.merge_plain(flat.plain, paths, rank)
-        assert [values[paths[path]] for path in ("step", "of.rank", "of.names.0")] == [9, of_rank, "x"]
-    assert olds[1].plain["of.rank"] == 1 and olds[0].plain["of.rank"] == 0
 
 
 # Very many ranks

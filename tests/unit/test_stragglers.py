@@ -45,19 +45,6 @@ def test_all_ranks_know_who_is_late_in_which_phase_and_by_how_much(size: int, ph
             assert one.own.seconds == pytest.approx(1.5 if rank == 1 else 0.0, abs=0.05)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_rank_that_comes_to_save_last_is_the_one_that_waits_least(size: int) -> None:
-    ranks = job(size)
-    last = size - 1
-    for rank, took in enumerate(ranks):
-        took["training"] = 0.0 if rank == last else 4.0
-    for one in heard_by_all(ranks):
-        assert one is not None and one.slowest == Late(last, "training", pytest.approx(4.0, abs=0.05))
-    ranks[last]["copy"] += 3.9  # it is what the others waited for
-    for one in heard_by_all(ranks):
-        assert one is not None and one.slowest == Late(last, "copy", pytest.approx(3.9, abs=0.05))
-
-
 def told(commits: Sequence[Late], commit_s: float = 3.0) -> list[Straggler | None]:
     stragglers = Stragglers()
     return [stragglers.add(late, commit_s) for late in commits]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from states import Wrapper, differences
+from states import Wrapper
 from unit.stored import Store
 
 from mlflash.errors import StateError
@@ -21,11 +21,6 @@ LARGE = 70_000
 @pytest.fixture
 def store(node_memory: Any) -> Store:
     return Store(node_memory)
-
-
-def comes_back(store: Store, state: Any) -> None:
-    store.write(state)
-    assert differences(state, store.load(), "", loaded=True) == []
 
 
 def refused(state: Any) -> StateError:
