@@ -40,11 +40,9 @@ class Faults:
     def __init__(self) -> None:
         self.random = random.Random(0)
         self.no_space = self.bad_sync = 0.0
-        self.count = 0
 
     def raise_sometimes(self, probability: float, number: int) -> None:
         if probability and self.random.random() < probability:
-            self.count += 1
             raise OSError(number, os.strerror(number))
 
 
@@ -134,7 +132,7 @@ def _replace_modules() -> None:
 
 def begin(seed: int) -> None:
     noise = random.Random(seed)
-    FAULTS.random, FAULTS.count, FAULTS.no_space, FAULTS.bad_sync = random.Random(seed + 1), 0, 0.0, 0.0
+    FAULTS.random, FAULTS.no_space, FAULTS.bad_sync = random.Random(seed + 1), 0.0, 0.0
     os.urandom = noise.randbytes
     os.getpid = lambda: _REAL["getpid"]() if _running() is None else _running().pid
     os.posix_fallocate = _failing(_REAL["posix_fallocate"], lambda: FAULTS.no_space, errno.ENOSPC)

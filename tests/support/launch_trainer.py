@@ -1,4 +1,4 @@
-"""A trainer for tests/programs/test_launch.py: starts its couriers, and never touches MPI.
+"""A trainer for tests of programs and of cluster: starts its couriers, and never touches MPI.
 
 ``launch_trainer.py OPTIONS`` with OPTIONS in JSON. What it knows it writes into ``FOLDER/RANK``, a JSON file that is
 there whole or not at all.
@@ -19,7 +19,7 @@ from waiting import PATIENCE_S, hang, until
 
 from mlflash.errors import DeadlineExceeded, MlflashError
 from mlflash.wireup.launch import Couriers, RunningCourier
-from mlflash.wireup.mpich_segments import mapped_by, named_after
+from mlflash.wireup.mpich_segments import named_after
 from mlflash.wireup.store_client import StoreLost
 
 options: dict[str, Any] = json.loads(sys.argv[1])
@@ -54,8 +54,7 @@ def epochs() -> None:
     """One epoch after the other, each with an allreduce; every rank's courier is killed in between."""
     with open(FOLDER / f"output-{os.getpid()}", "w") as output:
         couriers = start(output=output)
-    pids, segments, took = [os.getpid(), couriers.zygote.process.pid], set(), []
-    begun = time.monotonic()
+    took, begun = list[float](), time.monotonic()
     expected = [couriers.rank, couriers.size, sum(range(1, couriers.size + 1))]
     for number in range(1, options["epochs"] + 1):
         courier = couriers.courier
@@ -64,8 +63,6 @@ def epochs() -> None:
         if number > 1:
             took.append(time.monotonic() - begun)
         assert courier.number == number and len(courier.nodes) == couriers.size
-        pids.append(courier.pid)
-        segments |= mapped_by(courier.pid) | may_leave(courier)
         begun = time.monotonic()
         if number < options["epochs"]:
             signal.pidfd_send_signal(courier.pidfd, signal.SIGKILL)
@@ -75,8 +72,8 @@ def epochs() -> None:
     couriers.close()
     couriers.close()
     assert couriers.zygote.process.returncode == 0
-    say(couriers.rank, size=couriers.size, launcher=couriers._me.launcher, pids=pids, segments=sorted(segments),
-        took=took, status=ended.status, modules=sorted(sys.modules), nodes=courier.nodes)  # fmt: skip
+    say(couriers.rank, launcher=couriers._me.launcher, took=took, status=ended.status, modules=sorted(sys.modules),
+        nodes=courier.nodes)  # fmt: skip
 
 
 def late() -> None:

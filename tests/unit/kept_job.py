@@ -6,8 +6,6 @@ What it does it adds to a file, a line each, with its process number before it.
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from pathlib import Path
 
@@ -116,10 +114,6 @@ def all_gone(*pids: int) -> None:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    os.kill(pid, number)
 
 
 def code_of(ranks: RanksBySsh) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from processes import described, killed_in_the_end, left_here, started_by
-from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, speak
+from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, parent, speak
 from waiting import until
 
 from mlflash.launcher.kept_ranks import KeptRanks, OnKeptHosts
@@ -98,7 +98,7 @@ def test_when_a_rank_is_killed_all_others_leave_and_a_spare_gets_its_rank(
     spare = "b#1" if where == "there" else "c#0"
     until(lambda: len(said.begun()) == (4 if where == "there" else 3), "the spares")
     first, second = said.seats(1)
-    kill(second)
+    os.kill(second, signal.SIGKILL)
     assert said.seats(2) == [first, said.begun()[spare]]
     assert [pid for pid, _ in said.of("heard")] == [pid for pid, _ in said.of("left")] == [first]
     until(lambda: "b#0.1" in said.begun(), "a fresh process in its place")
@@ -121,9 +121,9 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     before = said.seats(1)
     agent = parent(before[2])
     if killed == "agent":
-        kill(agent)
+        os.kill(agent, signal.SIGKILL)
     elif killed == "agent that is stopped":
-        kill(agent, signal.SIGSTOP)
+        os.kill(agent, signal.SIGSTOP)
     else:
         os.killpg(int((tmp_path / "shell-apart").read_text()), signal.SIGKILL)
     assert said.seats(2)[:2] == before[:2]
@@ -154,7 +154,7 @@ def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, cap
     speak(ranks, pack({"token": ranks._service.token, "name": "nobody"}) + pack({"ready": True}))
     assert said.seats(1) and not said.of("heard") and ranks.poll() is None
     before = said.seats(1)
-    kill(before[0])
+    os.kill(before[0], signal.SIGKILL)
     assert said.seats(2) == [said.begun()["c#0"], before[1]]
     end_well(ranks, tmp_path)
     assert (
@@ -184,7 +184,7 @@ def test_a_thousand_silent_connections_keep_no_rank_from_being_replaced(start: S
         words = [sys.executable, "-c", SILENT, *map(str, ranks._service.address)]
         with killed_in_the_end(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
             assert stranger.stdout and stranger.stdout.readline() == b"there 0\n"
-            kill(second)
+            os.kill(second, signal.SIGKILL)
             assert said.seats(2) == [first, said.begun()["c#0"]]
             end_well(ranks, tmp_path)
     finally:

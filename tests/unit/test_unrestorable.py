@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -313,17 +313,16 @@ def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_direc
 # What is told of lost nodes
 
 
-def trace(rank: int, node: int, generation: int = 1, step: int = 1, size: int = 4, mark: int = 0, parities: int = 0,
-          group: Sequence[int] = (), committed: bool = True, file: int = 0) -> Trace:  # fmt: skip
-    attempt = Attempt(b"r" * 16, generation)
-    header = Header(attempt, step, rank, size, rank, 0, 0, Extents(0, 0, 4096), 0, 0, f"host{rank}", "copy", "j",
-                    tuple(group), parities, mark=mark)  # fmt: skip
-    return Trace((node, file), attempt, step, committed, header, "")
+def trace(rank: int, parities: int) -> Trace:
+    """A committed slot of one of four ranks that protect each other; with parities: its parity file."""
+    attempt = Attempt(b"r" * 16, 1)
+    header = Header(attempt, 1, rank, 4, rank, 0, 0, Extents(0, 0, 4096), 0, 0, f"host{rank}", "copy", "j",
+                    (0, 1, 2, 3), parities)  # fmt: skip
+    return Trace((rank, parities), attempt, 1, True, header, "")
 
 
 def test_a_parity_group_that_lost_too_many_is_named() -> None:
-    group = [trace(rank, rank, group=range(4)) for rank in (0, 1)]
-    group += [trace(rank, rank, group=range(4), parities=1, file=1) for rank in (0, 1)]
-    why = commit_records.why_not(group, {}, ["a", "b"])[1]
+    left = [trace(rank, parities) for parities in (0, 1) for rank in (0, 1)]
+    why = commit_records.why_not(left, {}, ["a", "b"])[1]
     assert "ranks 2-3 of 4" in why and "2 of the 4 ranks 0-3 that protect each other have no slot" in why
     assert "at most 1 may be without" in why
