@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlflash import errors
 from mlflash.adapters import known, pickles
-from mlflash.adapters.pickles import dump, load
-from mlflash.errors import CorruptSlot, StateError
+from mlflash.adapters.pickles import load
+from mlflash.errors import CorruptSlot
 
 
 class Pickle:
@@ -143,13 +142,3 @@ def test_nothing_else_of_any_loaded_module_is_called_made_or_changed() -> None:
         for raw in (called(module, name, "x"), made(module, name, ()), changed(module, name, (None, {"seen": 1}))):
             with pytest.raises(CorruptSlot):
                 load(raw, [])
-
-
-def test_metrics_of_ours_are_not_made_by_a_checkpoint(tmp_path: pathlib.Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    with pytest.raises(CorruptSlot, match=r"mlflash\.telemetry\.prometheus_metrics\.Metrics is not allowed"):
-        load(HOSTILE["the original"](str(victim)), [])
-    with pytest.raises(StateError, match="is not allowed"):
-        dump([errors.Unrestorable])
-    assert victim.read_text() == "precious"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -62,6 +63,17 @@ def served() -> Iterator[Served]:
     served.close()
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """One store for all examples, with a client that stays."""
+    served = Served()
+    served.client()
+    yield served
+    until(lambda: served.store.connections == 1, "all others are gone")
+    assert not served.store._strangers
+    served.close()
+
+
 def is_closed(sock: socket.socket) -> bool:
     """Wait for the other side to close a connection, and close this one."""
     with sock:
@@ -102,10 +114,9 @@ def test_a_wrong_token_closes_the_connection(served: Served) -> None:
 @example(b"\xff\xff\xff\xff" + b"x" * 10)
 @example(b"GET / HTTP/1.1\r\n\r\n")
 @example(pack("x" * 32)[:-1] + b"\xff")
-def test_garbage_of_a_stranger_closes_its_connection_and_no_other(garbage: bytes) -> None:
-    served = shared()
-    answers(served.stranger(garbage))
-    assert served.clients[0].add("alive", 1, PATIENCE_S) > 0
+def test_garbage_of_a_stranger_closes_its_connection_and_no_other(shared: Served, garbage: bytes) -> None:
+    finish(shared.stranger(garbage))
+    assert shared.clients[0].add("alive", 1, PATIENCE_S) > 0
 
 
 anything = st.recursive(
@@ -125,23 +136,17 @@ words = st.sampled_from(
 @example([[1, "put", "a", "x"], [2, "add", "a", 1]])
 @example([[1, "put", "a", "x" * (1 << 20)]])
 @example([[1, "add", "a", 10**4000], [1, "add", "a", 10**4300 - 1]])
-def test_what_a_client_sends_wrongly_hurts_no_other(messages: list[Any]) -> None:
-    served = shared()
-    answers(served.known(*map(pack, messages)))
-    assert served.clients[0].add("alive", 1, PATIENCE_S) > 0
+def test_what_a_client_sends_wrongly_hurts_no_other(shared: Served, messages: list[Any]) -> None:
+    finish(shared.known(*map(pack, messages)))
+    assert shared.clients[0].add("alive", 1, PATIENCE_S) > 0
 
 
-def answers(sock: socket.socket) -> bytes:
+def finish(sock: socket.socket) -> None:
     """Say that nothing more will come, and wait for the connection to be closed."""
-    received = b""
-    with sock:
-        try:
-            sock.shutdown(socket.SHUT_WR)
-            while more := sock.recv(1 << 16):
-                received += more
-        except OSError:  # it was closed before
+    with sock, contextlib.suppress(OSError):  # it was closed before
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1 << 16):
             pass
-    return received
 
 
 operations = st.lists(
@@ -154,8 +159,8 @@ operations = st.lists(
 
 @settings(max_examples=60)
 @given(operations)
-def test_it_holds_what_a_dictionary_would(todo: list[tuple[Any, ...]]) -> None:
-    client, model = shared().clients[0], {}
+def test_it_holds_what_a_dictionary_would(shared: Served, todo: list[tuple[Any, ...]]) -> None:
+    client, model = shared.clients[0], {}
     client.put("a", "", PATIENCE_S)
     for prefix in ("a", "b"):
         client.delete(prefix, PATIENCE_S)
@@ -175,27 +180,6 @@ def test_it_holds_what_a_dictionary_would(todo: list[tuple[Any, ...]]) -> None:
         else:
             model[key] = str(int(model.get(key, "0")) + more[0])
             assert client.add(key, more[0], PATIENCE_S) == int(model[key])
-
-
-_shared: list[Served] = []
-
-
-def shared() -> Served:
-    """One store for all examples, with a client that stays."""
-    if not _shared:
-        _shared.append(Served())
-        _shared[0].client()
-    return _shared[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_shared() -> Iterator[None]:
-    yield
-    if _shared:
-        served = _shared.pop()
-        until(lambda: served.store.connections == 1, "all others are gone")
-        assert not served.store._strangers
-        served.close()
 
 
 def test_strangers_that_stay_silent_keep_nobody_out_and_are_closed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,26 +54,19 @@ class Job:
         path = Path(self.details()["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, *states: str, timeout: float = PATIENCE_S) -> str:
-        """Wait for one of these states, or for its end, and return its state."""
-        wanted = states or ENDED
-        state = ""
+    def wait(self, wanted: str, timeout: float = PATIENCE_S) -> None:
+        """Wait for a state."""
 
         def reached() -> bool:
-            nonlocal state
             state = self.state()
-            assert state in wanted or state not in ENDED, self._shown(f"ended as {state}, not {' or '.join(wanted)}")
-            return state in wanted
+            assert state == wanted or state not in ENDED, self._shown(f"ended as {state}, not {wanted}")
+            return state == wanted
 
-        self._wait(" or ".join(wanted), reached, timeout)
-        return state
+        self._slurm.wait(lambda: self._shown(wanted), reached, timeout)
 
     def signal(self, name: str, *options: str) -> None:
         """Send it a signal: to its steps; with ``--batch`` to the shell of its script, with ``--full`` to both."""
         self._slurm.run("scancel", f"--signal={name}", *options, self.id)
-
-    def _wait(self, what: str, done: Callable[[], bool], timeout: float) -> None:
-        self._slurm.wait(lambda: self._shown(what), done, timeout)
 
     def _shown(self, what: str) -> str:
         details = " ".join(f"{key}={value}" for key, value in self.details().items())
