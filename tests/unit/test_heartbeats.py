@@ -133,11 +133,15 @@ def heard(shm: Path) -> dict[str, Any]:
     return said
 
 
-def shown(shm: Path) -> str:
-    console = Console(width=200, highlight=False)
+def page(look: Look, width: int = 120) -> str:
+    console = Console(width=width, highlight=False)
     with console.capture() as captured:
-        console.print(Page("j", look_here(str(shm), "j")))
+        console.print(Page("job", look))
     return captured.get()
+
+
+def shown(shm: Path) -> str:
+    return page(look_here(str(shm), "j"), width=200)
 
 
 def metrics(shm: Path) -> str:
@@ -345,13 +349,6 @@ def reported(rank: int, **changes: Any) -> dict[str, Any]:
             "saves": 6, "failed": 0, "stall_s": 0.02, "commit_s": 0.5, "nbytes": 1 << 30, "protect_s": 0.5,
             "held": 4 << 30}  # fmt: skip
     return {**said, **changes}
-
-
-def page(look: Look, width: int = 120, height: int | None = None) -> str:
-    console = Console(width=width, highlight=False)
-    with console.capture() as captured:
-        console.print(Page("job", look), height=height)
-    return captured.get()
 
 
 def test_the_page_says_who_is_alive_how_far_they_are_and_what_it_costs() -> None:

@@ -1,4 +1,4 @@
-"""What MPI is told while it starts: where ranks are, what others have put, and nothing that breaks the server."""
+"""Where MPI is told that ranks are while it starts, and that nothing breaks the server which tells it."""
 
 from __future__ import annotations
 

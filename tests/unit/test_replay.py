@@ -123,6 +123,3 @@ def test_the_majority_of_three_ranks_says_who_is_wrong_and_of_two_the_one_that_d
 ) -> None:
     found, reason = judge(passes(text), A, witnesses, 0.0)
     assert found == culprit and reason
-
-
-# Passes

@@ -116,9 +116,6 @@ def test_a_shard_that_a_collective_still_brings_is_waited_for(group: None, store
     assert refused({"w": wrapped}).tensor == "w"
 
 
-# From save to save
-
-
 # Storages
 
 
