@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import msgspec
@@ -46,13 +46,7 @@ _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
 class CourierProcess:
-    """Takes messages to the courier process: see `protocol.client.Client`.
-
-    Args:
-        link: to the process.
-        config: of the job.
-        ranks: ranks of the job that have this Checkpointer, in its order.
-    """
+    """Takes messages to the courier process: see `protocol.client.Client`."""
 
     def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
         self._link, self._config, self.number = link, config, link.number()
@@ -181,10 +175,8 @@ class CourierProcess:
 
     def stop(self, abandon: bool) -> None:
         patience_s = _CLOSE_S if abandon or self._is_freed else self._config.timeout_s  # freed: it is idle or dead
-        try:
+        with suppress(Closed, DeadlineExceeded):
             self._wait_for_answer(Kind.CLOSE, "Close", abandon, patience_s)
-        except (Closed, DeadlineExceeded) as error:
-            log.debug("the courier did not report that it has closed: %s", error)
         self.is_closed = True  # its report can still be read
         self._frames.put(None)
         self._over.set()
@@ -302,7 +294,6 @@ class CourierProcess:
         except MlflashError as problem:
             error = problem
         except Exception as problem:  # from torch, a device or an adapter
-            log.debug("the answer to %s failed", frame.name, exc_info=True)
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
         outcome = Outcome(error, False, msgspec.Raw(wire.encode(result)))
         # Who asks waits for it, also a courier that is still coming up, for which the queue is held back.
@@ -422,11 +413,7 @@ class CourierProcess:
             self._link.send_first(job)
 
     def _find_committed(self, step: int | None, generation: int) -> None:
-        """Complete a save that was committed when its courier ended, so that the courier could not report it.
-
-        Args:
-            step, generation: of the newest step that counts as committed.
-        """
+        """Complete a save that was committed when its courier ended, so that the courier could not report it."""
         for job in list(self._jobs.values()):
             is_there = job.is_commit and job.was_staged and job.answers.request.step == step
             if is_there and generation > self._generation:

@@ -14,13 +14,7 @@ from .session import Session
 
 
 class CourierThread:
-    """Takes messages to the thread: see `protocol.client.Client`.
-
-    Args:
-        jobs: the thread.
-        session: does what messages ask for.
-        why: reason why it is not a process.
-    """
+    """Takes messages to the thread: see `protocol.client.Client`. ``why``: it is not a process."""
 
     def __init__(self, jobs: JobThread, session: Session, why: str):
         self._jobs, self.session, self.is_a = jobs, session, f"thread ({why})"

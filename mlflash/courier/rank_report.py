@@ -6,43 +6,26 @@ import os
 from typing import Any
 
 from ..draining.drain import Drain
-from ..draining.drain_queue import DrainQueue
 from ..placement.survival import describe, of
 from ..startup.context import Context
 from ..version import __version__
 
 
-class RankReport:
-    """What a rank can report about itself.
+def survives(context: Context) -> str:
+    """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
+    survival = of(context.world.topology, context.protection.placement, context.shares)
+    return describe(survival, context.domains_by_kind)
 
-    Args:
-        context: this rank's slots and communicators.
-        drains: has the last drain.
-    """
 
-    def __init__(self, context: Context, drains: DrainQueue):
-        self._context, self._drains = context, drains
-
-    @property
-    def survives(self) -> str:
-        """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
-        context = self._context
-        survival = of(context.world.topology, context.protection.placement, context.shares)
-        return describe(survival, context.domains_by_kind)
-
-    def report(self) -> dict[str, Any]:
-        """Counters and more, see `report_of`."""
-        return report_of(self._context, self._drains.last)
-
-    def of_run(self) -> dict[str, Any]:
-        """Facts that do not change during this run, for its recorder."""
-        world, config, protection = self._context.world, self._context.config, self._context.protection
-        return {
-            "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
-            "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
-            "directory": config.directory, "drain_every": config.drain_every, "pid": os.getpid(),
-            "version": __version__,
-        }  # fmt: skip
+def run_facts(context: Context) -> dict[str, Any]:
+    """Facts that do not change during this run, for its recorder."""
+    world, config, protection = context.world, context.config, context.protection
+    return {
+        "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
+        "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
+        "directory": config.directory, "drain_every": config.drain_every, "pid": os.getpid(),
+        "version": __version__,
+    }  # fmt: skip
 
 
 def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:

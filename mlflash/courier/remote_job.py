@@ -80,11 +80,7 @@ class RemoteJob:
 
 
 class Session(Protocol):
-    """A Checkpointer that uses this connection.
-
-    Attributes:
-        ranks: ranks of the job that have it.
-    """
+    """A Checkpointer that uses this connection."""
 
     ranks: tuple[int, ...]
 
@@ -104,11 +100,7 @@ class Session(Protocol):
         """Fail what is under way, because another courier follows. May be called twice."""
 
     def wait_unused(self) -> None:
-        """Wait until nothing is done for the last courier any more and no slot is being filled.
-
-        Raises:
-            DeadlineExceeded: this takes too long.
-        """
+        """Wait until nothing uses the last courier and no slot is being filled. Raises DeadlineExceeded."""
 
     def check(self, job: RemoteJob) -> None:
         """Raise Closed if a job belongs to a unit that another rank cannot continue; see `units`."""

@@ -11,7 +11,6 @@ from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
 from ..draining.provenance import Signer, signer_of
 from ..errors import ConfigError, MlflashError
-from ..memory.slot import Slot
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World
 from ..protocol import messages as asked
@@ -25,7 +24,7 @@ from ..saving import commit
 from ..saving.commit import Commits
 from ..startup.context import Context, TrainerEnd
 from ..startup.start import make
-from .rank_report import RankReport
+from .rank_report import report_of, run_facts, survives
 from .restores import FoundCheckpoints
 
 
@@ -33,9 +32,6 @@ class Session:
     """The courier's side of one Checkpointer. It lives where MPI may be called.
 
     Args:
-        config: of the job.
-        world: the communicators.
-        jobs: runs the jobs one after the other, and advances drains in between.
         told_drain: called with each drain that begins.
         trains_on: the cores of the trainer, if it is another process; None: it is this one.
 
@@ -64,10 +60,6 @@ class Session:
     def handle(self, message: Message, answers: Any = None) -> Any:
         """Do what a message asks for. Collective if the message is; on the thread that may call MPI.
 
-        Args:
-            message: what is asked.
-            answers: the trainer, for questions in the meantime.
-
         Raises:
             MlflashError: on all ranks.
         """
@@ -88,11 +80,11 @@ class Session:
             case asked.GiveUpDrain():
                 self._drains.give_up()
             case asked.Report():
-                return self._report.report()
+                return report_of(self.context, self._drains.last)
             case asked.RunFacts():
-                return self._report.of_run()
+                return run_facts(self.context)
             case asked.Survives():
-                return self._report.survives
+                return survives(self.context)
             case _:
                 raise TypeError(f"this message is a job and cannot be answered at once: {message}")
         return None
@@ -145,7 +137,6 @@ class Session:
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
                                 lambda: mend(context, scrubber))  # fmt: skip
-        self._report = RankReport(context, self._drains)
         self._handlers |= {
             asked.GoBeyond: lambda message: self._drains.go_beyond(),
             asked.ProtectLeft: lambda message: protect_left(context),
@@ -178,14 +169,11 @@ class Session:
         """Make room for the state that a restore puts together."""
         context = self.context
         context.gives_way = context.gives_way or message.gives_way
-        slot, share = self._keep(message)
+        slot, share = context.pool.receive(message.slots, message)
         try:
             context.ensure_room([(slot, message.nbytes)], waiting=[slot])
         finally:
             context.pool.leave_to_trainer([slot, share])
-
-    def _keep(self, message: asked.MakeRoom) -> list[Slot]:
-        return self.context.pool.receive(message.slots, message)
 
     def _commit_restored(self, message: asked.CommitRestored, trainer: Trainer) -> None:
         """Commit the state that a restore put together; then the old slots may go. If that fails, they stay."""

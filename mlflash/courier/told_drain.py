@@ -9,14 +9,7 @@ from .wire_format import DrainWire
 
 
 class ToldDrain:
-    """The newest drain.
-
-    Args:
-        config: its deadline applies to everyone who waits for a drain.
-
-    Attributes:
-        drains: is told of each drain that begins. Set it before the first one.
-    """
+    """The newest drain. Set ``drains``, which is told of each drain that begins, before the first one."""
 
     drains: Drains
 

@@ -10,11 +10,7 @@ from .wire_format import PlanWire
 
 
 class ToldPlans:
-    """The last plan that was sent to the courier.
-
-    Args:
-        number: returns a new number.
-    """
+    """The last plan that was sent to the courier."""
 
     def __init__(self, number: Callable[[], int]):
         self._number = number

@@ -68,7 +68,7 @@ class KeptProcesses:
         self._out.send({"token": told["token"], "host": told["host"]})
         self._beat_s = told["lost_s"] / BEATS
         self._heard = time.monotonic()
-        self._next_beat = self._heard
+        self.until = self._heard  # when the next sign of life is due, by time.monotonic
         self._stopped: dict[int, float] = {}  # pid → since when
         self._has_ended = False
 
@@ -78,11 +78,6 @@ class KeptProcesses:
     @property
     def events(self) -> int:
         return select.POLLIN | (select.POLLOUT if self._out.unsent else 0)
-
-    @property
-    def until(self) -> float:
-        """The next time when there is something to do, by time.monotonic."""
-        return self._next_beat
 
     @property
     def is_lost(self) -> bool:
@@ -99,8 +94,8 @@ class KeptProcesses:
 
     def orders(self, is_ready: bool) -> Iterator[dict[str, Any]]:
         """Yield the orders that have arrived, and send a sign of life when it is time."""
-        if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + self._beat_s
+        if time.monotonic() >= self.until:
+            self.until = time.monotonic() + self._beat_s
             self._out.send({})
         if not is_ready:
             return
@@ -309,8 +304,7 @@ class HostAgent:
         if self._kept is not None:
             poll.register(self._kept.fileno(), self._kept.events)
             moments.append(self._kept.until)
-        until = min(moments)
-        return [fd for fd, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000 + 1)]
+        return [fd for fd, _ in poll.poll(max(0.0, min(moments) - time.monotonic()) * 1000 + 1)]
 
     # Orders
 

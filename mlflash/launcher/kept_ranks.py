@@ -78,7 +78,7 @@ class MemberService:
         self.token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self._address = listener.getsockname()[:2]
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         self._run_log, self._over, self._lost, self._lost_s = run_log, over, lost, deadlines.lost_s
         self.membership = Membership(members, self, deadlines, time.monotonic())
         self._connections: list[_Connection] = []
@@ -97,11 +97,6 @@ class MemberService:
         self._thread = threading.Thread(target=self._serve, name="mlflash-members", daemon=True)
         for thread in (self._writer, self._thread):
             thread.start()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._address
-        return host, port
 
     def host_lost(self, host: str, why: str) -> None:
         self._call(lambda: self._lose(host, why))

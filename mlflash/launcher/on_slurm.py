@@ -124,7 +124,7 @@ class OnSlurm(Launcher):
         try:
             file, hosts = tempfile.mkstemp(prefix="mlflash-hosts-")
             with open(file, "w") as lines:
-                lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
+                lines.writelines(f"{host}\n" * seats.ranks_per_node for host in seats.hosts)
         except OSError as error:
             raise LaunchFailed(f"the list of hosts cannot be written to a temporary file: {error}") from error
         name = f"{STEPS}{self._starts}"

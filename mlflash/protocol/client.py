@@ -41,7 +41,6 @@ class Client(Protocol):
         """Make a job for `post`.
 
         Args:
-            message: what is asked.
             answers: what the courier may ask in the meantime, if the message says so.
             on_late: called when the deadline has passed.
             on_refused: called if the courier does not do the job because of an earlier error.

@@ -93,7 +93,6 @@ def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
     """Tell all ranks what each of them can describe. Collective over the world.
 
     Args:
-        world: the ranks of this run.
         mine: the ranks of the checkpoint that this rank describes. Each is described by one rank.
     """
     steps, answer = gathering(mine), None

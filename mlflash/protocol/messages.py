@@ -60,14 +60,7 @@ class Started:
     """What a trainer learns at the start.
 
     Attributes:
-        rank, topology: of this run.
-        top: this user's directory in the node's memory.
-        slots: number of own slots of each kind.
-        copy_threads: number of threads that copy.
         unusable: whether memory has a committed step that cannot be restored, according to headers.
-        files: of the own slots.
-        sharing: see `SharingNews`.
-        run: name of this run in events.
         interrupted: the newest interrupted unit of all ranks.
     """
 
@@ -199,11 +192,9 @@ class FoundInMemory:
     """A checkpoint in the memory of the nodes, verified as requested.
 
     Attributes:
-        attempt, step: of the checkpoint.
         restores: how many runs have restored it, including this one.
         own: number of the own slot that holds it, if the same ranks saved it; None otherwise.
         homes: otherwise, by old rank, the numbers of the files that this rank reads for all ranks.
-        files: where shares are.
         rolled_forward: whether no rank has seen its commit.
         restored_from: the node that it came from, or how it was made.
     """
@@ -223,10 +214,7 @@ class Exchange(Message):
     """Fetch parts of a checkpoint in memory from other ranks. Returns whether all arrived intact.
 
     Attributes:
-        attempt: of the checkpoint.
         homes: by old rank, the numbers of the files that this rank reads for others.
-        files: where shares are.
-        asked: by rank, the parts wanted from it.
     """
 
     attempt: Attempt
@@ -237,11 +225,7 @@ class Exchange(Message):
 
 @dataclasses.dataclass(frozen=True)
 class HoldOlder(Message):
-    """Protect the own slots with other steps than the restored one from saves until the restored one is healed.
-
-    Attributes:
-        own: number of the slot that holds the restored step.
-    """
+    """Protect the own slots with other steps than the restored one, which slot ``own`` holds, until it is healed."""
 
     own: int
 
@@ -277,7 +261,6 @@ class MakeRoom(Message):
 
     Attributes:
         slots: the slots, and the inodes of the files that the trainer has for them.
-        nbytes: size that the first slot must have.
         gives_way: whether files that are left aside may be deleted for it.
     """
 
@@ -288,12 +271,7 @@ class MakeRoom(Message):
 
 @dataclasses.dataclass(frozen=True)
 class CommitRestored(Message):
-    """Commit the state that a restore has put together, like a save; the trainer answers as `save_request.Trainer`.
-
-    Attributes:
-        request: where the state is.
-        restores: how many runs have restored it, including this one.
-    """
+    """Commit the state that a restore has put together, like a save; the trainer answers as `save_request.Trainer`."""
 
     request: SaveRequest
     restores: int
@@ -323,12 +301,7 @@ class Scavenge(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Mark(Message):
-    """Write a verdict on a step into all its files. Returns the number of places in memory and directory.
-
-    Attributes:
-        step: the step.
-        is_good: the verdict.
-    """
+    """Write a verdict on a step into all its files. Returns the number of places in memory and directory."""
 
     step: int
     is_good: bool

@@ -143,7 +143,9 @@ class SaveQueue:
             try:
                 try:
                     self._check_step(int(step) if whole else None, step, again)
-                    self._refuse_undefined()
+                    if self.undefined:
+                        raise StateError("the state is undefined because a restore of it failed, so it is not saved: "
+                                         "restore again, or begin anew", found=self.undefined)  # fmt: skip
                     fill(save)
                     request.filled_s = time.perf_counter()
                     request.problem = None  # from here on it may be committed
@@ -172,15 +174,9 @@ class SaveQueue:
             self.raise_what_failed()
         return snapshot
 
-    def _refuse_undefined(self) -> None:
-        if self.undefined:
-            raise StateError("the state is undefined because a restore of it failed, so it is not saved: restore "
-                             "again, or begin anew", found=self.undefined)  # fmt: skip
-
     def _give_up(self, save: PendingSave, error: BaseException) -> BaseException | None:
         """Note why a save is posted as a failure; return what the caller must raise now."""
-        problem = error if isinstance(error, MlflashError) else None
-        problem = problem or _unreadable(text_of(error))
+        problem = error if isinstance(error, MlflashError) else _unreadable(text_of(error))
         problem.rank, problem.node = self._ranks.rank, self._ranks.node_name
         save.request.problem = problem
         save.snapshot.end(problem)  # this rank knows the result already

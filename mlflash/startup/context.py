@@ -35,7 +35,6 @@ from .choose_checkpoint import Choice, find_traces, take_stock
 
 log = logging.getLogger("mlflash")
 
-_NAMED = 3  # hosts or domains named in a warning
 _FILES_NAMED = 3  # kinds of files of others that an error names
 
 
@@ -256,10 +255,6 @@ class Context:
         """Make room if any rank needs it, like `make_room`. Collective over the world; usually a single allreduce."""
         if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
             self.make_room(demand, waiting, pairs)
-
-    def number_attempt(self, generation: int) -> Attempt:
-        self.generation = generation
-        return Attempt(self.run_id, generation)
 
     def free(self) -> None:
         self.copy_threads.close()
