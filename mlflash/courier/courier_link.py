@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
@@ -35,8 +35,11 @@ from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 from . import wire_format as wire
 from .choice import ENTRY
-from .remote_job import RemoteJob, Sent, Session
+from .remote_job import RemoteJob, Sent
 from .wire_format import BadMessage, Frame, Kind
+
+if TYPE_CHECKING:
+    from .in_process import CourierProcess
 
 log = logging.getLogger("mlflash")
 
@@ -70,7 +73,7 @@ class CourierLink:
             ENTRY, os.environ, config.timeout_s if meeting is None else meeting.timeout_s, directory=directory,
             zygote=zygote, meeting=meeting, own_cores=True,
         )  # fmt: skip
-        self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        self.sessions: weakref.WeakValueDictionary[int, CourierProcess] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers of each set of ranks
         self.lost: Closed | None = None  # why there is no courier any more
@@ -103,11 +106,10 @@ class CourierLink:
         """A new number."""
         return next(self._numbers)
 
-    def add(self, number: int, session: Session, ranks: tuple[int, ...]) -> int:
+    def add(self, number: int, session: CourierProcess, ranks: tuple[int, ...]) -> int:
         """Register a Checkpointer for what the courier sends to it. Return how many these ranks have had before.
 
-        Raises:
-            Closed: one of the ranks has left the job, or there is no courier any more.
+        Raises Closed if one of the ranks has left the job, or there is no courier any more.
         """
         if self._departed is not None and self._departed.rank in ranks:
             raise Closed(str(self._departed))
@@ -270,7 +272,7 @@ class CourierLink:
         )
         self._rising.start()
 
-    def _rise(self, sessions: Sequence[Session], start: float, losses: int) -> None:
+    def _rise(self, sessions: Sequence[CourierProcess], start: float, losses: int) -> None:
         """Let the next courier continue where the last one has ended, unless another one has ended since ``losses``."""
         try:
             for session in sessions:
@@ -352,8 +354,7 @@ class CourierLink:
     def abandon(self, timeout_s: float) -> set[str]:
         """Give up after `interrupt`; afterwards no thread uses the connection any more.
 
-        Returns:
-            Shared memory of MPI that others still map and that nobody may remove later.
+        Return shared memory of MPI that others still map and that nobody may remove later.
         """
         self.queue.put(None)
         self._sender.join(timeout_s)

@@ -20,10 +20,7 @@ _LANDING_NBYTES = 64 << 20  # the largest size of a round
 def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeWire, int], bool]) -> bool:
     """Get parts from other ranks, as much per round as the file can hold. Return whether all arrived intact.
 
-    Collective over the world.
-
-    Args:
-        exchange_some: has the courier do one round, into the file of a descriptor.
+    Collective over the world. ``exchange_some`` has the courier do one round, into the file of a descriptor.
     """
     mine = [*rounds(message.asked)]
     most = -ranks.agree([-len(mine)])[0]

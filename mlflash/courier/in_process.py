@@ -321,6 +321,7 @@ class CourierProcess:
             self._free.woken.set()
 
     def lose(self, why: Closed) -> None:
+        """End all waits for a courier that has ended and has no successor."""
         self._note_freed()  # if only `Free` was left: all saves have ended
         if self.is_closed or self._is_freed:
             return
@@ -343,6 +344,7 @@ class CourierProcess:
     # From one courier to the next
 
     def go_down(self, pid: int, why: str) -> None:
+        """Fail what is under way, because another courier follows. May be called twice."""
         if self.is_closed or self._is_freed:
             return
         if not self._is_down:
@@ -356,10 +358,12 @@ class CourierProcess:
             self._refuse(job, f"{_ANEW}: {why}")
 
     def check(self, job: RemoteJob) -> None:
+        """Raise Closed if a job belongs to a unit that another rank cannot continue; see `units`."""
         if self._units.has_failed(job.unit) and not job.is_kept:
             raise Closed(_ANEW)
 
     def wait_unused(self) -> None:
+        """Wait until nothing uses the last courier and no slot is being filled. Raises DeadlineExceeded."""
         if self.is_closed or self.trainer is None:
             return
         idle, end = Event(), time.monotonic() + self._config.timeout_s
@@ -377,6 +381,7 @@ class CourierProcess:
         self._is_unused = True  # slots that are filled from now on belong to the next courier
 
     def fail_later(self, job: RemoteJob) -> None:
+        """Turn a save of the last courier into one that fails, for the next courier."""
         if not self._is_unused and job.make_fail() and self.trainer is not None:
             self.trainer.slots.reclaim(lambda taker: taker is job.request)
 
@@ -385,6 +390,7 @@ class CourierProcess:
         return isinstance(taker, SaveRequest) and all(taker is not job.request for job in list(self._jobs.values()))
 
     def come_up(self) -> None:
+        """Introduce this Checkpointer to the next courier. Collective over its ranks."""
         if self._name in self._link.couriers.freed:
             self._note_freed()
         if self.is_closed or self._is_freed or self.start is None or self.trainer is None:

@@ -87,8 +87,7 @@ def is_linked() -> bool:
 def _meeting_place(memory: str, job: str) -> Path | None:
     """Where ranks of one host may meet: this user's directory in memory, or None if there can be none.
 
-    It makes nothing that is not needed. If something is wrong with the directory, the courier finds it
-    later and tells all ranks.
+    If something is wrong with the directory, the courier finds it later and tells all ranks.
     """
     usual = Path(memory, f"mlflash-{os.getuid()}")  # the meeting makes it
     if os.path.isdir(memory) and not os.path.lexists(usual):

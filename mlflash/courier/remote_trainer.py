@@ -50,9 +50,7 @@ class Link:
     def ask(self, world: World, session: int, job: int, name: str, *values: object) -> Any:
         """Ask the trainer something in the middle of a job. While this waits, MPI progresses as in other waits.
 
-        Raises:
-            TrainerLost: it has ended.
-            MlflashError: what the trainer has raised.
+        Raises TrainerLost if it has ended, and what the trainer has raised.
         """
         _, gives = wire.QUESTIONS[name]
         self._questions += 1

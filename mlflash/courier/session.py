@@ -60,8 +60,7 @@ class Session:
     def handle(self, message: Message, answers: Any = None) -> Any:
         """Do what a message asks for. Collective if the message is; on the thread that may call MPI.
 
-        Raises:
-            MlflashError: on all ranks.
+        Raises MlflashError on all ranks. ``answers``: the trainer, for questions in the meantime.
         """
         handler = self._handlers[type(message)]
         try:
@@ -94,11 +93,7 @@ class Session:
         self._world.tell_doing(what)
 
     def close(self, abandon: bool) -> None:
-        """Release memory, after the last job.
-
-        Args:
-            abandon: whether the courier may still be inside MPI, with the slots as its buffers.
-        """
+        """Release memory, after the last job; ``abandon``: the courier may still be inside MPI and use the slots."""
         if hasattr(self, "context"):
             self._scrubber.close()
             self.context.recorder.end()

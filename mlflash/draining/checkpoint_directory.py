@@ -74,11 +74,6 @@ def _digest(owner: str) -> str:
     return xxhash.xxh3_64_hexdigest(owner.encode())
 
 
-def is_folder(name: str) -> bool:
-    """Whether a name is that of a checkpoint's folder."""
-    return step_of(name) is not None
-
-
 def step_of(name: str) -> int | None:
     """The step that a folder is named after; None if it is not the folder of a checkpoint."""
     match = _STEP.fullmatch(name)
@@ -96,7 +91,7 @@ def look(store: Store) -> Listing:
     damaged: dict[str, str] = {}
     for folder in store.names():
         inside = store.at(folder)
-        for master in MASTERS if is_folder(folder) else ():
+        for master in MASTERS if step_of(folder) is not None else ():
             try:
                 card = read_card(inside.read(master, 0, CARD_NBYTES))
             except (FileNotFoundError, NotADirectoryError):
@@ -203,7 +198,7 @@ def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
     """Delete what interrupted drains of earlier runs of this job left."""
     for folder in store.names():
         inside = store.at(folder)
-        if not is_folder(folder):
+        if step_of(folder) is None:
             continue
         names = _names(inside) or []
         if any(master in names for master in MASTERS):

@@ -225,14 +225,10 @@ class Origin:
 
 @dataclasses.dataclass
 class Receipt:
-    """What a rank's files hold, for the file that commits the checkpoint.
-
-    Attributes:
-        pieces: pieces of tensors; whether several ranks hold each alike; and one number made of its bytes.
-    """
+    """What a rank's files hold, for the file that commits the checkpoint."""
 
     rank: int
-    pieces: list[tuple[Entry, bool, int]]
+    pieces: list[tuple[Entry, bool, int]]  # whether several ranks hold each alike; one number made of its bytes
     ties: dict[str, str]
     objects: Any
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -65,14 +65,9 @@ def run(
     drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
     terms: Terms, clean: bool = False,
 ) -> Operation:  # fmt: skip
-    """Run a drain to its end. Collective over the world.
+    """Run a drain to its end, and return why it failed, or None. It raises nothing. Collective over the world.
 
-    Args:
-        drain: is told how far the drain is, but not that it has ended.
-        clean: first delete what interrupted drains of earlier runs left.
-
-    Returns:
-        Why it failed; None if it did not. It raises nothing.
+    ``clean``: first delete what interrupted drains of earlier runs left.
     """
     on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
     ended: list[MlflashError | None] = []

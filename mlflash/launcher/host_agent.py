@@ -53,14 +53,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signa
 
 
 class KeptProcesses:
-    """The connection to the service that decides which processes have ranks (`kept_ranks`). Close it.
+    """The connection to the service that decides which processes have ranks (`kept_ranks`). Close it."""
 
-    Args:
-        told: ``address`` of the service, ``token``, ``host`` (the name of this host), and ``lost_s`` (seconds without a
-            sign of life after which a side counts as lost).
-    """
-
-    def __init__(self, told: dict[str, Any]):
+    def __init__(self, told: dict[str, Any]):  # address and token of the service, name of this host, and lost_s
         self._told = told
         self._sock = socket.create_connection(told["address"], _CONNECT_S)
         self._sock.setblocking(False)
@@ -171,12 +166,7 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What to start on a host.
-
-    Attributes:
-        keeps: if processes stay when others are lost (`KeptProcesses`): how to reach the service that
-            decides. None: if one rank fails, all end.
-    """
+    """What to start on a host."""
 
     argv: list[str]
     environment: dict[str, str]  # variables for it, in addition to those of the host
@@ -185,6 +175,7 @@ class Spec:
     count: int
     size: int
     used: list[int]  # ports that the agent must not propose
+    # how to reach the service that decides if processes stay when others are lost; None: if one rank fails, all end
     keeps: dict[str, Any] | None = None
     host: str = ""
     spares: int = 0

@@ -65,9 +65,7 @@ class _Connection:
 class MemberService:
     """Serves one start of a job, on one thread; another writes events, because log and terminal may hang. Close it.
 
-    Args:
-        over: called on the thread of the service when there is no next round, or when all have finished.
-        lost: called on the same thread with the name of a lost host.
+    On its thread it calls ``over`` when there is no next round or all have finished, and ``lost`` with a lost host.
     """
 
     def __init__(self, address: str, members: Sequence[Member], deadlines: Deadlines, run_log: RunLog,

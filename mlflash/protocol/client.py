@@ -47,10 +47,7 @@ class Client(Protocol):
         """
 
     def wait_sent(self, job: Any) -> None:
-        """Wait until the courier has a posted job. From then on the job does not depend on this process.
-
-        It does not wait until the job is done.
-        """
+        """Wait until the courier has a posted job, not until it is done: then it does not depend on this process."""
 
     def unit(self) -> AbstractContextManager[None]:
         """Put all calls of this thread in the ``with`` block into one unit: no rank does half of it.

@@ -34,8 +34,6 @@ class Described:
     """A rank of a checkpoint, described by a rank that has its slot or file.
 
     Attributes:
-        structure, row: see `RankStructure`.
-        plain: its plain leaves, by number.
         checks: 64-bit checksums of the tensors that it holds whole, by number.
         more: other data for all ranks.
     """
@@ -90,11 +88,7 @@ class Gathered:
 
 
 def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
-    """Tell all ranks what each of them can describe. Collective over the world.
-
-    Args:
-        mine: the ranks of the checkpoint that this rank describes. Each is described by one rank.
-    """
+    """Tell all ranks what each of them can describe: each rank of the checkpoint is described by one. Collective."""
     steps, answer = gathering(mine), None
     while True:
         try:

@@ -211,10 +211,9 @@ class FoundInMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange(Message):
-    """Fetch parts of a checkpoint in memory from other ranks. Returns whether all arrived intact.
+    """Fetch parts of a checkpoint in memory from other ranks (``asked``, by rank). Returns whether all arrived intact.
 
-    Attributes:
-        homes: by old rank, the numbers of the files that this rank reads for others.
+    ``homes``: by old rank, the numbers of the files that this rank reads for others.
     """
 
     attempt: Attempt
@@ -239,11 +238,7 @@ class HealFirst(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Restored(Message):
-    """Note that a step was restored.
-
-    Attributes:
-        own: number of the own slot that it came from; None: it was put together, or came from a directory.
-    """
+    """Note that a step was restored, from own slot ``own``; None: it was put together, or came from a directory."""
 
     own: int | None
 

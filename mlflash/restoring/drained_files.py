@@ -46,11 +46,7 @@ class TimelyReads:
         self.hang = False  # whether a read has not ended in time, and may still use what it reads from
 
     def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
-        """Read something from a file of which ``done`` of ``nbytes`` were read before (0: unknown).
-
-        Raises:
-            DeadlineExceeded: it takes too long.
-        """
+        """Read from a file of which ``done`` of ``nbytes`` were read (0: unknown). May raise DeadlineExceeded."""
         if self.hang:
             raise self._late(name, "")
         result: list[T] = []

@@ -437,8 +437,12 @@ class Commits:
                     break
                 except OneAhead:
                     context.world.job_number += 1
-                except MendFirst:
-                    self._mend_first(trainer)
+                except MendFirst:  # afterwards no rank reports damage any more
+                    try:
+                        self._mend()
+                    except MlflashError as error:
+                        trainer.ended(error)
+                        raise
             if save.is_given_up and self._context.world.rank == 0:
                 log.warning("step %d is not kept because its values are suspect, and memory keeps the good step "
                             "before it; mark_good(%d) accepts the values", save.step, save.step)  # fmt: skip
@@ -456,14 +460,6 @@ class Commits:
             raise
         finally:
             context.recorder.seconds["protect and commit"] += time.perf_counter() - start
-
-    def _mend_first(self, trainer: Trainer) -> None:
-        """Repair damage; afterwards no rank reports damage any more."""
-        try:
-            self._mend()
-        except MlflashError as error:
-            trainer.ended(error)
-            raise
 
     def _committed(self, save: Save) -> None:
         recorder = self._context.recorder

@@ -295,7 +295,8 @@ class SaveQueue:
             flat = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
             return replica_nbytes(flat, self._ranks.from_torch)
 
-        self._courier.call(FindReplicas(self._ranks.together(held, _not_like)))
+        unreadable = lambda why: StructureMismatch(f"the state could not be read: {why}")
+        self._courier.call(FindReplicas(self._ranks.together(held, unreadable)))
 
     def _is_settled(self, flat: Flat) -> bool:
         """Whether the ranks have agreed on what they share in a state like this one."""
@@ -365,10 +366,6 @@ class SaveQueue:
 
 def _unreadable(why: str) -> StateError:
     return StateError(f"the state could not be read: {why}")
-
-
-def _not_like(why: str) -> StructureMismatch:
-    return StructureMismatch(f"the state could not be read: {why}")
 
 
 def _fail(save: PendingSave) -> None:
