@@ -20,21 +20,21 @@ from typing import Any
 import msgspec
 
 from ..config import Config
-from ..errors import Closed, ConfigError, DeadlineExceeded, MlflashError, SaveFailed, text_of
+from ..draining.drain import Drain, Drains
+from ..errors import Closed, ConfigError, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
 from ..events import Event
 from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.messages import Message
 from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
+from ..redundancy.deduplication import Plan
 from . import wire_format as wire
 from .courier_link import CourierLink
 from .exchange_rounds import exchange
 from .remote_job import RemoteJob, Sent
-from .told_drain import ToldDrain
-from .told_plans import ToldPlans
 from .units import Units
-from .wire_format import BadMessage, Frame, Kind, Outcome
+from .wire_format import BadMessage, DrainWire, Frame, Kind, Outcome, PlanWire
 
 log = logging.getLogger("mlflash")
 
@@ -431,3 +431,64 @@ class CourierProcess:
 
     def _refuse(self, job: RemoteJob, why: str = "mlflash stopped after an earlier error") -> None:
         job.refuse(Closed(why, found=self.broken))
+
+
+# What one side has told the other
+
+
+class ToldDrain:
+    """The newest drain, from the reports of the courier; ``drains`` is told of each that begins."""
+
+    drains: Drains
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._number, self._drain = 0, None  # type: tuple[int, Drain | None]
+
+    def take(self, told: DrainWire) -> None:
+        """Process a report of its progress."""
+        drain = self._drain
+        if drain is None or told.number != self._number:
+            drain = Drain(told.step, patience_s=self._config.timeout_s)
+            self._number, self._drain = told.number, drain
+            self.drains.began(drain)
+        drain.path, drain.nbytes, drain.written = told.path, told.nbytes, told.written
+        drain.progress, drain.moved, drain.silent = told.progress, told.moved, told.silent
+        if told.done:
+            drain.end(told.error)
+            drain.seconds = told.seconds
+
+    def lose(self) -> None:
+        """Fail the drain, because its courier has ended. The next courier counts its drains from one again."""
+        drain, self._drain = self._drain, None
+        if drain is not None and not drain.done:
+            drain.end(DrainFailed("the courier of this rank has ended", step=drain.step))
+
+
+class ToldPlans:
+    """The last plan that was sent to the courier, so that saves refer to it by number."""
+
+    def __init__(self, number: Callable[[], int]):
+        self._number = number
+        self._last: tuple[int, Plan] | None = None
+
+    def forget(self) -> None:
+        """Note that there is a new courier, which knows no plan."""
+        self._last = None
+
+    def number_of(self, plan: Plan | None) -> tuple[int, PlanWire | None]:
+        """The number of a plan (-1 for None), and the plan itself if the courier must be told of it first."""
+        if plan is None:
+            return -1, None
+        if self._last is not None:
+            number, known = self._last
+            same = known.layout is plan.layout and known.pieces is plan.pieces
+            if same and (known.sharing, known.private) == (plan.sharing, plan.private):
+                return number, None
+        told = self.tell(plan)
+        return told.number, told
+
+    def tell(self, plan: Plan) -> PlanWire:
+        """The message that tells the courier of a plan, with a new number."""
+        self._last = self._number(), plan
+        return PlanWire(self._last[0], dataclasses.replace(plan, manifest=b""))

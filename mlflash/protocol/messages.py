@@ -322,7 +322,7 @@ class GiveUpDrain(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Report(Message):
-    """Return counters and more; see `rank_report.report_of`."""
+    """Return counters and more; see `courier.session.report_of`."""
 
 
 @dataclasses.dataclass(frozen=True)
