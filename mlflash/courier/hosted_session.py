@@ -73,8 +73,8 @@ class Hosted:
         message, answers, landing = self._message(body, frame, files)
         self._posted += 1
         work = functools.partial(self._do, message, answers, landing)
-        told, late = functools.partial(self._told, frame), functools.partial(self._late, frame)
-        self.jobs.post(Job(work, late, on_end=told))
+        late = functools.partial(self._link.send, Kind.LATE, self.number, frame.number, frame.name)
+        self.jobs.post(Job(work, late, on_end=functools.partial(self._told, frame)))
 
     def _message(self, body: Any, frame: Frame, files: deque[int]) -> tuple[Message, Any, Landing | None]:
         if isinstance(body, wire.SaveWire):
@@ -136,9 +136,6 @@ class Hosted:
         """Wait until the jobs posted so far have ended, or until ``end`` (time.monotonic)."""
         with self._ending:
             self._ending.wait_for(lambda: self._done >= self._posted, max(0.0, end - time.monotonic()))
-
-    def _late(self, frame: Frame, error: MlflashError) -> None:
-        self._link.send(Kind.LATE, self.number, frame.number, frame.name, error)
 
     def answer(self, frame: Frame) -> None:
         """Answer a question that is not a job."""

@@ -170,9 +170,6 @@ class CourierProcess:
     def tell_doing(self, what: str) -> None:
         self._tell(Kind.TELL, 0, "doing", what)
 
-    def go_on_behind(self) -> None:  # the courier does this itself
-        pass
-
     def stop(self, abandon: bool) -> None:
         patience_s = _CLOSE_S if abandon or self._is_freed else self._config.timeout_s  # freed: it is idle or dead
         with suppress(Closed, DeadlineExceeded):
@@ -191,7 +188,10 @@ class CourierProcess:
 
     def take(self, frame: Frame) -> None:
         if frame.kind is Kind.LATE:
-            self._note_late(frame)
+            error, late = wire.decode(MlflashError, frame.body), self._jobs.get(frame.number)
+            if late is not None and isinstance(error, DeadlineExceeded):
+                self.late = error
+                late.be_late(error)
         elif frame.kind is Kind.ANSWER:
             woken, answers = self._asked.get(frame.number, (Event(), []))
             answers.append(frame)
@@ -203,14 +203,6 @@ class CourierProcess:
             self._frames.put(frame)
         else:
             raise BadMessage(f"a frame of kind {frame.kind}, which couriers do not send")
-
-    def _note_late(self, frame: Frame) -> None:
-        error = wire.decode(MlflashError, frame.body)
-        job = self._jobs.get(frame.number)
-        if job is None or not isinstance(error, DeadlineExceeded):
-            return
-        self.late = error
-        job.be_late(error)
 
     def _watch(self) -> None:
         """Report that a job is late if the courier cannot, for example because it is stopped."""

@@ -53,9 +53,6 @@ class CourierThread:
     def tell_doing(self, what: str) -> None:
         self.session.tell_doing(what)
 
-    def go_on_behind(self) -> None:
-        self._jobs.go_on_behind()
-
     def stop(self, abandon: bool) -> None:
         self._jobs.stop(abandon)
         self.session.close(abandon)

@@ -18,7 +18,6 @@ from ..placement.survival import describe, of
 from ..protocol import messages as asked
 from ..protocol.messages import Message, Started
 from ..protocol.save_request import Trainer
-from ..redundancy.deduplication import Shareable
 from ..restoring.from_memory import heal_newest, scavenge
 from ..restoring.heal import heal_or_remember, mend, protect_left
 from ..restoring.scrubber import Scrubber
@@ -142,7 +141,7 @@ class Session:
             asked.CommitRestored: self._commit_restored,
             asked.Reserve: lambda message: context.reserve(message.nbytes, message.share_nbytes, message.is_first),
             asked.FindReplicas: lambda message: context.find_replicas(message.held),
-            asked.SettleShared: self._settle_shared,
+            asked.SettleShared: lambda message, state: context.settle_shared(message.held, state),
             asked.MakeRoom: self._make_room,
             asked.BeginDrain: lambda message: self._drains.begin_newest(message.if_due),
             asked.Scavenge: lambda message: scavenge(context, self._drains) is not None,
@@ -158,9 +157,6 @@ class Session:
     def _commit(self, message: asked.Commit, trainer: Trainer) -> int:
         self._commits.bring_to_end(message.request, trainer)
         return self.context.generation
-
-    def _settle_shared(self, message: asked.SettleShared, state: Shareable) -> None:
-        self.context.settle_shared(message.held, state)
 
     def _make_room(self, message: asked.MakeRoom) -> None:
         """Make room for the state that a restore puts together."""

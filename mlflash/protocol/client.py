@@ -71,9 +71,6 @@ class Client(Protocol):
     def tell_doing(self, what: str) -> None:
         """Tell the courier what this rank does, for ranks that wait for it; "" at its end."""
 
-    def go_on_behind(self) -> None:
-        """Advance drains and the like, if no thread does."""
-
     def stop(self, abandon: bool) -> None:
         """End the courier, after the posted jobs or, with ``abandon``, at once."""
 

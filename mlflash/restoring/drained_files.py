@@ -132,15 +132,12 @@ class DrainedFiles:
         if rank not in self._indexes:
             while len(self._indexes) >= _KEPT:
                 self._indexes.pop(next(iter(self._indexes)))
-            self._indexes[rank] = self._read_index(rank)
+            stored = self._files[rank]
+            with self._as_corrupt():
+                card = self._card(rank)
+                raw = self._read(stored.card, card.index_start, card.index_nbytes, card.index_check)
+            self._indexes[rank] = file_index.decode(raw, stored.data, stored.data_nbytes)
         return self._indexes[rank]
-
-    def _read_index(self, rank: int) -> Index:
-        stored = self._files[rank]
-        with self._as_corrupt():
-            card = self._card(rank)
-            raw = self._read(stored.card, card.index_start, card.index_nbytes, card.index_check)
-        return file_index.decode(raw, stored.data, stored.data_nbytes)
 
     @contextlib.contextmanager
     def _as_corrupt(self) -> Iterator[None]:

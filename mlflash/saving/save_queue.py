@@ -165,7 +165,7 @@ class SaveQueue:
         finally:
             self._pending.append(snapshot)
         snapshot.reported = mistake is not None or again  # a caller that waits for it tells all ranks
-        snapshot.stalled()
+        snapshot.stall_s = snapshot.age_s
         staged = request.slot is not None and request.problem is None
         self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:
