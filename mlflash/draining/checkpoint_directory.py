@@ -53,16 +53,12 @@ class Listed:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """What is in a directory.
-
-    Attributes:
-        damaged: folders whose committing file exists but cannot be read, and why.
-        problem: why the directory cannot be read; "" if it can be read or does not exist.
-    """
+    """What is in a directory."""
 
     listed: tuple[Listed, ...] = ()
+    # folders whose committing file exists but cannot be read, and why
     damaged: dict[str, str] = dataclasses.field(default_factory=dict)
-    problem: str = ""
+    problem: str = ""  # why the directory cannot be read; "" if it can be read or does not exist
 
 
 def tag(attempt: Attempt, owner: str) -> str:

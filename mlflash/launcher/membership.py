@@ -19,18 +19,12 @@ _NEVER = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """How long each phase may take, in seconds.
+    """How long each phase may take, in seconds."""
 
-    Attributes:
-        lost_s: a host without a sign of life for this long is lost. A process that notices a lost rank first waits as
-            long.
-        leave_s: to leave a step.
-        ready_s: from then to the next step: for couriers, process groups, and a spare that must become ready.
-    """
-
+    # a host without a sign of life for this long is lost; a process that notices a lost rank first waits as long
     lost_s: float = 10.0
-    leave_s: float = 30.0
-    ready_s: float = 120.0
+    leave_s: float = 30.0  # to leave a step
+    ready_s: float = 120.0  # then to the next step: for couriers, process groups, and a spare that must become ready
 
 
 class Acts(Protocol):
@@ -66,20 +60,15 @@ class Member:
 
 
 class Membership:
-    """The processes of one start of a job.
-
-    Attributes:
-        over: why there is no next round; "" while there may be one.
-        code: exit code, if it is over or all have finished.
-    """
+    """The processes of one start of a job."""
 
     def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float):
         self._members = {member.name: member for member in members}
         self._acts, self._deadlines = acts, deadlines
         self.size = sum(member.rank is not None for member in members)
-        self.round, self.over = 1, ""
+        self.round, self.over = 1, ""  # over: why there is no next round; "" while there may be one
         self.hosts = tuple(one.host for one in self._seated())
-        self.code: int | None = None
+        self.code: int | None = None  # exit code, if it is over or all have finished
         self._phase, self.until = "starting", _NEVER  # a loss before all have begun ends the start
         self._why, self._lost, self._since = "", list[int](), now
         self._step: int | None = None  # the step at which the last round began

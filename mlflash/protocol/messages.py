@@ -23,6 +23,7 @@ from .save_request import SaveRequest
 from .wanted_parts import WantedPart
 
 
+@dataclasses.dataclass(frozen=True)
 class Message:
     """A request to the courier."""
 
@@ -57,31 +58,24 @@ class Start(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What a trainer learns at the start.
-
-    Attributes:
-        unusable: whether memory has a committed step that cannot be restored, according to headers.
-        interrupted: the newest interrupted unit of all ranks.
-    """
+    """What a trainer learns at the start."""
 
     rank: int
     topology: Topology
     top: str
     slots: int
     copy_threads: int
-    unusable: bool
+    unusable: bool  # whether memory has a committed step that cannot be restored, according to headers
     files: Sequence[SlotFile]
     sharing: SharingNews
     run: str
-    interrupted: int
+    interrupted: int  # the newest interrupted unit of all ranks
 
 
-@dataclasses.dataclass(frozen=True)
 class GoBeyond(Message):
     """Continue the numbering of attempts after those in the directory."""
 
 
-@dataclasses.dataclass(frozen=True)
 class ProtectLeft(Message):
     """Make the redundancy whole of the newest step in memory, in whose save another courier may have died.
 
@@ -89,7 +83,6 @@ class ProtectLeft(Message):
     """
 
 
-@dataclasses.dataclass(frozen=True)
 class Free(Message):
     """Free windows, communicators and threads as soon as all ranks ask for it. After the answer a rank may leave."""
 
@@ -189,24 +182,16 @@ class Choose(Message):
 
 @dataclasses.dataclass(frozen=True)
 class FoundInMemory:
-    """A checkpoint in the memory of the nodes, verified as requested.
-
-    Attributes:
-        restores: how many runs have restored it, including this one.
-        own: number of the own slot that holds it, if the same ranks saved it; None otherwise.
-        homes: otherwise, by old rank, the numbers of the files that this rank reads for all ranks.
-        rolled_forward: whether no rank has seen its commit.
-        restored_from: the node that it came from, or how it was made.
-    """
+    """A checkpoint in the memory of the nodes, verified as requested."""
 
     attempt: Attempt
     step: int
-    restores: int
-    own: int | None
-    homes: Mapping[int, int]
-    files: ShareFiles
-    rolled_forward: bool
-    restored_from: str
+    restores: int  # how many runs have restored it, including this one
+    own: int | None  # number of the own slot that holds it, if the same ranks saved it
+    homes: Mapping[int, int]  # otherwise, by old rank, the numbers of the files that this rank reads for all ranks
+    files: ShareFiles  # where shares are
+    rolled_forward: bool  # whether no rank has seen its commit
+    restored_from: str  # the node that it came from, or how it was made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,16 +237,11 @@ class HealRestored(Message):
 
 @dataclasses.dataclass(frozen=True)
 class MakeRoom(Message):
-    """Make room in own slots that the trainer has taken and keeps.
+    """Make room in own slots that the trainer has taken and keeps: ``nbytes`` in the first."""
 
-    Attributes:
-        slots: the slots, and the inodes of the files that the trainer has for them.
-        gives_way: whether files that are left aside may be deleted for it.
-    """
-
-    slots: Sequence[tuple[SlotId, int]]
+    slots: Sequence[tuple[SlotId, int]]  # and the inodes of the files that the trainer has for them
     nbytes: int
-    gives_way: bool
+    gives_way: bool  # whether files that are left aside may be deleted for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +269,6 @@ class BeginDrain(Message):
     if_due: bool
 
 
-@dataclasses.dataclass(frozen=True)
 class Scavenge(Message):
     """Begin to drain the newest checkpoint in memory, without training. Returns whether there is one."""
 
@@ -302,7 +281,6 @@ class Mark(Message):
     is_good: bool
 
 
-@dataclasses.dataclass(frozen=True)
 class HealNewest(Message):
     """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
 
@@ -310,26 +288,21 @@ class HealNewest(Message):
 # Answered at once
 
 
-@dataclasses.dataclass(frozen=True)
 class AskDrain(Message):
     """Drain the checkpoint that is committed next."""
 
 
-@dataclasses.dataclass(frozen=True)
 class GiveUpDrain(Message):
     """End a drain that is under way soon, and delete what it has written."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Report(Message):
     """Return counters and more; see `courier.session.report_of`."""
 
 
-@dataclasses.dataclass(frozen=True)
 class RunFacts(Message):
     """Return facts that do not change during this run."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Survives(Message):
     """Return what may fail without the loss of a committed step."""
