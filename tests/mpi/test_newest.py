@@ -58,17 +58,27 @@ def test_a_step_that_is_damaged_beyond_repair_is_not_the_newest(saved: dict[str,
         with Checkpointer(**saved) as ckpt:
             assert ckpt.steps() == [3, 5], "headers say what was saved"
             assert getattr(ckpt.adapting, find)() == 3
+            opened = ckpt.adapting.open()
+            assert opened is not None and opened.step == 3
+            opened.close()
+            with pytest.raises(StepNotFound):
+                ckpt.adapting.open(5)
             state = state_at(0)
             assert ckpt.restore(state, 3) == 3 and (state["w"] == 30 + RANK).all()
 
 
-def test_what_is_opened_without_a_step_is_that_which_can_be_read(saved: dict[str, Any]) -> None:
-    with Checkpointer(**saved) as ckpt:
-        opened = ckpt.adapting.open()
-        assert opened is not None and opened.step == 3
-        opened.close()
-        with pytest.raises(StepNotFound):
-            ckpt.adapting.open(5)
+def test_the_newest_is_what_was_saved_last_and_not_what_has_the_largest_step(options: dict[str, Any]) -> None:
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.adapting.newest_step() is None
+        for step in (4, 8):
+            ckpt.save(step, state_at(step)).wait()
+        assert ckpt.adapting.newest_step() == 8
+    with Checkpointer(**options) as ckpt:  # training goes back to step 4
+        state = state_at(0)
+        assert ckpt.restore(state, 4) == 4
+        ckpt.save(5, state_at(5)).wait()
+        assert ckpt.adapting.newest_step() == 5
+        assert ckpt.restore(state) == 5 and state["step"] == 5
 
 
 @pytest.mark.in_thread

@@ -22,7 +22,9 @@ from mlflash.errors import SaveFailed, Unrestorable
 from mlflash.memory.parity_layout import Stripes, Unit
 from mlflash.memory.slot import Slot, table_check
 from mlflash.memory.slot_header import Header
+from mlflash.redundancy import slot_transfer
 from mlflash.redundancy.protection import _GroupBlocks
+from mlflash.redundancy.slot_transfer import Source
 from mlflash.state.layout import PAGE_NBYTES
 
 COMM = MPI.COMM_WORLD
@@ -260,6 +262,33 @@ def test_the_parity_in_the_files_is_what_docs_format_says(
             total ^= product[power[c * j]][np.frombuffer(unit, dtype=np.uint8)]
         at = (r * k + j) * block
         assert parity[(s + j) % m][at : at + block] == total.tobytes()
+
+
+@pytest.mark.in_thread
+def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_committed(
+    options: dict[str, Any], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bad DIMM or wire would change it, after its checksum was made."""
+    options["redundancy"] = "copy"
+    save(options, 1)
+    really, changed = Source.check_up_to, list[int]()
+
+    def check_up_to(source: Source, block: int) -> None:
+        really(source, block)
+        if RANK == 1 and not changed:
+            source.slot.body(source.extents)[1000] ^= 1
+            changed.append(block)
+
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.load()[0] == 1
+        ckpt.wait()
+        monkeypatch.setattr(slot_transfer, "ARRIVAL_S", 1.0)
+        monkeypatch.setattr(Source, "check_up_to", check_up_to)
+        with pytest.raises(SaveFailed, match="its copies or parity did not arrive whole"):
+            ckpt.save(2, state_at(2)).wait()
+        monkeypatch.setattr(Source, "check_up_to", really)
+    nodes.lose(1)
+    assert restored(options)[0] == 1
 
 
 @on(4)
