@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import Nodes
 from mpi4py import MPI
 from states import differences
 
@@ -179,29 +178,6 @@ def test_when_busy_skip_skips_on_all_ranks_or_on_none(options: dict[str, Any]) -
             if snapshot.skipped:
                 with pytest.raises(errors.SaveFailed, match="both slots"):
                     snapshot.wait()
-
-
-def test_a_communicator_of_ones_own(options: dict[str, Any], comm: Any) -> None:
-    half = comm.Split(RANK % 2, -RANK)  # two jobs side by side, ranks in reverse order
-    with Checkpointer(**{**options, "job": f"half{RANK % 2}"}, comm=half) as ckpt:
-        assert ckpt.report()["rank"] == half.rank
-        ckpt.save(RANK % 2 + 1, state_at(1)).wait()
-        assert ckpt.steps() == [RANK % 2 + 1]
-    half.Free()
-
-
-def test_survives_and_report_say_what_is_there(options: dict[str, Any], nodes: Nodes) -> None:
-    with Checkpointer(**options) as ckpt:
-        text = ckpt.survives
-        assert text.startswith("any process")
-        assert ("no node" in text) == (SIZE == 1)
-        report = ckpt.report()
-        assert report["node"] == f"node{RANK}"
-        assert (report["partners"] == []) == (SIZE == 1)
-        assert report["memory"] == str(nodes.path(RANK))
-        ckpt.save(1, state_at(1)).wait()
-        counts = MPI.COMM_WORLD.allgather(ckpt.report()["counts"])
-        assert all(c["saves"] == c["committed"] == 1 for c in counts)
 
 
 def test_after_close_nothing_works_and_the_slots_stay(options: dict[str, Any]) -> None:

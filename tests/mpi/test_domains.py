@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer
@@ -16,16 +15,12 @@ from mlflash import Checkpointer
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 
-pytestmark = pytest.mark.mpi(min_size=4)
-four = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
+pytestmark = [
+    pytest.mark.mpi(min_size=4), pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks"),
+    pytest.mark.parametrize("options", ["p2p"], indirect=True),
+]  # fmt: skip
 
 
-@pytest.fixture
-def options(root: Path) -> dict[str, Any]:
-    return {"job": "t", **on_node(root), "timeout_s": 30.0}
-
-
-@four
 def test_copies_go_to_another_rack_and_survives_says_what_that_is_worth(
     options: dict[str, Any], root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -44,7 +39,6 @@ def test_copies_go_to_another_rack_and_survives_says_what_that_is_worth(
     assert ("domain A holds 2 nodes of a group that may lose 1" in caplog.text) == (RANK == 0)
 
 
-@four
 def test_hosts_that_the_file_does_not_name_are_named_in_a_warning(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
@@ -56,7 +50,6 @@ def test_hosts_that_the_file_does_not_name_are_named_in_a_warning(
         assert ("the failure domains of node2, node3 are not given" in caplog.text) == (RANK == 0)
 
 
-@four
 @pytest.mark.in_thread  # the environment of a courier that is a process is what its trainer had at the beginning
 def test_what_slurm_says_of_each_node_is_found(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", f"core.leaf{RANK // 2}.node{RANK}")

@@ -7,25 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import Nodes, on_node
+from emulated import Nodes
 from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, Unrestorable
 from mlflash.memory.slot import Slot
 
-pytestmark = pytest.mark.mpi(min_size=4)
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.parametrize("options", ["p2p"], indirect=True)]
 RANK = MPI.COMM_WORLD.rank
 
 
 def state_at(step: int) -> dict[str, Any]:
     return {"w": np.full(30_000, step * 10 + RANK), "step": step}
-
-
-@pytest.fixture
-def options(root: Path) -> dict[str, Any]:
-    """Settings of a Checkpointer on nodes of one rank each; which transport it is makes no difference."""
-    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0}
 
 
 @pytest.fixture

@@ -23,14 +23,9 @@ COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 MIB = 1 << 20
 
-pytestmark = pytest.mark.mpi(min_size=2)
+# Sharing does not depend on the transport.
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.parametrize("options", ["p2p"], indirect=True)]
 on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
-
-
-@pytest.fixture
-def options(root: Path) -> dict[str, Any]:
-    """Settings of a Checkpointer on nodes of one rank each; sharing does not depend on the transport."""
-    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0}
 
 
 class Own:

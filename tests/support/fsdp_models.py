@@ -61,11 +61,11 @@ def fsdp2(replicas: int, shards: int, seed: int = 0, width: int = 13) -> Run:
     return _run(model, mesh)
 
 
-def fsdp1(replicas: int, shards: int, seed: int = 0, width: int = 13, original: bool = True) -> Run:
+def fsdp1(replicas: int, shards: int, seed: int = 0, width: int = 13) -> Run:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replica", "shard"))
     model = Net(width)
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": original}
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
     if replicas > 1:
         options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     else:

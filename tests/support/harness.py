@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import described, free_port, left_here, runs, started_by, state, uses, with_variable
+from processes import described, free_port, left_here, runs, send, started_by, state, uses, with_variable
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
@@ -57,9 +57,7 @@ def own_memory() -> Iterator[Path]:
 def _kill_orphans(path: Path) -> None:
     """Kill couriers that outlive their trainers, whose records are below a path."""
     pids = with_variable(f"\0OUT={path}/")
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, pids)
     until(lambda: not any(map(runs, pids)), "the end of what outlived its trainers")
 
 
@@ -242,11 +240,7 @@ class Launch:
     def signal(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
         """Send a signal to ranks, as nearly at once as can be."""
         pids = self.pids()
-        for rank in ranks:
-            try:
-                os.kill(pids[rank], number)
-            except ProcessLookupError:
-                pass
+        send(number, [pids[rank] for rank in ranks])
 
     def running(self) -> bool:
         return self._process.poll() is None
@@ -254,11 +248,7 @@ class Launch:
     def kill(self) -> None:
         """Kill everything that this launch started; on return its ranks hold no lock any more."""
         pids = self.pids().values()
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        send(signal.SIGKILL, pids)
         signal_group(self._process, signal.SIGKILL)
         self._process.wait(30)
         if self._without_mpi:
@@ -297,9 +287,7 @@ class Launch:
         while self.running() and time.monotonic() < end:
             pids = self.pids().values()
             if any(map(_has_died, pids)):
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                send(signal.SIGKILL, pids)
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LOOK_S)
@@ -312,9 +300,7 @@ class Launch:
 
         They are no descendants of mpiexec any more. Those that are only need more time on a busy machine.
         """
-        for pid in self._started() - {self._process.pid, *started_by({self._process.pid})}:
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, self._started() - {self._process.pid, *started_by({self._process.pid})})
 
     def _started(self) -> set[int]:
         """All processes of this launch, whoever is their parent now."""
