@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from damage import flip
+from holds import Hold
 from mpi4py import MPI
 from states import differences
 
 from mlflash import Checkpointer, errors
+from mlflash.memory import copy_threads
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -212,3 +218,60 @@ def test_torch_ranks_that_differ_from_mpi_ranks_are_refused(options: dict[str, A
     finally:
         comm.Barrier()
         dist.destroy_process_group()
+
+
+@two
+@pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.mpi(min_size=3))])
+def test_a_save_takes_as_long_as_its_bytes_do_at_the_rate_and_a_restore_does_not(
+    options: dict[str, Any], redundancy: str, hold_at: Callable[[str], Hold]
+) -> None:
+    nbytes, rate = 4 << 20, 8 << 20
+    state = {"w": np.random.default_rng(RANK).integers(0, 255, nbytes, np.uint8)}
+    kept = state["w"].copy()
+    options["timeout_s"] = 3600.0  # no wait ends at its deadline
+    with Checkpointer(**options, redundancy=redundancy, send_rate=rate) as ckpt:
+        ckpt.prepare(state)
+        go_on = hold_at("protect.announced")
+        snapshot = ckpt.save(1, state)  # nothing was sent yet: a save that waited for it would never return
+        assert not snapshot.done
+        start = time.monotonic()
+        go_on.set()
+        snapshot.wait()
+        seconds = time.monotonic() - start
+        assert seconds > 0.8 * nbytes / rate
+        assert ckpt.report()["send rate"] == rate
+        state["w"][:] = 0
+        assert ckpt.restore(state) == 1
+        assert np.array_equal(state["w"], kept)
+
+
+# Several threads per rank
+
+
+def tensors_at(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(100 * RANK + step)
+    shapes = [(3_000_001,), (5, 7), (1024, 1500), (0,), (2_500_000,)]
+    return {f"t{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+
+
+def test_a_crew_saves_restores_and_finds_damage_as_one_thread_does(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_threads, "_measured", lambda ranks, agree: 3)  # of a courier that is a thread
+    options |= {"redundancy": "none", "courier": "thread"}
+    with Checkpointer(**options) as ckpt:
+        for step in (1, 2):
+            state = tensors_at(step)
+            ckpt.save(step, state).wait()
+            state["t0"].zero_()
+        newest = next(slot for slot in ckpt.report()["slots"] if slot["step"] == 2)
+        file = Path(ckpt.report()["memory"], newest["file"])
+    with Checkpointer(**options) as ckpt:
+        state = tensors_at(3)
+        assert ckpt.restore(state) == 2
+        assert all(map(torch.equal, state.values(), tensors_at(2).values()))
+    for at in (13_000_000, 20_000_000):
+        flip(file, at)
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.restore(state) == 1
+        assert all(map(torch.equal, state.values(), tensors_at(1).values()))
