@@ -88,7 +88,6 @@ class Told(pl.Callback):
 
 
 def recipe_of(folder: str, last: int) -> Any:
-    """The recipe, made small and for CPUs."""
     recipe = llama32_1b.pretrain_recipe(dir=folder, name="small", num_nodes=1, num_gpus_per_node=2)
     for name, value in SMALL.items():
         setattr(recipe.model.config, name, value)
@@ -139,7 +138,6 @@ def train(run: str, folder: str, last: int, every: int = 0, saves: int = 2, die:
 
 
 def main(runs: list[dict[str, Any]]) -> None:
-    """Do the trainings, one after the other."""
     with on_cpu():
         for run in runs:
             train(**run)

@@ -41,7 +41,6 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, "average": self.average, "steps": self.steps}
 
     def step(self) -> None:
-        """Forward, which writes buffers; backward; the step; an average."""
         self.model(torch.randn(8, self.width)).square().sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -41,7 +41,6 @@ def on(*sizes: int) -> pytest.MarkDecorator:
 
 
 def schemes(*sizes: int) -> pytest.MarkDecorator:
-    """The schemes of a test that runs on so many ranks."""
     return pytest.mark.parametrize("scheme", SCHEMES[SIZE if SIZE in sizes else sizes[0]])
 
 
@@ -107,31 +106,12 @@ def test_every_loss_that_is_covered_is_restored_and_one_more_is_refused(
     assert {report["scheme"] for report in reports} == {scheme}
 
 
-@on(3, 5, 8)
-@schemes(3, 5, 8)
-def test_after_the_heal_every_other_loss_is_covered_again_and_memory_stays_the_same(
-    options: dict[str, Any], nodes: Nodes, scheme: str
-) -> None:
-    options["redundancy"] = scheme
-    losses = int(scheme.partition("+")[2] or 1)
-    save(options, 1, 2)
-    files = {path.name: path.stat().st_size for path in nodes.path(RANK).glob("slot-*")}
-    for first in range(0, SIZE, 2 if LARGE else 1):  # no save between the losses
-        nodes.lose(*((first + nth) % SIZE for nth in range(losses)))
-        assert restored(options)[0] == 2
-    after = {path.name: path.stat().st_size for path in nodes.path(RANK).glob("slot-*")}
-    assert sorted(after.values()) == sorted(files.values())
-
-
 class Mapped:
-    """A file, mapped as a slot needs it."""
-
     def __init__(self, path: Path):
         self.name, self.view = path.name, np.memmap(path, dtype=np.uint8, mode="r+")
 
 
 def damage(path: Path, header: Header, blocks: Sequence[int]) -> None:
-    """Flip a bit in the middle of some blocks."""
     bounds = [header.extents.block(block) for block in blocks]
     flip(path, *(PAGE_NBYTES + (where.start + where.stop) // 2 for where in bounds), bit=4)
 

@@ -48,8 +48,6 @@ def counts(ckpt: Checkpointer) -> dict[str, int]:
 
 
 def wait_found(ckpt: Checkpointer, total: int) -> None:
-    """Wait until all ranks together have found so many files damaged."""
-
     def found() -> bool:
         return COMM.allreduce(counts(ckpt).get("files damaged", 0)) >= total
 

@@ -29,8 +29,6 @@ on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 
 
 class Own:
-    """State that each rank has its own of."""
-
     rank_private = True
 
     def __init__(self, step: int):
@@ -98,12 +96,10 @@ def save(options: dict[str, Any], *steps: int, **more: Any) -> dict[str, Any]:
 
 
 def shares(nodes: Nodes, node: int, step: int | None = None) -> list[Path]:
-    """The files of a node that hold shares."""
     return [path for path, header in nodes.files(node) if header.kind is Kind.SHARE and step in (None, header.step)]
 
 
 def node_nbytes(options: dict[str, Any], report: dict[str, Any]) -> list[int]:
-    """Bytes of all slots of each node."""
     reports = COMM.allgather(report)
     names = sorted({one["node"] for one in reports})
     return [sum(slot["nbytes"] for one in reports if one["node"] == name for slot in one["slots"]) for name in names]

@@ -28,7 +28,6 @@ class Nodes:
         self.root, self._kept = root, root / "kept"
 
     def path(self, node: int) -> Path:
-        """The directory of the job in the memory of a node."""
         return self.root / f"node{node}" / f"mlflash-{os.getuid()}" / "t"
 
     @property
@@ -68,7 +67,6 @@ class Nodes:
         self.on_rank_0(work)
 
     def files(self, node: int) -> list[tuple[Path, Header]]:
-        """The files of a node that hold something, by name."""
         return [*headers(self.path(node))]
 
     def _remove(self, nodes: Iterable[int]) -> None:

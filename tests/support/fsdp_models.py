@@ -15,8 +15,6 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 @dataclasses.dataclass
 class Run:
-    """A small model in training, sharded over some ranks and replicated over others."""
-
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     replicas: Any

@@ -189,7 +189,6 @@ class PlainRanks:
         return read_records(self.out, event)
 
     def wait(self) -> list[int]:
-        """The exit code of each."""
         return [process.wait(PATIENCE_S) for process in self.processes]
 
     def close(self) -> None:
@@ -202,8 +201,6 @@ live: set[Launch] = set()
 
 
 class Launch:
-    """A job that runs."""
-
     def __init__(self, command: list[str], env: dict[str, str], out: Path):
         self.out = out
         self._without_mpi = env.get("MLFLASH_COURIER") == "process"
@@ -337,7 +334,6 @@ def _state_of(pid: int) -> str:
 
 
 def _mpi_files() -> set[str]:
-    """Files of MPICH's and Open MPI's own shared memory."""
     return {str(path) for pattern in ("mpich_shm_*", "sm_segment.*") for path in Path("/dev/shm").glob(pattern)}
 
 

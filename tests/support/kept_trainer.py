@@ -74,8 +74,6 @@ def once(mark: Path) -> None:
 
 
 class Numbers(Dataset):  # type: ignore[misc]
-    """What a batch of a step and a rank holds."""
-
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
 
@@ -174,7 +172,6 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
 
 
 def digest_now() -> str:
-    """Of all that the state has."""
     generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if DEVICE == "cuda" else [])]
     return digest([model, optimizer, schedule, scaler, generators])
 

@@ -9,7 +9,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 
 def key_pair(folder: Path, name: str = "key") -> tuple[Path, Path]:
-    """Write a private and a public Ed25519 key in PEM."""
     made = Ed25519PrivateKey.generate()
     private, public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
     private.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))

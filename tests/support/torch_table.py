@@ -348,8 +348,6 @@ class Stream(IterableDataset):  # type: ignore[misc]
 
 
 class Drawn(Training):
-    """Batches of a loader, epoch after epoch."""
-
     def __init__(self, loader: Any):
         self.state = {"loader": loader}
         self.begin()
@@ -381,8 +379,6 @@ def loader(kind: str, order: str, workers: int, **options: Any) -> Training:
 
 
 class Shuffled(torch.utils.data.Sampler):  # type: ignore[misc]
-    """An order of its own in each epoch."""
-
     def __init__(self) -> None:
         self.epoch = 0
 

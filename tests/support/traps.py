@@ -142,7 +142,6 @@ class Trap:
         self._path, self._action, self._rank, self._passed = path, action, rank, passed
 
     def reached(self, point: str) -> None:
-        """Go on by a point."""
         if point in self._path and self._is_next(point) and self._is_first():
             ACTIONS[self._action]()
 
