@@ -284,7 +284,7 @@ lightning transformers torchtitan deepspeed torchao:
 	$(<D)/bin/pytest tests/frameworks -k $@ $(MARKED) --junitxml $(REPORTS)/$@.xml
 
 nemo: .venv-nemo/.installed
-	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo $(MARKED) --junitxml $(REPORTS)/nemo.xml
+	.venv-nemo/bin/pytest tests/frameworks -k nemo $(MARKED) --junitxml $(REPORTS)/nemo.xml
 
 # What depends on the version of PyTorch; the steps that are left at each collective are those of `keep_alive`.
 torch-%: .venv-torch-%/.installed
@@ -310,8 +310,7 @@ cluster: $(READY)
 	$(BIN)/pytest $(CLUSTER) $(MARKED) --junitxml $(REPORTS)/cluster.xml
 
 slurm: $(READY)
-	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_nemo.py --ignore=tests/cluster/slurm/test_megatron.py \
-	  $(MARKED) --junitxml $(REPORTS)/slurm.xml
+	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_megatron.py $(MARKED) --junitxml $(REPORTS)/slurm.xml
 
 recoveries: $(READY)
 	@mkdir -p $(REPORTS)

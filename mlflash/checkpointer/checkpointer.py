@@ -368,7 +368,7 @@ class Checkpointer:
         return survives
 
     def report(self) -> dict[str, Any]:
-        """Return counters, seconds per operation, placement and last drain of this rank; see `rank_report.report_of`.
+        """Return counters, seconds per operation, placement and last drain of this rank; see `session.report_of`.
 
         The entry ``courier`` says whether the courier is a thread or a process, and why. Not collective.
         """

@@ -21,10 +21,7 @@ _rank = [0]  # of this process; until it is known, everything is printed
 
 @functools.cache
 def show_briefly() -> None:
-    """From now on, print uncaught errors of mlflash in this short form in this process.
-
-    ``MLFLASH_TRACEBACK=full`` shows all lines.
-    """
+    """Print uncaught errors of mlflash in this short form in this process; MLFLASH_TRACEBACK=full shows all lines."""
     sys.excepthook = functools.partial(_show, sys.excepthook)
 
 

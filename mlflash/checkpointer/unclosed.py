@@ -21,13 +21,10 @@ _open = weakref.WeakKeyDictionary()
 
 
 def add(one: Any, end: Callable[[Any, str], None], leave: Callable[[Any], None]) -> None:
-    """End an object at the interpreter's exit, if it is still open.
+    """End an object at the interpreter's exit, if it is still open: ``end`` gets "failed" or "ended", too.
 
-    Args:
-        one: the object.
-        end: ends it; called with the object, and "failed" or "ended".
-        leave: called with the object in a forked process instead. Only the thread that forked exists there, and a lock
-            that another thread held stays held forever.
+    In a forked process, ``leave`` gets it instead. Only the thread that forked exists there, and a lock that another
+    thread held stays held forever.
     """
     _open[one] = end, leave
 

@@ -21,7 +21,6 @@ from ..inspection.node_memory import look_around
 from ..inspection.restorability import Restorability, survival, what_is_restorable
 from ..memory.node_directory import jobs_of
 from ..mpi.world import World, gather_from_all
-from ..storage.store import is_url
 from .status import describe, describe_lost
 
 _LOOK_S = 0.2
@@ -152,10 +151,9 @@ def _outlook(world: World, given: Config, job: str) -> Restorability:
 
 def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
     """Make a Checkpointer on this command's MPI that drains, deletes and allocates nothing by itself. Collective."""
-    directory = given.directory
-    return Checkpointer(directory if directory is None or is_url(directory) else str(directory), job=job,
-                        memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0, keep_last=0,
-                        keep_every=0, skip_stuck=0, fresh=False, courier="thread", heartbeat=False)  # fmt: skip
+    return Checkpointer(given.directory, job=job, memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0,
+                        keep_last=0, keep_every=0, skip_stuck=0, fresh=False, courier="thread",
+                        heartbeat=False)  # fmt: skip
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:

@@ -25,13 +25,7 @@ _ZYGOTE_S = 60.0  # limit for its imports, which may come from a slow file syste
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Whether a courier is a thread or a process.
-
-    Attributes:
-        is_process: whether it is a process.
-        why: the reason, in a few words.
-        zygote: the one that was started for it; None if there already is one, or if none is needed.
-    """
+    """Whether a courier is a thread or a process, and the zygote that was started for it, if it needed one."""
 
     is_process: bool
     why: str
@@ -40,10 +34,6 @@ class Choice:
 
 def choose(courier: str, comm: Any) -> Choice:
     """Choose whether the courier of this process is a thread or a process. Start its zygote.
-
-    Args:
-        courier: "thread", "process" or "auto".
-        comm: a communicator from the program; None: none was given.
 
     Raises:
         MpiUnavailable: it must be a process, but this MPI can only be started by its own launcher.
@@ -90,19 +80,10 @@ def _vendor(zygote: ZygoteClient) -> str | None:
 
 
 def would_be_process(courier: str, vendor: str) -> bool:
-    """Whether couriers with these settings are processes in a program that does not use MPI itself.
-
-    Args:
-        courier: "thread", "process" or "auto".
-        vendor: of the MPI, as mpi4py names it.
-    """
+    """Whether couriers with these settings are processes in a program that does not use MPI itself."""
     return courier == "process" or (courier == "auto" and vendor not in _NO_PMI)
 
 
 def start_zygote(size: int) -> ZygoteClient:
-    """Start the process that forks the couriers of this process.
-
-    Args:
-        size: number of ranks.
-    """
+    """Start the process that forks the couriers of this process."""
     return ZygoteClient([ENTRY], os.environ, mpi=size > 1)

@@ -43,7 +43,6 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     collective over all ranks of the job, because all couriers start together.
 
     Args:
-        config: of the job.
         comm: an mpi4py communicator; None: that of this process's launcher.
         process_group: of torch.distributed. Its ranks must be those of comm; without comm, any ranks of the job.
         replicated, domains: see `Checkpointer`.
@@ -134,12 +133,7 @@ def _started(courier: Client, start: Start) -> Started:
 
 def _trainer(config: Config, courier: Client, process_group: Any, start: Start, started: Started,
              known: Callable[[], Mapping[int, Segment]], events: EventLog | None = None) -> TrainerContext:  # fmt: skip
-    """Make what saving and restoring work with.
-
-    Args:
-        known: the mappings of slots that this process already has.
-        events: of the courier, if it is a thread.
-    """
+    """Make what saving and restoring work with; ``known``: the mappings of slots that this process already has."""
     try:
         memory = NodeDirectory(config.memory, config.job, make=False, top=started.top)
     except BaseException:

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
@@ -35,8 +35,11 @@ from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 from . import wire_format as wire
 from .choice import ENTRY
-from .remote_job import RemoteJob, Sent, Session
+from .remote_job import RemoteJob, Sent
 from .wire_format import BadMessage, Frame, Kind
+
+if TYPE_CHECKING:
+    from .in_process import CourierProcess
 
 log = logging.getLogger("mlflash")
 
@@ -59,9 +62,7 @@ class CourierLink:
     Collective, like `Couriers`.
 
     Args:
-        config: how long the start may take.
         directory: a private directory of this user, where ranks of one host may meet.
-        zygote: of this process, if it was already started; None: it was not.
         meeting: see `Couriers`; None: the start may take ``timeout_s`` of the job.
     """
 
@@ -72,7 +73,7 @@ class CourierLink:
             ENTRY, os.environ, config.timeout_s if meeting is None else meeting.timeout_s, directory=directory,
             zygote=zygote, meeting=meeting, own_cores=True,
         )  # fmt: skip
-        self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        self.sessions: weakref.WeakValueDictionary[int, CourierProcess] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers of each set of ranks
         self.lost: Closed | None = None  # why there is no courier any more
@@ -105,11 +106,10 @@ class CourierLink:
         """A new number."""
         return next(self._numbers)
 
-    def add(self, number: int, session: Session, ranks: tuple[int, ...]) -> int:
+    def add(self, number: int, session: CourierProcess, ranks: tuple[int, ...]) -> int:
         """Register a Checkpointer for what the courier sends to it. Return how many these ranks have had before.
 
-        Raises:
-            Closed: one of the ranks has left the job, or there is no courier any more.
+        Raises Closed if one of the ranks has left the job, or there is no courier any more.
         """
         if self._departed is not None and self._departed.rank in ranks:
             raise Closed(str(self._departed))
@@ -150,14 +150,12 @@ class CourierLink:
                 return
         else:
             sent = item
-        try:
+        with contextlib.suppress(OSError):  # the receiving thread notices it, too
             if sent.fds:
                 begun = socket.send_fds(self.sock, [sent.packed], list(sent.fds))
                 self.sock.sendall(sent.packed[begun:])
             else:
                 self.sock.sendall(sent.packed)
-        except OSError as error:  # the receiving thread notices it, too
-            log.debug("the courier accepts no messages any more: %s", error)
         if isinstance(item, RemoteJob):
             item.sent.set()
 
@@ -178,8 +176,8 @@ class CourierLink:
         try:
             self._go_down(why)
             self.couriers.announce_end(_ANNOUNCE_S)
-        except StoreLost as error:  # then all ranks know
-            log.debug("the end of this courier could not be announced: %s", error)
+        except StoreLost:  # then all ranks know
+            pass
         except (OSError, DeadlineExceeded) as error:
             self._lose(_ended(f"{why}; and the other ranks could not be told: {error}"))
 
@@ -198,8 +196,7 @@ class CourierLink:
                     self.couriers.depart(f"{_NO_MPI}: {error}", _ANNOUNCE_S, ends_job=False)
                 self._lose(Closed(_NO_MPI, found=str(error)), is_own=True)
                 return True
-            except (OSError, ValueError, DeadlineExceeded) as error:  # it is being closed, or the zygote has ended, too
-                log.debug("it is not known how this courier has ended: %s", error)
+            except (OSError, ValueError, DeadlineExceeded):  # it is being closed, or the zygote has ended, too
                 return False
 
     def _go_down(self, why: str) -> None:
@@ -216,10 +213,8 @@ class CourierLink:
         """Whenever a courier has ended on any rank, start the next one."""
         try:
             while True:
-                try:
+                with contextlib.suppress(StoreLost):  # it ends with the zygote of rank 0; the next epoch replaces it
                     self.couriers.wait_for_end()
-                except StoreLost as error:  # the store ends with the zygote of rank 0; the next epoch replaces it
-                    log.debug("this epoch of couriers is over: %s", error)
                 if self.is_closing:
                     return
                 self._go_down("the courier of another rank has ended")
@@ -239,10 +234,8 @@ class CourierLink:
         self._is_failing = True
         print_it(kind, error, *traceback)
         if os.getpid() == pid and not self.is_closing:
-            try:
+            with contextlib.suppress(OSError, DeadlineExceeded):
                 self.couriers.depart(f"{kind.__name__}: {error}"[:_WHY_LENGTH], _ANNOUNCE_S)
-            except (OSError, DeadlineExceeded) as problem:
-                log.debug("the other ranks could not be told of an exception: %s", problem)
 
     def _part(self, departure: Departure) -> None:
         """Go on without a rank that has left the job, or end with it."""
@@ -269,8 +262,8 @@ class CourierLink:
             try:
                 self.couriers.next_epoch(self._timeout_s, self.freed.copy())
                 break
-            except (ZygoteLost, ZygoteRefused, CourierEnded) as error:  # its zygote was killed again, say
-                if self.is_closing or not self._may_try_again(error):
+            except (ZygoteLost, ZygoteRefused, CourierEnded):  # its zygote was killed again, say
+                if self.is_closing or not self._may_try_again():
                     raise
         self._listen()
         # On another thread: this one notices if one of them ends again before all are up.
@@ -279,14 +272,8 @@ class CourierLink:
         )
         self._rising.start()
 
-    def _rise(self, sessions: Sequence[Session], start: float, losses: int) -> None:
-        """Let the next courier continue where the last one has ended.
-
-        Args:
-            sessions: all existing sessions.
-            start: when the restart began, by time.monotonic.
-            losses: number of couriers that had ended before.
-        """
+    def _rise(self, sessions: Sequence[CourierProcess], start: float, losses: int) -> None:
+        """Let the next courier continue where the last one has ended, unless another one has ended since ``losses``."""
         try:
             for session in sessions:
                 session.come_up()
@@ -294,7 +281,7 @@ class CourierLink:
             if self.is_closing or self.lost is not None:
                 return
             is_late = isinstance(error, DeadlineExceeded)
-            if is_late or not self._may_try_again(error):
+            if is_late or not self._may_try_again():
                 self._lose(_ended(f"the next one could not be started: {text_of(error)}"), is_own=not is_late)
             return
         with self._down:
@@ -306,12 +293,11 @@ class CourierLink:
         self._in_vain = 0
         log.info("couriers were started anew in %.2g s", time.monotonic() - start)
 
-    def _may_try_again(self, why: Exception) -> bool:
+    def _may_try_again(self) -> bool:
         """Tell all ranks to start couriers anew, because this rank's is not up; False: too many in a row were not."""
         self._in_vain += 1
         if self._in_vain > _IN_VAIN:
             return False
-        log.debug("the next courier has not come up: %s", why)
         with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):
             self.couriers.announce_end(_ANNOUNCE_S)
         return True
@@ -331,11 +317,7 @@ class CourierLink:
             session.take(frame)
 
     def _lose(self, why: Closed, is_own: bool = False) -> None:
-        """Take for granted that there is no courier any more.
-
-        Args:
-            is_own: whether this rank cannot have one, and not another one.
-        """
+        """Take for granted that there is no courier any more; ``is_own``: for this rank, and not for another one."""
         with self._down:
             held, self._held = self._held, None
             is_first, self.lost = self.lost is None, self.lost or why
@@ -345,17 +327,11 @@ class CourierLink:
         if is_first:
             for session in list(self.sessions.values()):
                 session.lose(why)
-            if self.is_kept and self._departed is None:
-                self._end_if_not_replaced(why, is_own)
-
-    def _end_if_not_replaced(self, why: Closed, is_own: bool) -> None:
-        """End this process, so that another one takes its rank, unless the next round comes because of another rank.
-
-        Under `keep_alive` nobody else would notice that this rank does not save any more.
-        """
-        if not self._closing.wait(0.0 if is_own else _ROUND_S):
-            log.error("%s. This process ends, and another one takes rank %d", why, self.couriers.rank)
-            _end_process()
+            # Under `keep_alive` nobody else would notice that this rank does not save any more.
+            is_replaced = not self.is_kept or self._departed is not None
+            if not is_replaced and not self._closing.wait(0.0 if is_own else _ROUND_S):
+                log.error("%s. This process ends, and another one takes rank %d", why, self.couriers.rank)
+                _end_process()
 
     def check(self) -> None:
         """Raise Closed if there is no courier any more."""
@@ -378,8 +354,7 @@ class CourierLink:
     def abandon(self, timeout_s: float) -> set[str]:
         """Give up after `interrupt`; afterwards no thread uses the connection any more.
 
-        Returns:
-            Shared memory of MPI that others still map and that nobody may remove later.
+        Return shared memory of MPI that others still map and that nobody may remove later.
         """
         self.queue.put(None)
         self._sender.join(timeout_s)

@@ -20,12 +20,7 @@ _LANDING_NBYTES = 64 << 20  # the largest size of a round
 def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeWire, int], bool]) -> bool:
     """Get parts from other ranks, as much per round as the file can hold. Return whether all arrived intact.
 
-    Collective over the world.
-
-    Args:
-        message: what is asked for.
-        ranks: of this run.
-        exchange_some: has the courier do one round, into the file of a descriptor.
+    Collective over the world. ``exchange_some`` has the courier do one round, into the file of a descriptor.
     """
     mine = [*rounds(message.asked)]
     most = -ranks.agree([-len(mine)])[0]
@@ -62,11 +57,7 @@ def rounds(asked_for: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple
 
 
 class Landing:
-    """The file, on the trainer's side. Close it.
-
-    Args:
-        nbytes: size of the largest round.
-    """
+    """The file, on the trainer's side. Close it."""
 
     def __init__(self, nbytes: int):
         self.fd = os.memfd_create("mlflash-parts", os.MFD_CLOEXEC)
@@ -74,7 +65,6 @@ class Landing:
         self._view = np.frombuffer(mmap.mmap(self.fd, nbytes) if nbytes else b"", np.uint8)
 
     def close(self) -> None:
-        """Unmap and close it."""
         self._view = np.empty(0, np.uint8)
         os.close(self.fd)
 

@@ -42,9 +42,6 @@ class Hosted:
     """A session, and the thread that does its jobs.
 
     Args:
-        number: of the session.
-        link: to the trainer.
-        opened: how the trainer has opened it.
         comm: of all ranks of the job; None if there is one rank.
         before: earlier sessions. This one starts when those with its slots have ended.
 
@@ -54,10 +51,10 @@ class Hosted:
 
     def __init__(self, number: int, link: Link, opened: wire.Opened, comm: Any, before: Iterable[Hosted] = ()):
         self.number, self._link = number, link
-        self._config = opened.config
-        self.is_closed, self.has_ended = False, Event()
-        self._before = [one for one in before if one.is_closed and one._is_like(self)]
         config, (rank, size) = opened.config, (0, 1) if comm is None else (comm.rank, comm.size)
+        self._slots = config.memory, config.job
+        self.is_closed, self.has_ended = False, Event()
+        self._before = [one for one in before if one.is_closed and one._slots == self._slots]
         ranks = set(opened.ranks)
         if len(ranks) != len(opened.ranks) or rank not in ranks or not ranks <= {*range(size)}:
             raise BadMessage(f"a session of the ranks {str(opened.ranks)[:80]} to rank {rank} of {size}")
@@ -76,8 +73,8 @@ class Hosted:
         message, answers, landing = self._message(body, frame, files)
         self._posted += 1
         work = functools.partial(self._do, message, answers, landing)
-        told, late = functools.partial(self._told, frame), functools.partial(self._late, frame)
-        self.jobs.post(Job(work, late, on_end=told))
+        late = functools.partial(self._link.send, Kind.LATE, self.number, frame.number, frame.name)
+        self.jobs.post(Job(work, late, on_end=functools.partial(self._told, frame)))
 
     def _message(self, body: Any, frame: Frame, files: deque[int]) -> tuple[Message, Any, Landing | None]:
         if isinstance(body, wire.SaveWire):
@@ -140,9 +137,6 @@ class Hosted:
         with self._ending:
             self._ending.wait_for(lambda: self._done >= self._posted, max(0.0, end - time.monotonic()))
 
-    def _late(self, frame: Frame, error: MlflashError) -> None:
-        self._link.send(Kind.LATE, self.number, frame.number, frame.name, error)
-
     def answer(self, frame: Frame) -> None:
         """Answer a question that is not a job."""
         message = wire.decode(wire.known(wire.MESSAGES, frame.name), frame.body)
@@ -181,10 +175,6 @@ class Hosted:
         if not abandon:
             closed(_outcome(None, None, False))
 
-    def _is_like(self, other: Hosted) -> bool:
-        """Whether another session has the same slots."""
-        return (self._config.memory, self._config.job) == (other._config.memory, other._config.job)
-
     def _drain_began(self, drain: Drain) -> None:
         self._drains += 1
         number, told_at = self._drains, [0.0]
@@ -204,12 +194,7 @@ class Hosted:
 
 
 class Landing:
-    """A file for parts from other ranks, which the trainer also maps.
-
-    Args:
-        fd: of the file.
-        body: which part goes where.
-    """
+    """A file for parts from other ranks, which the trainer also maps."""
 
     def __init__(self, fd: int, body: wire.ExchangeWire):
         self._fd = fd
@@ -226,7 +211,6 @@ class Landing:
         return WantedPart(part.rank, part.number, part.source, part.shape, target)
 
     def close(self) -> None:
-        """Unmap and close it."""
         self.asked, self._view = {}, np.empty(0, np.uint8)
         os.close(self._fd)
 

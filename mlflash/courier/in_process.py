@@ -14,27 +14,27 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import msgspec
 
 from ..config import Config
-from ..errors import Closed, ConfigError, DeadlineExceeded, MlflashError, SaveFailed, text_of
+from ..draining.drain import Drain, Drains
+from ..errors import Closed, ConfigError, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
 from ..events import Event
 from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.messages import Message
 from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
+from ..redundancy.deduplication import Plan
 from . import wire_format as wire
 from .courier_link import CourierLink
 from .exchange_rounds import exchange
 from .remote_job import RemoteJob, Sent
-from .told_drain import ToldDrain
-from .told_plans import ToldPlans
 from .units import Units
-from .wire_format import BadMessage, Frame, Kind, Outcome
+from .wire_format import BadMessage, DrainWire, Frame, Kind, Outcome, PlanWire
 
 log = logging.getLogger("mlflash")
 
@@ -46,13 +46,7 @@ _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
 class CourierProcess:
-    """Takes messages to the courier process: see `protocol.client.Client`.
-
-    Args:
-        link: to the process.
-        config: of the job.
-        ranks: ranks of the job that have this Checkpointer, in its order.
-    """
+    """Takes messages to the courier process: see `protocol.client.Client`."""
 
     def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
         self._link, self._config, self.number = link, config, link.number()
@@ -176,15 +170,10 @@ class CourierProcess:
     def tell_doing(self, what: str) -> None:
         self._tell(Kind.TELL, 0, "doing", what)
 
-    def go_on_behind(self) -> None:  # the courier does this itself
-        pass
-
     def stop(self, abandon: bool) -> None:
         patience_s = _CLOSE_S if abandon or self._is_freed else self._config.timeout_s  # freed: it is idle or dead
-        try:
+        with suppress(Closed, DeadlineExceeded):
             self._wait_for_answer(Kind.CLOSE, "Close", abandon, patience_s)
-        except (Closed, DeadlineExceeded) as error:
-            log.debug("the courier did not report that it has closed: %s", error)
         self.is_closed = True  # its report can still be read
         self._frames.put(None)
         self._over.set()
@@ -199,7 +188,10 @@ class CourierProcess:
 
     def take(self, frame: Frame) -> None:
         if frame.kind is Kind.LATE:
-            self._note_late(frame)
+            error, late = wire.decode(MlflashError, frame.body), self._jobs.get(frame.number)
+            if late is not None and isinstance(error, DeadlineExceeded):
+                self.late = error
+                late.be_late(error)
         elif frame.kind is Kind.ANSWER:
             woken, answers = self._asked.get(frame.number, (Event(), []))
             answers.append(frame)
@@ -211,14 +203,6 @@ class CourierProcess:
             self._frames.put(frame)
         else:
             raise BadMessage(f"a frame of kind {frame.kind}, which couriers do not send")
-
-    def _note_late(self, frame: Frame) -> None:
-        error = wire.decode(MlflashError, frame.body)
-        job = self._jobs.get(frame.number)
-        if job is None or not isinstance(error, DeadlineExceeded):
-            return
-        self.late = error
-        job.be_late(error)
 
     def _watch(self) -> None:
         """Report that a job is late if the courier cannot, for example because it is stopped."""
@@ -302,7 +286,6 @@ class CourierProcess:
         except MlflashError as problem:
             error = problem
         except Exception as problem:  # from torch, a device or an adapter
-            log.debug("the answer to %s failed", frame.name, exc_info=True)
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
         outcome = Outcome(error, False, msgspec.Raw(wire.encode(result)))
         # Who asks waits for it, also a courier that is still coming up, for which the queue is held back.
@@ -330,6 +313,7 @@ class CourierProcess:
             self._free.woken.set()
 
     def lose(self, why: Closed) -> None:
+        """End all waits for a courier that has ended and has no successor."""
         self._note_freed()  # if only `Free` was left: all saves have ended
         if self.is_closed or self._is_freed:
             return
@@ -352,6 +336,7 @@ class CourierProcess:
     # From one courier to the next
 
     def go_down(self, pid: int, why: str) -> None:
+        """Fail what is under way, because another courier follows. May be called twice."""
         if self.is_closed or self._is_freed:
             return
         if not self._is_down:
@@ -365,10 +350,12 @@ class CourierProcess:
             self._refuse(job, f"{_ANEW}: {why}")
 
     def check(self, job: RemoteJob) -> None:
+        """Raise Closed if a job belongs to a unit that another rank cannot continue; see `units`."""
         if self._units.has_failed(job.unit) and not job.is_kept:
             raise Closed(_ANEW)
 
     def wait_unused(self) -> None:
+        """Wait until nothing uses the last courier and no slot is being filled. Raises DeadlineExceeded."""
         if self.is_closed or self.trainer is None:
             return
         idle, end = Event(), time.monotonic() + self._config.timeout_s
@@ -386,6 +373,7 @@ class CourierProcess:
         self._is_unused = True  # slots that are filled from now on belong to the next courier
 
     def fail_later(self, job: RemoteJob) -> None:
+        """Turn a save of the last courier into one that fails, for the next courier."""
         if not self._is_unused and job.make_fail() and self.trainer is not None:
             self.trainer.slots.reclaim(lambda taker: taker is job.request)
 
@@ -394,6 +382,7 @@ class CourierProcess:
         return isinstance(taker, SaveRequest) and all(taker is not job.request for job in list(self._jobs.values()))
 
     def come_up(self) -> None:
+        """Introduce this Checkpointer to the next courier. Collective over its ranks."""
         if self._name in self._link.couriers.freed:
             self._note_freed()
         if self.is_closed or self._is_freed or self.start is None or self.trainer is None:
@@ -422,11 +411,7 @@ class CourierProcess:
             self._link.send_first(job)
 
     def _find_committed(self, step: int | None, generation: int) -> None:
-        """Complete a save that was committed when its courier ended, so that the courier could not report it.
-
-        Args:
-            step, generation: of the newest step that counts as committed.
-        """
+        """Complete a save that was committed when its courier ended, so that the courier could not report it."""
         for job in list(self._jobs.values()):
             is_there = job.is_commit and job.was_staged and job.answers.request.step == step
             if is_there and generation > self._generation:
@@ -438,3 +423,64 @@ class CourierProcess:
 
     def _refuse(self, job: RemoteJob, why: str = "mlflash stopped after an earlier error") -> None:
         job.refuse(Closed(why, found=self.broken))
+
+
+# What one side has told the other
+
+
+class ToldDrain:
+    """The newest drain, from the reports of the courier; ``drains`` is told of each that begins."""
+
+    drains: Drains
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._number, self._drain = 0, None  # type: tuple[int, Drain | None]
+
+    def take(self, told: DrainWire) -> None:
+        """Process a report of its progress."""
+        drain = self._drain
+        if drain is None or told.number != self._number:
+            drain = Drain(told.step, patience_s=self._config.timeout_s)
+            self._number, self._drain = told.number, drain
+            self.drains.began(drain)
+        drain.path, drain.nbytes, drain.written = told.path, told.nbytes, told.written
+        drain.progress, drain.moved, drain.silent = told.progress, told.moved, told.silent
+        if told.done:
+            drain.end(told.error)
+            drain.seconds = told.seconds
+
+    def lose(self) -> None:
+        """Fail the drain, because its courier has ended. The next courier counts its drains from one again."""
+        drain, self._drain = self._drain, None
+        if drain is not None and not drain.done:
+            drain.end(DrainFailed("the courier of this rank has ended", step=drain.step))
+
+
+class ToldPlans:
+    """The last plan that was sent to the courier, so that saves refer to it by number."""
+
+    def __init__(self, number: Callable[[], int]):
+        self._number = number
+        self._last: tuple[int, Plan] | None = None
+
+    def forget(self) -> None:
+        """Note that there is a new courier, which knows no plan."""
+        self._last = None
+
+    def number_of(self, plan: Plan | None) -> tuple[int, PlanWire | None]:
+        """The number of a plan (-1 for None), and the plan itself if the courier must be told of it first."""
+        if plan is None:
+            return -1, None
+        if self._last is not None:
+            number, known = self._last
+            same = known.layout is plan.layout and known.pieces is plan.pieces
+            if same and (known.sharing, known.private) == (plan.sharing, plan.private):
+                return number, None
+        told = self.tell(plan)
+        return told.number, told
+
+    def tell(self, plan: Plan) -> PlanWire:
+        """The message that tells the courier of a plan, with a new number."""
+        self._last = self._number(), plan
+        return PlanWire(self._last[0], dataclasses.replace(plan, manifest=b""))

@@ -14,13 +14,7 @@ from .session import Session
 
 
 class CourierThread:
-    """Takes messages to the thread: see `protocol.client.Client`.
-
-    Args:
-        jobs: the thread.
-        session: does what messages ask for.
-        why: reason why it is not a process.
-    """
+    """Takes messages to the thread: see `protocol.client.Client`. ``why``: it is not a process."""
 
     def __init__(self, jobs: JobThread, session: Session, why: str):
         self._jobs, self.session, self.is_a = jobs, session, f"thread ({why})"
@@ -58,9 +52,6 @@ class CourierThread:
 
     def tell_doing(self, what: str) -> None:
         self.session.tell_doing(what)
-
-    def go_on_behind(self) -> None:
-        self._jobs.go_on_behind()
 
     def stop(self, abandon: bool) -> None:
         self._jobs.stop(abandon)

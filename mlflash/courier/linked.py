@@ -21,10 +21,6 @@ _left: set[str] = set()  # shared memory that others still mapped when the last 
 def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
     """The connection of this process. The first Checkpointer makes it, collectively over all ranks of the job.
 
-    Args:
-        config: of the job.
-        zygote: of this process, if it was started before there was a connection.
-
     Raises:
         Closed: its courier has ended.
         MpiUnavailable: the process that starts couriers has ended.
@@ -41,11 +37,6 @@ def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
     """Make a new connection of this process after `leave`. Collective over the current ranks.
 
     `interrupt` ends it early, if ``check`` of the meeting raises by then.
-
-    Args:
-        config: of the job.
-        zygote: of this process.
-        meeting: of the ranks.
 
     Raises:
         MpiUnavailable: the process that starts couriers has ended.
@@ -96,8 +87,7 @@ def is_linked() -> bool:
 def _meeting_place(memory: str, job: str) -> Path | None:
     """Where ranks of one host may meet: this user's directory in memory, or None if there can be none.
 
-    It makes nothing that is not needed. If something is wrong with the directory, the courier finds it
-    later and tells all ranks.
+    If something is wrong with the directory, the courier finds it later and tells all ranks.
     """
     usual = Path(memory, f"mlflash-{os.getuid()}")  # the meeting makes it
     if os.path.isdir(memory) and not os.path.lexists(usual):

@@ -1,15 +1,17 @@
-"""The jobs that a Checkpointer gives to its courier, and what the connection needs from a Checkpointer."""
+"""The jobs that a Checkpointer gives to its courier."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ..errors import Closed, DeadlineExceeded, MlflashError, SaveFailed
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed
 from ..events import Event
 from ..protocol.save_request import SaveRequest
-from .wire_format import Frame
+
+if TYPE_CHECKING:
+    from .in_process import CourierProcess
 
 
 @dataclasses.dataclass
@@ -22,17 +24,14 @@ class Sent:
 
 
 class RemoteJob:
-    """A job for the courier; see `mpi.job_thread.Job`.
+    """A job for the courier; see `mpi.job_thread.Job`."""
 
-    Attributes:
-        is_kept: whether the next courier does it if this one ends in the middle of it.
-    """
-
-    def __init__(self, session: Session, frame: Callable[[], Sent], number: int, answers: Any,
+    def __init__(self, session: CourierProcess, frame: Callable[[], Sent], number: int, answers: Any,
                  on_late: Callable[[DeadlineExceeded], None] | None,
                  on_refused: Callable[[MlflashError], None] | None):  # fmt: skip
         self.session, self.frame, self.number, self.answers = session, frame, number, answers
         self.on_late, self.on_refused = on_late, on_refused
+        # is_kept: whether the next courier does it if this one ends in the middle of it
         self.is_sent = self.is_commit = self.is_kept = self.was_staged = False
         self.unit = 0  # the unit it belongs to; 0: none
         self.sent = Event()
@@ -77,44 +76,3 @@ class RemoteJob:
         self.error = self.error or why
         self.sent.set()
         self.woken.set()
-
-
-class Session(Protocol):
-    """A Checkpointer that uses this connection.
-
-    Attributes:
-        ranks: ranks of the job that have it.
-    """
-
-    ranks: tuple[int, ...]
-
-    def take(self, frame: Frame) -> None:
-        """Process a frame. Called on the receiving thread."""
-
-    def lose(self, why: Closed) -> None:
-        """End all waits for a courier that has ended and has no successor."""
-
-    def forget(self, job: RemoteJob) -> None:
-        """Stop waiting for an answer to a job, and release what its save holds."""
-
-    def wait_done(self, timeout_s: float) -> None:
-        """Wait until everything that was sent to the courier has ended, or for ``timeout_s``."""
-
-    def go_down(self, pid: int, why: str) -> None:
-        """Fail what is under way, because another courier follows. May be called twice."""
-
-    def wait_unused(self) -> None:
-        """Wait until nothing is done for the last courier any more and no slot is being filled.
-
-        Raises:
-            DeadlineExceeded: this takes too long.
-        """
-
-    def check(self, job: RemoteJob) -> None:
-        """Raise Closed if a job belongs to a unit that another rank cannot continue; see `units`."""
-
-    def fail_later(self, job: RemoteJob) -> None:
-        """Turn a save of the last courier into one that fails, for the next courier."""
-
-    def come_up(self) -> None:
-        """Introduce this Checkpointer to the next courier. Collective over its ranks."""

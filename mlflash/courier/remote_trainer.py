@@ -23,12 +23,7 @@ class TrainerLost(MlflashError):
 
 
 class Link:
-    """The socket to the trainer, shared by all threads of the courier.
-
-    Args:
-        sock: the socket.
-        trains_on: the trainer's cores.
-    """
+    """The socket to the trainer, shared by all threads of the courier."""
 
     def __init__(self, sock: socket.socket, trains_on: frozenset[int] = frozenset()):
         self.sock, self.trains_on = sock, trains_on
@@ -55,9 +50,7 @@ class Link:
     def ask(self, world: World, session: int, job: int, name: str, *values: object) -> Any:
         """Ask the trainer something in the middle of a job. While this waits, MPI progresses as in other waits.
 
-        Raises:
-            TrainerLost: it has ended.
-            MlflashError: what the trainer has raised.
+        Raises TrainerLost if it has ended, and what the trainer has raised.
         """
         _, gives = wire.QUESTIONS[name]
         self._questions += 1
@@ -109,15 +102,7 @@ class RemoteTrainer:
 
 
 class RemoteAnswers:
-    """A trainer's answers in the middle of one of its jobs: see `save_request.Trainer`.
-
-    Args:
-        link: to the trainer.
-        session, world: number of the session, and its ranks.
-        job: number of the job.
-        request: of the save; None if the job is no save.
-        plan_of: returns the plan with a number, for a manifest of a given size.
-    """
+    """A trainer's answers in the middle of one of its jobs: see `save_request.Trainer`."""
 
     def __init__(self, link: Link, session: int, world: World, job: int, request: SaveRequest | None,
                  plan_of: Callable[[int, int], Plan]):  # fmt: skip

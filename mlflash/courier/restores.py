@@ -30,29 +30,15 @@ from ..startup.context import Context
 
 @dataclasses.dataclass(frozen=True)
 class _Checked:
-    """A checkpoint of this rank that was found and verified, for a restore that follows at once.
-
-    Attributes:
-        home: the checkpoint.
-        asked: what was asked for.
-        generation: of the newest attempt at that time. A later save may have overwritten the checkpoint.
-    """
+    """A checkpoint of this rank that was found and verified, for a restore that follows at once."""
 
     home: RankCheckpoint
     asked: WantedStep
-    generation: int
+    generation: int  # of the newest attempt at that time: a later save may have overwritten the checkpoint
 
 
 class FoundCheckpoints:
-    """The checkpoints found for restores, and the handlers of the messages about them.
-
-    Args:
-        context: this rank's slots and communicators.
-        drains: knows what is in the directory.
-
-    Attributes:
-        table: the handlers.
-    """
+    """The checkpoints found for restores, and a table of handlers of the messages about them."""
 
     def __init__(self, context: Context, drains: DrainQueue):
         self._context, self._drains, self._sources = context, drains, Sources(context, drains)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,12 @@ from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
 from ..draining.provenance import Signer, signer_of
 from ..errors import ConfigError, MlflashError
-from ..memory.slot import Slot
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World
+from ..placement.survival import describe, of
 from ..protocol import messages as asked
 from ..protocol.messages import Message, Started
 from ..protocol.save_request import Trainer
-from ..redundancy.deduplication import Shareable
 from ..restoring.from_memory import heal_newest, scavenge
 from ..restoring.heal import heal_or_remember, mend, protect_left
 from ..restoring.scrubber import Scrubber
@@ -25,7 +25,7 @@ from ..saving import commit
 from ..saving.commit import Commits
 from ..startup.context import Context, TrainerEnd
 from ..startup.start import make
-from .rank_report import RankReport
+from ..version import __version__
 from .restores import FoundCheckpoints
 
 
@@ -33,9 +33,6 @@ class Session:
     """The courier's side of one Checkpointer. It lives where MPI may be called.
 
     Args:
-        config: of the job.
-        world: the communicators.
-        jobs: runs the jobs one after the other, and advances drains in between.
         told_drain: called with each drain that begins.
         trains_on: the cores of the trainer, if it is another process; None: it is this one.
 
@@ -64,12 +61,7 @@ class Session:
     def handle(self, message: Message, answers: Any = None) -> Any:
         """Do what a message asks for. Collective if the message is; on the thread that may call MPI.
 
-        Args:
-            message: what is asked.
-            answers: the trainer, for questions in the meantime.
-
-        Raises:
-            MlflashError: on all ranks.
+        Raises MlflashError on all ranks. ``answers``: the trainer, for questions in the meantime.
         """
         handler = self._handlers[type(message)]
         try:
@@ -88,11 +80,11 @@ class Session:
             case asked.GiveUpDrain():
                 self._drains.give_up()
             case asked.Report():
-                return self._report.report()
+                return report_of(self.context, self._drains.last)
             case asked.RunFacts():
-                return self._report.of_run()
+                return run_facts(self.context)
             case asked.Survives():
-                return self._report.survives
+                return survives(self.context)
             case _:
                 raise TypeError(f"this message is a job and cannot be answered at once: {message}")
         return None
@@ -102,11 +94,7 @@ class Session:
         self._world.tell_doing(what)
 
     def close(self, abandon: bool) -> None:
-        """Release memory, after the last job.
-
-        Args:
-            abandon: whether the courier may still be inside MPI, with the slots as its buffers.
-        """
+        """Release memory, after the last job; ``abandon``: the courier may still be inside MPI and use the slots."""
         if hasattr(self, "context"):
             self._scrubber.close()
             self.context.recorder.end()
@@ -145,7 +133,6 @@ class Session:
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
                                 lambda: mend(context, scrubber))  # fmt: skip
-        self._report = RankReport(context, self._drains)
         self._handlers |= {
             asked.GoBeyond: lambda message: self._drains.go_beyond(),
             asked.ProtectLeft: lambda message: protect_left(context),
@@ -154,7 +141,7 @@ class Session:
             asked.CommitRestored: self._commit_restored,
             asked.Reserve: lambda message: context.reserve(message.nbytes, message.share_nbytes, message.is_first),
             asked.FindReplicas: lambda message: context.find_replicas(message.held),
-            asked.SettleShared: self._settle_shared,
+            asked.SettleShared: lambda message, state: context.settle_shared(message.held, state),
             asked.MakeRoom: self._make_room,
             asked.BeginDrain: lambda message: self._drains.begin_newest(message.if_due),
             asked.Scavenge: lambda message: scavenge(context, self._drains) is not None,
@@ -171,21 +158,15 @@ class Session:
         self._commits.bring_to_end(message.request, trainer)
         return self.context.generation
 
-    def _settle_shared(self, message: asked.SettleShared, state: Shareable) -> None:
-        self.context.settle_shared(message.held, state)
-
     def _make_room(self, message: asked.MakeRoom) -> None:
         """Make room for the state that a restore puts together."""
         context = self.context
         context.gives_way = context.gives_way or message.gives_way
-        slot, share = self._keep(message)
+        slot, share = context.pool.receive(message.slots, message)
         try:
             context.ensure_room([(slot, message.nbytes)], waiting=[slot])
         finally:
             context.pool.leave_to_trainer([slot, share])
-
-    def _keep(self, message: asked.MakeRoom) -> list[Slot]:
-        return self.context.pool.receive(message.slots, message)
 
     def _commit_restored(self, message: asked.CommitRestored, trainer: Trainer) -> None:
         """Commit the state that a restore put together; then the old slots may go. If that fails, they stay."""
@@ -195,3 +176,69 @@ class Session:
         commit.run(save, context)
         if save.slot is not None:
             save.slot.record_restores(save.attempt, message.restores)
+
+
+# What a rank can report about itself
+
+
+def survives(context: Context) -> str:
+    """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
+    survival = of(context.world.topology, context.protection.placement, context.shares)
+    return describe(survival, context.domains_by_kind)
+
+
+def run_facts(context: Context) -> dict[str, Any]:
+    """Facts that do not change during this run, for its recorder."""
+    world, config, protection = context.world, context.config, context.protection
+    return {
+        "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
+        "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
+        "directory": config.directory, "drain_every": config.drain_every, "pid": os.getpid(),
+        "version": __version__,
+    }  # fmt: skip
+
+
+def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
+    """Counters, seconds per verb, and the placement of this rank.
+
+    Returns:
+        ``enabled`` (False if mlflash is off; then all other values are empty), ``rank``, ``node``, ``scheme``,
+        ``group`` (ranks that protect each other), ``partners`` (ranks that hold copies), ``shared with`` (ranks that
+        together store what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
+        ``restored_from`` (the source of this rank's state at the last restore: the node whose memory had it, the folder
+        of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
+        ``send rate`` (largest number of bytes per second; None: no limit), ``slots`` (for each: what it holds, file,
+        use, rank, step and bytes), ``counts`` and ``seconds``.
+    """
+    world, replicas = context.world, context.replicas
+    holds = {
+        id(slot): what for what, pair in (("own", context.pool.own), ("share", context.pool.shares)) for slot in pair
+    }
+    slots = [
+        {"what": holds.get(id(s), "of others"), "file": s.name, "use": s.use.value, "nbytes": s.view.nbytes,
+         "rank": None if s.header is None else s.header.rank, "step": None if s.header is None else s.header.step}
+        for s in context.pool.all()
+        if s.segment is not None or s not in context.pool.shares
+    ]  # fmt: skip
+    drained = None if drain is None else {
+        "step": drain.step, "path": drain.path, "seconds": drain.seconds, "nbytes": drain.nbytes,
+        "error": None if drain.error is None else str(drain.error),
+    }  # fmt: skip
+    return {
+        "enabled": True,
+        "rank": world.rank,
+        "node": world.node_name,
+        "scheme": context.protection.scheme,
+        "group": list(context.protection.group),
+        "partners": list(context.protection.partners),
+        "shared with": [] if replicas is None or replicas.sharing is None else list(replicas.sharing.ranks),
+        "transport": context.protection.transport,
+        "job": context.config.job,
+        "memory": context.memory.path,
+        "restored_from": context.restored_from,
+        "drain": drained,
+        "send rate": context.pace.rate or None,
+        "slots": slots,
+        "counts": dict(context.recorder.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
+        "seconds": dict(context.recorder.seconds),
+    }

@@ -25,11 +25,7 @@ class Units:
 
     @contextlib.contextmanager
     def unit(self, joins: bool = False) -> Iterator[None]:
-        """Put all jobs that this thread posts in the ``with`` block into one unit.
-
-        Args:
-            joins: whether jobs inside another unit belong to that unit.
-        """
+        """Put all jobs that this thread posts in the ``with`` block into one unit, or (``joins``) into an outer one."""
         me = threading.get_ident()
         before = self._inside.get(me)
         if before is None or not joins:

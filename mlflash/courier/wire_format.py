@@ -58,19 +58,11 @@ class Kind(enum.IntEnum):
 
 
 class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A frame.
-
-    Attributes:
-        kind: see `Kind`.
-        session: the Checkpointer that the frame is about.
-        number: of a job or a question; the answer has the same number.
-        name: determines the type of the body.
-        body: encoded.
-    """
+    """A frame."""
 
     kind: Kind
     session: int
-    number: int
+    number: int  # of a job or a question; the answer has the same number
     name: str
     body: msgspec.Raw
 
@@ -80,21 +72,13 @@ class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The body of OPEN: the trainer has made a Checkpointer.
-
-    Attributes:
-        version: of this protocol.
-        config: of the job.
-        log_level: lowest level of the courier's log lines that the trainer wants.
-        ranks: the couriers that have this Checkpointer, in its order.
-        before: number of Checkpointers that these ranks have had before.
-    """
+    """The body of OPEN: the trainer has made a Checkpointer."""
 
     version: int
     config: Config
     log_level: int
-    ranks: tuple[int, ...]
-    before: int
+    ranks: tuple[int, ...]  # the couriers that have this Checkpointer, in its order
+    before: int  # number of Checkpointers that these ranks have had before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,16 +159,10 @@ class DrainWire:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job or a question has ended.
-
-    Attributes:
-        error: what it raised; then there is no result.
-        refused: whether it was not begun, because the courier has stopped working.
-        result: encoded; the name of the frame determines its type.
-    """
+    """How a job or a question has ended."""
 
     error: MlflashError | None
-    refused: bool
+    refused: bool  # whether it was not begun, because the courier has stopped working
     result: msgspec.Raw
 
 
@@ -303,14 +281,7 @@ NOTHING = msgspec.Raw(encode(None))
 
 
 def decode(kind: Any, body: msgspec.Raw | bytes) -> Any:
-    """Decode the body of a frame.
-
-    Args:
-        kind: the type that it must have, from the tables above.
-
-    Raises:
-        BadMessage: it has another type.
-    """
+    """Decode the body of a frame as a type from the tables above. Raises BadMessage if it has another type."""
     try:
         return msgspec.msgpack.decode(body, type=kind, dec_hook=_decoded)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -341,11 +312,7 @@ class Stream:
         self._received = bytearray()
 
     def add(self, received: bytes) -> Iterator[Frame]:
-        """Add the bytes that have arrived, and yield the frames that are complete.
-
-        Raises:
-            BadMessage: the rest of the stream cannot be read.
-        """
+        """Add the bytes that have arrived, and yield the frames that are complete. May raise BadMessage."""
         self._received += received
         while len(self._received) >= _LENGTH_NBYTES:
             nbytes = int.from_bytes(self._received[:_LENGTH_NBYTES], "big")
@@ -363,12 +330,7 @@ class Stream:
 
 
 def result_of(frame: Frame) -> Any:
-    """The result of a job or a question.
-
-    Raises:
-        MlflashError: what it has raised.
-        BadMessage: the frame is something else.
-    """
+    """Return the result of a job or a question, or raise its error; BadMessage if the frame is something else."""
     outcome: Outcome = decode(Outcome, frame.body)
     if outcome.error is not None:
         raise outcome.error

@@ -53,16 +53,12 @@ class Listed:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """What is in a directory.
-
-    Attributes:
-        damaged: folders whose committing file exists but cannot be read, and why.
-        problem: why the directory cannot be read; "" if it can be read or does not exist.
-    """
+    """What is in a directory."""
 
     listed: tuple[Listed, ...] = ()
+    # folders whose committing file exists but cannot be read, and why
     damaged: dict[str, str] = dataclasses.field(default_factory=dict)
-    problem: str = ""
+    problem: str = ""  # why the directory cannot be read; "" if it can be read or does not exist
 
 
 def tag(attempt: Attempt, owner: str) -> str:
@@ -72,11 +68,6 @@ def tag(attempt: Attempt, owner: str) -> str:
 
 def _digest(owner: str) -> str:
     return xxhash.xxh3_64_hexdigest(owner.encode())
-
-
-def is_folder(name: str) -> bool:
-    """Whether a name is that of a checkpoint's folder."""
-    return step_of(name) is not None
 
 
 def step_of(name: str) -> int | None:
@@ -96,7 +87,7 @@ def look(store: Store) -> Listing:
     damaged: dict[str, str] = {}
     for folder in store.names():
         inside = store.at(folder)
-        for master in MASTERS if is_folder(folder) else ():
+        for master in MASTERS if step_of(folder) is not None else ():
             try:
                 card = read_card(inside.read(master, 0, CARD_NBYTES))
             except (FileNotFoundError, NotADirectoryError):
@@ -203,7 +194,7 @@ def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
     """Delete what interrupted drains of earlier runs of this job left."""
     for folder in store.names():
         inside = store.at(folder)
-        if not is_folder(folder):
+        if step_of(folder) is None:
             continue
         names = _names(inside) or []
         if any(master in names for master in MASTERS):

@@ -27,13 +27,6 @@ class Drain:
         written: bytes of them written so far.
         seconds: how long the drain took; None while it runs.
         error: why it failed; None if it has not failed.
-        inside: the folder; None before it has a name.
-        stored: the files that this rank has written, by the rank whose state they contain.
-        attempt: the save attempt that is drained; None before it is known.
-        clean: whether the files that interrupted drains of earlier runs left were deleted (rank 0).
-        progress: grows while this rank makes progress.
-        moved: when any rank last made progress, by `time.monotonic`.
-        silent: the ranks that do not answer while no rank makes progress, as numbers and in words.
     """
 
     def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
@@ -44,12 +37,13 @@ class Drain:
         self.nbytes = self.written = 0
         self.seconds: float | None = None
         self.error: MlflashError | None = None
-        self.progress = 0
-        self.inside: Store | None = None
-        self.stored: dict[int, Stored] = {}
+        self.progress = 0  # grows while this rank makes progress
+        self.inside: Store | None = None  # the folder; None before it has a name
+        self.stored: dict[int, Stored] = {}  # written by this rank, by the rank whose state it is
         self.attempt: Attempt | None = None
-        self.clean = False
-        self.moved = time.monotonic()
+        self.clean = False  # whether leftovers of interrupted drains of earlier runs were deleted (rank 0)
+        self.moved = time.monotonic()  # when any rank last made progress
+        # the ranks that do not answer while no rank makes progress, as numbers and in words
         self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = Event()
         self.told: Callable[[], None] = lambda: None  # called when a rank has made progress, and at the end

@@ -29,38 +29,27 @@ Rows = tuple[int, int, int]  # number of a tensor, first row, row after the last
 
 @dataclasses.dataclass
 class DrainInput:
-    """The ranks of a checkpoint that a process hands in.
-
-    Attributes:
-        open: returns its ranks, one or several, each with the shares it needs; called on the thread that drains.
-        homes: these ranks, once they are open; verified while they are drained.
-        by: "job", or "scavenge".
-        verdict: returns what is known about its values by now; a user may mark it while it is drained.
-    """
+    """The ranks of a checkpoint that a process hands in."""
 
     attempt: Attempt
     step: int
     world_size: int
-    open: Callable[[], dict[int, RankCheckpoint]]
+    open: Callable[[], dict[int, RankCheckpoint]]  # each with the shares it needs; called on the thread that drains
     mark: int = 0
-    homes: dict[int, RankCheckpoint] = dataclasses.field(default_factory=dict)
-    by: str = "job"
+    homes: dict[int, RankCheckpoint] = dataclasses.field(default_factory=dict)  # once open; verified while drained
+    by: str = "job"  # or "scavenge"
     checks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    verdict: Callable[[], Verdict] = lambda: Verdict.UNKNOWN
+    verdict: Callable[[], Verdict] = lambda: Verdict.UNKNOWN  # known by now; a user may mark it while it is drained
 
 
 @dataclasses.dataclass
 class Look:
-    """What a process knows about its part before it hears from the others.
+    """What a process knows about its part before it hears from the others."""
 
-    Attributes:
-        digests: for each rank, the digests of its whole tensors, and the numbers of their entries.
-        checks: for each rank, 64 bits made of the bytes of each whole tensor that is not shared, by number.
-    """
-
-    digests: dict[int, dict[bytes, int]]
+    digests: dict[int, dict[bytes, int]]  # for each rank, of its whole tensors, with the numbers of their entries
     table: list[bytes]  # the digests of the lowest rank, in order
     sets: dict[int, int]  # for each rank that shares state, the lowest of the ranks that it shares it with
+    # for each rank, 64 bits made of the bytes of each whole tensor that is not shared, by number
     checks: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
 
 
@@ -75,22 +64,16 @@ class Part:
 
 @dataclasses.dataclass
 class Load:
-    """What goes into the file of a rank.
-
-    Attributes:
-        commons: for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does.
-        block_nbytes, checks, first_checks: a checksum for each block of each part; and where the checksums of a part
-            begin.
-    """
+    """What goes into the file of a rank."""
 
     parts: list[Part]
     sources: list[Callable[[], np.ndarray]]
-    commons: list[int]
+    commons: list[int]  # for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does
     rank: Described
     ties: dict[str, str]
     block_nbytes: int
-    checks: np.ndarray
-    first_checks: list[int]
+    checks: np.ndarray  # one for each block of each part
+    first_checks: list[int]  # where the checksums of each part begin
 
     def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
         """Where the parts are in a file, given where each begins there; None: it is compressed."""
@@ -204,17 +187,13 @@ class FileDigest:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where and when the state of a rank was saved.
-
-    Attributes:
-        unix_ns: when its slot was sealed, ns since 1970.
-        said: the provenance in its manifest; only for the lowest rank, because it is the same on the others.
-    """
+    """Where and when the state of a rank was saved."""
 
     node_index: int
     node: str
     scheme: str
-    unix_ns: int
+    unix_ns: int  # when its slot was sealed
+    # the provenance in its manifest; only for the lowest rank, because it is the same on the others
     said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -225,14 +204,10 @@ class Origin:
 
 @dataclasses.dataclass
 class Receipt:
-    """What a rank's files hold, for the file that commits the checkpoint.
-
-    Attributes:
-        pieces: pieces of tensors; whether several ranks hold each alike; and one number made of its bytes.
-    """
+    """What a rank's files hold, for the file that commits the checkpoint."""
 
     rank: int
-    pieces: list[tuple[Entry, bool, int]]
+    pieces: list[tuple[Entry, bool, int]]  # whether several ranks hold each alike; one number made of its bytes
     ties: dict[str, str]
     objects: Any
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)

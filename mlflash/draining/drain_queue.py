@@ -114,11 +114,8 @@ class DrainQueue:
     def begin_newest(self, if_due: bool = False) -> None:
         """Begin to drain the newest checkpoint; no drain may be running. Collective over the world.
 
-        Args:
-            if_due: only if draining is on and the checkpoint was not drained yet, by this run or an earlier one.
-
-        Raises:
-            DrainFailed: on all ranks; there is nothing to drain.
+        ``if_due``: only if draining is on and the checkpoint was not drained yet, by this run or an earlier one. Raises
+        DrainFailed on all ranks if there is nothing to drain.
         """
         if if_due and not (self.is_on and (self._since or self._lacks_restored())):
             return

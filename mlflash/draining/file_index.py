@@ -79,19 +79,14 @@ def read_card(raw: bytes) -> Card:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The files of one rank.
-
-    Attributes:
-        places_start, places_nbytes, places_check: the part of the index that says where everything is, and
-            its checksum.
-    """
+    """The files of one rank."""
 
     card: str  # the file with card and index
     nbytes: int  # nbytes, index_check: its size and the checksum of its index when the checkpoint was committed
     index_check: int
     data: str  # the file with the pieces, which may be the same
     data_nbytes: int
-    places_start: int = 0
+    places_start: int = 0  # places_...: the part of the index that says where everything is, and its checksum
     places_nbytes: int = 0
     places_check: int = 0
 

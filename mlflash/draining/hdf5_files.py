@@ -103,11 +103,7 @@ def _float_type(nbytes: int, sign: int, exponent: int, exponent_bits: int, manti
 
 def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[str, str], objects: Any,
             compression: str = "") -> tuple[FileWithHoles, list[int | None]]:  # fmt: skip
-    """Lay out the file of a rank.
-
-    Returns:
-        The file, without index and card; and where each piece begins in it, None if it is compressed.
-    """
+    """Lay out a rank's file without index and card; also return where each piece begins, None if it is compressed."""
     skeleton = FileWithHoles()
     starts: list[int | None] = []
     with h5py.File(skeleton.file, "w", userblock_size=CARD_NBYTES) as file:

@@ -65,14 +65,9 @@ def run(
     drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
     terms: Terms, clean: bool = False,
 ) -> Operation:  # fmt: skip
-    """Run a drain to its end. Collective over the world.
+    """Run a drain to its end, and return why it failed, or None. It raises nothing. Collective over the world.
 
-    Args:
-        drain: is told how far the drain is, but not that it has ended.
-        clean: first delete what interrupted drains of earlier runs left.
-
-    Returns:
-        Why it failed; None if it did not. It raises nothing.
+    ``clean``: first delete what interrupted drains of earlier runs left.
     """
     on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
     ended: list[MlflashError | None] = []
@@ -193,7 +188,9 @@ class _OnItsWay:
             return look(self.drain_input), ""
         if clean:  # the first drain of a run may make the directory; later it must exist
             self.store.make()
-            self._delete_leftovers()
+            with _deleting("what interrupted drains left"):
+                checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
+                self.drain.clean = True
         folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
         self.inside = self.store.at(folder)
         self.inside.make(parents=False)
@@ -289,11 +286,6 @@ class _OnItsWay:
         with _deleting(f"what was drained of step {self.drain.step}"):
             for name in names:
                 self.inside.remove(name)
-
-    def _delete_leftovers(self) -> None:
-        with _deleting("what interrupted drains left"):
-            checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
-            self.drain.clean = True
 
     def _delete_surplus(self) -> None:
         with _deleting("older checkpoints"):

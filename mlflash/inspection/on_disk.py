@@ -20,9 +20,9 @@ from ..draining.checkpoint_directory import (
     SIGNATURE,
     VERDICT,
     Listed,
-    is_folder,
     list_checkpoints,
     read_index,
+    step_of,
 )
 from ..draining.file_index import CARD_NBYTES, Card, read_card
 from ..errors import ConfigError, CorruptSlot, MlflashError
@@ -102,7 +102,7 @@ def _look_into(store: Store) -> DirectoryContents:
     unfinished: list[str] = []
     damaged: list[str] = []
     for folder in store.names():
-        if is_folder(folder) and folder not in good:
+        if step_of(folder) is not None and folder not in good:
             committed = set(store.at(folder).names()) & set(MASTERS)
             (damaged if committed else unfinished).append(folder)
     is_missing = not listed and isinstance(store, Directory) and not os.path.exists(store.path)

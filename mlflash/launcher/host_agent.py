@@ -53,14 +53,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signa
 
 
 class KeptProcesses:
-    """The connection to the service that decides which processes have ranks (`kept_ranks`). Close it.
+    """The connection to the service that decides which processes have ranks (`kept_ranks`). Close it."""
 
-    Args:
-        told: ``address`` of the service, ``token``, ``host`` (the name of this host), and ``lost_s`` (seconds without a
-            sign of life after which a side counts as lost).
-    """
-
-    def __init__(self, told: dict[str, Any]):
+    def __init__(self, told: dict[str, Any]):  # address and token of the service, name of this host, and lost_s
         self._told = told
         self._sock = socket.create_connection(told["address"], _CONNECT_S)
         self._sock.setblocking(False)
@@ -68,7 +63,7 @@ class KeptProcesses:
         self._out.send({"token": told["token"], "host": told["host"]})
         self._beat_s = told["lost_s"] / BEATS
         self._heard = time.monotonic()
-        self._next_beat = self._heard
+        self.until = self._heard  # when the next sign of life is due, by time.monotonic
         self._stopped: dict[int, float] = {}  # pid → since when
         self._has_ended = False
 
@@ -78,11 +73,6 @@ class KeptProcesses:
     @property
     def events(self) -> int:
         return select.POLLIN | (select.POLLOUT if self._out.unsent else 0)
-
-    @property
-    def until(self) -> float:
-        """The next time when there is something to do, by time.monotonic."""
-        return self._next_beat
 
     @property
     def is_lost(self) -> bool:
@@ -99,8 +89,8 @@ class KeptProcesses:
 
     def orders(self, is_ready: bool) -> Iterator[dict[str, Any]]:
         """Yield the orders that have arrived, and send a sign of life when it is time."""
-        if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + self._beat_s
+        if time.monotonic() >= self.until:
+            self.until = time.monotonic() + self._beat_s
             self._out.send({})
         if not is_ready:
             return
@@ -176,12 +166,7 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What to start on a host.
-
-    Attributes:
-        keeps: if processes stay when others are lost (`KeptProcesses`): how to reach the service that
-            decides. None: if one rank fails, all end.
-    """
+    """What to start on a host."""
 
     argv: list[str]
     environment: dict[str, str]  # variables for it, in addition to those of the host
@@ -190,6 +175,7 @@ class Spec:
     count: int
     size: int
     used: list[int]  # ports that the agent must not propose
+    # how to reach the service that decides if processes stay when others are lost; None: if one rank fails, all end
     keeps: dict[str, Any] | None = None
     host: str = ""
     spares: int = 0
@@ -309,8 +295,7 @@ class HostAgent:
         if self._kept is not None:
             poll.register(self._kept.fileno(), self._kept.events)
             moments.append(self._kept.until)
-        until = min(moments)
-        return [fd for fd, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000 + 1)]
+        return [fd for fd, _ in poll.poll(max(0.0, min(moments) - time.monotonic()) * 1000 + 1)]
 
     # Orders
 

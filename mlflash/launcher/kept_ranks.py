@@ -65,9 +65,7 @@ class _Connection:
 class MemberService:
     """Serves one start of a job, on one thread; another writes events, because log and terminal may hang. Close it.
 
-    Args:
-        over: called on the thread of the service when there is no next round, or when all have finished.
-        lost: called on the same thread with the name of a lost host.
+    On its thread it calls ``over`` when there is no next round or all have finished, and ``lost`` with a lost host.
     """
 
     def __init__(self, address: str, members: Sequence[Member], deadlines: Deadlines, run_log: RunLog,
@@ -78,7 +76,7 @@ class MemberService:
         self.token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self._address = listener.getsockname()[:2]
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         self._run_log, self._over, self._lost, self._lost_s = run_log, over, lost, deadlines.lost_s
         self.membership = Membership(members, self, deadlines, time.monotonic())
         self._connections: list[_Connection] = []
@@ -97,11 +95,6 @@ class MemberService:
         self._thread = threading.Thread(target=self._serve, name="mlflash-members", daemon=True)
         for thread in (self._writer, self._thread):
             thread.start()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._address
-        return host, port
 
     def host_lost(self, host: str, why: str) -> None:
         self._call(lambda: self._lose(host, why))

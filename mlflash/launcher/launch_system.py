@@ -30,11 +30,6 @@ class NodeAssignment:
     def ranks(self) -> int:
         return len(self.hosts) * self.ranks_per_node
 
-    def hosts_of_ranks(self) -> Iterator[str]:
-        for host in self.hosts:
-            for _ in range(self.ranks_per_node):
-                yield host
-
 
 def assign_nodes(hosts: Sequence[str], nodes: int, ranks_per_node: int, least: int = 0) -> NodeAssignment | None:
     """Choose the nodes of the first run. ``least``: smallest number of nodes that is enough; 0: all that are wanted."""

@@ -19,18 +19,12 @@ _NEVER = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """How long each phase may take, in seconds.
+    """How long each phase may take, in seconds."""
 
-    Attributes:
-        lost_s: a host without a sign of life for this long is lost. A process that notices a lost rank first waits as
-            long.
-        leave_s: to leave a step.
-        ready_s: from then to the next step: for couriers, process groups, and a spare that must become ready.
-    """
-
+    # a host without a sign of life for this long is lost; a process that notices a lost rank first waits as long
     lost_s: float = 10.0
-    leave_s: float = 30.0
-    ready_s: float = 120.0
+    leave_s: float = 30.0  # to leave a step
+    ready_s: float = 120.0  # then to the next step: for couriers, process groups, and a spare that must become ready
 
 
 class Acts(Protocol):
@@ -66,21 +60,16 @@ class Member:
 
 
 class Membership:
-    """The processes of one start of a job.
-
-    Attributes:
-        over: why there is no next round; "" while there may be one.
-        code: exit code, if it is over or all have finished.
-    """
+    """The processes of one start of a job."""
 
     def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float):
         self._members = {member.name: member for member in members}
         self._acts, self._deadlines = acts, deadlines
         self.size = sum(member.rank is not None for member in members)
-        self.round, self.over = 1, ""
+        self.round, self.over = 1, ""  # over: why there is no next round; "" while there may be one
         self.hosts = tuple(one.host for one in self._seated())
-        self.code: int | None = None
-        self._phase, self._until = "starting", _NEVER  # a loss before all have begun ends the start
+        self.code: int | None = None  # exit code, if it is over or all have finished
+        self._phase, self.until = "starting", _NEVER  # a loss before all have begun ends the start
         self._why, self._lost, self._since = "", list[int](), now
         self._step: int | None = None  # the step at which the last round began
         self._same_step = self._code = 0
@@ -131,7 +120,7 @@ class Membership:
         if self._same_step > _SAME_STEP:
             self._end(f"{self._named()} was lost, and {_SAME_STEP} rounds had already begun at step {step}", self._code)
             return
-        self._step, self._phase, self._until = step, "training", _NEVER
+        self._step, self._phase, self.until = step, "training", _NEVER
         self._lost = []
         self._fill_places()
 
@@ -178,12 +167,12 @@ class Membership:
                 self._start(host, local)
 
     def look(self, now: float) -> None:
-        if self.over or now < self._until:
+        if self.over or now < self.until:
             return
         if self._phase == "waiting":
             self._end(f"no process was ready in time to take the place of {self._named()}", self._code)
             return
-        self._until = now + self._deadlines.ready_s  # for the killed processes to end
+        self.until = now + self._deadlines.ready_s  # for the killed processes to end
         if self._phase == "leaving":
             late = [one for one in self._staying() if one.left < self.round]
         else:  # processes that are here wait for those that are not
@@ -192,10 +181,6 @@ class Membership:
         for one in late:
             self._acts.note("late", round=self.round, rank=one.rank, phase=self._phase)
             self._acts.kill(one.name)
-
-    @property
-    def until(self) -> float:
-        return self._until
 
     # Decisions
 
@@ -240,7 +225,7 @@ class Membership:
             )
         elif self._phase in ("training", "seating"):
             self._failed += self._phase == "seating"
-            self._phase, self._until = "leaving", now + self._deadlines.leave_s
+            self._phase, self.until = "leaving", now + self._deadlines.leave_s
             for one in self._staying():
                 one.is_in = False
                 self._acts.tell(one.name, {"lost": self.round, "ranks": self._lost, "why": why})
@@ -254,7 +239,7 @@ class Membership:
         waiting = [one for one in self._members.values() if one.rank is None and one.is_ready and one.code is None]
         if len(waiting) < len(empty):
             if self._phase == "leaving":
-                self._phase, self._until = "waiting", now + self._deadlines.ready_s
+                self._phase, self.until = "waiting", now + self._deadlines.ready_s
             return
         own = {one.host for one in waiting}
         for lost in sorted(empty, key=lambda one: one.host not in own):  # its host may have the slots of the rank
@@ -262,7 +247,7 @@ class Membership:
             waiting.remove(best)
             best.rank, lost.rank = lost.rank, None
         self.round += 1
-        self._phase, self._until = "seating", now + self._deadlines.ready_s
+        self._phase, self.until = "seating", now + self._deadlines.ready_s
         self._times, self._texts = {}, {}
         self.hosts = tuple(one.host for one in self._seated())
         for one in self._seated():

@@ -82,9 +82,7 @@ def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: f
 def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Ask nodes for their status (see `node_status`).
 
-    Returns:
-        The status of each node, without nodes that do not answer or whose answer is unusable; and messages about what
-        cannot be read.
+    Return the status of each node that answers as it should, and messages about what cannot be read.
     """
     argv = [*running("mlflash.launcher.node_status"), *words]
     said: dict[str, dict[str, Any]] = {}
@@ -224,11 +222,7 @@ class Beside:
 
 
 class Watch:
-    """What consecutive looks say about one run.
-
-    Args:
-        patience_s: seconds without progress after which the run hangs; 0: it never does.
-    """
+    """What consecutive looks say about one run; after ``patience_s`` without progress it hangs; 0: it never does."""
 
     def __init__(self, looks: Looks, run: str, seats: NodeAssignment, patience_s: float):
         self._looks, self._run, self._seats, self._patience_s = looks, run, seats, patience_s

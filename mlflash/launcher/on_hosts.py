@@ -55,7 +55,9 @@ class OnHosts(Launcher):
         running: dict[str, subprocess.Popen[str]] = {}
         try:
             for host in dict.fromkeys(hosts):
-                running[host] = process = self._run_on(host, argv)
+                words = list(argv) if host in self._local else [self._shell, host, shlex.join(argv)]
+                process = spawn(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+                running[host] = process
                 given = (host, process, answers)
                 threading.Thread(target=_listen, args=given, name="mlflash-lines", daemon=True).start()
             for host, text, wrong in patience.received(answers) if running else ():
@@ -72,10 +74,6 @@ class OnHosts(Launcher):
             for process in running.values():  # the threads end when these end
                 signal_group(process, signal.SIGKILL)
         return told
-
-    def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:
-        words = list(argv) if host in self._local else [self._shell, host, shlex.join(argv)]
-        return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
 
 
 def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:

@@ -124,7 +124,7 @@ class OnSlurm(Launcher):
         try:
             file, hosts = tempfile.mkstemp(prefix="mlflash-hosts-")
             with open(file, "w") as lines:
-                lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
+                lines.writelines(f"{host}\n" * seats.ranks_per_node for host in seats.hosts)
         except OSError as error:
             raise LaunchFailed(f"the list of hosts cannot be written to a temporary file: {error}") from error
         name = f"{STEPS}{self._starts}"
@@ -158,16 +158,12 @@ class OnSlurm(Launcher):
                 told[host] = told.get(host, "") + rest
                 patience.answered(len(told))
         Step(process).end()  # some nodes may not have answered
-        if len(told) < len(hosts):
-            self._warn_once(wrong.text())
-        return told
-
-    def _warn_once(self, text: str) -> None:
-        """Show what srun and the programs on nodes have said, if no similar text was shown before."""
+        text = wrong.text() if len(told) < len(hosts) else ""
         alike = re.sub(r"\d+", "0", text)
-        if alike not in self._shown:
+        if len(told) < len(hosts) and alike not in self._shown:
             self._shown.add(alike)
             log.warning("not all nodes have answered: %s", text)
+        return told
 
 
 class SlurmStep(Step):

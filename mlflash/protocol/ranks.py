@@ -20,13 +20,7 @@ T = TypeVar("T")
 
 
 class Collectives(Protocol):
-    """Agreement between ranks. `Ranks` implements it for trainers, `World` where MPI may be called.
-
-    Attributes:
-        rank, size: the own rank, and the number of ranks.
-        node_name: of the own node.
-        timeout_s: seconds that a wait may take.
-    """
+    """Agreement between ranks. `Ranks` implements it for trainers, `World` where MPI may be called."""
 
     rank: int
     size: int
@@ -55,14 +49,7 @@ class Collectives(Protocol):
 
 
 class Ranks:
-    """The ranks of one Checkpointer.
-
-    Args:
-        courier: takes messages to the courier.
-        rank, topology: the own rank, and the nodes of all ranks.
-        timeout_s: seconds that a wait may take.
-        torch_group: the process group of torch.distributed that has these ranks; None: its default group.
-    """
+    """The ranks of one Checkpointer; ``torch_group``: their torch.distributed group; None: its default group."""
 
     def __init__(self, courier: Client, rank: int, topology: Topology, timeout_s: float, torch_group: Any = None):
         self._courier, self.timeout_s = courier, timeout_s
@@ -109,9 +96,7 @@ class Ranks:
         Collective over the world.
 
         Args:
-            work: may raise anything.
             foreign: for exceptions of other classes: makes the error for other ranks from the text of the exception.
-            step: the training step it is about.
 
         Raises:
             MlflashError: on all ranks, the error of the lowest rank that has one. What is no `Exception`, such as an
@@ -146,12 +131,7 @@ class Ranks:
 
 
 def from_torch(ranks: Iterable[int], torch_group: Any) -> tuple[int, ...]:
-    """Convert ranks of torch.distributed to ranks of a group, ascending.
-
-    Args:
-        ranks: of torch.distributed.
-        torch_group: the group; None: the default group.
-    """
+    """Convert ranks of torch.distributed to ranks of a group (None: the default group), ascending."""
     if torch_group is None:
         return tuple(sorted(ranks))
     known = sys.modules["torch"].distributed.get_process_group_ranks(torch_group)

@@ -16,7 +16,6 @@ class SaveRequest:
     """One save, as the trainer has staged it or failed to.
 
     Attributes:
-        step: the training step.
         problem: why this rank cannot take part; then it only sends a failed receipt. It is set from the start, so that
             a save does not look staged if an exception ends it before.
         skip: whether this rank's slots are busy and all ranks must skip the save.
@@ -28,7 +27,6 @@ class SaveRequest:
         checks: checksums of the pieces of shared state that other ranks of this node store.
         is_unsettled: whether the ranks must first agree on what they share. Meanwhile the trainer waits.
         waits_for_room: whether the slots were too small. The trainer waits until they are larger.
-        has_deferred: whether something is copied later. The courier asks for deferred copies only then.
         begun_s: when the save began, by the clock of all processes of a node (`time.perf_counter`).
         filled_s: when it was staged, by the same clock; in a courier process: when the courier was told.
     """
@@ -82,11 +80,7 @@ class Trainer(Shareable, Protocol):
         """Check whether anything has changed what was copied later; if so, return why the copies are useless."""
 
     def cancel_deferred(self) -> None:
-        """Cancel the copies that have not begun, and wait for the others.
-
-        Raises:
-            DeadlineExceeded: something is still being written.
-        """
+        """Cancel the copies not begun, and wait for the others. Raises DeadlineExceeded if one does not end."""
 
     def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
         """Note how the save has ended: it is committed if there is no error.

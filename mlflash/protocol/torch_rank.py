@@ -21,8 +21,6 @@ def replicas_of(
     Args:
         replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all ranks;
             or a mapping from patterns of names to one of these; None: the user has not said so.
-        rank, size, mpi_group: of this run; the group has its ranks, if this process uses MPI.
-        torch_group: see `ranks.from_torch`.
 
     Raises:
         ConfigError: it is none of these, or this rank is not in it.
@@ -73,7 +71,6 @@ def some_ranks(torch_group: Any, rank: int, size: int) -> tuple[int, ...] | None
 
     Args:
         torch_group: of torch.distributed, whose ranks are those of the job; None: none was given.
-        rank, size: of this process in the job.
 
     Raises:
         ConfigError: it is no process group, or this process is not in it.
@@ -100,15 +97,7 @@ def some_ranks(torch_group: Any, rank: int, size: int) -> tuple[int, ...] | None
 
 
 def check_torch_rank(rank: int, size: int, torch_group: Any) -> None:
-    """Raise an error if the rank in torch.distributed is not the rank of this run.
-
-    Args:
-        rank, size: of this run.
-        torch_group: see `ranks.from_torch`.
-
-    Raises:
-        WorldMismatch: naming both.
-    """
+    """Raise WorldMismatch if the rank in torch.distributed is not the rank of this run."""
     torch = sys.modules.get("torch")
     if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

@@ -19,20 +19,7 @@ from .ranks import Ranks
 
 @dataclasses.dataclass
 class TrainerContext:
-    """What saving and restoring work with in the trainer.
-
-    Attributes:
-        config: of the job.
-        courier: takes messages to the courier.
-        ranks: of this run.
-        memory: this node's directory.
-        slots: this rank's own slots.
-        copy_threads: threads for copies and checks.
-        recorder: receives what the trainer knows about this rank.
-        provenance: of what is saved, see `Manifest`.
-        sharing: what ranks share.
-        is_unhealed: whether the restored step does not have full redundancy yet.
-    """
+    """What saving and restoring work with in the trainer."""
 
     config: Config
     courier: Client
@@ -43,7 +30,7 @@ class TrainerContext:
     recorder: TrainerRecorder
     provenance: Mapping[str, Any]
     sharing: SharingNews = dataclasses.field(default_factory=SharingNews)
-    is_unhealed: bool = False
+    is_unhealed: bool = False  # whether the restored step does not have full redundancy yet
 
     def is_shared(self, leaf: Leaf) -> bool:
         """Whether the ranks have agreed that all that share hold this leaf alike."""

@@ -11,20 +11,13 @@ from ..state.leaves import Entry
 
 
 class WantedPart(NamedTuple):
-    """A wanted part of an old shard.
-
-    Attributes:
-        rank, number: the old rank, and the entry in its manifest.
-        source: where the part begins in that shard.
-        shape: of the part.
-        target: where it goes, ``(*shape, item bytes)`` uint8.
-    """
+    """A wanted part of an old shard."""
 
     rank: int
-    number: int
-    source: tuple[int, ...]
+    number: int  # of the entry in the manifest of that rank
+    source: tuple[int, ...]  # where the part begins in that shard
     shape: tuple[int, ...]
-    target: np.ndarray
+    target: np.ndarray  # where it goes, ``(*shape, item bytes)`` uint8
 
 
 def items(raw: np.ndarray, entry: Entry) -> np.ndarray:

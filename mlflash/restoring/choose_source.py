@@ -33,12 +33,8 @@ class Sources:
                ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
         """Choose between memory and directory: what was saved last. Collective over the world.
 
-        Args:
-            bad: folders of the directory that are passed over, and why.
-            checked: verify every byte of what is in memory.
-
-        Raises:
-            Unrestorable, StepNotFound: on all ranks; nothing was changed.
+        ``bad``: folders of the directory that are passed over, and why. ``checked``: verify every byte in memory.
+        Raises Unrestorable or StepNotFound on all ranks; nothing was changed.
         """
         if wanted.is_newest and self._context.config.prefer_certified:
             try:

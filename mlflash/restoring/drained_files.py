@@ -46,11 +46,7 @@ class TimelyReads:
         self.hang = False  # whether a read has not ended in time, and may still use what it reads from
 
     def run(self, name: str, read: Callable[[], T], done: int = 0, nbytes: int = 0) -> T:
-        """Read something from a file of which ``done`` of ``nbytes`` were read before (0: unknown).
-
-        Raises:
-            DeadlineExceeded: it takes too long.
-        """
+        """Read from a file of which ``done`` of ``nbytes`` were read (0: unknown). May raise DeadlineExceeded."""
         if self.hang:
             raise self._late(name, "")
         result: list[T] = []
@@ -136,15 +132,12 @@ class DrainedFiles:
         if rank not in self._indexes:
             while len(self._indexes) >= _KEPT:
                 self._indexes.pop(next(iter(self._indexes)))
-            self._indexes[rank] = self._read_index(rank)
+            stored = self._files[rank]
+            with self._as_corrupt():
+                card = self._card(rank)
+                raw = self._read(stored.card, card.index_start, card.index_nbytes, card.index_check)
+            self._indexes[rank] = file_index.decode(raw, stored.data, stored.data_nbytes)
         return self._indexes[rank]
-
-    def _read_index(self, rank: int) -> Index:
-        stored = self._files[rank]
-        with self._as_corrupt():
-            card = self._card(rank)
-            raw = self._read(stored.card, card.index_start, card.index_nbytes, card.index_check)
-        return file_index.decode(raw, stored.data, stored.data_nbytes)
 
     @contextlib.contextmanager
     def _as_corrupt(self) -> Iterator[None]:

@@ -31,11 +31,9 @@ _DEPTH = 2  # runs in flight between two ranks
 def exchange(
     context: Context, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
 ) -> bool:
-    """Send what others ask for, and receive what this rank asks for; return whether all of that arrived whole.
+    """Send what others ask for from what this rank ``has`` of old ranks, and receive what this rank asks for.
 
-    Args:
-        has: what this rank has, by old rank: its bytes, and its entries.
-        asked: what this rank asks for, by the rank that has it.
+    Return whether all of that arrived whole.
     """
     world = context.world
     if world.world is None:

@@ -86,7 +86,11 @@ def find_and_verify(
             return None
         same_ranks = choice.world_size == context.world.size
         if not same_ranks and not others:
-            raise _other_ranks(choice, context.world.size)
+            raise WorldSizeChanged(
+                "another number of ranks saved the checkpoint in memory: restore(state) converts it to this number. To "
+                "ignore it, use another job name, `fresh` or `mlflash clean`",
+                step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{context.world.size}",
+            )  # fmt: skip
         slots: dict[int, Slot] = {}
         bad = _bring(context, there, choice, slots, checked)
         if not bad:
@@ -143,19 +147,10 @@ def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: 
     return mine[context.world.rank]
 
 
-def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:
-    return WorldSizeChanged(
-        "another number of ranks saved the checkpoint in memory: restore(state) converts it to this number. To "
-        "ignore it, use another job name, `fresh` or `mlflash clean`",
-        step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{size}",
-    )  # fmt: skip
-
-
 def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
-    """Return why memory gives nothing. Collective over the world.
+    """Return why each committed step in memory cannot be restored, newest first; and the steps whose saves did not end.
 
-    Returns:
-        Why each committed step cannot be restored, the newest first; and the steps of saves that did not end.
+    Collective over the world.
     """
     traces = [one for one in context.find_traces() if one.attempt is None or one.attempt.generation >= context.floor]
     told = commit_records.why_not(traces, struck, context.world.topology.node_names)
@@ -216,8 +211,7 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
             ) -> tuple[dict[int, list[int]], dict[Place, str]]:  # fmt: skip
     """Verify every byte of the slots of a choice, on all ranks.
 
-    Returns:
-        Bad blocks that parity may repair, by rank; files that cannot be restored from, and why.
+    Return bad blocks that parity may repair, by rank; and files that cannot be restored from, and why.
     """
     world = context.world
     mine: list[tuple[int, list[int] | str]] = []
@@ -296,14 +290,9 @@ def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int,
 
 def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
           is_wanted: Callable[[Header], bool]) -> bool:  # fmt: skip
-    """Send files to other ranks and receive one; the receiver checks every byte once more. Collective.
+    """Send files to other ranks (``serves``) and receive one from ``server``. Collective.
 
-    Args:
-        serves: for each rank that this one sends a file to, the file.
-        server: the rank that sends to this one; None: nothing comes.
-
-    Returns:
-        Whether the file arrived whole.
+    The receiver checks every byte once more. Return whether the file arrived whole.
     """
     world = context.world
     to = {rank: slot.header.extents for rank, slot in serves.items() if slot.header is not None}
@@ -361,8 +350,7 @@ def gather_shares(
 ) -> tuple[ShareFiles, list[Place]]:
     """Bring the shares that slots need to the nodes where these slots are read. Collective.
 
-    Returns:
-        Where the shares are; and the files to do without, if that failed.
+    Return where the shares are; and the files to do without, if that failed.
     """
     mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
     nothing = context.world.agree([int(not mine)])[0]
@@ -375,7 +363,8 @@ def _gather_shares(
     context: Context, choice: Choice, mine: Mapping[int, Shared], checked: bool
 ) -> tuple[ShareFiles, list[Place]]:
     needs = context.world.gather(mine)
-    lacking = {rank for theirs in needs for rank, shared in theirs.items() if not _all_there(choice, shared)}
+    lacking = {rank for theirs in needs for rank, shared in theirs.items()
+               if any((shared.by, number) not in choice.shares for number in range(shared.shares))}  # fmt: skip
     if lacking:  # their slots exist, but shares that they need do not: this attempt is incomplete
         return {}, sorted({place for rank in lacking for place in _files_of(choice, rank)})
     errands = list(_errands(context, choice, [[*theirs.values()] for theirs in needs]))
@@ -389,10 +378,6 @@ def _gather_shares(
         files |= arrived
         bad = failed
     return files, bad
-
-
-def _all_there(choice: Choice, shared: Shared) -> bool:
-    return all((shared.by, number) in choice.shares for number in range(shared.shares))
 
 
 def _files_of(choice: Choice, rank: int) -> list[Place]:

@@ -57,10 +57,8 @@ def protect_left(context: Context) -> tuple[int | None, int]:
     """Make the redundancy whole of the newest attempt in memory, as a courier may have died before it was.
 
     Collective over the world. The slots of all ranks may be sealed although no rank has agreed that all copies are:
-    then the attempt counts as committed only when they are. Until then the attempt before is kept.
-
-    Returns:
-        Step and generation of what counts as committed; None and 0: nothing does.
+    then the attempt counts as committed only when they are. Until then the attempt before is kept. Return step and
+    generation of what counts as committed; None and 0: nothing does.
     """
     world, pool, attempt = context.world, context.pool, context.left
     home = next((slot for slot in pool.own if slot.header is not None and slot.header.attempt == attempt), None)
@@ -280,10 +278,9 @@ def _is_whole(context: Context, slot: Slot) -> bool:
 
 
 def repair(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, Sequence[int]]) -> None:
-    """Repair blocks that copies have. Collective over the world.
+    """Repair blocks that copies have; ``home``: the own slot, with a whole table if any of its blocks are damaged.
 
-    Args:
-        home: the own slot; its table is whole if any of its blocks are damaged.
+    Collective over the world.
     """
     world, placement = context.world, context.protection.placement
     held = {rank: copy for rank in damaged if (copy := _copy_of(context, rank, attempt)) is not None}

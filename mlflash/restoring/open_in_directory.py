@@ -57,9 +57,6 @@ def _all_of(rank: int, number: int, entry: Entry, raw: np.ndarray) -> WantedPart
 class OpenInDirectory:
     """A committed checkpoint of a directory. Collective.
 
-    Args:
-        told: names of small entries whose bytes all ranks need.
-
     Attributes:
         damage: why the last `read` failed, from the lowest rank on which it failed; the same on all.
 
@@ -105,8 +102,7 @@ class OpenInDirectory:
     def verify_together(self) -> None:
         """Read every byte of all files, divided among the ranks, as `read` does. Collective over the world.
 
-        Raises:
-            CorruptSlot: on all ranks, if something is damaged.
+        Raises CorruptSlot on all ranks, if something is damaged.
         """
         if not self._in_rounds(
             raw.nbytes

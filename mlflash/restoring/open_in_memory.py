@@ -59,11 +59,7 @@ class OpenCheckpoint(Protocol):
 class OpenInMemory:
     """Reads parts of tensors of all old ranks. Collective.
 
-    Args:
-        checks: make checksums of all tensors that are whole.
-
-    Attributes:
-        home: this rank's own slot, if the ranks are those of this run; otherwise None.
+    ``checks``: make checksums of all tensors that are whole. ``home``: this rank's own slot, if its ranks saved it.
     """
 
     def __init__(self, trainer: TrainerContext, found: FoundElsewhere, checks: bool = False,
@@ -93,8 +89,7 @@ class OpenInMemory:
     def read(self, wanted: Iterable[WantedPart]) -> bool:
         """Read parts of tensors to where they are needed; return whether all of them arrived whole. Collective.
 
-        Raises:
-            MlflashError: on all ranks, if one could not read its part or ``wanted`` failed there.
+        Raises MlflashError on all ranks, if one could not read its part or ``wanted`` failed there.
         """
         found, left = self.found, iter(wanted)
         homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}

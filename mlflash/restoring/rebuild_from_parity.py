@@ -31,18 +31,13 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass
 class Repair:
-    """What has to be done for one group.
-
-    Attributes:
-        heads: header and block table of the ranks whose slots are rebuilt.
-        slot_rank, parity_rank: for each member, the ranks that read its slot and its parity file.
-    """
+    """What has to be done for one group."""
 
     group: ParityGroup
     extents: tuple[Extents, ...]
     tasks: list[Task]
-    heads: dict[int, Head]
-    slot_rank: tuple[int, ...]
+    heads: dict[int, Head]  # header and block table of the ranks whose slots are rebuilt
+    slot_rank: tuple[int, ...]  # slot_rank, parity_rank: for each member, the ranks that read its slot and parity file
     parity_rank: tuple[int, ...]
 
 

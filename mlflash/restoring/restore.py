@@ -179,8 +179,9 @@ class Restores:
             self._prepare_or_warn(state)
             return None
         if isinstance(found, RankCheckpoint):
-            home = found
-            if self._shards_differ(home, state):
+            home, step = found, found.header.step
+            differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, step)
+            if not self._ranks.agree([int(not differ)])[0]:  # otherwise it can be loaded as it is
                 found = self._as_elsewhere(home)
                 self._heal_first(home)
         if isinstance(found, FoundElsewhere):
@@ -197,11 +198,6 @@ class Restores:
     def _as_elsewhere(self, home: RankCheckpoint, same_ranks: bool = False) -> FoundElsewhere:
         return FoundElsewhere(home.header.attempt, home.header.step, self._restores, {self._ranks.rank: home},
                               home.files, same_ranks)  # fmt: skip
-
-    def _shards_differ(self, home: RankCheckpoint, state: Any) -> bool:
-        """Whether the state of any rank has other shards than its checkpoint; otherwise it can be loaded as it is."""
-        differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, home.header.step)
-        return not self._ranks.agree([int(not differ)])[0]
 
     @_told
     def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:

@@ -69,8 +69,7 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
 class Scrubber:
     """Verifies what this rank holds. Not collective; for the thread of the courier.
 
-    Args:
-        rate: bytes per second that are read; a drained file is read at the same rate at the same time.
+    ``rate``: bytes per second that are read; a drained file is read at the same rate at the same time.
     """
 
     def __init__(self, context: Context, rate: float, newest_drain: Callable[[], Drain | None],

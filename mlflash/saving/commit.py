@@ -93,10 +93,6 @@ class Save:
         self.times = PhaseTimes(lambda: context.world.waited_s, request.filled_s - request.begun_s)
 
     @property
-    def waits_for_room(self) -> bool:
-        return self.request.waits_for_room
-
-    @property
     def extents(self) -> Extents | None:
         """The extents of what this rank sends; None: nothing."""
         if self.plan is None or self.problem is not None or self.request.skip:
@@ -193,7 +189,7 @@ def _announce(save: Save, context: Context) -> bool:
         if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
             own.append((save.share, pool.shares, save.plan.share_extents))
         demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
-        if save.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
+        if save.request.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
             demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
@@ -208,7 +204,8 @@ def _announce(save: Save, context: Context) -> bool:
         raise MendFirst
     if not all_settled:
         return False
-    save.attempt = context.number_attempt(1 - newest)
+    context.generation = 1 - newest
+    save.attempt = Attempt(context.run_id, context.generation)
     save.drains_idle, save.drain_asked = bool(idle), not not_asked
     falls_in = low != -high and _falls_in(context, step, low)
     if falls_in and step > low:
@@ -223,7 +220,7 @@ def _announce(save: Save, context: Context) -> bool:
     save.skipped = not no_skip
     reach("protect.announced")
     if not can_wait and no_skip:
-        context.make_room(demand, context.pool.taken_by(save.request) if save.waits_for_room else [])
+        context.make_room(demand, context.pool.taken_by(save.request) if save.request.waits_for_room else [])
     return True
 
 
@@ -253,7 +250,6 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
     except MlflashError as error:
         save.problem = save.problem or error
     except Exception as error:  # from torch, a device or an adapter
-        log.debug("step %d", save.step, exc_info=True)
         save.problem = save.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
 
@@ -261,7 +257,7 @@ def _protect(save: Save, context: Context) -> None:
     world = context.world
     assert save.slot is not None and save.plan is not None
     looks = save.looks = ValueLooks(context, save.attempt.generation)
-    if save.waits_for_room:
+    if save.request.waits_for_room:
         with save.times.of("copy"):
             _locally(save, lambda: _stage(save))
     if save.problem is None:
@@ -441,8 +437,12 @@ class Commits:
                     break
                 except OneAhead:
                     context.world.job_number += 1
-                except MendFirst:
-                    self._mend_first(trainer)
+                except MendFirst:  # afterwards no rank reports damage any more
+                    try:
+                        self._mend()
+                    except MlflashError as error:
+                        trainer.ended(error)
+                        raise
             if save.is_given_up and self._context.world.rank == 0:
                 log.warning("step %d is not kept because its values are suspect, and memory keeps the good step "
                             "before it; mark_good(%d) accepts the values", save.step, save.step)  # fmt: skip
@@ -460,14 +460,6 @@ class Commits:
             raise
         finally:
             context.recorder.seconds["protect and commit"] += time.perf_counter() - start
-
-    def _mend_first(self, trainer: Trainer) -> None:
-        """Repair damage; afterwards no rank reports damage any more."""
-        try:
-            self._mend()
-        except MlflashError as error:
-            trainer.ended(error)
-            raise
 
     def _committed(self, save: Save) -> None:
         recorder = self._context.recorder

@@ -185,7 +185,6 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
 
     Args:
         slots: bytes that all slots of a rank, and their redundancy, take for each byte of it.
-        local_size: ranks on this node, which may all do the same now.
 
     Returns:
         The same leaves with values of their own. None if some are on a device, which copies at full speed only to

@@ -167,13 +167,10 @@ _streams: dict[Any, Any] = {}
 
 
 class DeviceCopies:
-    """Copies from one device to pinned memory, which begin when this is made.
+    """Copies from one device to pinned memory, which begin when this is made; ``segments`` note them as writers.
 
     They come after everything that the caller's stream has been given so far. The tensors are kept until the copies are
     made; otherwise the caching allocator could give their memory to others.
-
-    Args:
-        segments: the files that the targets are in: each notes this as one of its writers.
     """
 
     def __init__(self, device: Any, targets: Sequence[Any], values: Sequence[Any], segments: Sequence[Segment] = ()):
@@ -254,8 +251,7 @@ class SampledBytes:
     def note_on(self, device: Any, names: list[str], values: list[Any], rooms: list[np.ndarray]) -> tuple[Any, Any]:
         """Note bytes of tensors on a device, on its current stream.
 
-        Returns:
-            A CPU tensor, and one on the device that must be copied into it before `changed` is called.
+        Return a CPU tensor, and one on the device that must be copied into it before `changed` is called.
         """
         torch = sys.modules["torch"]
         with torch.no_grad():

@@ -235,27 +235,23 @@ class Steps:
     """Hears of the steps of all torch optimizers before they are made."""
 
     def __init__(self) -> None:
-        self._laters: list[DeferredCopies] = []
+        self.laters: list[DeferredCopies] = []
 
     def before_next(self, later: DeferredCopies) -> None:
         """Make any optimizer's next step wait for copies."""
-        self._laters = [*(one for one in self._laters if not one.is_over), later]
+        self.laters = [*(one for one in self.laters if not one.is_over), later]
         if self not in HOOK.listeners:
             HOOK.listeners.add(self)
             HOOK.register()
 
-    @property
-    def holds_back(self) -> bool:
-        return bool(self._laters)
-
     def hold_back(self) -> None:
         """Make whatever changes the state from now on come after the copies."""
-        while self._laters:
-            self._laters.pop().hold_back()
+        while self.laters:
+            self.laters.pop().hold_back()
 
     def close(self) -> None:
         """Leave optimizers alone from now on."""
-        self._laters.clear()
+        self.laters.clear()
         HOOK.listeners.discard(self)
 
 
@@ -297,7 +293,7 @@ class _Hook:
             self._note_passed_by("captured in a CUDA graph")
             return None
         self.heard.add(optimizer)
-        if not any(steps.holds_back for steps in self.listeners):
+        if not any(steps.laters for steps in self.listeners):
             return None
         if (instead := self._after_closure(optimizer, args, kwargs)) is None:
             self._hold_back()

@@ -143,7 +143,9 @@ class SaveQueue:
             try:
                 try:
                     self._check_step(int(step) if whole else None, step, again)
-                    self._refuse_undefined()
+                    if self.undefined:
+                        raise StateError("the state is undefined because a restore of it failed, so it is not saved: "
+                                         "restore again, or begin anew", found=self.undefined)  # fmt: skip
                     fill(save)
                     request.filled_s = time.perf_counter()
                     request.problem = None  # from here on it may be committed
@@ -163,7 +165,7 @@ class SaveQueue:
         finally:
             self._pending.append(snapshot)
         snapshot.reported = mistake is not None or again  # a caller that waits for it tells all ranks
-        snapshot.stalled()
+        snapshot.stall_s = snapshot.age_s
         staged = request.slot is not None and request.problem is None
         self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:
@@ -172,15 +174,9 @@ class SaveQueue:
             self.raise_what_failed()
         return snapshot
 
-    def _refuse_undefined(self) -> None:
-        if self.undefined:
-            raise StateError("the state is undefined because a restore of it failed, so it is not saved: restore "
-                             "again, or begin anew", found=self.undefined)  # fmt: skip
-
     def _give_up(self, save: PendingSave, error: BaseException) -> BaseException | None:
         """Note why a save is posted as a failure; return what the caller must raise now."""
-        problem = error if isinstance(error, MlflashError) else None
-        problem = problem or _unreadable(text_of(error))
+        problem = error if isinstance(error, MlflashError) else _unreadable(text_of(error))
         problem.rank, problem.node = self._ranks.rank, self._ranks.node_name
         save.request.problem = problem
         save.snapshot.end(problem)  # this rank knows the result already
@@ -299,7 +295,8 @@ class SaveQueue:
             flat = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
             return replica_nbytes(flat, self._ranks.from_torch)
 
-        self._courier.call(FindReplicas(self._ranks.together(held, _not_like)))
+        unreadable = lambda why: StructureMismatch(f"the state could not be read: {why}")
+        self._courier.call(FindReplicas(self._ranks.together(held, unreadable)))
 
     def _is_settled(self, flat: Flat) -> bool:
         """Whether the ranks have agreed on what they share in a state like this one."""
@@ -369,10 +366,6 @@ class SaveQueue:
 
 def _unreadable(why: str) -> StateError:
     return StateError(f"the state could not be read: {why}")
-
-
-def _not_like(why: str) -> StructureMismatch:
-    return StructureMismatch(f"the state could not be read: {why}")
 
 
 def _fail(save: PendingSave) -> None:

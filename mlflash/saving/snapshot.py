@@ -154,10 +154,6 @@ class Snapshot:
             except BaseException:  # it is the user's code: saves must continue, and no other rank would hear of it
                 log.exception("a callback of the snapshot of step %d failed", self.step)
 
-    def stalled(self) -> None:
-        """Note that ``save`` returns now."""
-        self.stall_s = self.age_s
-
 
 def _failed(error: MlflashError, step: int) -> SaveFailed:
     failed = SaveFailed(f"this step was not saved: {error}", rank=error.rank, node=error.node, step=step,

@@ -21,11 +21,7 @@ class Saved:
 
 
 class Certification:
-    """What is known about the attempts that memory holds.
-
-    Args:
-        keeps: whether a suspect step is dropped instead of the step before it.
-    """
+    """What is known about the attempts that memory holds; ``keeps``: a suspect step is dropped, not the one before."""
 
     def __init__(self, after: int, keeps: bool):
         self._after, self._keeps = after, keeps

@@ -33,21 +33,16 @@ class ParityGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An attempt that can be restored.
-
-    Attributes:
-        source: for each rank, the place of its slot; None: the slot must be rebuilt.
-        rebuilt: the group of each rank whose slot must be rebuilt.
-        shares: the places of the files of shared state, by number of the set and of the share. There may be several.
-    """
+    """An attempt that can be restored."""
 
     attempt: Attempt
     step: int
     world_size: int
-    source: tuple[Place | None, ...]
+    source: tuple[Place | None, ...]  # for each rank, the place of its slot; None: the slot must be rebuilt
     restores: int = 0
-    rebuilt: Mapping[int, ParityGroup] = dataclasses.field(default_factory=dict)
+    rebuilt: Mapping[int, ParityGroup] = dataclasses.field(default_factory=dict)  # of each rank that must be rebuilt
     parity: tuple[ParityGroup, ...] = ()
+    # the places of the files of shared state, by number of the set and of the share; there may be several
     shares: Mapping[tuple[int, int], tuple[Place, ...]] = dataclasses.field(default_factory=dict)
     verdict: Verdict = Verdict.UNKNOWN
 

@@ -35,7 +35,6 @@ from .choose_checkpoint import Choice, find_traces, take_stock
 
 log = logging.getLogger("mlflash")
 
-_NAMED = 3  # hosts or domains named in a warning
 _FILES_NAMED = 3  # kinds of files of others that an error names
 
 
@@ -153,11 +152,7 @@ class Context:
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots of at least a given size, and those for their redundancy. Collective over the world.
 
-        Args:
-            is_first: whether nothing was saved or restored before.
-
-        Raises:
-            MemoryTooSmall: on all ranks; the slots do not fit into a node's memory.
+        ``is_first``: nothing was saved or restored before. Raises MemoryTooSmall on all ranks if a node has no room.
         """
         pool = self.pool
         sizes = self.protection.inbox_nbytes(self.world.gather(nbytes))
@@ -257,10 +252,6 @@ class Context:
         if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
             self.make_room(demand, waiting, pairs)
 
-    def number_attempt(self, generation: int) -> Attempt:
-        self.generation = generation
-        return Attempt(self.run_id, generation)
-
     def free(self) -> None:
         self.copy_threads.close()
         self.protection.close_windows()
@@ -286,10 +277,8 @@ def needs_room(slot: Slot, nbytes: int) -> bool:
 def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
     """Give slots larger files, or fail before anything is allocated if the node has no room for them.
 
-    Collective over the world. A slot that holds a committed step is left as it is.
-
-    Raises:
-        MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
+    Collective over the world. A slot that holds a committed step is left as it is. Raises MemoryTooSmall on all ranks,
+    with the numbers of the node that lacks memory.
     """
     todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
     mine = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)

@@ -21,7 +21,8 @@ class BadFrame(ValueError):
 
 def pack(message: object) -> bytes:
     """The bytes as which a message is sent."""
-    return packed_text(text_of(message))
+    text = text_of(message)
+    return length_of(len(text)) + text
 
 
 def text_of(message: object) -> bytes:
@@ -29,9 +30,9 @@ def text_of(message: object) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode("ascii")
 
 
-def packed_text(text: bytes) -> bytes:
-    """The bytes as which a message is sent that is already JSON."""
-    return len(text).to_bytes(_LENGTH_NBYTES, "big") + text
+def length_of(nbytes: int) -> bytes:
+    """The bytes that stand before a message of so many bytes of JSON."""
+    return nbytes.to_bytes(_LENGTH_NBYTES, "big")
 
 
 def send_ready(sock: socket.socket, unsent: bytearray) -> None:

@@ -27,17 +27,20 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hmac
+import itertools
 import secrets
 import selectors
 import socket
+from collections import deque
 from typing import Any
 
-from .frames import BadFrame, Frames, packed_text, text_of
+from .frames import BadFrame, Frames, length_of, text_of
 from .strangers import MOST, Strangers
 
 _TOKEN_NBYTES = 16
 _LARGEST_NBYTES = 1 << 20  # of a message: the nodes of 16,384 ranks, in any order on 2,048 nodes, take 207 kB
 _UNSENT_NBYTES = 1 << 26  # of the answers that a connection has not read
+_PARTS = 64  # sent at a time; the kernel takes 1,024
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +49,7 @@ class _Connection:
     frames: Frames
     is_known: bool = False  # it has sent the token
     is_open: bool = True
-    unsent: bytearray = dataclasses.field(default_factory=bytearray)
+    unsent: deque[memoryview] = dataclasses.field(default_factory=deque)  # many nodes may share what is in it
     waits: dict[int, str] = dataclasses.field(default_factory=dict)  # message → the key it waits for
 
 
@@ -189,7 +192,8 @@ class KeyValueStore:
 
     def _send(self, connection: _Connection, number: int, result: object) -> None:
         text = result if isinstance(result, bytes) else text_of(result)
-        connection.unsent += packed_text(b"[%d,%s]" % (number, text))
+        head = b"[%d," % number
+        connection.unsent.extend(map(memoryview, (length_of(len(head) + len(text) + 1) + head, text, b"]")))
         self._answered[connection] = None
 
     def _flush_answered(self) -> None:
@@ -200,17 +204,23 @@ class KeyValueStore:
     def _flush(self, connection: _Connection) -> None:
         if not connection.is_open:
             return
+        unsent = connection.unsent
         try:
-            del connection.unsent[: connection.sock.send(connection.unsent)]
+            while unsent:
+                sent = connection.sock.sendmsg(itertools.islice(unsent, _PARTS))
+                while unsent and sent >= len(unsent[0]):
+                    sent -= len(unsent.popleft())
+                if sent:
+                    unsent[0] = unsent[0][sent:]
         except BlockingIOError:
             pass
         except OSError:
             self._drop(connection)
             return
-        if len(connection.unsent) > _UNSENT_NBYTES:
+        if sum(map(len, unsent)) > _UNSENT_NBYTES:
             self._drop(connection)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 

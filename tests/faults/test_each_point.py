@@ -242,7 +242,7 @@ class Chain:
         spec = {"launch": self._launch, "verbs": verbs, "traps": traps, "options": options, "is_lazy": self._is_lazy}
         environment = {
             **os.environ, **SMALL, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OUT": str(out),
-            "TMPDIR": str(out), "MLFLASH_JOB": "j",
+            "TMPDIR": str(out), "MLFLASH_JOB": "j", "RANKS_PER_NODE": "1",
             "MLFLASH_COURIER": "process", "MLFLASH_TRANSPORT": TRANSPORTS[self._launch % 2],
             "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         }  # fmt: skip
