@@ -175,7 +175,6 @@ def failed(stage: str) -> None:
 
 
 def closed(stage: str) -> None:
-    """Closed, the engine is as it was before."""
     engine = engine_of(stage)
     flash = attach(engine, job="closed", storage_every=0)
     step(engine, 0)
@@ -295,7 +294,6 @@ def other_ranks(stage: str) -> None:
 
 
 def other_stage(stage: str) -> None:
-    """An engine whose files are others is refused."""
     engine = engine_of(stage)
     with attach(engine, job="stage") as flash:
         step(engine, 0)
@@ -311,7 +309,6 @@ def other_stage(stage: str) -> None:
 
 
 def in_a_state(stage: str) -> None:
-    """An engine is part of a state that somebody else saves and loads."""
     engine = engine_of(stage)
     with Checkpointer(job="state", replicated=alike(engine, "its.engine") or None) as checkpointer:
         step(engine, 0)

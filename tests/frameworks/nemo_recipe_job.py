@@ -1,6 +1,10 @@
 """A recipe of NeMo, made small, trained by `llm.pretrain`: stock, with memory, and with NeMo's files behind training.
 
 `nemo_recipe.py` calls it, so that processes which PyTorch starts import nothing of NeMo.
+
+`llm.pretrain`, `pretrain_recipe` and a model of NeMo's are as they are. Left out are NeMo-Run (Fiddle's configurations,
+of which its own are made, are in its place), and what a pretraining does not use: fine-tuning, PEFT, ModelOpt, exports,
+and tokenizers. So none of the packages that these want is needed.
 """
 
 from __future__ import annotations
@@ -8,15 +12,38 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
 import torch
-from megatron.core import tensor_parallel
+from left_out import leave_init_out, leave_out, put
 from nemo_on_cpu import Data, on_cpu, pl
-from nemo_recipes_on_cpu import llama32_1b, llm
 from records import note
+
+# isort: split
+import nemo
+from megatron.core import tensor_parallel
+
+_IN = "nemo.collections"
+
+
+def _as_it_is(function: Any = None, **kwargs: Any) -> Any:
+    """In the place of NeMo-Run's decorators, which let its command line know of a function."""
+    return function or (lambda function: function)
+
+
+leave_init_out(Path(nemo.__file__).parent, f"{_IN}.llm", f"{_IN}.llm.gpt", f"{_IN}.llm.gpt.data",
+               f"{_IN}.llm.gpt.model", f"{_IN}.llm.recipes", f"{_IN}.common")  # fmt: skip
+leave_out(f"{_IN}.llm.gpt.data.fine_tuning", f"{_IN}.llm.gpt.data.packed_sequence", f"{_IN}.llm.peft",
+          f"{_IN}.llm.modelopt", f"{_IN}.llm.modelopt.model_utils", f"{_IN}.llm.recipes.finetune_default",
+          f"{_IN}.common.tokenizers", "nemo.export.trt_llm.nemo_ckpt_loader.nemo_file")  # fmt: skip
+_run: Any = put("nemo_run", types.ModuleType("nemo_run"))
+_run.Config, _run.Partial, _run.autoconvert = fdl.Config, fdl.Partial, _as_it_is
+_run.cli = types.SimpleNamespace(factory=_as_it_is, entrypoint=_as_it_is)
+from nemo.collections.llm import api as llm  # noqa: E402
+from nemo.collections.llm.recipes import llama32_1b  # noqa: E402
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
          "seq_length": 16, "vocab_size": 128, "hidden_dropout": 0.1, "use_cpu_initialization": True,
@@ -61,7 +88,6 @@ class Told(pl.Callback):
 
 
 def recipe_of(folder: str, last: int) -> Any:
-    """The recipe, made small and for CPUs."""
     recipe = llama32_1b.pretrain_recipe(dir=folder, name="small", num_nodes=1, num_gpus_per_node=2)
     for name, value in SMALL.items():
         setattr(recipe.model.config, name, value)
@@ -112,7 +138,6 @@ def train(run: str, folder: str, last: int, every: int = 0, saves: int = 2, die:
 
 
 def main(runs: list[dict[str, Any]]) -> None:
-    """Do the trainings, one after the other."""
     with on_cpu():
         for run in runs:
             train(**run)

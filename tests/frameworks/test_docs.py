@@ -36,11 +36,11 @@ class Page:
     before: tuple[str, ...] = ()
     arguments: str = ""
 
-    def start(self, script: Path, last: int, memory: Path, **more: str) -> str:
-        """Run it on two ranks, to a step, with more in the environment."""
+    def start(self, script: Path, last: int, memory: Path) -> str:
+        """Run it on two ranks, to a step."""
         arguments = [*self.before, str(script), *self.arguments.split(), str(last)]
         program = [sys.executable, "-W", "ignore", "-m", "mpi4py", *arguments]
-        environment = {"MLFLASH_MEMORY": str(memory), "RANKS_PER_NODE": "1", "TMPDIR": str(memory), **more}
+        environment = {"MLFLASH_MEMORY": str(memory), "RANKS_PER_NODE": "1", "TMPDIR": str(memory)}
         line, env = mpiexec(2, [sys.executable, str(SUPPORT / "on_node.py"), *program], environment)
         result = subprocess.run(
             line, env=env, cwd=script.parent, timeout=100, capture_output=True, text=True, check=False
@@ -69,29 +69,12 @@ PAGES = {
 }  # fmt: skip
 
 
-def script_of(page: str, tmp_path: Path) -> Path:
-    """The script of a page, in a file."""
+@pytest.mark.parametrize("page", PAGES)
+def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.M | re.S)
     script = tmp_path / "train.py"
     script.write_text(block)
-    return script
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: Path, tmp_path: Path) -> None:
-    script = script_of(page, tmp_path)
     first, second = PAGES[page].steps
     assert PAGES[page].beginnings(PAGES[page].start(script, first, shm), 0) == 2
     again = PAGES[page].start(script, second, shm)
     assert PAGES[page].beginnings(again, first) == 2 and PAGES[page].restored in again, again
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_script_trains_with_the_switch_and_leaves_memory_alone(page: str, shm: Path, tmp_path: Path) -> None:
-    script = script_of(page, tmp_path)
-    first, _ = PAGES[page].steps
-    started = dataclasses.replace(PAGES[page], before=(str(HERE / "without_finalization.py"), *PAGES[page].before))
-    printed = started.start(script, first, shm, MLFLASH_DISABLE="1")
-    assert PAGES[page].beginnings(printed, 0) == 2, printed
-    assert printed.count("mlflash is off (MLFLASH_DISABLE=1)") == 1, printed
-    assert not list(shm.glob("node*/mlflash-*")) and not (tmp_path / "run42" / "mlflash").exists()

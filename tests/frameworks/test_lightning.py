@@ -16,6 +16,7 @@ from harness import Cluster
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from waiting import until
 
 
 @pytest.mark.parametrize(("variant", "before", "after"), [("ddp", 2, 1), ("fsdp2", 1, 2)])
@@ -141,3 +142,23 @@ def test_lightning_finds_the_files_that_it_would_have_written(shm: Path, trigger
     assert listing(background) == listing(stock), result.log
     for name in listing(stock):
         assert content(background / name) == content(stock / name), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("variant", ["ddp", "fsdp2"])
+def test_lightning_resumes_from_what_came_to_its_place_though_all_were_killed(shm: Path, variant: str) -> None:
+    cluster, folder, name = Cluster(shm), shm / "disk-run", "epoch=0-step=4.ckpt"
+    common = {"last": 6, "every": 100, "trigger": "best two, linked", "variant": variant}
+    slow = {"in_background": True, "drain_rate": 100_000.0}
+    killed = run(
+        cluster, "lightning", {"name": "whole", "job": "whole", "enabled": False, **common},
+        {"name": "run", "job": "run", "dies_at": 5, "settings": slow, **common},
+        launcher="torchrun",  # mpiexec would also kill what moves the files
+    )  # fmt: skip
+    held = killed.of("held")
+    assert len(held) == 2 and all(name not in one["there"] for one in held), "it was still in memory"
+    until(lambda: listing(folder).get("last.ckpt") == name, lambda: f"a link to {name} in {listing(folder)}")
+    assert content(folder / name) == content(shm / "disk-whole" / name), killed.log
+    again = run(cluster, "lightning", {"name": "run", "job": "run", "enabled": False, **common})
+    assert {step for _, step in losses(again, "run")} == {5, 6}, again.log

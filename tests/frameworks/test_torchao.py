@@ -52,8 +52,6 @@ def torchao(module: str, name: str) -> Any:
 
 
 class Training:
-    """A model and an optimizer of torchao, in one process."""
-
     def __init__(self, seed: int, optimizer: str):
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
@@ -139,7 +137,6 @@ def test_a_tensor_in_few_bits_comes_back(ckpt: Checkpointer, make: Any) -> None:
 
 
 def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether tensors have the same bits."""
     return len(some) == len(others) and all(
         (one.dtype, one.shape) == (other.dtype, other.shape)
         and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

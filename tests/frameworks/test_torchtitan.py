@@ -60,7 +60,6 @@ class Trained:
         assert len(self.back.of("done")) == 2, self.back.log
 
     def records(self, event: str, name: str) -> list[dict[str, Any]]:
-        """What was noted of a training, by rank."""
         return [r for result in (self.two, self.one, self.back) for r in result.of(event) if r["run"] == name]
 
     def losses(self, name: str) -> dict[tuple[int, int], float]:
@@ -71,7 +70,6 @@ class Trained:
         return {r["digest"] for r in self.records("end", name)}
 
     def restores(self, name: str) -> set[int]:
-        """How often each rank has restored from memory."""
         return {r["counts"].get("restores", 0) for r in self.records("counts", name)}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._utils
+from left_out import leave_out
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.data import IterableDataset
@@ -37,56 +38,20 @@ def _attend(query: Any, key: Any, value: Any, scale: float | None, enable_gqa: b
     return found, types.SimpleNamespace(lse=None)
 
 
-class _Absent(types.ModuleType):
-    """A package that nothing tested here calls: it needs a GPU, or takes seconds to import, or a gigabyte."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-class _Device:
-    """What TorchTitan asks of `torch.cuda`, and `torch.cpu` does not have."""
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def get_device_name(device: Any) -> str:
-        return "CPU"
-
-    @staticmethod
-    def get_device_properties(device: Any) -> Any:
-        return types.SimpleNamespace(total_memory=1 << 30)
-
-    @staticmethod
-    def memory_stats(device: Any) -> dict[str, int]:
-        return {}
-
-    @staticmethod
-    def reset_peak_memory_stats() -> None:
-        pass
-
-    @staticmethod
-    def empty_cache() -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
-
-
-for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard",
-             "torchtitan.distributed.minimal_async_ep.kernels"):  # fmt: skip
-    sys.modules[name] = _Absent(name)
+# What TorchTitan asks of `torch.cuda`; `torch.cpu` does not have all of it.
+_DEVICE = types.SimpleNamespace(**{
+    **vars(torch.cpu), "current_device": lambda: 0, "get_device_name": lambda device: "CPU",
+    "get_device_properties": lambda device: types.SimpleNamespace(total_memory=1 << 30),
+    "memory_stats": lambda device: {}, "reset_peak_memory_stats": lambda: None, "empty_cache": lambda: None,
+})  # fmt: skip
+# Nothing tested here calls these: they need a GPU, or take seconds to import, or a gigabyte.
+leave_out("datasets", "datasets.distributed", "torch.utils.tensorboard",
+          "torchtitan.distributed.minimal_async_ep.kernels")  # fmt: skip
 # What TorchTitan compiles stays as it is: else each process would import the compiler, for a second or two.
 torch.compile = lambda function=None, **options: function or (lambda other: other)  # type: ignore[assignment]
 FSDPParamGroup.__init__ = _sums  # type: ignore[method-assign]
 torch._utils._get_available_device_type = lambda: "cpu"
-torch._utils._get_device_module = lambda kind: _Device()
+torch._utils._get_device_module = lambda kind: _DEVICE
 if not hasattr(torch.distributed, "set_timeout"):  # TorchTitan is made for a PyTorch after 2.13
     torch.distributed.set_timeout = distributed_c10d._set_pg_timeout
 with warnings.catch_warnings():

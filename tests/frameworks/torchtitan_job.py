@@ -65,8 +65,6 @@ def train(run: Run) -> None:
 
 
 class OtherManager(BaseCheckpointManager):
-    """A back end that is not DCP."""
-
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
         pass

@@ -110,7 +110,6 @@ def shards_on_cpus() -> Iterator[None]:
 
 
 def deepspeed_config(stage: int) -> dict[str, Any]:
-    """Of ZeRO, with the Trainer's optimizer and schedule."""
     return {
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
         "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,

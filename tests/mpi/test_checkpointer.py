@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated import Nodes
+import torch
+from damage import flip
+from holds import Hold
 from mpi4py import MPI
+from states import differences
 
 from mlflash import Checkpointer, errors
+from mlflash.memory import copy_threads
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -30,14 +35,8 @@ def set_to(state: dict[str, Any], new: dict[str, Any]) -> None:
     state["b"][1:], state["t"] = new["b"][1:], new["t"]
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray):
-        return bool(np.array_equal(a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+def same(found: object, saved: object) -> bool:
+    return differences(saved, found, "", loaded=True) == []
 
 
 def descriptors_and_threads() -> tuple[int, list[str]]:
@@ -70,19 +69,6 @@ def test_what_was_saved_is_restored_although_it_was_changed_at_once(options: dic
         assert same(state, state_at(3)), "a failed restore changed the state"
 
 
-def test_a_new_checkpointer_goes_on_where_the_last_one_ended(options: dict[str, Any]) -> None:
-    state = state_at(0)
-    for start in (None, 2, 4):
-        with Checkpointer(**options) as ckpt:
-            assert ckpt.restore(state) == start
-            assert same(state, state_at(start or 0))
-            for step in ((start or 0) + 1, (start or 0) + 2):
-                set_to(state, state_at(step))
-                ckpt.save(step, state)
-    files = sorted(Path(ckpt.report()["memory"]).glob("slot-*"))
-    assert len(files) == (4 if SIZE > 1 else 2)
-
-
 def test_a_fresh_training_over_old_memory_does_not_lose_the_old_step_before_its_own_first_commit(
     options: dict[str, Any],
 ) -> None:
@@ -96,20 +82,8 @@ def test_a_fresh_training_over_old_memory_does_not_lose_the_old_step_before_its_
         assert ckpt.steps() == [1, 2]
 
 
-def test_prepare_sizes_everything_before_the_first_save(options: dict[str, Any]) -> None:
-    with Checkpointer(**options) as ckpt:
-        ckpt.prepare(state_at(0))
-        sizes = [slot["nbytes"] for slot in ckpt.report()["slots"]]
-        assert len(sizes) == (4 if SIZE > 1 else 2) and min(sizes) > 1_600_000
-        files = {slot["file"] for slot in ckpt.report()["slots"]}
-        for step in (1, 2, 3):
-            ckpt.save(step, state_at(step)).wait()
-        assert {slot["file"] for slot in ckpt.report()["slots"]} == files
-        assert [slot["nbytes"] for slot in ckpt.report()["slots"]] == sizes
-
-
 def test_a_restore_that_finds_nothing_prepares_and_one_that_finds_something_makes_room_too(
-    options: dict[str, Any], root: Path
+    options: dict[str, Any],
 ) -> None:
     count = 4 if SIZE > 1 else 2
     for start in (None, 1):
@@ -212,29 +186,6 @@ def test_when_busy_skip_skips_on_all_ranks_or_on_none(options: dict[str, Any]) -
                     snapshot.wait()
 
 
-def test_a_communicator_of_ones_own(options: dict[str, Any], comm: Any) -> None:
-    half = comm.Split(RANK % 2, -RANK)  # two jobs side by side, ranks in reverse order
-    with Checkpointer(**{**options, "job": f"half{RANK % 2}"}, comm=half) as ckpt:
-        assert ckpt.report()["rank"] == half.rank
-        ckpt.save(RANK % 2 + 1, state_at(1)).wait()
-        assert ckpt.steps() == [RANK % 2 + 1]
-    half.Free()
-
-
-def test_survives_and_report_say_what_is_there(options: dict[str, Any], nodes: Nodes) -> None:
-    with Checkpointer(**options) as ckpt:
-        text = ckpt.survives
-        assert text.startswith("any process")
-        assert ("no node" in text) == (SIZE == 1)
-        report = ckpt.report()
-        assert report["node"] == f"node{RANK}"
-        assert (report["partners"] == []) == (SIZE == 1)
-        assert report["memory"] == str(nodes.path(RANK))
-        ckpt.save(1, state_at(1)).wait()
-        counts = MPI.COMM_WORLD.allgather(ckpt.report()["counts"])
-        assert all(c["saves"] == c["committed"] == 1 for c in counts)
-
-
 def test_after_close_nothing_works_and_the_slots_stay(options: dict[str, Any]) -> None:
     ckpt = Checkpointer(**options)
     ckpt.save(1, state_at(1))
@@ -267,3 +218,60 @@ def test_torch_ranks_that_differ_from_mpi_ranks_are_refused(options: dict[str, A
     finally:
         comm.Barrier()
         dist.destroy_process_group()
+
+
+@two
+@pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.mpi(min_size=3))])
+def test_a_save_takes_as_long_as_its_bytes_do_at_the_rate_and_a_restore_does_not(
+    options: dict[str, Any], redundancy: str, hold_at: Callable[[str], Hold]
+) -> None:
+    nbytes, rate = 4 << 20, 8 << 20
+    state = {"w": np.random.default_rng(RANK).integers(0, 255, nbytes, np.uint8)}
+    kept = state["w"].copy()
+    options["timeout_s"] = 3600.0  # no wait ends at its deadline
+    with Checkpointer(**options, redundancy=redundancy, send_rate=rate) as ckpt:
+        ckpt.prepare(state)
+        go_on = hold_at("protect.announced")
+        snapshot = ckpt.save(1, state)  # nothing was sent yet: a save that waited for it would never return
+        assert not snapshot.done
+        start = time.monotonic()
+        go_on.set()
+        snapshot.wait()
+        seconds = time.monotonic() - start
+        assert seconds > 0.8 * nbytes / rate
+        assert ckpt.report()["send rate"] == rate
+        state["w"][:] = 0
+        assert ckpt.restore(state) == 1
+        assert np.array_equal(state["w"], kept)
+
+
+# Several threads per rank
+
+
+def tensors_at(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(100 * RANK + step)
+    shapes = [(3_000_001,), (5, 7), (1024, 1500), (0,), (2_500_000,)]
+    return {f"t{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+
+
+def test_a_crew_saves_restores_and_finds_damage_as_one_thread_does(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_threads, "_measured", lambda ranks, agree: 3)  # of a courier that is a thread
+    options |= {"redundancy": "none", "courier": "thread"}
+    with Checkpointer(**options) as ckpt:
+        for step in (1, 2):
+            state = tensors_at(step)
+            ckpt.save(step, state).wait()
+            state["t0"].zero_()
+        newest = next(slot for slot in ckpt.report()["slots"] if slot["step"] == 2)
+        file = Path(ckpt.report()["memory"], newest["file"])
+    with Checkpointer(**options) as ckpt:
+        state = tensors_at(3)
+        assert ckpt.restore(state) == 2
+        assert all(map(torch.equal, state.values(), tensors_at(2).values()))
+    for at in (13_000_000, 20_000_000):
+        flip(file, at)
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.restore(state) == 1
+        assert all(map(torch.equal, state.values(), tensors_at(1).values()))

@@ -27,8 +27,6 @@ WARM_UP, SAVES = 4, 5
 
 
 class Counting:
-    """A communicator that counts which collectives are begun on it."""
-
     def __init__(self, comm: Any, counts: Counter[str]):
         self._comm, self._counts = comm, counts
 

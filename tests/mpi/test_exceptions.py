@@ -46,8 +46,6 @@ def assert_goes_on(ckpt: Checkpointer, step: int) -> None:
 
 
 class Foreign:
-    """An object of a framework whose errors are its own."""
-
     def __init__(self, error: BaseException | None):
         self.error = error
 

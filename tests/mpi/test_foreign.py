@@ -1,8 +1,12 @@
-"""What is in the memory of one node and not ours: no rank stumbles over it alone, and it stays as it is."""
+"""What others do to the memory of nodes while it is ours: they put files in the place of slots, or empty it.
+
+systemd empties it at the end of a user's last session, with RemoveIPC.
+"""
 
 from __future__ import annotations
 
-import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +15,16 @@ import pytest
 from emulated import Nodes
 from mpi4py import MPI
 
-from mlflash import Checkpointer
+from mlflash import Checkpointer, crash_points, errors
 
-pytestmark = pytest.mark.mpi
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore:.*was not saved.*")]
+RANK = MPI.COMM_WORLD.rank
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {"a": np.arange(50_000) * (step + RANK)}
+    return {"a": np.random.default_rng((RANK, step)).standard_normal(50_000 + RANK)}
 
 
-def plant(node: Path, kind: str) -> dict[str, tuple[int, int, int]]:
-    """Put foreign files where slots and heartbeats are looked for; returns what they are like."""
-    target = node.parent / "target"
-    target.write_bytes(b"x" * 8192)
-    planted = [node / name for name in ("slot-0090", "slot-0100", "pulse-0077")]
-    for path in planted:
-        if kind == "link":
-            path.symlink_to(target)
-        elif kind == "directory":
-            path.mkdir()
-        else:
-            path.write_bytes(b"x" * 8192)
-            path.chmod(0o644)
-    return {str(path): (path.lstat().st_ino, path.lstat().st_mode, path.lstat().st_size) for path in planted}
-
-
-@pytest.mark.parametrize("kind", ["link", "directory", "open"])
-def test_foreign_files_on_one_node_are_passed_over_by_all_ranks_alike(
-    options: dict[str, Any], nodes: Nodes, kind: str
-) -> None:
-    with Checkpointer(**options) as ckpt:
-        ckpt.save(1, state_of(1)).wait()
-    planted: dict[str, tuple[int, int, int]] = {}
-    nodes.on_rank_0(lambda: planted.update(plant(nodes.path(0), kind)))
-    with Checkpointer(**options) as ckpt:
-        state = state_of(0)
-        assert ckpt.restore(state) == 1 and np.array_equal(state["a"], state_of(1)["a"])
-        assert ckpt.save(2, state_of(2)).wait().committed
-        assert ckpt.save(3, {"a": np.arange(200_000)}).wait().committed  # with new files
-        assert ckpt.steps() == [2, 3]
-    for path, (inode, mode, nbytes) in planted.items():
-        now = os.lstat(path)
-        assert (now.st_ino, now.st_mode, now.st_size) == (inode, mode, nbytes)
-
-
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["link", "directory", "open"])
 def test_where_a_slot_of_one_node_became_foreign_its_copy_is_restored(
     options: dict[str, Any], nodes: Nodes, kind: str
@@ -78,3 +46,67 @@ def test_where_a_slot_of_one_node_became_foreign_its_copy_is_restored(
         state = state_of(0)
         assert ckpt.restore(state) == 1 and np.array_equal(state["a"], state_of(1)["a"])
         assert ckpt.save(2, state_of(2)).wait().committed
+
+
+# Somebody empties it
+
+
+def remove_directories(root: Path) -> None:
+    for path in root.glob("node*/mlflash-*"):
+        shutil.rmtree(path)
+
+
+def remove_files(root: Path) -> None:
+    for path in filter(Path.is_file, [*root.rglob("*")]):
+        path.unlink()
+
+
+@pytest.mark.parametrize("redundancy", ["copy", "none"])
+@pytest.mark.parametrize("remove", [remove_directories, remove_files])
+def test_what_is_saved_afterward_is_really_there(
+    options: dict[str, Any], nodes: Nodes, remove: Callable[[Path], None], redundancy: str
+) -> None:
+    options["redundancy"] = redundancy
+    with Checkpointer(**options) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait()
+        nodes.on_rank_0(lambda: remove(nodes.root))
+        for step in (3, 4, 5):
+            assert ckpt.save(step, state_of(step)).wait().committed
+        state = state_of(0)
+        assert ckpt.restore(state) == 5 and np.array_equal(state["a"], state_of(5)["a"])
+    with Checkpointer(**options) as ckpt:
+        state = state_of(0)
+        assert ckpt.restore(state) == 5 and np.array_equal(state["a"], state_of(5)["a"])
+        assert sorted(ckpt.steps()) == [4, 5]
+
+
+@pytest.mark.in_thread
+def test_a_save_whose_files_are_removed_meanwhile_fails_and_the_next_one_does_not(
+    options: dict[str, Any], root: Path
+) -> None:
+    def remove(point: str) -> None:
+        if point == "protect.sealed" and RANK == 0:
+            remove_directories(root)
+
+    with Checkpointer(**options) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait()
+        crash_points.arm(remove)
+        try:
+            with pytest.raises(errors.SaveFailed, match=r"somebody has removed slot-\d+"):
+                ckpt.save(3, state_of(3)).wait()
+        finally:
+            crash_points.arm(None)
+        assert ckpt.save(4, state_of(4)).wait().committed
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.restore(state_of(0)) == 4
+
+
+def test_a_job_whose_lock_was_removed_holds_the_new_one(options: dict[str, Any], nodes: Nodes) -> None:
+    with Checkpointer(**options) as ckpt:
+        ckpt.save(1, state_of(1)).wait()
+        nodes.on_rank_0(lambda: remove_directories(nodes.root))
+        ckpt.save(2, state_of(2)).wait()
+        with pytest.raises(errors.JobInUse):
+            Checkpointer(**options)

@@ -15,6 +15,7 @@ from holds import Hold
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
+from mlflash.saving import save_queue
 from mlflash.state.flatten import flatten
 
 pytestmark = pytest.mark.mpi
@@ -40,7 +41,6 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, "average": self.average, "steps": self.steps}
 
     def step(self) -> None:
-        """Forward, which writes buffers; backward; the step; an average."""
         self.model(torch.randn(8, self.width)).square().sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -60,6 +60,15 @@ class Training:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_restored(ckpt: Checkpointer, step: int, training: Training, kept: dict[str, Any]) -> None:
+    """Restore a step into a new training, which is then as what was kept."""
+    training.step()
+    state = training.state
+    assert ckpt.restore(state, step=step) == step
+    training.steps = state["steps"]
+    assert same(training.copy(), kept), step
 
 
 @pytest.mark.parametrize(
@@ -87,12 +96,7 @@ def test_what_is_restored_is_the_state_at_the_save_however_early_training_goes_o
         steps = ckpt.steps()
         assert steps == [5, 6]
         for step in steps:
-            again = Training(**how)
-            again.step()
-            state = again.state
-            assert ckpt.restore(state, step=step) == step
-            again.steps = state["steps"]
-            assert same(again.copy(), kept[step]), step
+            assert_restored(ckpt, step, Training(**how), kept[step])
 
 
 def in_backward(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
@@ -197,12 +201,7 @@ def test_nothing_of_ddp_or_fsdp2_writes_to_what_is_copied_late(
         holds.let_go()
         assert lazy >= 4  # the first may be the one that agrees on what is shared
         for step in (4, 5):
-            again = Parallel(how)
-            again.step()
-            state = again.state
-            assert ckpt.restore(state, step=step) == step
-            again.steps = state["steps"]
-            assert same(again.copy(), kept[step]), step
+            assert_restored(ckpt, step, Parallel(how), kept[step])
 
 
 def _by_numpy(weight: torch.Tensor) -> None:
@@ -264,12 +263,7 @@ def test_a_failed_save_writes_nothing_into_the_slot_that_the_next_one_gets(optio
         good = ckpt.save(3, training.state, until=training.optimizer)
         training.step()  # what was left of step 2 must not be copied by this
         good.wait()
-        again = Training()
-        again.step()
-        state = again.state
-        assert ckpt.restore(state) == 3
-        again.steps = state["steps"]
-        assert same(again.copy(), kept)
+        assert_restored(ckpt, 3, Training(), kept)
 
 
 def test_a_restore_and_the_next_save_do_not_come_between(options: dict[str, Any]) -> None:
@@ -286,10 +280,68 @@ def test_a_restore_and_the_next_save_do_not_come_between(options: dict[str, Any]
         ckpt.save(3, training.state, until=[training.optimizer])
         kept = training.copy()
     training.step()
-    again = Training()
-    again.step()
     with Checkpointer(**options) as ckpt:
-        state = again.state
-        assert ckpt.restore(state) == 3
-        again.steps = state["steps"]
-        assert same(again.copy(), kept)
+        assert ckpt.steps()[-1] == 3
+        assert_restored(ckpt, 3, Training(), kept)
+
+
+def test_where_it_is_turned_off_all_is_copied_at_once(options: dict[str, Any]) -> None:
+    layer = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with Checkpointer(**options, lazy=False) as ckpt:
+        assert ckpt.adapting.save_or_warn(1, {"layer": layer}, [optimizer]).later is None  # type: ignore[union-attr]
+        assert ckpt.save(2, {"layer": layer}, until=optimizer).later is None
+
+
+# Saves whose slots are not there yet, or are too small: training goes on before they are made
+
+
+def state_of(value: float, numbers: int = 1000) -> dict[str, Any]:
+    tensor = torch.full((numbers,), value)
+    return {"a": tensor, "tied": tensor, "b": torch.full((3, 5), value + RANK).t(), "c": [torch.tensor([value > 0])]}
+
+
+def optimizer_of(state: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([state["a"]], lr=0.1)
+
+
+def add_one(state: dict[str, Any]) -> None:
+    for tensor in (state["a"], state["b"]):
+        tensor.add_(1)
+    state["c"][0].logical_not_()
+
+
+def same_tensors(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in "ab") and torch.equal(one["c"][0], other["c"][0])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_training_goes_on_while_slots_are_made_and_what_is_committed_is_the_state_at_the_save(
+    options: dict[str, Any], hold_at: Callable[[str], Hold], shared: bool
+) -> None:
+    with Checkpointer(**options, replicated=shared or None) as ckpt:
+        for step, numbers in ((1, 1000), (2, 500_000)):  # the first one, and one that has grown
+            state = state_of(step, numbers)
+            held = hold_at("room.created")
+            snapshot = ckpt.save(step, state, until=optimizer_of(state))  # it would not return if it waited for room
+            add_one(state)
+            held.set()
+            snapshot.wait()
+            found, loaded = ckpt.load()
+            assert found == step
+            assert same_tensors(loaded, state_of(step, numbers))
+            assert loaded["a"].data_ptr() == loaded["tied"].data_ptr()
+
+
+@pytest.mark.parametrize("slots_only", [0, RANK])
+def test_where_a_node_has_memory_for_the_slots_only_the_save_waits_for_them(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, slots_only: int
+) -> None:
+    if slots_only == RANK:  # on each rank, or on one of them
+        monkeypatch.setattr(save_queue, "copy_to_host", lambda *_: None)
+    with Checkpointer(**options) as ckpt:
+        state = state_of(1)
+        snapshot = ckpt.save(1, state, until=optimizer_of(state))
+        add_one(state)
+        snapshot.wait()
+        assert same_tensors(ckpt.load()[1], state_of(1))

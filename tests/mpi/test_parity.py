@@ -22,7 +22,9 @@ from mlflash.errors import SaveFailed, Unrestorable
 from mlflash.memory.parity_layout import Stripes, Unit
 from mlflash.memory.slot import Slot, table_check
 from mlflash.memory.slot_header import Header
+from mlflash.redundancy import slot_transfer
 from mlflash.redundancy.protection import _GroupBlocks
+from mlflash.redundancy.slot_transfer import Source
 from mlflash.state.layout import PAGE_NBYTES
 
 COMM = MPI.COMM_WORLD
@@ -39,7 +41,6 @@ def on(*sizes: int) -> pytest.MarkDecorator:
 
 
 def schemes(*sizes: int) -> pytest.MarkDecorator:
-    """The schemes of a test that runs on so many ranks."""
     return pytest.mark.parametrize("scheme", SCHEMES[SIZE if SIZE in sizes else sizes[0]])
 
 
@@ -105,31 +106,12 @@ def test_every_loss_that_is_covered_is_restored_and_one_more_is_refused(
     assert {report["scheme"] for report in reports} == {scheme}
 
 
-@on(3, 5, 8)
-@schemes(3, 5, 8)
-def test_after_the_heal_every_other_loss_is_covered_again_and_memory_stays_the_same(
-    options: dict[str, Any], nodes: Nodes, scheme: str
-) -> None:
-    options["redundancy"] = scheme
-    losses = int(scheme.partition("+")[2] or 1)
-    save(options, 1, 2)
-    files = {path.name: path.stat().st_size for path in nodes.path(RANK).glob("slot-*")}
-    for first in range(0, SIZE, 2 if LARGE else 1):  # no save between the losses
-        nodes.lose(*((first + nth) % SIZE for nth in range(losses)))
-        assert restored(options)[0] == 2
-    after = {path.name: path.stat().st_size for path in nodes.path(RANK).glob("slot-*")}
-    assert sorted(after.values()) == sorted(files.values())
-
-
 class Mapped:
-    """A file, mapped as a slot needs it."""
-
     def __init__(self, path: Path):
         self.name, self.view = path.name, np.memmap(path, dtype=np.uint8, mode="r+")
 
 
 def damage(path: Path, header: Header, blocks: Sequence[int]) -> None:
-    """Flip a bit in the middle of some blocks."""
     bounds = [header.extents.block(block) for block in blocks]
     flip(path, *(PAGE_NBYTES + (where.start + where.stop) // 2 for where in bounds), bit=4)
 
@@ -260,6 +242,33 @@ def test_the_parity_in_the_files_is_what_docs_format_says(
             total ^= product[power[c * j]][np.frombuffer(unit, dtype=np.uint8)]
         at = (r * k + j) * block
         assert parity[(s + j) % m][at : at + block] == total.tobytes()
+
+
+@pytest.mark.in_thread
+def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_committed(
+    options: dict[str, Any], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bad DIMM or wire would change it, after its checksum was made."""
+    options["redundancy"] = "copy"
+    save(options, 1)
+    really, changed = Source.check_up_to, list[int]()
+
+    def check_up_to(source: Source, block: int) -> None:
+        really(source, block)
+        if RANK == 1 and not changed:
+            source.slot.body(source.extents)[1000] ^= 1
+            changed.append(block)
+
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.load()[0] == 1
+        ckpt.wait()
+        monkeypatch.setattr(slot_transfer, "ARRIVAL_S", 1.0)
+        monkeypatch.setattr(Source, "check_up_to", check_up_to)
+        with pytest.raises(SaveFailed, match="its copies or parity did not arrive whole"):
+            ckpt.save(2, state_at(2)).wait()
+        monkeypatch.setattr(Source, "check_up_to", really)
+    nodes.lose(1)
+    assert restored(options)[0] == 1
 
 
 @on(4)

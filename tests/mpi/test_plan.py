@@ -1,7 +1,8 @@
-"""What a plan says is what a Checkpointer makes."""
+"""What a plan and failure domains say is what a Checkpointer makes."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import describe, of
 from mlflash.planning.scheme_comparison import Job, node_nbytes
 
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+
 pytestmark = pytest.mark.mpi
+on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 
 
 @pytest.mark.parametrize("certify_after", [0, 1, 2])
@@ -25,11 +30,11 @@ pytestmark = pytest.mark.mpi
 def test_the_bytes_of_a_plan_are_those_that_the_files_take(
     options: dict[str, Any], scheme: str, certify_after: int
 ) -> None:
-    comm, held = MPI.COMM_WORLD, slots_of(certify_after)
+    held = slots_of(certify_after)
     with Checkpointer(redundancy=scheme, certify_after=certify_after, **options) as ckpt:
         ckpt.prepare({"w": np.zeros(1_000_000, np.uint8)})
-        taken = comm.allgather(sum(slot["nbytes"] for slot in ckpt.report()["slots"]))
-        job = Job(tuple(f"n{rank}" for rank in range(comm.size)), 1, 1_000_000,
+        taken = COMM.allgather(sum(slot["nbytes"] for slot in ckpt.report()["slots"]))
+        job = Job(tuple(f"n{rank}" for rank in range(SIZE)), 1, 1_000_000,
                   own_slots=held, copy_slots=held)  # fmt: skip
         placed = place(job.topology, parse(scheme))
         assert max(taken) == node_nbytes(job, placed)
@@ -38,17 +43,60 @@ def test_the_bytes_of_a_plan_are_those_that_the_files_take(
 
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_so_are_those_of_a_plan_for_ranks_that_share_state(options: dict[str, Any], root: Path, per_node: int) -> None:
-    comm = MPI.COMM_WORLD
-    if comm.size % per_node or comm.size == 1:
+    if SIZE % per_node or SIZE == 1:
         pytest.skip("runs on an even number of ranks")
     options |= on_node(root, per_node)
     with Checkpointer(redundancy="copy", replicated={"w": True}, **options) as ckpt:
-        ckpt.prepare({"w": np.zeros(1_000_000, np.uint8), "x": np.full(500_000, comm.rank, np.uint8)})
-        reports = comm.allgather(ckpt.report())
+        ckpt.prepare({"w": np.zeros(1_000_000, np.uint8), "x": np.full(500_000, RANK, np.uint8)})
+        reports = COMM.allgather(ckpt.report())
     nodes = tuple(sorted({report["node"] for report in reports}))
     held = [sum(s["nbytes"] for r in reports if r["node"] == node for s in r["slots"]) for node in nodes]
     kinds = [[slot["what"] for slot in report["slots"]] for report in reports]
-    assert kinds == [["own", "own", "share", "share", *["of others"] * 2 * (len(nodes) > 1)]] * comm.size
+    assert kinds == [["own", "own", "share", "share", *["of others"] * 2 * (len(nodes) > 1)]] * SIZE
     alike = -(-1_000_000 // 256) * 256
     job = Job(nodes, per_node, 500_000 + alike, alike_nbytes=alike)
     assert max(held) == node_nbytes(job, place(job.topology, parse("copy")))
+
+
+# Failure domains
+
+
+@on_4
+def test_copies_go_to_another_rack_and_survives_says_what_that_is_worth(
+    options: dict[str, Any], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if RANK == 0:
+        (root / "racks").write_text("levels: rack\nnode[0,2] A\nnode[1,3] B\n")
+    COMM.Barrier()
+    with Checkpointer(**options, domains=root / "racks") as ckpt:
+        assert ckpt.report()["partners"] == {0: [1], 2: [3], 1: [0], 3: [2]}[RANK]
+        assert ckpt.survives == (
+            "any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; any 1 rack; not: racks A and B together"
+        )
+        ckpt.save(1, {"x": np.arange(9)}).wait()
+    with Checkpointer(**options, redundancy="xor:4", domains={"node[0-1]": "A", "node[2-3]": "B"}) as ckpt:
+        assert ckpt.load()[0] == 1
+        assert ckpt.survives.endswith("any 1 of 4 nodes; not: domain A, domain B")
+    assert ("domain A holds 2 nodes of a group that may lose 1" in caplog.text) == (RANK == 0)
+
+
+@on_4
+def test_hosts_that_the_file_does_not_name_are_named_in_a_warning(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    if RANK == 0:
+        (root / "racks").write_text("node[0-1] A\n")
+    COMM.Barrier()
+    monkeypatch.setenv("MLFLASH_DOMAINS", str(root / "racks"))
+    with caplog.at_level(logging.WARNING, "mlflash"), Checkpointer(**options):
+        assert ("the failure domains of node2, node3 are not given" in caplog.text) == (RANK == 0)
+
+
+@pytest.mark.in_thread  # the environment of a courier that is a process is what its trainer had at the beginning
+@on_4
+def test_what_slurm_says_of_each_node_is_found(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", f"core.leaf{RANK // 2}.node{RANK}")
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.switch.node")
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.report()["partners"] == [(RANK + 2) % 4]
+        assert ckpt.survives.endswith("any 1 leaf switch; not: leaf switches leaf0 and leaf1 together")

@@ -107,7 +107,6 @@ class Layout(NamedTuple):
         return -(-self.ranks // self.per_node)
 
     def may_lose(self, redundancy: str) -> int:
-        """How many nodes may be lost."""
         nodes, losses = {"copy": (2, 1), "xor:3": (3, 1), "rs:2+2": (4, 2)}[redundancy]
         return losses if self.nodes == nodes or (self.nodes > nodes and losses == 1) else 0
 

@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from damage import flip
+from damage import flip, slot
 from emulated import Nodes
 from holds import Hold
 from mpi4py import MPI
 from waiting import until
 
 from mlflash import Checkpointer
-from mlflash.memory.slot_header import HEADER_NBYTES, Header, Kind, unpack
+from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
-KINDS = {"own": Kind.SLOT, "copy": Kind.SLOT, "parity": Kind.PARITY, "share": Kind.SHARE}
 COUNTED = ("files damaged", "blocks repaired", "files made again", "committed", "failed")
 SCHEME = {2: "copy", 3: "xor:3", 4: "rs:2+2"}.get(SIZE, "copy")
 
@@ -33,15 +32,6 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.skipif(SIZE > 4, reason="
 def state_at(step: int) -> dict[str, Any]:
     numbers = np.random.default_rng((RANK, step))
     return {"w": numbers.standard_normal(60_000 + 9_000 * RANK), "step": step}
-
-
-def file_of(nodes: Nodes, kind: str, of: int, step: int) -> tuple[Path, Header]:
-    """The file that holds a rank's state of a step: own slot, copy on another node, parity or share."""
-    found = [(node, *file) for node in range(SIZE) for file in nodes.files(node)]
-    ours = [(path, header) for node, path, header in found
-            if header.rank == of and header.step == step and header.kind is KINDS[kind]
-            and (kind not in ("own", "copy") or (node == of) == (kind == "own"))]  # fmt: skip
-    return ours[0]
 
 
 def damage_at(path: Path, header: Header, place: str) -> None:
@@ -58,8 +48,6 @@ def counts(ckpt: Checkpointer) -> dict[str, int]:
 
 
 def wait_found(ckpt: Checkpointer, total: int) -> None:
-    """Wait until all ranks together have found so many files damaged."""
-
     def found() -> bool:
         return COMM.allreduce(counts(ckpt).get("files damaged", 0)) >= total
 
@@ -100,7 +88,7 @@ def test_what_is_damaged_in_a_running_job_is_said_once_and_whole_again_before_th
     kind = ("copy" if SCHEME == "copy" else "parity") if kind == "redundancy" else kind
     with caplog.at_level(logging.WARNING, "mlflash"), Checkpointer(**options) as ckpt:
         ckpt.save(1, state_at(1)).wait()
-        path, header = file_of(nodes, kind, 1, 1)
+        path, header = slot(nodes.root, kind, 1, 1)
         nodes.on_rank_0(lambda: damage_at(path, header, place))
         wait_found(ckpt, 1)
         hold = hold_at("protect.announced")
@@ -133,7 +121,7 @@ def saved(options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold],
     """
     with Checkpointer(**options) as ckpt:
         ckpt.save(1, state_at(1)).wait()
-        files = [(*file_of(nodes, kind, of, 1), place) for kind, of, place in damage]
+        files = [(*slot(nodes.root, kind, of, 1), place) for kind, of, place in damage]
         nodes.on_rank_0(lambda: [damage_at(*one) for one in files])
         wait_found(ckpt, len({path for path, *_ in files}))
         hold = hold_at("protect.announced")
@@ -195,7 +183,7 @@ def test_without_redundancy_or_where_a_share_is_damaged_it_is_said_and_left(
         with Checkpointer(**options, strict=True, **more) as ckpt:
             alike = {"w": np.arange(200_000.0), "step": 1}
             ckpt.save(1, alike).wait()
-            path, header = file_of(nodes, kind, 1, 1)
+            path, header = slot(nodes.root, kind, 1, 1)
             nodes.on_rank_0(lambda path=path, header=header: damage_at(path, header, "first"))
             wait_found(ckpt, 1)
             before = COMM.bcast(path.read_bytes())
@@ -212,7 +200,7 @@ def test_the_event_log_has_each_finding_and_what_was_mended(options: dict[str, A
     options |= {"redundancy": SCHEME, "strict": True, "log": str(log)}
     with Checkpointer(**options) as ckpt:
         ckpt.save(1, state_at(1)).wait()
-        path, header = file_of(nodes, "own", 1, 1)
+        path, header = slot(nodes.root, "own", 1, 1)
         nodes.on_rank_0(lambda: damage_at(path, header, "blocks"))
         wait_found(ckpt, 1)
         ckpt.save(2, state_at(2)).wait()

@@ -1,4 +1,7 @@
-"""State that ranks hold alike: one copy on each node, nothing sent, bits restored whatever is lost, never a guess."""
+"""State that ranks hold alike: one copy on each node, nothing sent, bits restored whatever is lost, never a guess.
+
+Where ranks only compare what they hold alike, a rank whose bits are other ones is named.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from damage import flip
 from emulated import Nodes, on_node
 from mpi4py import MPI
 
-from mlflash import Checkpointer, errors
+from mlflash import Checkpointer, errors, rng
 from mlflash.memory.slot_header import Kind
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 MIB = 1 << 20
 
-pytestmark = pytest.mark.mpi(min_size=2)
+# Sharing does not depend on the transport.
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.parametrize("options", ["p2p"], indirect=True)]
 on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 
 
-@pytest.fixture
-def options(root: Path) -> dict[str, Any]:
-    """Settings of a Checkpointer on nodes of one rank each; sharing does not depend on the transport."""
-    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0}
-
-
 class Own:
-    """State that each rank has its own of."""
-
     rank_private = True
 
     def __init__(self, step: int):
@@ -99,12 +96,10 @@ def save(options: dict[str, Any], *steps: int, **more: Any) -> dict[str, Any]:
 
 
 def shares(nodes: Nodes, node: int, step: int | None = None) -> list[Path]:
-    """The files of a node that hold shares."""
     return [path for path, header in nodes.files(node) if header.kind is Kind.SHARE and step in (None, header.step)]
 
 
 def node_nbytes(options: dict[str, Any], report: dict[str, Any]) -> list[int]:
-    """Bytes of all slots of each node."""
     reports = COMM.allgather(report)
     names = sorted({one["node"] for one in reports})
     return [sum(slot["nbytes"] for one in reports if one["node"] == name for slot in one["slots"]) for name in names]
@@ -287,3 +282,100 @@ def test_only_what_the_patterns_name_is_shared(options: dict[str, Any], caplog: 
         assert np.array_equal(found["model"]["w"], state_of(2)["model"]["w"])
     with pytest.raises(errors.ConfigError, match="these must be the same for all"):
         Checkpointer(**options, replicated={"a": True, "b": [RANK]})
+
+
+# Ranks that only compare
+
+
+@pytest.fixture
+def apart(options: dict[str, Any]) -> dict[str, Any]:
+    return options | {"share": False}
+
+
+def replica_at(seed: int) -> dict[str, Any]:
+    """A state that is the same on every rank: small and large tensors, some not a multiple of a block."""
+    random = np.random.default_rng(seed)
+    model = {f"layer{i}.weight": random.standard_normal(size) for i, size in enumerate((7, 100_000, 8_192, 3))}
+    return {"model": model, "rng": rng(), "step": seed}
+
+
+def test_a_step_at_which_replicas_differ_is_not_certified(apart: dict[str, Any]) -> None:
+    with Checkpointer(**apart, replicated=COMM, certify_after=1) as ckpt:
+        for step in (1, 2, 3):
+            state = replica_at(step)
+            if RANK == SIZE - 1 and step == 2:
+                state["model"]["layer1.weight"].view(np.uint8)[0] ^= 1  # which no look at values can see
+            ckpt.save(step, state).wait()
+    with Checkpointer(**apart, replicated=COMM) as ckpt:
+        assert ckpt.load(certified=True)[0] == 1
+
+
+@pytest.mark.parametrize("name", ["layer0.weight", "layer1.weight", "layer3.weight"])
+def test_one_bit_on_one_rank_is_named_once(apart: dict[str, Any], caplog: pytest.LogCaptureFixture, name: str) -> None:
+    odd = SIZE - 1
+    with Checkpointer(**apart, replicated=COMM, strict=True) as ckpt:
+        for step in (1, 2, 3):
+            state = replica_at(step)
+            if odd == RANK and step > 1:
+                state["model"][name].view(np.uint8)[-1] ^= 1
+            ckpt.save(step, state).wait()
+            ckpt.steps()  # the courier compares after the commit
+            found = said(caplog)
+            if RANK == 0 and step > 1:
+                assert len(found) == 1 and f"model.{name} (" in found[0] and "step 2 is not the same" in found[0]
+                others = f"0-{odd - 1}" if odd > 1 else "0"
+                where = f" on node{odd}" if SIZE > 2 else ""  # of two nobody knows who is wrong
+                assert f"rank {odd}{where} differs from {others}" in found[0]
+            else:
+                assert found == []
+        assert ckpt.report()["counts"]["tensors diverged"] == 1
+
+
+def test_other_tensors_of_a_rank_and_other_shards_are_not_compared(
+    apart: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(**apart, replicated=list(range(SIZE)), strict=True) as ckpt:
+        for step in (1, 2):
+            state = replica_at(step) | {f"of rank {RANK}": np.full(10, RANK)}
+            state["shard"] = np.arange(10 + RANK)
+            ckpt.save(step, state).wait()
+        ckpt.steps()
+        assert said(caplog) == []
+        state = replica_at(3)
+        state["model"]["layer2.weight"] += RANK
+        ckpt.save(3, state).wait()
+    assert len(said(caplog)) == int(RANK == 0)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_two_groups_that_differ_from_each_other(apart: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    mine = COMM.Split(RANK % 2)
+    with Checkpointer(**apart, replicated=mine.Get_group(), strict=True) as ckpt:
+        ckpt.save(1, replica_at(RANK % 2)).wait()
+        ckpt.steps()
+        assert said(caplog) == []
+        state = replica_at(RANK % 2)
+        state["model"]["layer0.weight"][0] += RANK == 3
+        ckpt.save(2, state).wait()
+    assert len(said(caplog)) == int(RANK == 1)
+    mine.Free()
+
+
+def test_a_process_group_of_torch_names_the_ranks(
+    root: Path, apart: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), SIZE), rank=RANK,
+                            world_size=SIZE)  # fmt: skip
+    try:
+        with Checkpointer(**apart, replicated=dist.group.WORLD, strict=True) as ckpt:
+            ckpt.save(1, {"w": np.arange(5) + (RANK == 1)}).wait()
+            ckpt.steps()
+    finally:
+        dist.destroy_process_group()
+    assert len(said(caplog)) == int(RANK == 0)
+
+
+def test_nonsense_is_refused_on_all_ranks(apart: dict[str, Any]) -> None:
+    for replicated in ([SIZE], "dp", [] if RANK == 0 else True):
+        with pytest.raises(errors.ConfigError, match="replicated="):
+            Checkpointer(**apart, replicated=replicated)

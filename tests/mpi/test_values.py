@@ -127,18 +127,6 @@ def test_a_step_is_certified_by_the_next_one_that_is_good_and_held_beside_the_ne
         assert restored(options, certified=True) == 1
 
 
-def test_a_relaunch_holds_what_is_certified_through_its_heal_and_its_saves(options: dict[str, Any]) -> None:
-    options["certify_after"] = 1
-    with Checkpointer(**options) as ckpt:
-        for step, bad in ((1, None), (2, None), (3, np.nan)):
-            save(ckpt, step, bad)
-    with Checkpointer(**options) as ckpt:
-        assert ckpt.restore(state_at(0)) == 3
-        for step in range(4, 8):
-            save(ckpt, step, np.nan)
-    assert restored(options, certified=True) == 1
-
-
 def test_steps_that_certify_may_be_several_saves_apart(options: dict[str, Any]) -> None:
     options["certify_after"] = 3
     with Checkpointer(**options) as ckpt:

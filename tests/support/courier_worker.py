@@ -25,7 +25,6 @@ RANK = int(os.environ.get("RANK") or os.environ.get("PMI_RANK", "0"))
 
 
 def state_at(step: int) -> dict[str, Any]:
-    """The state after a step; another one for each rank and step."""
     random = np.random.default_rng((RANK, step))
     return {"own": random.integers(0, 256, 100_000 + 1000 * RANK, dtype=np.uint8), "step": step}
 
@@ -147,7 +146,6 @@ ENDS_ALL = ("raises", "interrupted")
 
 
 def leave(how: str) -> None:
-    """End this process in one of many ways, or have it be another program."""
     if how == "raises":
         raise ValueError("a fault of the training")
     if how == "interrupted":
@@ -264,7 +262,6 @@ def later(settings: dict[str, Any]) -> None:
 
 
 def fail_to_start(settings: dict[str, Any]) -> None:
-    """Say what a Checkpointer says whose couriers cannot start MPI."""
     logging.getLogger("mlflash").addHandler(_Note())
     start = time.monotonic()
     try:

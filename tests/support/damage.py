@@ -11,7 +11,6 @@ from mlflash.memory.slot_header import HEADER_NBYTES, Header, Kind, unpack
 
 
 def headers(folder: Path) -> Iterator[tuple[Path, Header]]:
-    """All slots below a folder that hold something, and their headers."""
     for path in sorted(folder.rglob("slot-*")):
         with contextlib.suppress(CorruptSlot):
             yield path, unpack(path.read_bytes()[:HEADER_NBYTES])
@@ -28,7 +27,6 @@ def slot(folder: Path, kind: str, rank: int, step: int) -> tuple[Path, Header]:
 
 
 def flip(path: Path, *places: int, bit: int = 1) -> None:
-    """Flip a bit of some bytes of a file."""
     with path.open("r+b") as file:
         for place in places:
             file.seek(place)

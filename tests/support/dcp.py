@@ -65,7 +65,6 @@ class Kept:
 
 
 def spoil(state: Any, by: int = 77) -> None:
-    """Change every tensor of a state in place, as training does after a save."""
     for tensor in local_tensors(state).values():
         raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool else tensor
         raw.logical_not_() if raw.dtype == torch.bool else raw.add_(by)
@@ -110,8 +109,6 @@ class RenamePlanner(DefaultSavePlanner):
 
 
 class DropPlanner(DefaultSavePlanner):
-    """Does not save what has "buffer" in its name."""
-
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         kept = {name: value for name, value in state_dict.items() if "buffer" not in name}
         super().set_up_planner(kept, storage_meta, is_coordinator)

@@ -31,7 +31,6 @@ def digests(value: Any, name: str = "") -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Of all of it."""
     return hashlib.sha256(repr(sorted(digests(value).items())).encode()).hexdigest()
 
 

@@ -116,7 +116,6 @@ def save_and_die(ckpt: mlflash.Checkpointer, step: int, saves: int, rank: int) -
 
 
 def meet(pid: int, how: str) -> None:
-    """Let a process come to an end, be stopped, or be another one."""
     numbers = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung up": signal.SIGHUP}
     if how == "raises":
         raise ValueError("a fault of the training")

@@ -26,7 +26,6 @@ OUT = Path(os.environ["OUT"])
 
 
 def whole_at(step: int) -> torch.Tensor:
-    """What all ranks have together after a step."""
     return torch.from_numpy(np.random.default_rng(step).standard_normal(30_000))
 
 

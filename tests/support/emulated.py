@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from damage import damage
+from damage import damage, headers
 from mpi4py import MPI
 from on_node import settings_of
 
-from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
+from mlflash.memory.slot_header import Header
 
 COMM = MPI.COMM_WORLD
 
@@ -28,7 +28,6 @@ class Nodes:
         self.root, self._kept = root, root / "kept"
 
     def path(self, node: int) -> Path:
-        """The directory of the job in the memory of a node."""
         return self.root / f"node{node}" / f"mlflash-{os.getuid()}" / "t"
 
     @property
@@ -68,13 +67,7 @@ class Nodes:
         self.on_rank_0(work)
 
     def files(self, node: int) -> list[tuple[Path, Header]]:
-        """The files of a node that hold something, by name."""
-        found = []
-        for path in sorted(self.path(node).glob("slot-*")):
-            page = path.read_bytes()[:HEADER_NBYTES]
-            if page[:8] == b"MLFLASH\0":
-                found.append((path, unpack(page)))
-        return found
+        return [*headers(self.path(node))]
 
     def _remove(self, nodes: Iterable[int]) -> None:
         for node in nodes:

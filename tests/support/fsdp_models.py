@@ -15,8 +15,6 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 @dataclasses.dataclass
 class Run:
-    """A small model in training, sharded over some ranks and replicated over others."""
-
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     replicas: Any
@@ -61,11 +59,11 @@ def fsdp2(replicas: int, shards: int, seed: int = 0, width: int = 13) -> Run:
     return _run(model, mesh)
 
 
-def fsdp1(replicas: int, shards: int, seed: int = 0, width: int = 13, original: bool = True) -> Run:
+def fsdp1(replicas: int, shards: int, seed: int = 0, width: int = 13) -> Run:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replica", "shard"))
     model = Net(width)
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": original}
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
     if replicas > 1:
         options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     else:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import described, free_port, left_here, runs, started_by, state, uses, with_variable
+from processes import described, free_port, left_here, runs, send, started_by, state, uses, with_variable
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
@@ -57,9 +57,7 @@ def own_memory() -> Iterator[Path]:
 def _kill_orphans(path: Path) -> None:
     """Kill couriers that outlive their trainers, whose records are below a path."""
     pids = with_variable(f"\0OUT={path}/")
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, pids)
     until(lambda: not any(map(runs, pids)), "the end of what outlived its trainers")
 
 
@@ -191,7 +189,6 @@ class PlainRanks:
         return read_records(self.out, event)
 
     def wait(self) -> list[int]:
-        """The exit code of each."""
         return [process.wait(PATIENCE_S) for process in self.processes]
 
     def close(self) -> None:
@@ -204,8 +201,6 @@ live: set[Launch] = set()
 
 
 class Launch:
-    """A job that runs."""
-
     def __init__(self, command: list[str], env: dict[str, str], out: Path):
         self.out = out
         self._without_mpi = env.get("MLFLASH_COURIER") == "process"
@@ -242,11 +237,7 @@ class Launch:
     def signal(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
         """Send a signal to ranks, as nearly at once as can be."""
         pids = self.pids()
-        for rank in ranks:
-            try:
-                os.kill(pids[rank], number)
-            except ProcessLookupError:
-                pass
+        send(number, [pids[rank] for rank in ranks])
 
     def running(self) -> bool:
         return self._process.poll() is None
@@ -254,11 +245,7 @@ class Launch:
     def kill(self) -> None:
         """Kill everything that this launch started; on return its ranks hold no lock any more."""
         pids = self.pids().values()
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        send(signal.SIGKILL, pids)
         signal_group(self._process, signal.SIGKILL)
         self._process.wait(30)
         if self._without_mpi:
@@ -297,9 +284,7 @@ class Launch:
         while self.running() and time.monotonic() < end:
             pids = self.pids().values()
             if any(map(_has_died, pids)):
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                send(signal.SIGKILL, pids)
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LOOK_S)
@@ -312,9 +297,7 @@ class Launch:
 
         They are no descendants of mpiexec any more. Those that are only need more time on a busy machine.
         """
-        for pid in self._started() - {self._process.pid, *started_by({self._process.pid})}:
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, self._started() - {self._process.pid, *started_by({self._process.pid})})
 
     def _started(self) -> set[int]:
         """All processes of this launch, whoever is their parent now."""
@@ -351,7 +334,6 @@ def _state_of(pid: int) -> str:
 
 
 def _mpi_files() -> set[str]:
-    """Files of MPICH's and Open MPI's own shared memory."""
     return {str(path) for pattern in ("mpich_shm_*", "sm_segment.*") for path in Path("/dev/shm").glob(pattern)}
 
 

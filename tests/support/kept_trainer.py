@@ -4,7 +4,7 @@ Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to O
 its final state to OUT/end-RANK. JSON:
 
 - ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device``, ``settings`` of the Checkpointer, ``pause``
-  seconds a step; ``workers`` that fetch its data;
+  seconds a step;
 - ``die``: a list of rank, step and place, at each of which the process that has this rank kills itself once;
   ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
 - ``attacked``: who attacks it writes a rank and a place, or a crash point, into OUT/die, and the process that takes the
@@ -74,8 +74,6 @@ def once(mark: Path) -> None:
 
 
 class Numbers(Dataset):  # type: ignore[misc]
-    """What a batch of a step and a rank holds."""
-
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
 
@@ -136,7 +134,7 @@ def batches(first: int) -> Iterator[torch.Tensor]:
     order = [[(step * size + rank) * BATCH + n for n in range(BATCH)] for step in range(first, LAST + 1)]
     # Of its own: otherwise each iterator takes a number of the generator that the state has.
     seeds = torch.Generator().manual_seed(0)
-    yield from DataLoader(Numbers(), batch_sampler=order, num_workers=OPTIONS.get("workers", 0), generator=seeds)
+    yield from DataLoader(Numbers(), batch_sampler=order, generator=seeds)
 
 
 def train(ckpt: mlflash.Checkpointer, start: int) -> int:
@@ -174,7 +172,6 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
 
 
 def digest_now() -> str:
-    """Of all that the state has."""
     generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if DEVICE == "cuda" else [])]
     return digest([model, optimizer, schedule, scaler, generators])
 

@@ -8,7 +8,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,13 @@ def plain_environment(**more: object) -> dict[str, str]:
     told = ("PMI", "OMPI", "SLURM", "MLFLASH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
     return kept | {name: str(value) for name, value in more.items()}
+
+
+def send(number: int, pids: Iterable[int]) -> None:
+    """Send a signal to processes, of which some may have ended meanwhile."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def started_by(pids: set[int]) -> set[int]:

@@ -1,6 +1,6 @@
 """Fixtures of tests that run on every rank of a real mpiexec, and what pytest does otherwise there.
 
-    mpiexec -n 4 python -m pytest --with-mpi tests/mpi/test_transfer.py
+    mpiexec -n 4 python -m pytest --with-mpi tests/mpi/test_views.py
 
 Each rank writes a report of its own, and only the first one prints, unless another one fails. MPI is imported when
 pytest has begun, and not with this file: the checkpoint processes of PyTorch must not touch MPI.

@@ -20,8 +20,6 @@ WORKER = Path(__file__).with_name("run_worker.py")
 
 
 class Results:
-    """Reads a folder of results."""
-
     def __init__(self, out: Path):
         self.out = out
         out.mkdir(exist_ok=True)
@@ -30,7 +28,6 @@ class Results:
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The lines of the journal with this event."""
         lines = [json.loads(line) for line in (self.out / "run.jsonl").read_text().splitlines()]
         return [line for line in lines if line["event"] == name]
 

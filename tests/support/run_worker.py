@@ -44,7 +44,6 @@ class Sums:
             return None
 
     def allreduce(self, mine: float) -> float:
-        """Add up what all ranks have, in the order of the ranks."""
         if self.rank:
             self._others[0].send(mine)
             return float(self._others[0].recv())

@@ -11,8 +11,6 @@ import torch
 
 @dataclasses.dataclass
 class Hole:
-    """Where a tensor was."""
-
     number: int
 
 

@@ -348,8 +348,6 @@ class Stream(IterableDataset):  # type: ignore[misc]
 
 
 class Drawn(Training):
-    """Batches of a loader, epoch after epoch."""
-
     def __init__(self, loader: Any):
         self.state = {"loader": loader}
         self.begin()
@@ -381,8 +379,6 @@ def loader(kind: str, order: str, workers: int, **options: Any) -> Training:
 
 
 class Shuffled(torch.utils.data.Sampler):  # type: ignore[misc]
-    """An order of its own in each epoch."""
-
     def __init__(self) -> None:
         self.epoch = 0
 
@@ -509,15 +505,6 @@ def stepped(name: str, training: Training, number: int) -> dict[str, str]:
 # What is refused, with the path and the message
 
 
-class Odd(Counting):
-    def get_extra_state(self) -> Any:
-        return {1, 2}
-
-
-def _quantized() -> nn.Module:
-    return torch.ao.nn.quantized.dynamic.Linear(3, 4)
-
-
 def _node() -> Any:
     from torchdata import nodes
 
@@ -527,14 +514,10 @@ def _node() -> Any:
 _PLAIN = "save tensors, arrays, .* or objects with state_dict and load_state_dict"
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a generator": (torch.Generator, "it", "whose state_dict calls get_state.. and whose load_state_dict set_state"),
-    "a loader of torch": (lambda: torch.utils.data.DataLoader(Numbers()), "it", _PLAIN),
     "a node outside of a loader": (_node, "it", "this one has no load_state_dict"),
     "a lazy module": (lambda: nn.LazyLinear(3), "it.weight", "has no values yet: give its module an input first"),
-    "an extra state that is a set": (Odd, "it._extra_state", _PLAIN),
-    "a quantized module": (_quantized, "it._packed_params.dtype", _PLAIN),
     "a quantized tensor": (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), "it", "only dense"),
     "a sparse tensor": (lambda: torch.eye(3).to_sparse(), "it", "only dense tensors with memory of their own"),
     "a dtype": (lambda: torch.float32, "it", _PLAIN),
-    "a function": (lambda: torch.relu, "it", _PLAIN),
 }
 """What makes each, the path that is named, and a part of the message."""

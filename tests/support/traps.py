@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import runs, started_by
+from processes import runs, send, started_by
 from waiting import hang, take, until
 
 from mlflash import crash_points
@@ -52,8 +52,7 @@ def _is_courier(pid: int) -> bool:
 
 def _kill(pids: set[int]) -> None:
     """Kill processes, of which this may be one; with its zygote a courier dies, too."""
-    for pid in sorted(pids, key=lambda pid: (pid == os.getpid(), pid == os.getppid())):
-        _send(signal.SIGKILL, pid)
+    send(signal.SIGKILL, sorted(pids, key=lambda pid: (pid == os.getpid(), pid == os.getppid())))
 
 
 def kill_rank() -> None:
@@ -74,8 +73,7 @@ def kill_my_node(wipe: bool) -> None:
     if wipe:
         # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
         others = (trainers | _couriers_of(trainers)) - {os.getpid()}
-        for pid in others:
-            _send(signal.SIGSTOP, pid)
+        send(signal.SIGSTOP, others)
         until(lambda: not any(runs(pid) for pid in others), "all ranks of this node are stopped")
         shutil.rmtree(Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"]))
     _kill(trainers | started_by(trainers))
@@ -116,7 +114,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
     "wait": hang,
-    "stop": lambda: _send(signal.SIGSTOP, os.getpid()),
+    "stop": lambda: send(signal.SIGSTOP, [os.getpid()]),
     "pause": lambda: take(0.5),
     "hold": lambda: until((OUT / "go on").exists, "the test to say go on"),
     "fill": fill_memory,
@@ -144,7 +142,6 @@ class Trap:
         self._path, self._action, self._rank, self._passed = path, action, rank, passed
 
     def reached(self, point: str) -> None:
-        """Go on by a point."""
         if point in self._path and self._is_next(point) and self._is_first():
             ACTIONS[self._action]()
 
@@ -199,10 +196,3 @@ def arm() -> None:
             trap.reached(point)
 
     crash_points.arm(reached)
-
-
-def _send(number: int, pid: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass

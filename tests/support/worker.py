@@ -48,7 +48,6 @@ def state_at(rank: int, step: int, nbytes: int) -> dict[str, object]:
 
 
 def differences(found: object, expected: object, path: str = "") -> list[str]:
-    """Where two states differ, bit for bit."""
     if isinstance(expected, np.ndarray):
         same = isinstance(found, np.ndarray) and found.dtype == expected.dtype and np.array_equal(found, expected)
         return [] if same else [path]
@@ -299,7 +298,6 @@ class _Follower:
         note("restored", step=step, wrong=wrong, source=self._ckpt.report()["restored_from"])
 
     def restore_from(self, *directories: str) -> None:
-        """Restore the newest of each of some directories."""
         for directory in directories:
             self._state = self._wanted(0)
             try:
