@@ -99,7 +99,6 @@ class Bench:
         self.comm.Barrier()
 
     def directory_of(self, job: str) -> Path:
-        """What a job has in the memory of this rank's node."""
         return Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", job)
 
     def checkpointer(self, job: str, **settings: Any) -> Checkpointer:

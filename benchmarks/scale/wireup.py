@@ -62,7 +62,6 @@ class Rank:
 
     @property
     def is_over(self) -> bool:
-        """Whether MPI is up and the store has answered all requests."""
         return self._is_up and not self.store._then
 
     def watches(self) -> Iterator[tuple[int, int, Callable[[], None]]]:
