@@ -63,19 +63,22 @@ def spawn(command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
         raise LaunchFailed(f"{command[0]} cannot be started: {error.strerror}") from error
 
 
-def ask_within(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+def ask_within(
+    command: Sequence[str], timeout_s: float, term_wait_s: float = 0.0, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, and return what it printed.
 
     Unlike `subprocess.run`, this does not wait for a process that SIGKILL does not end. If this call is interrupted, it
     ends everything in the session. Raises LaunchFailed: it cannot be started, or took too long.
     """
-    process = spawn(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    process = spawn(command, **{**pipes, **more})
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise LaunchFailed(f"{command[0]} took longer than {timeout_s:g} s") from None
     finally:
-        end_session(process)
+        end_session(process, term_wait_s)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
