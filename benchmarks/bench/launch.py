@@ -20,6 +20,7 @@ Lines = list[dict[str, Any]]
 
 KILL_S = 5.0  # between SIGTERM and SIGKILL
 HOME = Path(__file__).parents[1]
+ON_NODE = HOME.parent / "tests" / "support" / "on_node.py"  # gives each rank its emulated node
 
 
 class Part(NamedTuple):
@@ -49,8 +50,8 @@ def launch(part: Part, repetitions: int, timeout_s: float) -> tuple[str, Lines]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
         argv, variables = command_of(part, repetitions, out, memory)
-        variables |= {"TMPDIR": memory}
-        command, variables = mpiexec(part.ranks, argv, variables)
+        variables |= {"RANKS_PER_NODE": str(part.per_node), "MLFLASH_MEMORY": memory, "TMPDIR": memory}
+        command, variables = mpiexec(part.ranks, [part.python, str(ON_NODE), *argv], variables)
         previous = signal.signal(signal.SIGTERM, _end)  # otherwise ranks and files in memory would stay behind
         try:
             why = run_until(command, timeout_s, KILL_S, env=variables)
@@ -63,7 +64,7 @@ def command_of(part: Part, repetitions: int, out: Path, memory: str) -> tuple[li
     """Return the command of a rank and its environment. With -m mpi4py an exception on one rank ends all ranks."""
     file = str(Path(inspect.getfile(part.measure)).resolve())
     call = [file, part.measure.__name__, str(repetitions), json.dumps(part.arguments)]
-    argv = [part.python, "-m", "mpi4py", str(HOME / "bench" / "rank.py"), str(out), memory, str(part.per_node), *call]
+    argv = [part.python, "-m", "mpi4py", str(HOME / "bench" / "rank.py"), str(out), memory, *call]
     path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     return argv, {"PYTHONWARNINGS": "error", "PYTHONPATH": path}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,11 +17,8 @@ def main() -> None:
 
     from bench.clock import Bench
 
-    out, memory, per_node, file, function, repetitions, arguments = sys.argv[1:]
+    out, memory, file, function, repetitions, arguments = sys.argv[1:]
     sys.path.insert(0, str(Path(file).parent))
-    node = f"node{MPI.COMM_WORLD.rank // int(per_node)}"
-    os.environ |= {"MLFLASH_NODE": node, "MLFLASH_MEMORY": str(Path(memory, node))}
-    Path(memory, node).mkdir(0o700, exist_ok=True)
     bench = Bench(MPI.COMM_WORLD, Path(out), Path(memory), int(repetitions))
     bench.header()
     getattr(importlib.import_module(Path(file).stem), function)(bench, **json.loads(arguments))
