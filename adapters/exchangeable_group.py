@@ -427,17 +427,7 @@ class InterruptibleWork(dist.Work):
 
 
 def _connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroupGloo, set[Address]]:
-    """Make a gloo group. Collective over the group.
-
-    Args:
-        store: a store for this group alone.
-        rank: rank of this process in the group.
-        size: number of ranks in the group.
-        timeout: timeout of each call.
-
-    Returns:
-        The group, and the addresses at which its ranks listen, for `shut_down`.
-    """
+    """Make the part with gloo of a group, as `connect` does; return it with the addresses at which its ranks listen."""
     before = _listening()
     group = ProcessGroupGloo(store, rank, size, min(timeout, _MEETS))
     group._set_default_timeout(timeout)

@@ -124,7 +124,7 @@ class World(Waits):
                  name: str = "", is_private: bool = False):  # fmt: skip
         super().__init__(timeout_s)
         self._given, self._among, self._name, self._is_private = comm, among, name, is_private
-        self._on, self.ranks_on_host = node, 1  # also those of other containers of this host
+        self._here, self.ranks_on_host = node, 1  # also those of other containers of this host
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
         self.world: Any = None
@@ -151,10 +151,10 @@ class World(Waits):
         )
         self.world = self.duplicate(self.control)
         self.data = self.duplicate(self.world)
-        nodes: list[Node] = self.gather(self._on)
+        nodes: list[Node] = self.gather(self._here)
         lowest: dict[tuple[str, str], int] = {}  # the lowest rank of each node
         ids = [(lowest.setdefault((node.host, node.memory), rank), node.name) for rank, node in enumerate(nodes)]
-        self.ranks_on_host = sum(node.host == self._on.host for node in nodes)
+        self.ranks_on_host = sum(node.host == self._here.host for node in nodes)
         self.topology = from_node_ids(ids)
         self.node = self.split(ids[self.rank][0])
         self.local_rank = self.node.rank

@@ -29,7 +29,7 @@ from typing import Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
 from . import pmi_client, torch_store
-from .key_value_store import KeyValueStore
+from .key_value_store import KeyValueStore, listen
 from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
 from .own_process import opened
 from .pmi_client import refuse_mpi
@@ -168,8 +168,8 @@ def _listen_at(host: str, port: int) -> socket.socket:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=1024)
+    address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+    return listen(str(address[0]), port)
 
 
 # A directory
