@@ -47,7 +47,8 @@ def may_leave(courier: RunningCourier) -> set[str]:
 
 
 def start(entry: str = "serve", **more: Any) -> Couriers:
-    return Couriers(f"wireup_courier:{entry}", os.environ, PATIENCE_S, **more)
+    directory = Path(options["directory"]) if "directory" in options else None
+    return Couriers(f"wireup_courier:{entry}", os.environ, PATIENCE_S, directory=directory, **more)
 
 
 def epochs() -> None:
