@@ -152,7 +152,7 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
         if is_lost:
             shutil.rmtree(directory)
             kept.rename(directory)
-            shutil.rmtree(cluster.node(0).parent)
+            cluster.wipe(*range(ranks // per_node))
         expected = {in_directory} if is_lost or wiped else {newest, newest + case.busy}
         again = spec(directory, ["save"], ["drain"], ["save", 2], keep_last=1)
         result = cluster.run(ranks, "support/worker.py", again, env=SMALL)

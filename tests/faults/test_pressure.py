@@ -173,7 +173,7 @@ def test_memory_taken_by_a_dead_job_is_named(small_memory: Callable[[int], Path]
     told = spec(last=1, nbytes=30 * MIB, traps=traps)
     result = Cluster(memory, job="today", out=tmp_path).run(2, "support/worker.py", told)
     assert "`mlflash clean JOB` frees those of a dead one" in result.log, result.log
-    assert "    yesterday: 8" in result.log
+    assert "    yesterday: 42" in result.log  # two slots of its own and two of the other rank, of 10 MiB
     again = dead.run(2, "support/worker.py", json.dumps({"last": 0, "nbytes": 10 * MIB}))
     assert [(r["step"], r["wrong"]) for r in again.of("restored")] == [(2, [])] * 2, again.log
 

@@ -34,6 +34,8 @@ def command(cluster: Cluster, *arguments: object, ranks: int = 0, per_node: int 
            "TMPDIR": str(cluster.out), "RANKS_PER_NODE": str(per_node)}  # fmt: skip
     if ranks:
         line, env = mpiexec(ranks, [sys.executable, str(SUPPORT / "on_node.py"), *line], env)
+    else:
+        env["MLFLASH_NODE"] = "node0"
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
                           stdin=subprocess.DEVNULL)  # fmt: skip
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -191,7 +193,8 @@ def test_each_node_says_what_it_has_of_a_step(shm: Path) -> None:
     assert [shard["rank"] for shard in tensor["shards"]] == [0, 1, 2]
     assert [shard["node"] for shard in tensor["shards"]] == ["node0", "node1", "node2"]
     assert len({shard["statistics"]["check"] for shard in tensor["shards"]}) == 1
-    alone = document(cluster, "inspect", 2, "weights")["tensors"][0]
-    assert alone["shards"] == [shard for shard in tensor["shards"] if shard["node"] == "node0"]
+    alone = document(cluster, "inspect", 2, "weights")["tensors"][0]["shards"]
+    assert [(shard["rank"], shard["node"]) for shard in alone] == [(0, "node0"), (2, "node0")]  # its own, and a copy
+    assert alone[0] == tensor["shards"][0] and alone[1]["statistics"] == tensor["shards"][2]["statistics"]
     private = document(cluster, "inspect", 2, "moments.0", ranks=3)["tensors"]
     assert [one["shape"] for one in private] == [[1000], [1001], [1002]]

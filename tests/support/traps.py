@@ -80,7 +80,7 @@ def kill_my_node(wipe: bool) -> None:
 
 
 def fill_memory() -> None:
-    with Path(os.environ["MLFLASH_MEMORY"], "filler").open("wb") as file:
+    with Path(os.environ["MLFLASH_MEMORY"]).with_name("filler").open("wb") as file:
         at, size = 0, 1 << 30
         while size >= 4096:
             try:
