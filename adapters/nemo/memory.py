@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mlflash import Checkpointer, config, rng
 from mlflash.errors import MlflashError
 from mlflash.memory.node_directory import clean
+from mlflash.placement.node import this_node
 
 from ..ids import step_of
 from ..megatron.shards import LoadShards, SaveShards
@@ -206,18 +206,18 @@ def delete(memory: str, job: str) -> None:
 
     Collective over the ranks of torch.distributed. It logs a warning if something cannot be deleted.
     """
-    host = socket.gethostname()
-    hosts: list[Any] = [host]
+    node = this_node(memory)
+    nodes: list[Any] = [node]
     rank = 0
     if dist.is_initialized():
-        hosts, rank = [None] * dist.get_world_size(), dist.get_rank()
-        dist.all_gather_object(hosts, host)  # no rank passes here before all have closed
-    if hosts.index(host) != rank:
+        nodes, rank = [None] * dist.get_world_size(), dist.get_rank()
+        dist.all_gather_object(nodes, node)  # no rank passes here before all have closed
+    if nodes.index(node) != rank:
         return
     try:
-        log.info("training has ended: deleted %d bytes of job %s from memory on %s", clean(memory, job), job, host)
+        log.info("training has ended: deleted %d bytes of job %s from memory on %s", clean(memory, job), job, node.name)
     except MlflashError as error:
-        log.warning("could not delete what job %s holds in memory on %s: %s", job, host, error)
+        log.warning("could not delete what job %s holds in memory on %s: %s", job, node.name, error)
 
 
 def _sharded(value: Any) -> ShardedObject:
