@@ -185,7 +185,7 @@ def test_every_kind_of_damage_is_found_in_memory(shm: Path) -> None:
     assert document(shm, "verify")["memory"][0]["files"] == 2
     path = slots(shm)[0]
     good = path.read_bytes()
-    (node,) = [look(str(shm), "j", None, "here")]
+    (node,) = [look(str(shm), "j", "here")]
     header = next(header for file, header in node.sealed if file.name == path.name)
     start = header.extents.payload_start
     for at, word in (
@@ -332,7 +332,7 @@ def nodes_of(topology: Topology, scheme: str) -> list[Node]:
             for partner in placement.partners[rank]:
                 files[topology.node_of[partner]].append(Header(*common, (rank,)))
     return [
-        Node(name, "", number, None, False, tuple(File(f"slot-{n:04d}", 1, h) for n, h in enumerate(files[number])))
+        Node(name, "", None, False, tuple(File(f"slot-{n:04d}", 1, h) for n, h in enumerate(files[number])))
         for number, name in enumerate(topology.node_names)
     ]
 

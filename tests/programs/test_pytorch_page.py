@@ -85,8 +85,8 @@ def trained(root: Path, ranks: int, names: list[str]) -> Trained:
     for name in names:
         records += launch(cluster, ranks, [*tasks, task(made[name], name, STOP)]).records
         Cluster(root, job=name).wipe(ranks - 1)  # its node is lost
-        for memory in root.glob(f"node*/mlflash-{UID}"):
-            shutil.copytree(memory / name, left / memory.relative_to(root) / name)
+        for held in root.glob(f"node*/mlflash-{UID}/{name}"):
+            shutil.copytree(held, left / held.relative_to(root))
         tasks = [task(made[name], name)]
     records += launch(cluster, ranks, tasks).records
     return Trained(records, left)
