@@ -86,7 +86,9 @@ def trained(root: Path, ranks: int, names: list[str]) -> Trained:
         records += launch(cluster, ranks, [*tasks, task(made[name], name, STOP)]).records
         Cluster(root, job=name).wipe(ranks - 1)  # its node is lost
         for held in root.glob(f"node*/mlflash-{UID}/{name}"):
-            shutil.copytree(held, left / held.relative_to(root))
+            copy = left / held.relative_to(root)
+            copy.parent.mkdir(0o700, parents=True, exist_ok=True)
+            shutil.copytree(held, copy)
         tasks = [task(made[name], name)]
     records += launch(cluster, ranks, tasks).records
     return Trained(records, left)
