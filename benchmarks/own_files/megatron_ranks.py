@@ -43,7 +43,7 @@ def measure(rounds: Rounds, iteration: int, model: Any, optimizer: Any, schedule
 
     rounds.measure("Megatron's pretrain, torch_dist", {
         ITSELF: Way(save),
-        OURS: Way(in_background, files.finish),
+        OURS: Way(in_background, files.files.finish),
         ASYNC: Way(lambda folder: save(folder, True),
                             lambda: async_utils.maybe_finalize_async_save(blocking=True)),
         DCP: dcp_way(state),
