@@ -87,16 +87,16 @@ class CourierLink:
         self._losses = self._in_vain = 0  # couriers that have ended; the last ones in a row that were never up
         self._rising: threading.Thread | None = None
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
-        self.is_kept = KEPT in os.environ  # after a loss the other processes continue, and so does this one
-        # All attributes are there before the first thread reads them.
-        self._listen()
-        self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
-        self._sender.start()
-        threading.Thread(target=self._keep, name="mlflash-epochs", daemon=True).start()
         self._hook_before = sys.excepthook
         self._hook = functools.partial(self._fail, sys.excepthook, os.getpid())
+        self.is_kept = KEPT in os.environ  # after a loss the other processes continue, and so does this one
         if not self.is_kept:
             sys.excepthook = self._hook
+        self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
+        # From here on threads read the attributes.
+        self._listen()
+        self._sender.start()
+        threading.Thread(target=self._keep, name="mlflash-epochs", daemon=True).start()
 
     @property
     def is_closing(self) -> bool:
