@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import email
 import re
-import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,15 +75,14 @@ def test_the_citation_is_valid_and_of_this_version(checkers: Path) -> None:
 
 
 def test_an_editable_install_finds_the_adapters_and_templates(
-    plain_environment: Path, checkout: Path, tmp_path: Path
+    plain_environment: Path, checkout: Path, new_environment: Callable[[], Path]
 ) -> None:
-    target = tmp_path / "venv"
-    call(sys.executable, "-m", "venv", target)
+    target = new_environment()
     call(target / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "-e", checkout)
     show = "import mlflash, mlflash.adapters as adapters; print(mlflash.__file__, adapters.__file__)"
     found = call(target / "bin/python", "-c", show).split()
     assert len(found) == 2 and all(Path(file).is_relative_to(checkout) for file in found)
-    packaged = "import importlib.resources as r; print(r.files('mlflash').joinpath('slurm/train.sbatch').read_text())"
+    packaged = "from mlflash.commands.template import packaged; print(packaged('train.sbatch'))"
     assert call(target / "bin/python", "-c", packaged).strip() == (REPO / "slurm" / "train.sbatch").read_text().strip()
     found = call(plain_environment / "bin/python", "-c", show).split()
     assert len(found) == 2 and all(Path(file).is_relative_to(plain_environment) for file in found)

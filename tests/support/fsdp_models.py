@@ -59,13 +59,16 @@ def fsdp2(replicas: int, shards: int, seed: int = 0, width: int = 13) -> Run:
     return _run(model, mesh)
 
 
-def fsdp1(replicas: int, shards: int, seed: int = 0, width: int = 13) -> Run:
+def fsdp1(replicas: int, shards: int, seed: int = 0, width: int = 13, on_mesh: bool = False) -> Run:
+    """``on_mesh``: torch then puts optimizer states together also where a rank has no part of some parameters."""
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replica", "shard"))
     model = Net(width)
     options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
     if replicas > 1:
         options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    elif on_mesh:
+        options |= {"device_mesh": mesh["shard"]}
     else:
         options |= {"process_group": mesh["shard"].get_group()}
     model.first = FSDP1(model.first, **options)

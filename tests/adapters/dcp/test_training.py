@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from dcp import Kept
-from fsdp_models import Net, Run, fsdp2
+from fsdp_models import Net, Run, fsdp1, fsdp2
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,15 +33,7 @@ def fsdp2_and_tensor(seed: int) -> Run:
     return Run(model, torch.optim.AdamW(model.parameters(), lr=0.05), None, 0)
 
 
-def fsdp1(seed: int) -> Run:
-    """On a mesh, as torch's own optimizer states of FSDP1 need it where a rank has no part of some parameters."""
-    torch.manual_seed(seed)
-    model = FSDP1(Net(30), device_mesh=init_device_mesh("cpu", (4,)), device_id=torch.device("cpu"),
-                  use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))  # fmt: skip
-    return Run(model, torch.optim.AdamW(model.parameters(), lr=0.05), None, 0)
-
-
-KINDS = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": lambda seed: fsdp2(1, 4, seed),
+KINDS = {"ddp": ddp, "fsdp1": lambda seed: fsdp1(1, 4, seed, 30, on_mesh=True), "fsdp2": lambda seed: fsdp2(1, 4, seed),
          "hsdp": lambda seed: fsdp2(2, 2, seed), "fsdp2 and tensor": fsdp2_and_tensor}  # fmt: skip
 
 
