@@ -49,7 +49,7 @@ class FoundCheckpoints:
             asked.Choose: self._choose,
             asked.Exchange: self._exchange,
             asked.HoldOlder: lambda message: self._hold_older(context.pool.own[message.own]),
-            asked.HealFirst: lambda message: heal_or_remember(context, context.pool.own[message.own]),
+            asked.HealFirst: lambda message: self._heal_first(context.pool.own[message.own]),
             asked.Restored: self._restored,
             asked.HealRestored: lambda message: self._heal(context.pool.own[message.own]),
             asked.Steps: self._steps,
@@ -138,6 +138,16 @@ class FoundCheckpoints:
         """
         self._context.pool.hold_older()
         self._context.unhealed = home
+
+    def _heal_first(self, home: Slot) -> None:
+        """Heal before what was found is read or put together anew, if that needs it. Collective over the world.
+
+        If a step was rolled forward, no other slots may have it. And a rank whose slot came from another node may hold
+        a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
+        """
+        context = self._context
+        if context.rolled_forward or not context.world.agree([int(context.pool.has_room)])[0]:
+            heal_or_remember(context, home)
 
     def _restored(self, message: asked.Restored) -> None:
         context = self._context

@@ -196,6 +196,11 @@ class SlotPool:
         for slot in slots:
             slot.drains = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether each kind of own slots has one that holds nothing that is needed."""
+        return all(any(slot.use is not Use.HOLDS for slot in slots) for slots in (self.own, self.shares))
+
     def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
         """A slot that may be written, the oldest one. If only files with views are left, its file is left to them."""
         return oldest_free(pair) or leave_behind(self._memory, pair, lambda segment: True)

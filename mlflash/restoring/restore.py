@@ -183,7 +183,7 @@ class Restores:
             differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, step)
             if not self._ranks.agree([int(not differ)])[0]:  # otherwise it can be loaded as it is
                 found = self._as_elsewhere(home)
-                self._heal_first(home)
+                self._courier.call(HealFirst(self._number_of(home)))
         if isinstance(found, FoundElsewhere):
             return self._put_together(OpenInMemory(self._trainer, found, checks=True), state)
         start = time.perf_counter()
@@ -231,7 +231,7 @@ class Restores:
             return found
         if isinstance(found, RankCheckpoint):
             home = found
-            self._heal_first(home)
+            self._courier.call(HealFirst(self._number_of(home)))
             found = self._as_elsewhere(home, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
 
@@ -437,11 +437,6 @@ class Restores:
         """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
         if self._rolled_forward:
             self._courier.call(HoldOlder(self._number_of(home)))
-
-    def _heal_first(self, home: RankCheckpoint) -> None:
-        """Heal first if a step was rolled forward: no other slots may have it while it is put together or read."""
-        if self._rolled_forward:
-            self._courier.call(HealFirst(self._number_of(home)))
 
 
 def _unreadable(why: str) -> StructureMismatch:

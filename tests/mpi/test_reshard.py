@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated import Nodes, on_node
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 from small_blocks import use_small_blocks
@@ -136,8 +136,14 @@ def changes(draw: st.DrawFn) -> Change:
     return Change(old, new._replace(placement=draw(PLACEMENTS)), redundancy, lost, drained)
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=16, phases=[Phase.generate],
+# A rank whose slot was fetched had another rank's in its second one: none was left for its new shards.
+FETCHED = Change(Layout(SIZE, 1, Shard(1)), Layout(SIZE, 1, Shard(0)), "copy", frozenset({SIZE - 2}), False)
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=16,
+          phases=[Phase.explicit, Phase.generate],
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@example(change=FETCHED)
 @given(change=changes())
 def test_any_ranks_in_any_shards_go_on_from_any_others_that_lost_what_is_covered(
     options: dict[str, Any], root: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, change: Change
