@@ -33,7 +33,7 @@ from mlflash.in_place.forked_spare import fork_spares
 from mlflash.mpi.world import find_comm
 from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
-from mlflash.wireup.pmi_client import uses_mpi
+from mlflash.wireup.program_mpi import uses_mpi
 from mlflash.wireup.rendezvous import rendezvous, way
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -125,11 +125,12 @@ def _init_launched(backend: str | None, comm: Any, host: str | None, choice: Cho
     if comm is None and _has_ranks_of_torchrun(is_off, choice.is_process):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
-        ranks = _without_mpi(is_off, choice.zygote) if choice.is_process and not uses_mpi() else _of_mpi(comm)
+        by_mpi = not choice.is_process or (is_off and uses_mpi())
+        ranks = _of_mpi(comm) if by_mpi else _of_couriers(is_off, choice.zygote, comm)
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
     if choice.is_process and not is_off:
-        linked.link(_config("process"), choice.zygote)
+        linked.link(_config("process"), choice.zygote, comm)
 
 
 def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.timedelta) -> None:
@@ -185,7 +186,7 @@ def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
     """Whether torch can take all that it needs from the environment."""
     if not all(name in os.environ for name in _BY_TORCHRUN):
         return False
-    by_torchrun = is_process and not linked.is_linked() and launched(os.environ).launcher == "torchrun"
+    by_torchrun = is_process and linked.find() is None and launched(os.environ).launcher == "torchrun"
     return is_off or by_torchrun
 
 
@@ -202,11 +203,11 @@ def _of_mpi(comm: Any) -> _Ranks:
     return _Ranks(0, 1, here, str) if comm is None else _Ranks(comm.rank, comm.size, here, comm.bcast)
 
 
-def _without_mpi(is_off: bool, zygote: Any) -> _Ranks:
-    """Give the ranks that the launcher's variables describe. Collective over these ranks."""
+def _of_couriers(is_off: bool, zygote: Any, comm: Any) -> _Ranks:
+    """Give the ranks of a communicator (None: those of the launcher), which have couriers. Collective over them."""
     if not is_off:
         config = _config("process")
-        couriers = linked.link(config, zygote).couriers
+        couriers = linked.link(config, zygote, comm).couriers
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     me = launched(os.environ)
     here = own_address(is_on_one_host(os.environ, me), os.environ)

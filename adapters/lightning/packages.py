@@ -28,6 +28,6 @@ def leave_mpi_alone() -> None:
 
     Lightning then reads the environment, as under torchrun. Call it before you make a trainer. Not collective.
     """
-    if linked.is_linked() or is_refused():
+    if linked.find() is not None or is_refused():
         for module in modules("trainer.connectors.accelerator_connector"):
             module.MPIEnvironment.detect = staticmethod(lambda: False)

@@ -42,7 +42,7 @@ def _end_all() -> None:
         except Exception:  # the other Checkpointers must be ended, too
             log.exception("a Checkpointer could not be ended")
     if linked := sys.modules.get("mlflash.courier.linked"):
-        linked.close_link()
+        linked.close_links()
 
 
 def _leave_all() -> None:

@@ -13,13 +13,13 @@ import sys
 from typing import Any
 
 from ..errors import MpiUnavailable, pip_install
-from ..wireup.pmi_client import uses_mpi
+from ..wireup.mpi_library import LIBRARY, needs_launcher
+from ..wireup.program_mpi import world_of
 from ..wireup.rendezvous import way, who_am_i
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 
 ENTRY = "mlflash.courier.process_main:run"
 """The entry point of a courier."""
-_NO_PMI = ("Open MPI",)  # names of mpi4py
 _ZYGOTE_S = 60.0  # limit for its imports, which may come from a slow file system
 
 
@@ -40,29 +40,26 @@ def choose(courier: str, comm: Any) -> Choice:
         WorldMismatch: the launcher's variables and torch.distributed contradict each other.
         DeadlineExceeded: the zygote does not start in time.
     """
-    if comm is not None:
-        return Choice(False, "comm= was given")
     if courier == "thread":
         return Choice(False, 'courier="thread"')
     link = sys.modules.get(f"{__package__}.linked")
-    if link is not None and link.is_linked():
+    if link is not None and link.find(comm) is not None:
         return Choice(True, "like the other couriers of this process")
+    me = who_am_i(os.environ) if comm is None else None
+    zygote = start_zygote(comm.size if me is None else me.size)
     if courier == "process":
-        zygote = start_zygote(who_am_i(os.environ).size)
-        if who_am_i(os.environ).size > 1 and (vendor := _vendor(zygote)) in _NO_PMI:
+        if (me is None or me.size > 1) and needs_launcher(vendor := _vendor(zygote) or ""):
             zygote.stop(0)
             raise MpiUnavailable(
-                "couriers that are processes need an MPI that speaks PMI-1, such as MPICH "
-                f"({pip_install('mpich')}), Intel MPI or Cray MPICH. {vendor} does not: set MLFLASH_COURIER=thread and "
-                "use its own mpiexec or srun",
+                "couriers need an MPI that starts without its launcher, such as MPICH "
+                f"({pip_install('mpich')}), Intel MPI or Cray MPICH. {vendor} does not. {LIBRARY} names the library of "
+                "couriers; the program itself may use another MPI",
                 found=vendor,
             )
         return Choice(True, 'courier="process"', zygote)
-    if uses_mpi():
-        return Choice(False, "this program uses MPI itself")
-    if not way(os.environ, who_am_i(os.environ)):
+    if me is not None and not way(os.environ, me) and world_of(me) is None:
+        zygote.stop(0)
         return Choice(False, "under its launcher, ranks find each other by MPI only")
-    zygote = start_zygote(who_am_i(os.environ).size)
     vendor = _vendor(zygote)
     if vendor is None or not would_be_process(courier, vendor):  # if this MPI is broken, the thread reports it
         zygote.stop(0)
@@ -80,8 +77,8 @@ def _vendor(zygote: ZygoteClient) -> str | None:
 
 
 def would_be_process(courier: str, vendor: str) -> bool:
-    """Whether couriers with these settings are processes in a program that does not use MPI itself."""
-    return courier == "process" or (courier == "auto" and vendor not in _NO_PMI)
+    """Whether couriers with these settings are processes."""
+    return courier == "process" or (courier == "auto" and not needs_launcher(vendor))
 
 
 def start_zygote(size: int) -> ZygoteClient:

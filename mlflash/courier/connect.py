@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from ..state.manifest import provenance_of
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
-from ..wireup.pmi_client import uses_mpi
 from .choice import Choice, choose
 from .in_thread import CourierThread
 from .session import Session
@@ -54,7 +52,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     """
     choice = choose(config.courier, comm)
     if choice.is_process:
-        return _connect_process(choice, config, process_group, replicated, domains)
+        return _connect_process(choice, config, comm, process_group, replicated, domains)
     among: tuple[int, ...] | None = None
     if comm is None:
         comm = find_world(os.environ)
@@ -76,18 +74,22 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     return trainer, drains[0], started
 
 
-def _connect_process(choice: Choice, config: Config, process_group: Any, replicated: Any, domains: Any
+def _connect_process(choice: Choice, config: Config, comm: Any, process_group: Any, replicated: Any, domains: Any
                      ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
     # These imports run while the zygote does its own.
     from .in_process import CourierProcess
     from .linked import link
 
-    connection = link(config, choice.zygote)
+    connection = link(config, choice.zygote, comm)
     rank, size = connection.couriers.rank, connection.couriers.size
-    ranks = some_ranks(process_group, rank, size) or tuple(range(size))
+    ranks = connection.ranks_of(comm)
+    assert ranks is not None
+    if comm is None:
+        ranks = some_ranks(process_group, rank, size) or ranks
     courier = CourierProcess(connection, config, ranks)
-    comm = sys.modules["mpi4py.MPI"].COMM_WORLD if uses_mpi() else None  # `replicated` may be a communicator
-    start = _start(ranks.index(rank), len(ranks), _group_of(comm, ranks), process_group, replicated, domains)
+    whole = connection.group()  # `replicated` may be a communicator of the program's MPI
+    group = None if whole is None else whole.Incl(ranks)
+    start = _start(ranks.index(rank), len(ranks), group, process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started, dict)
     courier.start = start

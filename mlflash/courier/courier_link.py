@@ -22,15 +22,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..events import Event
+from ..wireup import program_mpi
 from ..wireup.courier_cores import to_list
 from ..wireup.epoch_agreement import Departure, RankDeparted
 from ..wireup.launch import CourierEnded, Couriers, Meeting, StartFailed, check_start
-from ..wireup.launcher_variables import KEPT
+from ..wireup.launcher_variables import KEPT, Launched
 from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 from . import wire_format as wire
@@ -64,10 +65,13 @@ class CourierLink:
     Args:
         directory: a private directory of this user, where ranks of one host may meet.
         meeting: see `Couriers`; None: the start may take ``timeout_s`` of the job.
+        comm: of mpi4py, whose ranks they are; None: all ranks of the job.
     """
 
     def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient | None = None,
-                 meeting: Meeting | None = None):  # fmt: skip
+                 meeting: Meeting | None = None, comm: Any = None):  # fmt: skip
+        self._is_job = comm is None or program_mpi.is_whole(comm, os.environ)
+        self._group = None if comm is None else comm.Get_group()
         self._timeout_s = config.timeout_s
         self.couriers = Couriers(
             ENTRY, os.environ, config.timeout_s if meeting is None else meeting.timeout_s, directory=directory,
@@ -102,6 +106,24 @@ class CourierLink:
     def is_closing(self) -> bool:
         """Whether this process needs no courier any more."""
         return self._closing.is_set()
+
+    def group(self) -> Any:
+        """The group of these ranks in the MPI of the program; None: the program does not use MPI, or not with these."""
+        if self._group is None and self._is_job:
+            couriers = self.couriers
+            world = program_mpi.world_of(Launched(couriers.rank, couriers.size, None, "MPI"))
+            self._group = None if world is None else world.Get_group()
+        return self._group
+
+    def ranks_of(self, comm: Any) -> tuple[int, ...] | None:
+        """The numbers here of the ranks of a communicator (None: all ranks of the job); None if not all are here."""
+        everyone = tuple(range(self.couriers.size))
+        if comm is None:
+            return everyone if self._is_job else None
+        if comm.size == 1 == self.couriers.size:
+            return everyone
+        group = self.group()
+        return None if group is None else program_mpi.ranks_in(comm, group)
 
     def number(self) -> int:
         """A new number."""

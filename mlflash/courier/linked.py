@@ -1,36 +1,62 @@
-"""The one connection of this process to its courier process. All Checkpointers share it."""
+"""The connections of this process to its couriers.
+
+All Checkpointers of the job share one. Ranks of a communicator get couriers of their own, if no connection of theirs
+has them all: other ranks need not take part in their Checkpointer.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..config import Config
 from ..errors import MlflashError, MpiUnavailable, pip_install
 from ..memory import user_directory
-from ..wireup import mpich_segments
+from ..wireup import mpich_segments, program_mpi
 from ..wireup.launch import Meeting
+from ..wireup.launcher_variables import Launched
+from ..wireup.rendezvous import who_am_i
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 from .courier_link import CourierLink
 
-_link: CourierLink | None = None
+_links: list[CourierLink] = []  # in the same order on all ranks that have them
 _making: ZygoteClient | None = None  # its courier is being started; other ranks may be lost meanwhile
 _left: set[str] = set()  # shared memory that others still mapped when the last connection was given up
 
 
-def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
-    """The connection of this process. The first Checkpointer makes it, collectively over all ranks of the job.
+def find(comm: Any = None) -> CourierLink | None:
+    """The connection of this process whose couriers are those of all ranks of a communicator; None: there is none yet.
+
+    ``comm``: of mpi4py; None: all ranks of the job. Not collective, and the same on all these ranks.
+    """
+    return next((link for link in _links if link.ranks_of(comm) is not None), None)
+
+
+def link(config: Config, zygote: ZygoteClient | None = None, comm: Any = None) -> CourierLink:
+    """The connection of `find`. The first Checkpointer of these ranks makes it, collectively over them.
 
     Raises:
         Closed: its courier has ended.
         MpiUnavailable: the process that starts couriers has ended.
-        WorldMismatch: MPI is up in this process, or the ranks cannot find each other.
+        WorldMismatch: the ranks cannot find each other.
     """
-    global _link
-    if _link is None:
-        _link = _made(config, _meeting_place(config.memory, config.job), zygote)
-    _link.check()
-    return _link
+    if (found := find(comm)) is None:
+        found = _made(config, _meeting_place(config.memory, config.job), zygote, _meeting(config, comm), comm)
+        _links.append(found)
+    found.check()
+    return found
+
+
+def _meeting(config: Config, comm: Any) -> Meeting | None:
+    """How the ranks of a communicator meet: by the program's own MPI. None: as `rendezvous` finds possible."""
+    me = who_am_i(os.environ) if comm is None else Launched(comm.rank, comm.size, None, "MPI")
+    world = program_mpi.world_of(me) if comm is None else comm
+    if world is None:
+        return None
+    share: Callable[[str | None, float], str] = lambda text, left: program_mpi.share(world, text, left)
+    return Meeting(share, lambda: None, config.timeout_s, "the program's MPI" if comm is None else "comm=", me)
 
 
 def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
@@ -42,23 +68,22 @@ def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
         MpiUnavailable: the process that starts couriers has ended.
         DeadlineExceeded: some ranks did not come in time.
     """
-    global _link, _making
+    global _making
     _making = zygote
     try:
-        _link = _made(config, None, zygote, meeting)
+        _links[:] = [_made(config, None, zygote, meeting)]
     finally:
         _making = None
 
 
 def _made(config: Config, directory: Path | None, zygote: ZygoteClient | None,
-          meeting: Meeting | None = None) -> CourierLink:  # fmt: skip
+          meeting: Meeting | None = None, comm: Any = None) -> CourierLink:  # fmt: skip
     try:
-        return CourierLink(config, directory, zygote, meeting)
+        return CourierLink(config, directory, zygote, meeting, comm)
     except ZygoteLost as error:
         raise MpiUnavailable(
             "couriers cannot be started as processes, and the output above says why. If there is no MPI: "
-            f"{pip_install('mpich')}, or load the module of your cluster's MPI. MLFLASH_COURIER=thread needs no such "
-            "processes",
+            f"{pip_install('mpich')}, or load the module of your cluster's MPI",
             found=str(error),
         ) from error
 
@@ -67,21 +92,15 @@ def interrupt(why: MlflashError) -> None:
     """Fail everything that waits for the courier of this process, permanently. Not collective; any thread."""
     if (zygote := _making) is not None:  # the zygote of rank 0 has the store at which all ranks meet
         zygote.process.kill()
-    if _link is not None:
-        _link.interrupt(why)
+    for one in _links:
+        one.interrupt(why)
 
 
 def leave(timeout_s: float = 10.0) -> None:
-    """Give up the connection of this process, after `interrupt`."""
-    global _link, _left
-    if _link is not None:
-        _left = mpich_segments.remove_unmapped(_left | _link.abandon(timeout_s))
-    _link = None
-
-
-def is_linked() -> bool:
-    """Whether this process has a connection to a courier process."""
-    return _link is not None
+    """Give up the connections of this process, after `interrupt`."""
+    global _left
+    while _links:
+        _left = mpich_segments.remove_unmapped(_left | _links.pop().abandon(timeout_s))
 
 
 def _meeting_place(memory: str, job: str) -> Path | None:
@@ -98,15 +117,10 @@ def _meeting_place(memory: str, job: str) -> Path | None:
         return None
 
 
-def close_link() -> None:
-    """End the courier of this process when no Checkpointer needs it any more."""
-    if _link is not None:
-        _link.close()
+def close_links() -> None:
+    """End the couriers of this process when no Checkpointer needs them any more."""
+    for one in _links:
+        one.close()
 
 
-def _forget() -> None:
-    global _link
-    _link = None
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_links.clear)

@@ -28,7 +28,7 @@ from ..placement.node import this_node
 from . import courier_cores
 from .epoch_agreement import Departure, Epoch, EpochAgreement, below
 from .interfaces import own_address
-from .launcher_variables import is_on_one_host
+from .launcher_variables import Launched, is_on_one_host, launched
 from .pmi_server import ABORTS, new_epoch_name
 from .rendezvous import rendezvous, way, who_am_i
 from .store_client import left_s
@@ -100,11 +100,15 @@ class Meeting:
         share: gives rank 0's text to all ranks, within a number of seconds.
         check: raises if the ranks have changed, so that waiting is useless.
         timeout_s: how long everything may take, in seconds.
+        how: how they meet, in words.
+        me: this rank; None: as `who_am_i` finds.
     """
 
     share: Callable[[str | None, float], str]
     check: Callable[[], None]
     timeout_s: float
+    how: str = "mlflash run"
+    me: Launched | None = None
 
 
 class Couriers:
@@ -151,9 +155,10 @@ class Couriers:
         meeting: Meeting | None = None,
     ):
         end = time.monotonic() + timeout_s
-        self._me = who_am_i(environment)
+        self._me = who_am_i(environment) if meeting is None or meeting.me is None else meeting.me
         self.rank, self.size = self._me.rank, self._me.size
-        self.met = f"{self.size} ranks met by {way(environment, self._me)}" if self.size > 1 else "one rank"
+        how = way(environment, self._me) if meeting is None else meeting.how
+        self.met = f"{self.size} ranks met by {how}" if self.size > 1 else "one rank"
         self._entry_point, self._node, self._own_cores = entry_point, " ".join(this_node(name=node)), own_cores
         self._seat = courier_cores.own_seat(environment).to_text() if own_cores else ""
         self.freed: frozenset[str] = frozenset()
@@ -184,7 +189,7 @@ class Couriers:
     def _meet(self, environment: Mapping[str, str], meeting: Meeting, host: str | None, timeout_s: float) -> None:
         end, text = time.monotonic() + timeout_s, None
         if self.rank == 0:
-            here = host or own_address(is_on_one_host(environment, self._me), environment)
+            here = host or own_address(self._are_on_one_host(environment), environment)
             (address, port), token = self.zygote.serve(here, self.size, timeout_s)
             text = f"{address},{port},{token}"
         told = meeting.share(text, left_s(end)).split(",")
@@ -197,6 +202,15 @@ class Couriers:
             meeting.check()
 
         self._agreement = EpochAgreement(self.rank, self.size, self._node, self._seat, store, told[2], end, check)
+
+    def _are_on_one_host(self, environment: Mapping[str, str]) -> bool:
+        """Whether the launcher says that all these ranks, which may be some of its own, are on this host."""
+        try:
+            whole = launched(environment)
+        except WorldMismatch:  # variables were set for a part of the ranks
+            return False
+        is_part = whole.size > self.size
+        return is_on_one_host(environment, whole if is_part else self._me)
 
     def next_epoch(self, timeout_s: float, freed: Sequence[str] = ()) -> RunningCourier:
         """Have a courier forked, in a world of MPI with those of all other ranks, after the end of the last one.

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from ..errors import DeadlineExceeded, MpiUnavailable, WorldMismatch
 from .launcher_variables import Launched
 from .pmi_server import PmiError, parse
+from .program_mpi import uses_mpi
 
 _KEY = "mlflash-rendezvous"
 
@@ -115,12 +116,6 @@ class _Pmi:
             raise TimeoutError
 
 
-def uses_mpi() -> bool:
-    """Whether this program has initialized MPI itself; then the launcher's connection is MPI's."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized())
-
-
 _NAME = "mpi4py.MPI"
 
 
@@ -149,9 +144,9 @@ def _guard(module: Any) -> None:
 def _refuse(*_: object) -> NoReturn:
     raise MpiRefused(
         "MPI cannot be started in this process any more: mlflash has used the launcher's PMI connection, which MPI "
-        "needs to start, to find the other ranks. If the program uses MPI itself, set courier='thread' or "
-        "MLFLASH_COURIER=thread. If it only needs the types of mpi4py, set mpi4py.rc.initialize = False before it "
-        "imports mpi4py.MPI"
+        "needs to start, to find the other ranks. A program that uses MPI itself must initialize it before it makes a "
+        "Checkpointer. If it only needs the types of mpi4py, set mpi4py.rc.initialize = False before it imports "
+        "mpi4py.MPI"
     )
 
 

@@ -55,7 +55,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..errors import UnsafePath
-from . import courier_process, mpich_segments
+from . import courier_process, mpi_library, mpich_segments
 from .courier_process import Courier
 from .epoch_agreement import Departure, Farewell, departed_key, needed_until_up, number_of
 from .frames import BadFrame, Frames, pack, send_ready
@@ -92,6 +92,8 @@ def import_all(entries: list[str], with_mpi: bool) -> dict[str, Entry]:
         import mpi4py
 
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        if (library := mpi_library.choose(os.environ)) is not None:
+            os.environ["MPI4PY_LIBMPI"] = library
         from mpi4py import MPI
 
         initialised = MPI.Is_initialized

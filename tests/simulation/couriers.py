@@ -454,7 +454,7 @@ def left(trainer: Process) -> None:
 
 def exit_trainer() -> None:
     """Do what a trainer does at its interpreter's end."""
-    linked.close_link()
+    linked.close_links()
 
 
 def processes() -> list[Process]:
