@@ -26,15 +26,13 @@ import torch.distributed as dist
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.config import Config, from_environment
 from mlflash.courier import linked
-from mlflash.courier.choice import Choice, choose
-from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMismatch
+from mlflash.errors import ConfigError, MlflashError, WorldMismatch
 from mlflash.in_place.decider_link import decider, is_spare
 from mlflash.in_place.forked_spare import fork_spares
-from mlflash.mpi.world import find_comm
 from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
-from mlflash.wireup.program_mpi import uses_mpi
-from mlflash.wireup.rendezvous import rendezvous, way
+from mlflash.wireup.program_mpi import world_of
+from mlflash.wireup.rendezvous import rendezvous
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -74,7 +72,6 @@ def init_process_group(
     *,
     comm: Any = None,
     host: str | None = None,
-    courier: str | None = None,
 ) -> None:
     """Set up torch.distributed with the ranks of a launcher.
 
@@ -84,10 +81,10 @@ def init_process_group(
     Collective over ``comm``, or over all ranks. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
     ``GROUP_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.
 
-    If couriers are threads, the ranks are those of MPI. If couriers are processes, this process uses no MPI: the
-    variables of its launcher say which rank it is. Its couriers start in this call, so you can make Checkpointers on
-    some ranks only. With ``MLFLASH_DISABLE=1`` no courier starts. Then torch gets your arguments unchanged if the
-    variables above are set; otherwise the ranks are still those of the launcher, because training needs ranks.
+    The variables of its launcher say which rank this process is; it needs no MPI. Its couriers start in this call, so
+    you can make Checkpointers on some ranks only. With ``MLFLASH_DISABLE=1`` no courier starts. Then torch gets your
+    arguments unchanged if the variables above are set; otherwise the ranks are still those of the launcher, because
+    training needs ranks.
 
     Args:
         backend: name of a backend of torch. Default: "cpu:gloo,cuda:nccl" with CUDA, else "gloo".
@@ -101,11 +98,10 @@ def init_process_group(
             on its node.
         comm: mpi4py communicator of the ranks. None: all ranks, or this process alone if no launcher started it.
         host: name or address at which the others reach rank 0's node. Default: mlflash finds it.
-        courier: the setting ``courier`` of this program's Checkpointers. Default: ``MLFLASH_COURIER``.
 
     Raises:
         ConfigError: an argument has a value that this call cannot use.
-        MpiUnavailable: torchrun started this process and couriers are threads, so there are no MPI ranks.
+        MpiUnavailable: there is no MPI for couriers.
         WorldMismatch: ``rank`` or ``world_size`` are not those of the launcher, or the ranks cannot find each other.
         DeadlineExceeded: not all ranks made this call in time.
     """
@@ -117,20 +113,19 @@ def init_process_group(
     if KEPT in os.environ and not is_off:
         _init_kept(backend, given, more["timeout"])
     else:
-        _init_launched(backend, comm, host, _choose(courier, comm, is_off), is_off, more, given)
+        _init_launched(backend, comm, host, is_off, more, given)
 
 
-def _init_launched(backend: str | None, comm: Any, host: str | None, choice: Choice, is_off: bool,
-                   more: dict[str, Any], given: dict[str, Any]) -> None:  # fmt: skip
-    if comm is None and _has_ranks_of_torchrun(is_off, choice.is_process):
+def _init_launched(backend: str | None, comm: Any, host: str | None, is_off: bool, more: dict[str, Any],
+                   given: dict[str, Any]) -> None:  # fmt: skip
+    if comm is None and _has_ranks_of_torchrun(is_off):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
-        by_mpi = not choice.is_process or (is_off and uses_mpi())
-        ranks = _of_mpi(comm) if by_mpi else _of_couriers(is_off, choice.zygote, comm)
+        ranks = _without_couriers(comm) if is_off else _of_couriers(comm)
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
-    if choice.is_process and not is_off:
-        linked.link(_config("process"), choice.zygote, comm)
+    if not is_off:
+        linked.link(_config(), comm)
 
 
 def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.timedelta) -> None:
@@ -156,16 +151,7 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
         kept_groups.init_process_group(int(os.environ.get(PRESUMED, "0")), link.size, timeout)
         return
     kept_groups.init_process_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    linked.link(_config("process"))
-
-
-def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
-    """Choose what the couriers are. If mlflash is off, choose what they would be, although none starts."""
-    if not is_off:
-        return choose(_config(courier).courier, comm)
-    kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
-    meets = kind == "process" or (kind == "auto" and way(os.environ, launched(os.environ)) != "")
-    return Choice(comm is None and meets, "mlflash is off")
+    linked.link(_config())
 
 
 def _check(backend: Any, comm: Any) -> None:
@@ -182,43 +168,35 @@ def _check(backend: Any, comm: Any) -> None:
 # How the ranks find each other
 
 
-def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
+def _has_ranks_of_torchrun(is_off: bool) -> bool:
     """Whether torch can take all that it needs from the environment."""
     if not all(name in os.environ for name in _BY_TORCHRUN):
         return False
-    by_torchrun = is_process and linked.find() is None and launched(os.environ).launcher == "torchrun"
-    return is_off or by_torchrun
+    return is_off or (linked.find() is None and launched(os.environ).launcher == "torchrun")
 
 
-def _of_mpi(comm: Any) -> _Ranks:
-    """Give the ranks of a communicator. None: those of MPI."""
-    comm = find_comm(os.environ) if comm is None else comm
-    if (comm is None or comm.size == 1) and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise MpiUnavailable(
-            "torchrun started this process, and its ranks are not MPI ranks: start with mpiexec -n RANKS or srun "
-            "instead. init_process_group then gives torch.distributed the ranks of MPI",
-            expected="ranks of mpiexec or srun", found="torchrun (TORCHELASTIC_RUN_ID) and no MPI launcher",
-        )  # fmt: skip
-    here = socket.gethostname()
-    return _Ranks(0, 1, here, str) if comm is None else _Ranks(comm.rank, comm.size, here, comm.bcast)
-
-
-def _of_couriers(is_off: bool, zygote: Any, comm: Any) -> _Ranks:
+def _of_couriers(comm: Any) -> _Ranks:
     """Give the ranks of a communicator (None: those of the launcher), which have couriers. Collective over them."""
-    if not is_off:
-        config = _config("process")
-        couriers = linked.link(config, zygote, comm).couriers
-        return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
+    config = _config()
+    couriers = linked.link(config, comm).couriers
+    return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
+
+
+def _without_couriers(comm: Any) -> _Ranks:
+    """Give the same ranks if mlflash is off. Collective over them."""
     me = launched(os.environ)
+    comm = world_of(me) if comm is None else comm
+    if comm is not None:
+        return _Ranks(comm.rank, comm.size, socket.gethostname(), comm.bcast)
     here = own_address(is_on_one_host(os.environ, me), os.environ)
     place = Path(tempfile.gettempdir(), f"mlflash-{os.getuid()}")  # not in memory; made only if needed
     meet = lambda text: rendezvous(os.environ, me, text, place, _TIMEOUT.total_seconds()) if me.size > 1 else text
     return _Ranks(me.rank, me.size, here, meet)
 
 
-def _config(courier: str | None) -> Config:
+def _config() -> Config:
     """Give the settings with which couriers start, before any job has a name."""
-    return from_environment(os.environ, None, job=os.environ.get("MLFLASH_JOB") or "torch", courier=courier)
+    return from_environment(os.environ, None, job=os.environ.get("MLFLASH_JOB") or "torch")
 
 
 def _meet(ranks: _Ranks, host: str, timeout: Any, given: dict[str, Any]) -> tuple[Any, int]:

@@ -173,13 +173,6 @@ class Config:
         " none. [tuning.md](tuning.md#verified-at-rest)",
         _NOT_NEGATIVE,
     )
-    courier: str = _setting(
-        "auto",
-        "what makes the MPI calls: `process` (one next to the trainer), `thread` (one of the trainer), or "
-        "`auto`. `auto` takes a process unless you pass `comm=`, the program uses MPI itself, MPI is Open "
-        "MPI, or ranks can find each other only by MPI. [concepts.md](concepts.md#the-courier)",
-        _one_of("auto", "process", "thread"),
-    )
     log: str = _setting(
         "", "file to which mlflash appends a line of JSON for each event: [watching.md](watching.md#the-event-log)"
     )

@@ -16,11 +16,11 @@ from typing import Any
 
 from .. import config
 from ..courier.connect import connect
+from ..courier.in_process import FORKED
 from ..draining.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
-from ..mpi.job_thread import FORKED
 from ..protocol.client import Client, one_unit
 from ..protocol.messages import Free, GoBeyond, HealNewest, Mark, Report, RunFacts, Scavenge, Survives
 from ..protocol.trainer_context import TrainerContext
@@ -36,14 +36,15 @@ log = logging.getLogger("mlflash")
 class Checkpointer:
     """Saves the state of a training job in the memory of its nodes, and restores it after a failure.
 
-    Making one is collective over ``comm``, or over ``process_group`` without ``comm``. If couriers are processes, the
-    first one is collective over all ranks, unless you called ``init_process_group`` of `mlflash.adapters.distributed`.
-    Use it as a context manager, or call :meth:`close`.
+    Making one is collective over ``comm``, or over ``process_group`` without ``comm``. The first one without ``comm``
+    is collective over all ranks, unless you called ``init_process_group`` of `mlflash.adapters.distributed`. Use it as
+    a context manager, or call :meth:`close`.
 
     Args:
         directory: path on the parallel file system, or a URL that fsspec knows, to drain checkpoints to and restore
             them from. It also gives the job a name if nothing else does.
-        comm: mpi4py communicator. None: COMM_WORLD under an MPI launcher or srun, otherwise this process alone.
+        comm: mpi4py communicator of the ranks that save together. The couriers' own MPI connects them; one broadcast
+            over ``comm`` carries an address. None: all ranks of the launcher, or this process alone if there is none.
         domains: which nodes can be lost together. Either the path of a file whose lines contain a host (or host list)
             and its domains, outermost first; or a mapping from host to domain or tuple of domains. mlflash spreads the
             nodes of a redundancy group over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows about the nodes.
@@ -370,7 +371,7 @@ class Checkpointer:
     def report(self) -> dict[str, Any]:
         """Return counters, seconds per operation, placement and last drain of this rank; see `session.report_of`.
 
-        The entry ``courier`` says whether the courier is a thread or a process, and why. Not collective.
+        The entry ``courier`` says which process it is, where it runs, and how the ranks met. Not collective.
         """
         report: dict[str, Any] = self._courier.ask(Report()) | {"courier": self._courier.is_a}
         if self.enabled:

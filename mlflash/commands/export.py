@@ -146,7 +146,7 @@ def _from_memory(world: World, given: Config, job: str, step: int | None, write:
     if world.agree([int(job not in jobs_of(given.memory))])[0]:
         missing = f"not in {given.directory}" if given.directory else "no --directory was given"
         raise click.ClickException(f"there is no such step: {missing}, and job {job} holds nothing in {given.memory}")
-    with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0, courier="thread",
+    with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0,
                       heartbeat=False) as checkpointer:  # fmt: skip
         adapting = checkpointer.adapting
         opened = adapting.open(step, told=TOLD)
@@ -194,8 +194,7 @@ def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: 
             raise click.UsageError(f"start one process, not {world.size}: one process imports everything")
         state = read_dcp(source, trust_pickle)
         try:
-            with Checkpointer(given.directory, job=name, memory=given.memory, redundancy="none", strict=True,
-                              courier="thread") as ckpt:  # fmt: skip
+            with Checkpointer(given.directory, job=name, memory=given.memory, redundancy="none", strict=True) as ckpt:
                 ckpt.save(step, state).wait()
                 drain = ckpt.drain().wait()
         finally:

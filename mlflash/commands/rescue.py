@@ -152,8 +152,7 @@ def _outlook(world: World, given: Config, job: str) -> Restorability:
 def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
     """Make a Checkpointer on this command's MPI that drains, deletes and allocates nothing by itself. Collective."""
     return Checkpointer(given.directory, job=job, memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0,
-                        keep_last=0, keep_every=0, skip_stuck=0, fresh=False, courier="thread",
-                        heartbeat=False)  # fmt: skip
+                        keep_last=0, keep_every=0, skip_stuck=0, fresh=False, heartbeat=False)  # fmt: skip
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:

@@ -35,7 +35,6 @@ from ..wireup.launcher_variables import KEPT, Launched
 from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 from . import wire_format as wire
-from .choice import ENTRY
 from .remote_job import RemoteJob, Sent
 from .wire_format import BadMessage, Frame, Kind
 
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlflash")
 
+ENTRY = "mlflash.courier.process_main:run"
+"""The entry point of a courier."""
 _READ_NBYTES = 1 << 20
 _ANNOUNCE_S = 10.0  # limit for the store to accept a message
 _WHY_LENGTH = 2000  # the most characters of an exception
@@ -68,7 +69,7 @@ class CourierLink:
         comm: of mpi4py, whose ranks they are; None: all ranks of the job.
     """
 
-    def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient | None = None,
+    def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient,
                  meeting: Meeting | None = None, comm: Any = None):  # fmt: skip
         self._is_job = comm is None or program_mpi.is_whole(comm, os.environ)
         self._group = None if comm is None else comm.Get_group()

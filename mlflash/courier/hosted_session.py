@@ -59,8 +59,8 @@ class Hosted:
         if len(ranks) != len(opened.ranks) or rank not in ranks or not ranks <= {*range(size)}:
             raise BadMessage(f"a session of the ranks {str(opened.ranks)[:80]} to rank {rank} of {size}")
         # Each session has its own communicators from the start, so the other sessions of these ranks do not matter.
-        self.world = World(comm, config.here, config.timeout_s, opened.ranks, f"{opened.before}", True)
-        self.jobs = JobThread(self.world, threaded=True)
+        self.world = World(comm, config.here, config.timeout_s, opened.ranks, f"{opened.before}")
+        self.jobs = JobThread(self.world)
         self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=link.trains_on)
         self._plans: dict[int, Plan] = {}
         self._drains = 0
@@ -74,7 +74,7 @@ class Hosted:
         self._posted += 1
         work = functools.partial(self._do, message, answers, landing)
         late = functools.partial(self._link.send, Kind.LATE, self.number, frame.number, frame.name)
-        self.jobs.post(Job(work, late, on_end=functools.partial(self._told, frame)))
+        self.jobs.post(Job(work, late, functools.partial(self._told, frame)))
 
     def _message(self, body: Any, frame: Frame, files: deque[int]) -> tuple[Message, Any, Landing | None]:
         if isinstance(body, wire.SaveWire):

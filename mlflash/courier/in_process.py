@@ -23,7 +23,6 @@ from ..config import Config
 from ..draining.drain import Drain, Drains
 from ..errors import Closed, ConfigError, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
 from ..events import Event
-from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.messages import Message
 from ..protocol.save_request import SaveRequest
@@ -38,6 +37,10 @@ from .wire_format import BadMessage, DrainWire, Frame, Kind, Outcome, PlanWire
 
 log = logging.getLogger("mlflash")
 
+FORKED = (
+    "this process was forked from the one that made this Checkpointer, which does not work here: save and restore in "
+    "the parent"
+)
 _ANEW = "the couriers of this run were started anew during this call"
 _ANSWER_S = 10.0  # limit for answers outside of jobs, and for an error after its deadline
 _CLOSE_S = 3.0  # limit to close a session that is abandoned or has no courier any more
@@ -126,7 +129,17 @@ class CourierProcess:
         self.post(job)
         if self.broken is not None:
             self._refuse(job)
-        return wait_for(job, self, self._config.timeout_s)
+        end = time.monotonic() + self._config.timeout_s + _ANSWER_S
+        while not job.woken.wait(_LOOK_S):
+            if time.monotonic() > end and self.is_stuck:
+                break  # otherwise an earlier job is running, with its own deadline
+        if job.error is not None:
+            raise job.error
+        if job.late is not None:
+            raise job.late
+        if not job.woken.is_set():
+            raise self.late or Closed("mlflash stopped after an earlier error", found=self.broken)
+        return job.result
 
     def _frame(self, message: Message, number: int) -> Sent:
         name, before = type(message).__name__, b""

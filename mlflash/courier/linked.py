@@ -17,10 +17,12 @@ from ..memory import user_directory
 from ..wireup import mpich_segments, program_mpi
 from ..wireup.launch import Meeting
 from ..wireup.launcher_variables import Launched
+from ..wireup.mpi_library import LIBRARY, needs_launcher
 from ..wireup.rendezvous import who_am_i
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
-from .courier_link import CourierLink
+from .courier_link import ENTRY, CourierLink
 
+_ZYGOTE_S = 60.0  # limit for its imports, which may come from a slow file system
 _links: list[CourierLink] = []  # in the same order on all ranks that have them
 _making: ZygoteClient | None = None  # its courier is being started; other ranks may be lost meanwhile
 _left: set[str] = set()  # shared memory that others still mapped when the last connection was given up
@@ -34,24 +36,31 @@ def find(comm: Any = None) -> CourierLink | None:
     return next((link for link in _links if link.ranks_of(comm) is not None), None)
 
 
-def link(config: Config, zygote: ZygoteClient | None = None, comm: Any = None) -> CourierLink:
+def link(config: Config, comm: Any = None) -> CourierLink:
     """The connection of `find`. The first Checkpointer of these ranks makes it, collectively over them.
 
     Raises:
         Closed: its courier has ended.
-        MpiUnavailable: the process that starts couriers has ended.
-        WorldMismatch: the ranks cannot find each other.
+        MpiUnavailable: there is no MPI for couriers, or one that only its own launcher can start.
+        WorldMismatch: the ranks cannot find each other, or launcher and torch.distributed contradict each other.
+        DeadlineExceeded: some ranks did not come in time.
     """
     if (found := find(comm)) is None:
-        found = _made(config, _meeting_place(config.memory, config.job), zygote, _meeting(config, comm), comm)
+        me = who_am_i(os.environ) if comm is None else Launched(comm.rank, comm.size, None, "MPI")
+        zygote = start_zygote(me.size)  # first, because it imports while this process goes on
+        found = _made(config, _meeting_place(config.memory, config.job), zygote, _meeting(config, comm, me), comm)
         _links.append(found)
     found.check()
     return found
 
 
-def _meeting(config: Config, comm: Any) -> Meeting | None:
+def start_zygote(size: int) -> ZygoteClient:
+    """Start the process that forks the couriers of this process, for a job of so many ranks."""
+    return ZygoteClient([ENTRY], os.environ, mpi=size > 1)
+
+
+def _meeting(config: Config, comm: Any, me: Launched) -> Meeting | None:
     """How the ranks of a communicator meet: by the program's own MPI. None: as `rendezvous` finds possible."""
-    me = who_am_i(os.environ) if comm is None else Launched(comm.rank, comm.size, None, "MPI")
     world = program_mpi.world_of(me) if comm is None else comm
     if world is None:
         return None
@@ -76,14 +85,23 @@ def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
         _making = None
 
 
-def _made(config: Config, directory: Path | None, zygote: ZygoteClient | None,
-          meeting: Meeting | None = None, comm: Any = None) -> CourierLink:  # fmt: skip
+def _made(config: Config, directory: Path | None, zygote: ZygoteClient, meeting: Meeting | None,
+          comm: Any = None) -> CourierLink:  # fmt: skip
     try:
+        vendor = zygote.vendor(_ZYGOTE_S)
+        if needs_launcher(vendor):
+            zygote.stop(0)
+            raise MpiUnavailable(
+                f"couriers need an MPI that starts without its launcher: {pip_install('mpich')}, or name the library "
+                f"of your cluster's MPICH, Cray MPICH or Intel MPI in {LIBRARY}. The program itself may use {vendor}, "
+                "and its launcher",
+                found=vendor,
+            )
         return CourierLink(config, directory, zygote, meeting, comm)
     except ZygoteLost as error:
         raise MpiUnavailable(
-            "couriers cannot be started as processes, and the output above says why. If there is no MPI: "
-            f"{pip_install('mpich')}, or load the module of your cluster's MPI",
+            "couriers cannot be started, and the output above says why. If there is no MPI: "
+            f"{pip_install('mpich')}, or name the library of your cluster's MPI in {LIBRARY}",
             found=str(error),
         ) from error
 

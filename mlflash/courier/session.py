@@ -26,6 +26,7 @@ from ..saving.commit import Commits
 from ..startup.context import Context, TrainerEnd
 from ..startup.start import make
 from ..version import __version__
+from ..wireup import mpi_library
 from .restores import FoundCheckpoints
 
 
@@ -34,7 +35,7 @@ class Session:
 
     Args:
         told_drain: called with each drain that begins.
-        trains_on: the cores of the trainer, if it is another process; None: it is this one.
+        trains_on: the cores of the trainer.
 
     Attributes:
         context: what saving, draining and restoring work with; it exists from `Start` on.
@@ -43,7 +44,7 @@ class Session:
     context: Context
 
     def __init__(self, config: Config, world: World, jobs: JobThread, told_drain: Callable[[Drain], None],
-                 trains_on: frozenset[int] | None = None):  # fmt: skip
+                 trains_on: frozenset[int]):  # fmt: skip
         self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
         self._trains_on = trains_on
         self._handlers: dict[type[Message], Callable[..., Any]] = {
@@ -204,11 +205,11 @@ def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
     Returns:
         ``enabled`` (False if mlflash is off; then all other values are empty), ``rank``, ``node``, ``scheme``,
         ``group`` (ranks that protect each other), ``partners`` (ranks that hold copies), ``shared with`` (ranks that
-        together store what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
-        ``restored_from`` (the source of this rank's state at the last restore: the node whose memory had it, the folder
-        of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
-        ``send rate`` (largest number of bytes per second; None: no limit), ``slots`` (for each: what it holds, file,
-        use, rank, step and bytes), ``counts`` and ``seconds``.
+        together store what they hold alike), ``transport``, ``mpi`` (the library of couriers; "" for one rank),
+        ``job``, ``memory`` (its directory there), ``restored_from`` (the source of this rank's state at the last
+        restore: the node whose memory had it, the folder of the directory, or ""), ``drain`` (step, path, seconds,
+        bytes and error of the newest one, or None), ``send rate`` (largest number of bytes per second; None: no limit),
+        ``slots`` (for each: what it holds, file, use, rank, step and bytes), ``counts`` and ``seconds``.
     """
     world, replicas = context.world, context.replicas
     holds = {
@@ -233,6 +234,7 @@ def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
         "partners": list(context.protection.partners),
         "shared with": [] if replicas is None or replicas.sharing is None else list(replicas.sharing.ranks),
         "transport": context.protection.transport,
+        "mpi": "" if world.mpi is None else mpi_library.describe(),
         "job": context.config.job,
         "memory": context.memory.path,
         "restored_from": context.restored_from,

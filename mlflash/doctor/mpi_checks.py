@@ -15,7 +15,6 @@ import numpy as np
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import is_enabled
-from ..courier.choice import would_be_process
 from ..errors import pip_install
 from ..human_readable.wording import many
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
@@ -23,28 +22,19 @@ from ..mpi.world import World
 from ..placement.node import Node
 from ..wireup.launcher_variables import Launched
 from ..wireup.rendezvous import way
-from ..wireup.zygote import vendor
 from . import couriers
 from .context import Context
 from .findings import Finding, fine, warning, wrong
 
-_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SKEW_S = 1.0
 _SAVED_NBYTES, _SAVES = 16 << 20, 4
 _SLOW_RDMA_GBS, _SLOW_GBS = 0.5, 0.05
 
 
 def library(context: Context) -> Iterator[Finding]:
-    """Name the MPI library, its path, and its thread level. Not collective."""
+    """Name the MPI library of this program, and its path. Not collective."""
     mpi, path = context.mpi, loaded_from(Path("/proc/self/maps").read_text())
     yield fine("library", "{version}" + (" ({path})" if path else ""), version=version_of(mpi), path=path)
-    level = _LEVELS[[getattr(mpi, f"THREAD_{name}") for name in _LEVELS].index(mpi.Query_thread())]
-    if level == "MULTIPLE":
-        yield fine("thread level", "MPI_THREAD_MULTIPLE")
-    else:
-        yield warning("thread level", f"MPI_THREAD_{level}: training waits while a save protects and commits",
-                      "let mlflash start MPI, or start it with MPI_THREAD_MULTIPLE (old Cray MPICH: "
-                      "MPICH_MAX_THREAD_SAFETY=multiple)")  # fmt: skip
 
 
 def loaded_from(maps: str) -> str:
@@ -71,10 +61,9 @@ def pmi_of(library: str) -> str:
 
 def world_size(context: Context) -> Iterator[Finding]:
     """Compare the size of MPI's world with the number of processes that were started. Then try couriers."""
-    has_couriers = would_be_process(context.settings.courier, vendor())
-    meeting = way(context.environment, context.launched) if has_couriers else ""
+    meeting = way(context.environment, context.launched)
     yield judge_size(context.launched, context.mpi.COMM_WORLD.size, version_of(context.mpi), meeting)
-    if context.rank == 0 and has_couriers and os.path.isdir(context.settings.memory):  # `nodes` reports a missing one
+    if context.rank == 0 and os.path.isdir(context.settings.memory):  # `nodes` reports a missing one
         yield couriers.try_couriers(context.environment, context.settings.memory)
 
 
@@ -191,7 +180,7 @@ def _save(world: World, memory: str, transport: str) -> float:
     os.makedirs(memory, 0o700, exist_ok=True)
     try:
         with Checkpointer(
-            job="doctor", memory=memory, comm=world.leaders, courier="thread", transport=transport, redundancy="copy",
+            job="doctor", memory=memory, comm=world.leaders, transport=transport, redundancy="copy",
             strict=True, timeout_s=world.timeout_s, when_busy="wait", log="",
             metrics="", drain_every=0, send_rate=0.0, fresh=False,
         ) as checkpointer:  # fmt: skip

@@ -256,7 +256,6 @@ class DrainQueue:
         return current
 
     def _look(self) -> None:
-        self._courier.go_on_behind()
         if self._courier.broken is not None:
             raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config, from_environment
 from ..courier import linked
-from ..courier.choice import start_zygote
 from ..crash_points import reach
 from ..wireup.launch import Meeting
 from ..wireup.zygote_client import ZygoteClient
@@ -83,7 +82,7 @@ class _Rounds:
         check_groups()
         link = self._link
         if "RANK" not in os.environ:
-            self._zygote = start_zygote(link.size)
+            self._zygote = linked.start_zygote(link.size)
             forked_spare.is_ready()
         link.on_lost.append(self._interrupt)
         link.say({"ready": True})
@@ -133,7 +132,7 @@ class _Rounds:
         reach("round.restored")
         self._link.check(seat.round)
         if self._zygote is None:
-            self._zygote = start_zygote(seat.size)
+            self._zygote = linked.start_zygote(seat.size)
         self._link.say({"trains": seat.round, "step": step or 0, "times": times.took})
         result = self._train(ckpt, step or 0)
         self._link.check(seat.round)
@@ -149,7 +148,7 @@ class _Rounds:
             one.take(seat.rank)
         self._link.say({"here": seat.round})
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
-        zygote, self._zygote = self._zygote or start_zygote(seat.size), None
+        zygote, self._zygote = self._zygote or linked.start_zygote(seat.size), None
         meeting = Meeting(
             lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
             lambda: self._link.check(seat.round),

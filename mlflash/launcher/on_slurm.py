@@ -52,7 +52,7 @@ class CourierHosts:
         self._slurm = slurm
         self._step: SlurmStep | None = None
         self._command = [*running("mlflash"), "courier", "--job", options.job, "--memory", options.memory]
-        self._is_wanted = is_enabled(environment) and environment.get("MLFLASH_COURIER") != "thread"
+        self._is_wanted = is_enabled(environment)
         self._environment = {name: value for name, value in environment.items() if name not in _CORES}
         self._left, self._are_ready = 0, Event()
 

@@ -67,19 +67,19 @@ ALONE = CopyThreads(1)
 
 
 def as_many_as_help(ranks: int, agree: Callable[[list[int]], list[int]],
-                    cores: frozenset[int] | None = None) -> CopyThreads:  # fmt: skip
+                    cores: frozenset[int] = frozenset()) -> CopyThreads:  # fmt: skip
     """Make as many threads as make copies faster, which is measured. Collective over the world.
 
     Args:
         ranks: number of ranks that share this rank's cores.
-        cores: where copies will be made; None: where this thread runs.
+        cores: where copies will be made; empty: where this thread runs.
     """
     with _on(cores):
         return CopyThreads(_measured(ranks, agree))
 
 
 @contextlib.contextmanager
-def _on(cores: frozenset[int] | None) -> Iterator[None]:
+def _on(cores: frozenset[int]) -> Iterator[None]:
     """Run on some cores, with the threads that are started meanwhile, if that is allowed."""
     own = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):

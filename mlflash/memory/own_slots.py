@@ -59,11 +59,10 @@ class OwnSlots:
 
     Args:
         count: number of slots of each kind; three if checkpoints are drained, because reading one may take long.
-        known: further mappings of files that this process has, by inode: the courier's, if it is a thread.
     """
 
-    def __init__(self, memory: NodeDirectory, count: int, known: Callable[[], Mapping[int, Segment]]):
-        self._memory, self._known = memory, known
+    def __init__(self, memory: NodeDirectory, count: int):
+        self._memory = memory
         # own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS:
         # it belongs to the courier
         self.own = [Slot(use=Use.HOLDS) for _ in range(count)]
@@ -83,8 +82,7 @@ class OwnSlots:
         return [name for name, slot in self._all() if id(slot) in wanted]
 
     def mapped(self) -> dict[int, Segment]:
-        own = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
-        return {**self._known(), **own}
+        return {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
 
     # Filling slots
 

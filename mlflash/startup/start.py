@@ -40,11 +40,12 @@ _NAMED = 3  # hosts or domains named in a warning
 
 def make(config: Config, world: World, problem: MlflashError | None = None,
          replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
-         trains_on: frozenset[int] | None = None) -> Context:  # fmt: skip
+         trains_on: frozenset[int] = frozenset()) -> Context:  # fmt: skip
     """Connect the ranks, lock the job, find what earlier runs left, and take their files over. Collective.
 
     Args:
         replicas: the ranks that hold the same state as this one, and patterns for the names of that state.
+        trains_on: the cores of the trainer.
 
     Raises:
         ConfigError: on all ranks, if replicas or domains make no sense.
@@ -84,7 +85,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
 
 def _assemble(
     config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None,
-    start: str, trains_on: frozenset[int] | None,
+    start: str, trains_on: frozenset[int],
 ) -> Context:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
     left = look_at_earlier_runs(config, world, memory)
@@ -98,7 +99,7 @@ def _assemble(
     copy_threads = as_many_as_help(world.ranks_on_host, world.agree, trains_on)
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
-    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, trains_on is not None))
+    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
     examiner = Examiner(config.check_values, [one for one in config.check_skip.split(",") if one])
     certification = Certification(config.certify_after, config.on_suspect == "keep")
     pool.certified = certification.certified_attempt
@@ -137,14 +138,12 @@ def _claim(config: Config) -> str:
         return ""
 
 
-def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, start: str, is_process: bool
-              ) -> CourierRecorder:  # fmt: skip
+def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, start: str) -> CourierRecorder:
     facts = RankFacts(
         world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""), start
     )
     file = file_of_node(config.log, world.node_index) if config.log else None
-    by = {"by": "courier"} if is_process else {}
-    events = EventLog(file, run=run, rank=world.rank, node=world.node_name, **by)
+    events = EventLog(file, run=run, rank=world.rank, node=world.node_name, by="courier")
     return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
 
 

@@ -41,8 +41,8 @@ class EventLog:
     Every warning that is logged is an event, too, until `close`.
 
     Args:
-        common: fields of each event: run, rank and node. ``by="courier"`` for a courier that is a separate process,
-            whose warnings are also its trainer's.
+        common: fields of each event: run, rank and node. ``by="courier"`` for a courier, whose warnings are also its
+            trainer's.
     """
 
     def __init__(self, path: str | None, **common: Any):
@@ -152,14 +152,12 @@ class _Tally:
 class TrainerRecorder(_Tally):
     """What the trainer of one rank knows.
 
-    ``metrics`` are those of its node; most ranks have none. A courier that is a thread calls `flush`.
+    ``metrics`` are those of its node; most ranks have none.
     """
 
-    def __init__(self, rank: int, heartbeat: TrainerHeartbeat, events: EventLog, metrics: Metrics | None = None,
-                 courier_is_thread: bool = True):  # fmt: skip
+    def __init__(self, rank: int, heartbeat: TrainerHeartbeat, events: EventLog, metrics: Metrics | None = None):
         super().__init__(rank)
         self._heartbeat, self._events, self._metrics = heartbeat, events, metrics
-        self._courier_is_thread = courier_is_thread
         self._warned_late = False
 
     def started(self, facts: Mapping[str, Any], survives: Callable[[], str]) -> None:
@@ -176,13 +174,9 @@ class TrainerRecorder(_Tally):
         self.counts["bytes staged"] += nbytes
         self.seconds["stall"] += stall_s
         self._heartbeat.note(stall_s=stall_s, stalled_s=self.seconds["stall"], nbytes=nbytes)
-        if not self._courier_is_thread:
-            self.flush()
+        self._heartbeat.flush()
         if staged:
             self._events.add("save", step=step, seconds=stall_s, nbytes=nbytes, lazy=lazy)
-
-    def flush(self) -> None:
-        self._heartbeat.flush()
 
     def late(self, step: int, error: MlflashError) -> None:
         self.counts["late"] += 1
@@ -233,12 +227,11 @@ class TrainerRecorder(_Tally):
 
 
 class CourierRecorder(_Tally):
-    """What the courier of one rank knows. ``flush`` writes what a trainer in the same process has noted."""
+    """What the courier of one rank knows."""
 
-    def __init__(self, rank: int, heartbeat: CourierHeartbeat, events: EventLog,
-                 flush: Callable[[], None] | None = None):  # fmt: skip
+    def __init__(self, rank: int, heartbeat: CourierHeartbeat, events: EventLog):
         super().__init__(rank)
-        self._heartbeat, self.events, self.flush = heartbeat, events, flush
+        self._heartbeat, self.events = heartbeat, events
         # Those of the previous courier.
         self._before = {name: int(heartbeat.before.get(name) or 0) for name in ("saves", "failed", "damaged")}
         self._nbytes: int | None = None
@@ -344,14 +337,8 @@ class CourierRecorder(_Tally):
         self._heartbeat.end()
         self.events.close()
 
-    def leave(self) -> None:
-        self._heartbeat.leave()
-        self.events.leave()
-
     def _beat(self, event: str = "", /, **news: Any) -> None:
         self._heartbeat.beat(event, **news)
-        if self.flush is not None:
-            self.flush()
 
 
 def _in_heartbeat(lateness: Lateness) -> dict[str, Any]:
