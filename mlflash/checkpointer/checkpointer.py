@@ -22,7 +22,6 @@ from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
 from ..protocol.client import Client, one_unit
-from ..protocol.messages import Free, GoBeyond, HealNewest, Mark, Report, RunFacts, Scavenge, Survives
 from ..protocol.trainer_context import TrainerContext
 from ..restoring.restore import Restores
 from ..saving.save_queue import SaveQueue
@@ -111,8 +110,8 @@ class Checkpointer:
             self, lambda me, state: me._end_alone(state, "this Checkpointer was left open"), Checkpointer._leave
         )
         try:
-            self._courier.call(GoBeyond())
-            facts = self._courier.ask(RunFacts()) | {"courier": self._courier.is_a}
+            self._courier.call("go_beyond")
+            facts = self._courier.ask("run_facts") | {"courier": self._courier.is_a}
             trainer.recorder.started(facts, lambda: self.survives)
             if self._config.reserve and not started.unusable:  # unusable files may be needed again, with that room
                 self._saves.reserve(self._config.reserve)
@@ -281,7 +280,7 @@ class Checkpointer:
     def _mark(self, step: int, is_good: bool) -> None:
         self._check_open()
         self._saves.settle()
-        if self.enabled and not self._courier.call(Mark(_number(step), is_good)):
+        if self.enabled and not self._courier.call("mark", _number(step), is_good):
             raise StepNotFound("this step is neither in memory nor in the directory", step=step)
 
     # Draining
@@ -326,7 +325,7 @@ class Checkpointer:
             The drain. None if memory has nothing newer than the directory.
         """
         self._check_open()
-        return self._drains.last if self._courier.call(Scavenge()) else None
+        return self._drains.last if self._courier.call("scavenge") else None
 
     def heal(self) -> int | None:
         """Make the lost copies and parity of the newest checkpoint in memory again, without training.
@@ -341,7 +340,7 @@ class Checkpointer:
             MemoryTooSmall, SaveFailed: healing failed; what was in memory is untouched.
         """
         self._check_open()
-        step: int | None = self._courier.call(HealNewest())
+        step: int | None = self._courier.call("heal_newest")
         return step
 
     # Information
@@ -365,7 +364,7 @@ class Checkpointer:
         Example:
             "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes; any 1 rack; not: racks A and B together"
         """
-        survives: str = self._courier.ask(Survives())
+        survives: str = self._courier.ask("survives")
         return survives
 
     def report(self) -> dict[str, Any]:
@@ -373,7 +372,7 @@ class Checkpointer:
 
         The entry ``courier`` says which process it is, where it runs, and how the ranks met. Not collective.
         """
-        report: dict[str, Any] = self._courier.ask(Report()) | {"courier": self._courier.is_a}
+        report: dict[str, Any] = self._courier.ask("report") | {"courier": self._courier.is_a}
         if self.enabled:
             mine = self._trainer.recorder
             report["counts"], report["seconds"] = mine.together(report["counts"], report["seconds"])
@@ -410,7 +409,7 @@ class Checkpointer:
                 self._drains.finish()
             is_freed = not self._courier.is_stuck and self._drains.idle
             if is_freed:
-                self._courier.call(Free())
+                self._courier.call("free")
             self._trainer.copy_threads.close()
         finally:  # after an interrupt, too: collective calls are left out then, because other ranks may not make them
             self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")

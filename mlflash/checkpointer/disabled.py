@@ -11,7 +11,6 @@ from typing import Any
 
 from .. import config
 from ..draining.drain import Drain
-from ..protocol.messages import Message, Survives
 from ..saving.snapshot import Snapshot
 
 log = logging.getLogger("mlflash")
@@ -70,11 +69,11 @@ class Disabled:
     def load(self, *args: object) -> tuple[None, None]:
         return None, None
 
-    def ask(self, message: Message) -> Any:
-        if isinstance(message, Survives):
+    def ask(self, method: str) -> Any:
+        if method == "survives":
             return "nothing: mlflash is off"
         return {
             "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": [],
-            "partners": [], "shared with": [], "transport": "", "job": "", "memory": "", "restored_from": "",
+            "partners": [], "shared with": [], "transport": "", "mpi": "", "job": "", "memory": "", "restored_from": "",
             "drain": None, "send rate": None, "slots": [], "counts": {}, "seconds": {},
         }  # fmt: skip

@@ -14,8 +14,8 @@ from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots
 from ..protocol.client import Client
 from ..protocol.loaded_versions import loaded_versions, not_run_with
-from ..protocol.messages import Start, Started
 from ..protocol.ranks import Ranks
+from ..protocol.records import Start, Started
 from ..protocol.torch_rank import check_torch_rank, replicas_of, some_ranks
 from ..protocol.trainer_context import TrainerContext
 from ..state.manifest import provenance_of
@@ -86,7 +86,7 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
 
 def _started(courier: Client, start: Start) -> Started:
     try:
-        started: Started = courier.call(start)
+        started: Started = courier.call("start", start)
     except BaseException:
         courier.stop(abandon=True)
         raise
@@ -103,7 +103,7 @@ def _trainer(config: Config, courier: Client, process_group: Any, start: Start, 
     ranks = Ranks(courier, started.rank, started.topology, config.timeout_s, process_group)
     slots = OwnSlots(memory, started.slots)
     slots.update(started.files)
-    recorder = _recorder(config, ranks, memory, start.start, started)
+    recorder = _recorder(config, ranks, memory, start.name, started)
     threads = CopyThreads(started.copy_threads)
     provenance = provenance_of(loaded_versions(), config.provenance)
     return TrainerContext(config, courier, ranks, memory, slots, threads, recorder, provenance, started.sharing)

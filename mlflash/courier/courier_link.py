@@ -15,7 +15,6 @@ import itertools
 import logging
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -34,9 +33,8 @@ from ..wireup.launch import CourierEnded, Couriers, Meeting, StartFailed, check_
 from ..wireup.launcher_variables import KEPT, Launched
 from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
-from . import wire_format as wire
+from .channel import Broken, Call, Channel, Reply
 from .remote_job import RemoteJob, Sent
-from .wire_format import BadMessage, Frame, Kind
 
 if TYPE_CHECKING:
     from .in_process import CourierProcess
@@ -45,13 +43,12 @@ log = logging.getLogger("mlflash")
 
 ENTRY = "mlflash.courier.process_main:run"
 """The entry point of a courier."""
-_READ_NBYTES = 1 << 20
 _ANNOUNCE_S = 10.0  # limit for the store to accept a message
 _WHY_LENGTH = 2000  # the most characters of an exception
 _NO_MPI = (
     "the courier of this rank ended before it was ready, and the output above says why. If it could not start MPI on "
-    "hosts with several networks, MLFLASH_INTERFACE names the one to use. If its trainer sent another version of the "
-    "protocol, start all of the job from one installation of mlflash"
+    "hosts with several networks, MLFLASH_INTERFACE names the one to use. If its trainer has another version of "
+    "mlflash, start all of the job from one installation"
 )
 _IN_VAIN = 3  # if so many couriers in a row end before they are up, no more are started
 _ROUND_S = 30.0  # limit for `mlflash run` to replace another rank that keeps this one from having a courier
@@ -144,10 +141,10 @@ class CourierLink:
 
     def _listen(self) -> None:
         running = self.couriers.courier
-        self.sock, self.pid = running.trainer, running.pid
+        self.channel, self.pid = Channel(running.trainer), running.pid
         where = "where its trainer runs" if running.cores is None else f"on cores {to_list(running.cores)}"
         self.is_a = f"process (pid {running.pid}, {where}; {self.couriers.met})"
-        threading.Thread(target=self._receive, args=(self.sock,), name="mlflash-receive", daemon=True).start()
+        threading.Thread(target=self._receive, args=(self.channel,), name="mlflash-receive", daemon=True).start()
 
     def _send(self) -> None:
         while (item := self.queue.get()) is not None:
@@ -161,38 +158,39 @@ class CourierLink:
 
     def _send_one(self, item: RemoteJob | Sent) -> None:
         """Send a job or a frame, jobs only once."""
-        sent: Sent
         if isinstance(item, RemoteJob):
             if item.is_sent:
                 return
             item.is_sent = True
             try:
                 item.session.check(item)
-                sent = item.frame()
+                self._send_frame(item.call, item.fds)
             except Exception as error:  # the courier has stopped, or mlflash has a bug
                 item.refuse(error if isinstance(error, MlflashError) else Closed(text_of(error)))
                 return
-        else:
-            sent = item
-        with contextlib.suppress(OSError):  # the receiving thread notices it, too
-            if sent.fds:
-                begun = socket.send_fds(self.sock, [sent.packed], list(sent.fds))
-                self.sock.sendall(sent.packed[begun:])
-            else:
-                self.sock.sendall(sent.packed)
-        if isinstance(item, RemoteJob):
             item.sent.set()
-
-    def _receive(self, sock: socket.socket) -> None:
-        stream = wire.Stream()
+            return
         try:
-            while received := sock.recv(_READ_NBYTES):
-                for frame in stream.add(received):
+            self._send_frame(item.frame)
+        except MlflashError as error:
+            if isinstance(item.frame, Reply):  # the courier waits for it
+                self._send_frame(item.frame._replace(result=None, error=error))
+            else:
+                log.error("%s", error)
+
+    def _send_frame(self, frame: Call | Reply, fds: Sequence[int] = ()) -> None:
+        with contextlib.suppress(OSError):  # the receiving thread notices it, too
+            self.channel.send(frame, fds)
+
+    def _receive(self, channel: Channel) -> None:
+        try:
+            while (frames := channel.receive()) is not None:
+                for frame in frames:
                     self._take(frame)
             why = "it has ended"
-        except (BadMessage, OSError) as error:
+        except Broken as error:
             why = str(error)
-        if sock is not self.sock or self.is_closing or self._fails_at_the_start(sock):
+        if channel is not self.channel or self.is_closing or self._fails_at_the_start(channel):
             return
         if self._departed is not None:
             self._lose(_ended(f"{why}; and there is no next one: {self._departed}"))
@@ -207,10 +205,10 @@ class CourierLink:
 
     # Epochs
 
-    def _fails_at_the_start(self, sock: socket.socket) -> bool:
+    def _fails_at_the_start(self, channel: Channel) -> bool:
         """Whether an old courier has ended, or the first one before MPI was up: then another one would fail, too."""
         with self._restarting:
-            if sock is not self.sock:
+            if channel is not self.channel:
                 return True
             try:
                 check_start(self.couriers.courier, self.couriers.zygote)
@@ -331,9 +329,9 @@ class CourierLink:
         with self._down:
             self._send_one(item)
 
-    def _take(self, frame: Frame) -> None:
-        if frame.kind is Kind.EVENT and frame.name == "log":
-            level, text = wire.decode(wire.EVENTS["log"], frame.body)
+    def _take(self, frame: Call | Reply) -> None:
+        if isinstance(frame, Call) and frame.method == "log":
+            level, text = frame.args
             log.log(level, "%s", text)
             return
         session = self.sessions.get(frame.session)

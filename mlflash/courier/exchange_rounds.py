@@ -5,24 +5,35 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ..protocol.messages import Exchange
 from ..protocol.ranks import Ranks
 from ..protocol.wanted_parts import WantedPart
 from ..state.shards import box, cut
-from .wire_format import ExchangeWire, PartWire
 
 _LANDING_NBYTES = 64 << 20  # the largest size of a round
 
 
-def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeWire, int], bool]) -> bool:
+class Part(NamedTuple):
+    """A `WantedPart`, and where its bytes go in the file that comes with the call."""
+
+    rank: int
+    number: int
+    source: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: int
+    nbytes: int
+
+
+def exchange(asked: Mapping[int, Sequence[WantedPart]], ranks: Ranks,
+             exchange_some: Callable[[dict[int, list[Part]], int], bool]) -> bool:  # fmt: skip
     """Get parts from other ranks, as much per round as the file can hold. Return whether all arrived intact.
 
     Collective over the world. ``exchange_some`` has the courier do one round, into the file of a descriptor.
     """
-    mine = [*rounds(message.asked)]
+    mine = [*rounds(asked)]
     most = -ranks.agree([-len(mine)])[0]
     if not most:
         return True
@@ -30,8 +41,7 @@ def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeW
     landing = Landing(max((sum(part.target.nbytes for _, part in those) for those in mine), default=0))
     try:
         for those in [*mine, *([] for _ in range(most - len(mine)))]:
-            body = ExchangeWire(message.attempt, message.homes, message.files, landing.places(those))
-            good &= exchange_some(body, landing.fd)
+            good &= exchange_some(landing.places(those), landing.fd)
             landing.take(those)
     finally:
         landing.close()
@@ -68,12 +78,12 @@ class Landing:
         self._view = np.empty(0, np.uint8)
         os.close(self.fd)
 
-    def places(self, those: Sequence[tuple[int, WantedPart]]) -> dict[int, list[PartWire]]:
+    def places(self, those: Sequence[tuple[int, WantedPart]]) -> dict[int, list[Part]]:
         """Where the parts of a round go, by the rank that has them."""
-        parts: dict[int, list[PartWire]] = {}
+        parts: dict[int, list[Part]] = {}
         at = 0
         for server, part in those:
-            told = PartWire(part.rank, part.number, part.source, part.shape, at, part.target.nbytes)
+            told = Part(part.rank, part.number, part.source, part.shape, at, part.target.nbytes)
             parts.setdefault(server, []).append(told)
             at += part.target.nbytes
         return parts

@@ -1,7 +1,7 @@
-"""The trainer's side of a courier that is a process.
+"""The trainer's side of its courier.
 
 One thread sends, one receives. For each Checkpointer another thread answers the courier's questions and processes the
-ends of jobs, in the order in which the courier sends them. No thread calls MPI, and each acts only on messages.
+ends of jobs, in the order in which the courier sends them. No thread calls MPI, and each acts only on what comes.
 """
 
 from __future__ import annotations
@@ -13,27 +13,23 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-import msgspec
-
 from ..config import Config
 from ..draining.drain import Drain, Drains
-from ..errors import Closed, ConfigError, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
+from ..errors import Closed, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
 from ..events import Event
-from ..protocol import messages as asked
-from ..protocol.messages import Message
+from ..protocol.records import Start
 from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
-from ..redundancy.deduplication import Plan
-from . import wire_format as wire
+from ..version import __version__
+from .channel import Call, Reply
 from .courier_link import CourierLink
-from .exchange_rounds import exchange
+from .exchange_rounds import Part, exchange
 from .remote_job import RemoteJob, Sent
 from .units import Units
-from .wire_format import BadMessage, DrainWire, Frame, Kind, Outcome, PlanWire
 
 log = logging.getLogger("mlflash")
 
@@ -49,7 +45,7 @@ _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
 class CourierProcess:
-    """Takes messages to the courier process: see `protocol.client.Client`."""
+    """Calls methods of a session of the courier: see `protocol.client.Client`."""
 
     def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
         self._link, self._config, self.number = link, config, link.number()
@@ -61,13 +57,12 @@ class CourierProcess:
         self._left_at: int | None = None  # the newest step whose save has ended
         self._generation = 0  # generation of the newest attempt that has ended
         self.trainer: TrainerContext | None = None
-        self.start: asked.Start | None = None  # how this Checkpointer was introduced to its courier
+        self.start: Start | None = None  # how this Checkpointer was introduced to its courier
         self._jobs: dict[int, RemoteJob] = {}
         self._units = Units()
-        self._asked: dict[int, tuple[Event, list[Frame]]] = {}
-        self._plans = ToldPlans(link.number)
+        self._asked: dict[int, tuple[Event, list[Reply]]] = {}
         self.drain = ToldDrain(config)
-        self._frames: queue.SimpleQueue[Frame | Event | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Call | Reply | Event | None] = queue.SimpleQueue()
         self.ranks, self._before = ranks, link.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
         self._over = Event()
@@ -76,13 +71,8 @@ class CourierProcess:
         self._link.queue.put(self._opened())
 
     def _opened(self) -> Sent:
-        opened = wire.Opened(wire.VERSION, self._config, log.getEffectiveLevel(), self.ranks, self._before)
-        try:
-            wire.decode(wire.Opened, body := wire.encode(opened))
-        # At the courier it would end the saving of all Checkpointers of this process.
-        except (BadMessage, TypeError, OverflowError) as error:
-            raise ConfigError("a setting is not of its type", found=text_of(error)) from None
-        return Sent(wire.pack(Kind.OPEN, self.number, 0, "Opened", body))
+        args = (__version__, log.getEffectiveLevel(), self._config, self.ranks, self._before)
+        return Sent(Call(self.number, 0, "open", args))
 
     @property
     def is_stuck(self) -> bool:
@@ -97,20 +87,18 @@ class CourierProcess:
     def post(self, job: RemoteJob) -> None:
         self._link.queue.put(job)
 
-    def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
+    def job(self, method: str, *args: Any, answers: Any = None,
+            on_late: Callable[[DeadlineExceeded], None] | None = None,
             on_refused: Callable[[MlflashError], None] | None = None) -> RemoteJob:  # fmt: skip
-        number = self._link.number()
-        made = RemoteJob(self, lambda: self._frame(message, number), number, answers, on_late, on_refused)
-        made.is_commit = isinstance(message, asked.Commit)
-        made.is_kept = isinstance(message, (asked.Commit, asked.Free))
-        if isinstance(message, asked.Free):
+        call = Call(self.number, self._link.number(), method, args, job=1)
+        made = RemoteJob(self, call, answers, on_late, on_refused)
+        made.is_commit = method == "commit"
+        made.is_kept = method in ("commit", "free")
+        if method == "free":
             self._free = made
-        return self._expect(made)
-
-    def _expect(self, job: RemoteJob) -> RemoteJob:
-        job.unit = self._units.number
-        self._jobs[job.number] = job
-        return job
+        made.unit = self._units.number
+        self._jobs[call.number] = made
+        return made
 
     def wait_sent(self, job: RemoteJob) -> None:
         job.sent.wait(_ANSWER_S)
@@ -118,12 +106,20 @@ class CourierProcess:
     def unit(self) -> AbstractContextManager[None]:
         return self._units.unit()
 
-    def call(self, message: Message, answers: Any = None) -> Any:
+    def call(self, method: str, *args: Any, answers: Any = None) -> Any:
         with self._units.unit(joins=True):
-            if isinstance(message, asked.Exchange):
-                assert self.trainer is not None
-                return exchange(message, self.trainer.ranks, self._exchange_some)
-            return self._call(self.job(message, answers))
+            return self._call(self.job(method, *args, answers=answers))
+
+    def exchange(self, attempt: Any, homes: Any, files: Any, asked: Any) -> bool:
+        assert self.trainer is not None
+
+        def some(parts: dict[int, list[Part]], fd: int) -> bool:
+            job = self.job("exchange", attempt, homes, files, parts)
+            job.fds = (fd,)
+            return bool(self._call(job))
+
+        with self._units.unit(joins=True):
+            return exchange(asked, self.trainer.ranks, some)
 
     def _call(self, job: RemoteJob) -> Any:
         self.post(job)
@@ -141,52 +137,33 @@ class CourierProcess:
             raise self.late or Closed("mlflash stopped after an earlier error", found=self.broken)
         return job.result
 
-    def _frame(self, message: Message, number: int) -> Sent:
-        name, before = type(message).__name__, b""
-        body: Any = message
-        if isinstance(message, (asked.Commit, asked.CommitRestored)):
-            request = message.request
-            restores = message.restores if isinstance(message, asked.CommitRestored) else 0
-            plan, told = self._plans.number_of(request.plan)
-            if told is not None:
-                before = wire.pack(Kind.TELL, self.number, 0, "plan", wire.encode(told))
-            body = wire.save_wire(request, plan, restores)
-        if self.broken is not None:
-            raise Closed("mlflash stopped after an earlier error", found=self.broken)
-        return Sent(before + wire.pack(Kind.POST, self.number, number, name, wire.encode(body)))
-
-    def _exchange_some(self, body: wire.ExchangeWire, fd: int) -> bool:
-        number = self._link.number()
-        sent = Sent(wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (fd,))
-        return bool(self._call(self._expect(RemoteJob(self, lambda: sent, number, None, None, None))))
-
     # Questions and notices outside of jobs
 
-    def ask(self, message: Message) -> Any:
-        return wire.result_of(self._wait_for_answer(Kind.ASK, type(message).__name__, message, _ANSWER_S))
+    def ask(self, method: str, *args: Any) -> Any:
+        return self._wait_for_answer(method, args, _ANSWER_S)
 
-    def _wait_for_answer(self, kind: Kind, name: str, body: object, timeout_s: float) -> Frame:
+    def _wait_for_answer(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         number = self._link.number()
         woken, answers = self._asked[number] = (Event(), [])
         try:
-            self._link.queue.put(Sent(wire.pack(kind, self.number, number, name, wire.encode(body)), is_kept=True))
+            self._link.queue.put(Sent(Call(self.number, number, method, args), is_kept=True))
             end = time.monotonic() + timeout_s
             self._link.check()
             while not woken.wait(_LOOK_S):
                 self._link.check()
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"the courier of this rank did not answer for {timeout_s:g} s")
-            return answers[0]
+            return answers[0].value()
         finally:
             del self._asked[number]
 
     def tell_doing(self, what: str) -> None:
-        self._tell(Kind.TELL, 0, "doing", what)
+        self._link.queue.put(Sent(Call(self.number, 0, "tell_doing", (what,))))
 
     def stop(self, abandon: bool) -> None:
         patience_s = _CLOSE_S if abandon or self._is_freed else self._config.timeout_s  # freed: it is idle or dead
         with suppress(Closed, DeadlineExceeded):
-            self._wait_for_answer(Kind.CLOSE, "Close", abandon, patience_s)
+            self._wait_for_answer("close", (abandon,), patience_s)
         self.is_closed = True  # its report can still be read
         self._frames.put(None)
         self._over.set()
@@ -194,28 +171,24 @@ class CourierProcess:
     def leave(self) -> None:
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
 
-    def _tell(self, kind: Kind, number: int, name: str, body: object) -> None:
-        self._link.queue.put(Sent(wire.pack(kind, self.number, number, name, wire.encode(body))))
+    # What comes from the courier
 
-    # Frames from the courier
-
-    def take(self, frame: Frame) -> None:
-        if frame.kind is Kind.LATE:
-            error, late = wire.decode(MlflashError, frame.body), self._jobs.get(frame.number)
-            if late is not None and isinstance(error, DeadlineExceeded):
-                self.late = error
-                late.be_late(error)
-        elif frame.kind is Kind.ANSWER:
-            woken, answers = self._asked.get(frame.number, (Event(), []))
+    def take(self, frame: Call | Reply) -> None:
+        """Take what has arrived; the thread that answers does what must be in order."""
+        if isinstance(frame, Reply) and frame.number in self._asked:
+            woken, answers = self._asked[frame.number]
             answers.append(frame)
             woken.set()
-        elif frame.kind is Kind.QUESTION and self.is_closed:  # a save that an exception left is still under way
-            gone = Closed("this Checkpointer was closed")
-            self._tell(Kind.REPLY, frame.number, frame.name, Outcome(gone, False, wire.NOTHING))
-        elif frame.kind in (Kind.DONE, Kind.QUESTION, Kind.EVENT):
-            self._frames.put(frame)
+        elif isinstance(frame, Call) and frame.method == "late":
+            number, error = frame.args
+            if (late := self._jobs.get(number)) is not None:
+                self.late = error
+                late.be_late(error)
+        elif isinstance(frame, Call) and frame.number and self.is_closed:
+            gone = Closed("this Checkpointer was closed")  # a save that an exception left is still under way
+            self._link.queue.put(Sent(Reply(self.number, frame.number, None, gone)))
         else:
-            raise BadMessage(f"a frame of kind {frame.kind}, which couriers do not send")
+            self._frames.put(frame)
 
     def _watch(self) -> None:
         """Report that a job is late if the courier cannot, for example because it is stopped."""
@@ -231,7 +204,7 @@ class CourierProcess:
 
     def _report_if_silent(self, number: int) -> None:
         try:
-            self._wait_for_answer(Kind.ASK, "RunFacts", asked.RunFacts(), _ANSWER_S)  # it answers, even with an error
+            self.ask("run_facts")  # it answers, even with an error
         except Closed:
             pass  # all jobs hear of it
         except DeadlineExceeded:
@@ -252,77 +225,66 @@ class CourierProcess:
                 frame.set()
                 continue
             try:
-                if frame.kind is Kind.DONE:
+                if isinstance(frame, Reply):
                     self._done(frame)
-                elif frame.kind is Kind.QUESTION:
+                elif frame.number:
                     self._reply(frame)
-                else:
-                    self._event(frame)
+                elif (target := self._target_of(frame)) is not None:
+                    getattr(target, frame.method)(*frame.args)
             except Exception as error:
-                log.exception("a message of the courier could not be processed")
-                self.lose(Closed("a message of this rank's courier could not be processed", found=text_of(error)))
+                log.exception("a call of the courier could not be processed")
+                self.lose(Closed("a call of this rank's courier could not be processed", found=text_of(error)))
 
-    def _done(self, frame: Frame) -> None:
-        if (job := self._jobs.pop(frame.number, None)) is None and self._link.is_closing:
-            return  # it has just been refused
-        if job is None:
-            raise BadMessage(f"the end of job {frame.number}, which does not exist")
-        outcome: Outcome = wire.decode(Outcome, frame.body)
-        if outcome.refused and job.on_refused is not None and outcome.error is not None:
-            job.on_refused(outcome.error)
-        self.late, job.error = None, outcome.error
+    def _target_of(self, call: Call) -> Any:
+        """The object whose method the courier calls; None: a job that has ended, or a trainer that is not made yet."""
+        if call.method in ("broke", "drain_moved"):
+            return self
+        if not call.job:
+            return self.trainer
+        job = self._jobs.get(call.job)
+        return None if job is None else job.answers
+
+    def _done(self, reply: Reply) -> None:
+        job = self._jobs.pop(reply.number, None)
+        if job is None:  # it was refused, or asked in vain
+            return
+        if reply.refused and job.on_refused is not None and reply.error is not None:
+            job.on_refused(reply.error)
+        self.late, job.error = None, reply.error
         if job.is_commit and job.answers is not None:
             self._left_at = job.answers.request.step
-        if outcome.error is None:
-            job.result = wire.result_of(frame)
+        if reply.error is None:
+            job.result = reply.result
             self._generation = job.result if job.is_commit else self._generation
             if job is self._free:
                 self._note_freed()
         job.woken.set()
 
-    def _reply(self, frame: Frame) -> None:
-        number, raw = wire.decode(tuple[int, bytes], frame.body)
-        values = wire.decode(wire.known(wire.QUESTIONS, frame.name)[0], raw)
+    def _reply(self, call: Call) -> None:
         result: Any = None
         error: MlflashError | None = None
         try:
-            asked: Any = self.trainer if frame.name == "prepare" else self._jobs[number].answers
-            result = getattr(asked, frame.name)(*values)
-            if frame.name == "lay_out":
-                told = self._plans.tell(result)
-                self._link.send_first(Sent(wire.pack(Kind.TELL, self.number, 0, "plan", wire.encode(told))))
-                result = told.number, result.manifest_nbytes
-            elif frame.name == "finish_deferred":
-                result = (result[0], tuple(result[1].items()))
-            elif frame.name == "stage":
-                result = (result[0], tuple(result[1].items()), asked.later is not None)
+            result = getattr(self._target_of(call), call.method)(*call.args)
         except MlflashError as problem:
             error = problem
         except Exception as problem:  # from torch, a device or an adapter
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
-        outcome = Outcome(error, False, msgspec.Raw(wire.encode(result)))
         # Who asks waits for it, also a courier that is still coming up, for which the queue is held back.
-        self._link.send_first(Sent(wire.pack(Kind.REPLY, self.number, frame.number, frame.name, wire.encode(outcome))))
+        self._link.send_first(Sent(Reply(self.number, call.number, result, error)))
 
-    def _event(self, frame: Frame) -> None:
-        value = wire.decode(wire.known(wire.EVENTS, frame.name), frame.body)
-        if frame.name == "broken":
-            self.broken = None if self._is_down else value
-        elif frame.name == "drain":
-            self.drain.take(value)
-        elif frame.name in ("ended", "begin_deferred", "handed_over"):
-            job = self._jobs.get(frame.number)
-            if job is not None and job.answers is not None:
-                getattr(job.answers, frame.name)(*(value or ()))
-        elif self.trainer is not None:
-            getattr(self.trainer, frame.name)(value)
+    def broke(self, error: MlflashError) -> None:
+        """Note that the courier has stopped working."""
+        self.broken = None if self._is_down else error
+
+    def drain_moved(self, number: int, state: Mapping[str, Any]) -> None:
+        self.drain.take(number, state)
 
     def _note_freed(self) -> None:
         """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `Free` was posted."""
         if self._free is not None and not self._is_freed:
             self._is_freed = True
             self._link.freed.append(self._name)
-            self._jobs.pop(self._free.number, None)
+            self._jobs.pop(self._free.call.number, None)
             self._free.woken.set()
 
     def lose(self, why: Closed) -> None:
@@ -339,7 +301,7 @@ class CourierProcess:
             self._refuse(job)
 
     def forget(self, job: RemoteJob) -> None:
-        self._jobs.pop(job.number, None)
+        self._jobs.pop(job.call.number, None)
 
     def wait_done(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
@@ -363,9 +325,11 @@ class CourierProcess:
             self._refuse(job, f"{_ANEW}: {why}")
 
     def check(self, job: RemoteJob) -> None:
-        """Raise Closed if a job belongs to a unit that another rank cannot continue; see `units`."""
+        """Raise Closed if the courier has stopped, or a job is of a unit that no rank may continue, see `units`."""
         if self._units.has_failed(job.unit) and not job.is_kept:
             raise Closed(_ANEW)
+        if self.broken is not None:
+            raise Closed("mlflash stopped after an earlier error", found=self.broken)
 
     def wait_unused(self) -> None:
         """Wait until nothing uses the last courier and no slot is being filled. Raises DeadlineExceeded."""
@@ -400,23 +364,22 @@ class CourierProcess:
             self._note_freed()
         if self.is_closed or self._is_freed or self.start is None or self.trainer is None:
             return
-        self._plans.forget()
         self._link.send_first(self._opened())
         start = dataclasses.replace(
             self.start, left_at=self._left_at, interrupted=self._units.interrupted, goes_on=True
         )
-        for message in (start, asked.GoBeyond(), asked.ProtectLeft()):
-            job = self.job(message)
+        for method, args in (("start", (start,)), ("go_beyond", ()), ("protect_left", ())):
+            job = self.job(method, *args)
             self._link.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
                 raise DeadlineExceeded("the next courier has not started in time")
             if job.error is not None:
                 raise job.error
-            if isinstance(message, asked.Start):
+            if method == "start":
                 self._units.fail(job.result.interrupted)
                 self.trainer.sharing, self.trainer.is_unhealed = job.result.sharing, False
                 self.trainer.slots.update(job.result.files)
-            elif isinstance(message, asked.ProtectLeft):
+            elif method == "protect_left":
                 self._find_committed(*job.result)
         self._is_down = False
         for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # kept jobs: send them again
@@ -428,7 +391,7 @@ class CourierProcess:
         for job in list(self._jobs.values()):
             is_there = job.is_commit and job.was_staged and job.answers.request.step == step
             if is_there and generation > self._generation:
-                self._jobs.pop(job.number)
+                self._jobs.pop(job.call.number)
                 self._left_at = step
                 job.answers.ended(None)
                 job.woken.set()
@@ -436,9 +399,6 @@ class CourierProcess:
 
     def _refuse(self, job: RemoteJob, why: str = "mlflash stopped after an earlier error") -> None:
         job.refuse(Closed(why, found=self.broken))
-
-
-# What one side has told the other
 
 
 class ToldDrain:
@@ -450,50 +410,21 @@ class ToldDrain:
         self._config = config
         self._number, self._drain = 0, None  # type: tuple[int, Drain | None]
 
-    def take(self, told: DrainWire) -> None:
+    def take(self, number: int, state: Mapping[str, Any]) -> None:
         """Process a report of its progress."""
         drain = self._drain
-        if drain is None or told.number != self._number:
-            drain = Drain(told.step, patience_s=self._config.timeout_s)
-            self._number, self._drain = told.number, drain
+        if drain is None or number != self._number:
+            drain = Drain(state["step"], patience_s=self._config.timeout_s)
+            self._number, self._drain = number, drain
             self.drains.began(drain)
-        drain.path, drain.nbytes, drain.written = told.path, told.nbytes, told.written
-        drain.progress, drain.moved, drain.silent = told.progress, told.moved, told.silent
-        if told.done:
-            drain.end(told.error)
-            drain.seconds = told.seconds
+        for name in ("path", "nbytes", "written", "progress", "moved", "silent"):
+            setattr(drain, name, state[name])
+        if state["done"]:
+            drain.end(state["error"])
+            drain.seconds = state["seconds"]
 
     def lose(self) -> None:
         """Fail the drain, because its courier has ended. The next courier counts its drains from one again."""
         drain, self._drain = self._drain, None
         if drain is not None and not drain.done:
             drain.end(DrainFailed("the courier of this rank has ended", step=drain.step))
-
-
-class ToldPlans:
-    """The last plan that was sent to the courier, so that saves refer to it by number."""
-
-    def __init__(self, number: Callable[[], int]):
-        self._number = number
-        self._last: tuple[int, Plan] | None = None
-
-    def forget(self) -> None:
-        """Note that there is a new courier, which knows no plan."""
-        self._last = None
-
-    def number_of(self, plan: Plan | None) -> tuple[int, PlanWire | None]:
-        """The number of a plan (-1 for None), and the plan itself if the courier must be told of it first."""
-        if plan is None:
-            return -1, None
-        if self._last is not None:
-            number, known = self._last
-            same = known.layout is plan.layout and known.pieces is plan.pieces
-            if same and (known.sharing, known.private) == (plan.sharing, plan.private):
-                return number, None
-        told = self.tell(plan)
-        return told.number, told
-
-    def tell(self, plan: Plan) -> PlanWire:
-        """The message that tells the courier of a plan, with a new number."""
-        self._last = self._number(), plan
-        return PlanWire(self._last[0], dataclasses.replace(plan, manifest=b""))

@@ -1,4 +1,4 @@
-"""The jobs that a Checkpointer gives to its courier."""
+"""What a Checkpointer gives to its courier."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed
 from ..events import Event
 from ..protocol.save_request import SaveRequest
+from .channel import Call, Reply
 
 if TYPE_CHECKING:
     from .in_process import CourierProcess
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Sent:
-    """A frame on its way to the socket."""
+    """A frame on its way to the channel."""
 
-    packed: bytes
-    fds: tuple[int, ...] = ()
+    frame: Call | Reply
     is_kept: bool = False  # sent to the next courier if this one has ended
 
 
 class RemoteJob:
     """A job for the courier; see `mpi.job_thread.Job`."""
 
-    def __init__(self, session: CourierProcess, frame: Callable[[], Sent], number: int, answers: Any,
+    def __init__(self, session: CourierProcess, call: Call, answers: Any,
                  on_late: Callable[[DeadlineExceeded], None] | None,
                  on_refused: Callable[[MlflashError], None] | None):  # fmt: skip
-        self.session, self.frame, self.number, self.answers = session, frame, number, answers
+        self.session, self.call, self.answers = session, call, answers
+        self.fds: tuple[int, ...] = ()  # descriptors that go with it
         self.on_late, self.on_refused = on_late, on_refused
         # is_kept: whether the next courier does it if this one ends in the middle of it
         self.is_sent = self.is_commit = self.is_kept = self.was_staged = False

@@ -1,11 +1,11 @@
-"""The courier process's side of its trainer: questions and notices to it in the middle of a job."""
+"""The courier's side of its trainer: questions and notices to it in the middle of a job."""
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..errors import MlflashError, SaveFailed
@@ -14,8 +14,7 @@ from ..memory.own_slots import SlotFile, SlotId
 from ..mpi.world import World
 from ..protocol.save_request import SaveRequest
 from ..redundancy.deduplication import Piece, Plan, ShareableLeaf, SharingNews
-from . import wire_format as wire
-from .wire_format import Frame, Kind, Outcome
+from .channel import Call, Channel, Reply
 
 
 class TrainerLost(MlflashError):
@@ -23,23 +22,28 @@ class TrainerLost(MlflashError):
 
 
 class Link:
-    """The socket to the trainer, shared by all threads of the courier."""
+    """The channel to the trainer, shared by all threads of the courier."""
 
-    def __init__(self, sock: socket.socket, trains_on: frozenset[int] = frozenset()):
-        self.sock, self.trains_on = sock, trains_on
+    def __init__(self, channel: Channel, trains_on: frozenset[int] = frozenset()):
+        self.channel, self.trains_on = channel, trains_on
         self.is_lost = Event()
-        self._sending = threading.Lock()
-        self._waiting: dict[int, tuple[Event, list[Frame]]] = {}
+        self._asking = threading.Lock()
+        self._waiting: dict[int, tuple[Event, list[Reply]]] = {}
         self._questions = 0
 
-    def send(self, kind: Kind, session: int, number: int, name: str, body: object) -> None:
-        """Send a frame. If the trainer has gone, do nothing."""
-        packed = wire.pack(kind, session, number, name, wire.encode(body))
-        with self._sending:
-            try:
-                self.sock.sendall(packed)
-            except OSError:
-                self.lose()
+    def send(self, frame: Call | Reply) -> None:
+        """Send a frame. If the trainer has gone, do nothing. Raises MlflashError if it cannot be pickled."""
+        try:
+            self.channel.send(frame)
+        except OSError:
+            self.lose()
+
+    def reply(self, reply: Reply) -> None:
+        """Send a reply, or the error that it cannot be sent: in any case the trainer waits for it."""
+        try:
+            self.send(reply)
+        except MlflashError as error:
+            self.send(reply._replace(result=None, error=error))
 
     def lose(self) -> None:
         """Note that the trainer has gone, and wake all threads that wait for it."""
@@ -47,43 +51,46 @@ class Link:
         for woken, _ in list(self._waiting.values()):
             woken.set()
 
-    def ask(self, world: World, session: int, job: int, name: str, *values: object) -> Any:
+    def ask(self, world: World, session: int, job: int, method: str, *args: object) -> Any:
         """Ask the trainer something in the middle of a job. While this waits, MPI progresses as in other waits.
 
         Raises TrainerLost if it has ended, and what the trainer has raised.
         """
-        _, gives = wire.QUESTIONS[name]
-        self._questions += 1
-        woken, replies = self._waiting[self._questions] = (Event(), [])
-        number = self._questions
+        with self._asking:
+            self._questions += 1
+            number = self._questions
+            woken, replies = self._waiting[number] = (Event(), [])
         try:
-            self.send(Kind.QUESTION, session, number, name, (job, wire.encode(values)))
+            self.send(Call(session, number, method, args, job))
             world.wait_for(lambda: woken.is_set() or self.is_lost.is_set())
             if not replies:
                 raise TrainerLost("the trainer of this rank has ended", rank=world.rank)
-            outcome: Outcome = wire.decode(Outcome, replies[0].body)
-            if outcome.error is not None:
-                raise outcome.error
-            return wire.decode(gives, outcome.result)
+            return replies[0].value()
         finally:
             del self._waiting[number]
 
-    def replied(self, frame: Frame) -> None:
+    def replied(self, reply: Reply) -> None:
         """Pass an answer to the thread that waits for it."""
-        woken, replies = self._waiting.get(frame.number, (Event(), []))
-        replies.append(frame)
+        woken, replies = self._waiting.get(reply.number, (Event(), []))
+        replies.append(reply)
         woken.set()
 
 
 class RemoteTrainer:
-    """The trainer as a session sees it: see `startup.context.TrainerEnd`."""
+    """The trainer as a session sees it: see `startup.context.TrainerEnd`. ``job``: that it is in the middle of."""
 
-    def __init__(self, link: Link, session: int, world: World):
-        self._link, self._session, self._world = link, session, world
+    def __init__(self, link: Link, session: int, world: World, job: int = 0):
+        self._link, self._session, self._world, self._job = link, session, world, job
+
+    def _ask(self, method: str, *args: object) -> Any:
+        return self._link.ask(self._world, self._session, self._job, method, *args)
+
+    def _tell(self, method: str, *args: object) -> None:
+        self._link.send(Call(self._session, 0, method, args, self._job))
 
     def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
         try:
-            given: list[SlotId] = self._link.ask(self._world, self._session, 0, "prepare", [*wanted], [*waiting])
+            given: list[SlotId] = self._ask("prepare", [*wanted], [*waiting])
         except TrainerLost:
             return []  # no slot is being filled any more, but it is unknown which ones were
         return given
@@ -97,24 +104,13 @@ class RemoteTrainer:
     def told_unhealed(self, is_unhealed: bool) -> None:
         self._tell("told_unhealed", is_unhealed)
 
-    def _tell(self, name: str, value: object) -> None:
-        self._link.send(Kind.EVENT, self._session, 0, name, value)
 
-
-class RemoteAnswers:
+class RemoteAnswers(RemoteTrainer):
     """A trainer's answers in the middle of one of its jobs: see `save_request.Trainer`."""
 
-    def __init__(self, link: Link, session: int, world: World, job: int, request: SaveRequest | None,
-                 plan_of: Callable[[int, int], Plan]):  # fmt: skip
-        self._link, self._session, self._world, self._job = link, session, world, job
-        self._plan_of = plan_of
+    def __init__(self, link: Link, session: int, world: World, job: int, request: SaveRequest | None):
+        super().__init__(link, session, world, job)
         self._has_deferred = request is not None and request.has_deferred
-
-    def _ask(self, name: str, *values: object) -> Any:
-        return self._link.ask(self._world, self._session, self._job, name, *values)
-
-    def _tell(self, name: str, value: object) -> None:
-        self._link.send(Kind.EVENT, self._session, self._job, name, value)
 
     def shareable(self) -> list[ShareableLeaf]:
         leaves: list[ShareableLeaf] = self._ask("shareable")
@@ -125,19 +121,19 @@ class RemoteAnswers:
         return made
 
     def lay_out(self) -> Plan:
-        number, manifest_nbytes = self._ask("lay_out")
-        return self._plan_of(number, manifest_nbytes)
+        plan: Plan = self._ask("lay_out")
+        return plan
 
-    def stage(self) -> tuple[int, dict[Piece, int]]:
+    def stage(self) -> tuple[int, dict[Piece, int], bool]:
         inode, checks, self._has_deferred = self._ask("stage")
-        return inode, dict(checks)
+        return inode, checks, self._has_deferred
 
     def handed_over(self) -> None:
-        self._tell("handed_over", None)
+        self._tell("handed_over")
 
     def begin_deferred(self) -> None:
         if self._has_deferred:
-            self._tell("begin_deferred", None)
+            self._tell("begin_deferred")
 
     def finish_deferred(self) -> tuple[MlflashError | None, dict[Piece, int]]:
         if not self._has_deferred:
@@ -146,7 +142,7 @@ class RemoteAnswers:
             problem, checks = self._ask("finish_deferred")
         except TrainerLost:
             return _lost(), {}
-        return problem, dict(checks)
+        return problem, checks
 
     def is_changed(self) -> MlflashError | None:
         if not self._has_deferred:
@@ -159,13 +155,11 @@ class RemoteAnswers:
 
     def cancel_deferred(self) -> None:
         if self._has_deferred:
-            try:
+            with contextlib.suppress(TrainerLost):  # its copies ended with it
                 self._ask("cancel_deferred")
-            except TrainerLost:
-                pass  # its copies ended with it
 
     def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
-        self._tell("ended", (error, skipped, time.monotonic() if at is None else at))
+        self._tell("ended", error, skipped, time.monotonic() if at is None else at)
 
 
 def _lost() -> SaveFailed:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from ..draining import checkpoint_directory
 from ..draining.checkpoint_directory import Listed
@@ -16,9 +15,9 @@ from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Verdict
 from ..memory.wanted_step import WantedStep
-from ..protocol import messages as asked
-from ..protocol.messages import FoundInMemory, Message
-from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
+from ..protocol.records import FoundInMemory
+from ..protocol.wanted_parts import WantedPart
+from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..restoring import from_memory
 from ..restoring.choose_source import Sources
 from ..restoring.exchange_fragments import exchange
@@ -37,37 +36,41 @@ class _Checked:
     generation: int  # of the newest attempt at that time: a later save may have overwritten the checkpoint
 
 
-class FoundCheckpoints:
-    """The checkpoints found for restores, and a table of handlers of the messages about them."""
+class RestoreSession:
+    """What a trainer calls to restore. All of it is collective over the world, and done in jobs."""
 
-    def __init__(self, context: Context, drains: DrainQueue):
-        self._context, self._drains, self._sources = context, drains, Sources(context, drains)
+    context: Context
+    _drains: DrainQueue
+    _sources: Sources
+
+    def __init__(self) -> None:
         self._checked: _Checked | None = None
         self._found: RankCheckpoint | FoundElsewhere | None = None  # the newest; stays mapped until the next one
         self._attempt: Attempt | None = None  # of what was found in memory; None: a directory was chosen
-        self.table: dict[type[Message], Callable[..., Any]] = {
-            asked.Choose: self._choose,
-            asked.Exchange: self._exchange,
-            asked.HoldOlder: lambda message: self._hold_older(context.pool.own[message.own]),
-            asked.HealFirst: lambda message: self._heal_first(context.pool.own[message.own]),
-            asked.Restored: self._restored,
-            asked.HealRestored: lambda message: self._heal(context.pool.own[message.own]),
-            asked.Steps: self._steps,
-            asked.Mark: self._mark,
-        }
 
-    def _choose(self, message: asked.Choose) -> FoundInMemory | Listed | None:
-        context = self._context
-        if message.again and (home := self._take_checked(message.wanted)) is not None:
+    def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool,
+               again: bool, remember: bool) -> FoundInMemory | Listed | None:  # fmt: skip
+        """Choose between memory and directory, and fetch a checkpoint in memory to where it can be read.
+
+        Args:
+            others: whether checkpoints of another number of ranks count, too.
+            source: another directory, to be used instead of memory; None: memory and the job's own directory.
+            bad: folders of the directory to skip, and why.
+            checked: whether to verify every byte of what is in memory.
+            again: whether to take the checkpoint just chosen with ``remember``, if it fits and is unchanged.
+            remember: whether to remember the checkpoint for the next call.
+        """
+        context = self.context
+        if again and (home := self._take_checked(wanted)) is not None:
             return self._told(home)
         self._unmap()
-        found = self._sources.choose(message.wanted, message.others, message.source, message.bad, message.checked)
+        found = self._sources.choose(wanted, others, source, bad, checked)
         self._attempt = None
         if not isinstance(found, (RankCheckpoint, FoundElsewhere)):
             return found
         self._found = found
-        if message.remember and isinstance(found, RankCheckpoint):
-            self._checked = _Checked(found, message.wanted, context.generation)
+        if remember and isinstance(found, RankCheckpoint):
+            self._checked = _Checked(found, wanted, context.generation)
         return self._told(found)
 
     def _take_checked(self, wanted: WantedStep) -> RankCheckpoint | None:
@@ -75,13 +78,13 @@ class FoundCheckpoints:
         checked, self._checked = self._checked, None
         if checked is None:  # the same on all ranks
             return None
-        home, context = checked.home, self._context
+        home, context = checked.home, self.context
         same = checked.asked == wanted or wanted == WantedStep(home.header.step)
         same = same and checked.generation == context.generation and any(home.slot is own for own in context.pool.own)
         return home if context.world.agree([int(same)])[0] else None
 
     def _told(self, found: RankCheckpoint | FoundElsewhere) -> FoundInMemory:
-        context = self._context
+        context = self.context
         told = (context.rolled_forward, context.restored_from)
         self._attempt = found.header.attempt if isinstance(found, RankCheckpoint) else found.attempt
         if isinstance(found, RankCheckpoint):
@@ -97,89 +100,97 @@ class FoundCheckpoints:
         homes += [*self._found.homes.values()] if isinstance(self._found, FoundElsewhere) else []
         slots = [slot for home in homes for slot in (home.slot, *home.shares)]
         found = {slot.segment.inode: slot.segment for slot in slots if slot.segment is not None and slot.view.nbytes}
-        return {**found, **self._context.pool.mapped()}
+        return {**found, **self.context.pool.mapped()}
 
     def _unmap(self) -> None:
         """Unmap what was found before, except this rank's own slots."""
         found, self._found = self._found, None
         if found is not None:
             homes = [found] if isinstance(found, RankCheckpoint) else [*found.homes.values()]
-            self._context.pool.unmap_others(slot for home in homes for slot in (home.slot, *home.shares))
+            self.context.pool.unmap_others(slot for home in homes for slot in (home.slot, *home.shares))
 
-    def _exchange(self, message: asked.Exchange) -> bool:
-        """Send the parts that other ranks ask for, and get those that this rank asks for. Collective over the world."""
-        context = self._context
-        if context.world.agree([int(not message.asked)])[0]:
+    def exchange(self, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles,
+                 asked: Mapping[int, Sequence[WantedPart]]) -> bool:  # fmt: skip
+        """Send parts of what is in memory that other ranks ask for, and get those that this rank asks for, by rank.
+
+        ``homes``: by old rank, the numbers of the files that this rank reads for others. Returns whether all arrived
+        intact.
+        """
+        context = self.context
+        if context.world.agree([int(not asked)])[0]:
             return True
-        homes: dict[int, RankCheckpoint] = {}
+        opened: dict[int, RankCheckpoint] = {}
         try:
-            context.world.on_all(lambda: self._open(message, homes))
-            has = {rank: (home.reader(), home.manifest.entries) for rank, home in homes.items()}
-            good = exchange(context, has, message.asked)
+            context.world.on_all(lambda: self._open(attempt, homes, files, opened))
+            has = {rank: (home.reader(), home.manifest.entries) for rank, home in opened.items()}
+            good = exchange(context, has, asked)
         finally:
-            context.pool.unmap_others(slot for home in homes.values() for slot in (home.slot, *home.shares))
-        nbytes = sum(part.target.nbytes for parts in message.asked.values() for part in parts)
+            context.pool.unmap_others(slot for home in opened.values() for slot in (home.slot, *home.shares))
+        nbytes = sum(part.target.nbytes for parts in asked.values() for part in parts)
         context.recorder.counts["bytes asked of other nodes"] += nbytes
         return good
 
-    def _open(self, message: asked.Exchange, homes: dict[int, RankCheckpoint]) -> None:
-        context, mapped = self._context, self._mapped()
+    def _open(self, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles, opened: dict[int, RankCheckpoint]
+              ) -> None:  # fmt: skip
+        context, mapped = self.context, self._mapped()
         open_file: Callable[[int], Slot] = lambda number: context.pool.open(number, mapped)
-        for rank, file in message.homes.items():
+        for rank, file in homes.items():
             slot = open_file(file)
-            if slot.header is None or (slot.header.attempt, slot.header.rank) != (message.attempt, rank):
+            if slot.header is None or (slot.header.attempt, slot.header.rank) != (attempt, rank):
                 raise CorruptSlot(f"{slot.name} no longer holds the checkpoint that is being read", rank=rank)
-            homes[rank] = open_rank_checkpoint(open_file, context.world.node_index, slot, message.files)
+            opened[rank] = open_rank_checkpoint(open_file, context.world.node_index, slot, files)
 
-    def _hold_older(self, home: Slot) -> None:
-        """Protect the step before from saves, whether the restored one can be loaded or not.
+    def hold_older(self, own: int) -> None:
+        """Protect the step before from saves, whether the restored one, in own slot ``own``, can be loaded or not.
 
         Until the copies of the restored step are made, only the step before survives the loss of a node.
         """
-        self._context.pool.hold_older()
-        self._context.unhealed = home
+        self.context.pool.hold_older()
+        self.context.unhealed = self.context.pool.own[own]
 
-    def _heal_first(self, home: Slot) -> None:
-        """Heal before what was found is read or put together anew, if that needs it. Collective over the world.
+    def heal_first(self, own: int) -> None:
+        """Heal before what was found, in own slot ``own``, is read or put together anew, if that needs it.
 
         If a step was rolled forward, no other slots may have it. And a rank whose slot came from another node may hold
         a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
         """
-        context = self._context
+        context = self.context
         if context.rolled_forward or not context.world.agree([int(context.pool.has_room)])[0]:
-            heal_or_remember(context, home)
+            heal_or_remember(context, context.pool.own[own])
 
-    def _restored(self, message: asked.Restored) -> None:
-        context = self._context
+    def restored(self, own: int | None) -> None:
+        """Note that a step was restored, from own slot ``own``; None: it was put together, or came from a directory."""
+        context = self.context
         context.gives_way = True  # newer steps that could not be restored may now be deleted to make room
         context.examiner.forget()
         self._drains.restored(self._attempt)
-        if message.own is not None:
-            home = context.pool.own[message.own]
+        if own is not None:
+            home = context.pool.own[own]
             from_memory.count(context, home)
             context.unhealed = None  # the heal comes now, and saves wait for it
             assert home.header is not None
             is_suspect = context.restored_verdict in (Verdict.SUSPECT, Verdict.BAD)
             context.certification.restored(Saved(home.header.attempt, home.header.step), is_suspect)
 
-    def _heal(self, home: Slot) -> None:
-        context, recorder = self._context, self._context.recorder
+    def heal_restored(self, own: int) -> None:
+        """Restore the redundancy of the restored step, which own slot ``own`` holds."""
+        context, recorder, home = self.context, self.context.recorder, self.context.pool.own[own]
         start, step = time.perf_counter(), 0 if home.header is None else home.header.step
         before = recorder.counts["slots healed"]
         heal_or_remember(context, home)
         recorder.healed(step, time.perf_counter() - start, recorder.counts["slots healed"] > before)
         recorder.holds(context.pool.nbytes)
 
-    def _mark(self, message: asked.Mark) -> int:
-        """Write a verdict on a step into all files that hold it. Collective over the world."""
-        context, verdict = self._context, Verdict.GOOD if message.is_good else Verdict.BAD
+    def mark(self, step: int, is_good: bool) -> int:
+        """Write a verdict on a step into all files that hold it; return in how many places it was found."""
+        context, verdict = self.context, Verdict.GOOD if is_good else Verdict.BAD
         world = context.world
         mine: set[Attempt] = set()
         folders: list[str] = []
 
         def write() -> None:
             if world.local_rank == 0:
-                mine.update(write_verdict(context.memory, message.step, verdict))
+                mine.update(write_verdict(context.memory, step, verdict))
 
         world.on_all(write)
         found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)
@@ -187,16 +198,17 @@ class FoundCheckpoints:
 
         def write_folders() -> None:
             if world.rank == 0 and store is not None:
-                folders.extend(checkpoint_directory.mark(store, listed, message.step, verdict))
+                folders.extend(checkpoint_directory.mark(store, listed, step, verdict))
 
         world.on_all(write_folders)
-        context.certification.mark(found, message.is_good)
-        if message.is_good and context.certification.certified is not None:
+        context.certification.mark(found, is_good)
+        if is_good and context.certification.certified is not None:
             context.examiner.forget()  # from now on the present values are the normal ones
         return len(found) + int(world.broadcast(len(folders), 0))
 
-    def _steps(self, message: asked.Steps) -> list[int]:
-        context, alike = self._context, message.alike
+    def steps(self, alike: bool) -> list[int]:
+        """List the steps that can be restored, according to headers; ``alike``: only those of as many ranks as now."""
+        context = self.context
         size = context.world.size
         drained = {one.step for one in self._drains.look().listed if not alike or one.card.world_size == size}
         return sorted(drained.union(from_memory.restorable_steps(context, alike=alike)))

@@ -1,9 +1,9 @@
-"""The courier's side of one Checkpointer: a handler for each message of its trainer."""
+"""The courier's side of one Checkpointer: what its trainer can call."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import crash_points
@@ -12,12 +12,14 @@ from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
 from ..draining.provenance import Signer, signer_of
 from ..errors import ConfigError, MlflashError
+from ..memory.own_slots import SlotId
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World
 from ..placement.survival import describe, of
-from ..protocol import messages as asked
-from ..protocol.messages import Message, Started
-from ..protocol.save_request import Trainer
+from ..protocol.records import Start, Started
+from ..protocol.save_request import SaveRequest, Trainer
+from ..redundancy.deduplication import Shareable
+from ..restoring.choose_source import Sources
 from ..restoring.from_memory import heal_newest, scavenge
 from ..restoring.heal import heal_or_remember, mend, protect_left
 from ..restoring.scrubber import Scrubber
@@ -27,74 +29,49 @@ from ..startup.context import Context, TrainerEnd
 from ..startup.start import make
 from ..version import __version__
 from ..wireup import mpi_library
-from .restores import FoundCheckpoints
+from .restores import RestoreSession
 
 
-class Session:
+class Session(RestoreSession):
     """The courier's side of one Checkpointer. It lives where MPI may be called.
+
+    Its trainer calls its methods by name (`channel`). Those of the first section are jobs: the courier does them one
+    after the other, and every rank posts the same jobs in the same order, so they are collective over the world. They
+    raise MlflashError on all ranks. `restores` has those for restoring. Those of the last section are answered at once,
+    on any thread, and are not collective.
 
     Args:
         told_drain: called with each drain that begins.
         trains_on: the cores of the trainer.
 
     Attributes:
-        context: what saving, draining and restoring work with; it exists from `Start` on.
+        context: what saving, draining and restoring work with; it exists from `start` on.
     """
 
-    context: Context
+    ASK_BACK = frozenset({"commit", "commit_restored", "settle_shared"})
+    """Jobs that ask their trainer something meanwhile. Its answers are their last argument."""
 
     def __init__(self, config: Config, world: World, jobs: JobThread, told_drain: Callable[[Drain], None],
                  trains_on: frozenset[int]):  # fmt: skip
+        super().__init__()
         self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
         self._trains_on = trains_on
-        self._handlers: dict[type[Message], Callable[..., Any]] = {
-            asked.Start: self._start,
-            asked.Agree: lambda agree: world.agree(agree.values),
-            asked.Gather: lambda gather: world.gather(gather.content),
-            asked.Broadcast: lambda broadcast: world.broadcast(broadcast.content, broadcast.root),
-            asked.RaiseTogether: lambda together: world.raise_together(together.error),
-        }
 
     def attach(self, trainer: TrainerEnd) -> None:
         """Set the trainer that is told about changes from now on."""
         self.context.trainer = self.context.pool.trainer = trainer
 
-    def handle(self, message: Message, answers: Any = None) -> Any:
-        """Do what a message asks for. Collective if the message is; on the thread that may call MPI.
-
-        Raises MlflashError on all ranks. ``answers``: the trainer, for questions in the meantime.
-        """
-        handler = self._handlers[type(message)]
+    def do(self, method: str, args: Sequence[Any]) -> Any:
+        """Do a job, and tell the trainer what has changed."""
         try:
-            result = handler(message) if answers is None else handler(message, answers)
+            result = getattr(self, method)(*args)
         except MlflashError:  # all ranks have agreed on it, so no operation is pending
             self._tell()
             raise
         self._tell()
         return result
 
-    def answer(self, message: Message) -> Any:
-        """Answer a message that is not a job. Not collective; any thread."""
-        match message:
-            case asked.AskDrain():
-                self._drains.ask()
-            case asked.GiveUpDrain():
-                self._drains.give_up()
-            case asked.Report():
-                return report_of(self.context, self._drains.last)
-            case asked.RunFacts():
-                return run_facts(self.context)
-            case asked.Survives():
-                return survives(self.context)
-            case _:
-                raise TypeError(f"this message is a job and cannot be answered at once: {message}")
-        return None
-
-    def tell_doing(self, what: str) -> None:
-        """Note what the trainer does, for ranks that wait for this one. Not collective; any thread."""
-        self._world.tell_doing(what)
-
-    def close(self, abandon: bool) -> None:
+    def end(self, abandon: bool) -> None:
         """Release memory, after the last job; ``abandon``: the courier may still be inside MPI and use the slots."""
         if hasattr(self, "context"):
             self._scrubber.close()
@@ -107,7 +84,47 @@ class Session:
         if hasattr(self, "context"):
             self.context.tell_trainer()
 
-    def _free(self) -> None:
+    # Jobs: start and end
+
+    def start(self, facts: Start) -> Started:
+        """Connect the ranks, lock the job, find what earlier runs left, and take their files over."""
+        world = self._world
+        signer, problem = Signer(), facts.problem
+        try:
+            signer = signer_of(self._config) if world.rank == 0 else signer
+        except ConfigError as error:  # the other ranks must know, too
+            problem = problem or error
+        self.context = context = make(
+            self._config, world, problem, facts.replicas, facts.domains, facts.name, self._trains_on
+        )
+        self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
+        context.left_at = facts.left_at
+        if facts.goes_on:  # until the newest step is protected, the step before is needed, too
+            context.pool.hold_older()
+        self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain, signer)
+        self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
+        self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
+                                lambda: mend(context, scrubber))  # fmt: skip
+        self._sources = Sources(context, self._drains)
+        pool, threads = context.pool, context.copy_threads.threads
+        interrupted = -world.agree([-facts.interrupted])[0]
+        return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
+                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
+                       interrupted)  # fmt: skip
+
+    def go_beyond(self) -> None:
+        """Continue the numbering of attempts after those in the directory."""
+        self._drains.go_beyond()
+
+    def protect_left(self) -> tuple[int | None, int]:
+        """Make the redundancy whole of the newest step in memory, in whose save another courier may have died.
+
+        Returns this step and its generation; None and 0: there is no step that counts as committed.
+        """
+        return protect_left(self.context)
+
+    def free(self) -> None:
+        """Free windows, communicators and threads as soon as all ranks ask for it. Afterwards a rank may leave."""
         crash_points.reach("close.asked")
         self._world.agree([])  # a barrier: no rank leaves while others still wait for it
         self._jobs.when_idle = None
@@ -116,67 +133,111 @@ class Session:
         self.context.free()
         crash_points.reach("close.freed")
 
-    def _start(self, start: asked.Start) -> Started:
-        world = self._world
-        signer, problem = Signer(), start.problem
-        try:
-            signer = signer_of(self._config) if world.rank == 0 else signer
-        except ConfigError as error:  # the other ranks must know, too
-            problem = problem or error
-        self.context = context = make(
-            self._config, world, problem, start.replicas, start.domains, start.start, self._trains_on
-        )
-        self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
-        context.left_at = start.left_at
-        if start.goes_on:  # until the newest step is protected, the step before is needed, too
-            context.pool.hold_older()
-        self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain, signer)
-        self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
-        self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
-                                lambda: mend(context, scrubber))  # fmt: skip
-        self._handlers |= {
-            asked.GoBeyond: lambda message: self._drains.go_beyond(),
-            asked.ProtectLeft: lambda message: protect_left(context),
-            asked.Free: lambda message: self._free(),
-            asked.Commit: self._commit,
-            asked.CommitRestored: self._commit_restored,
-            asked.Reserve: lambda message: context.reserve(message.nbytes, message.share_nbytes, message.is_first),
-            asked.FindReplicas: lambda message: context.find_replicas(message.held),
-            asked.SettleShared: lambda message, state: context.settle_shared(message.held, state),
-            asked.MakeRoom: self._make_room,
-            asked.BeginDrain: lambda message: self._drains.begin_newest(message.if_due),
-            asked.Scavenge: lambda message: scavenge(context, self._drains) is not None,
-            asked.HealNewest: lambda message: heal_newest(context),
-            **FoundCheckpoints(context, self._drains).table,
-        }
-        pool, threads = context.pool, context.copy_threads.threads
-        interrupted = -world.agree([-start.interrupted])[0]
-        return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
-                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
-                       interrupted)  # fmt: skip
+    # Jobs: agreement
 
-    def _commit(self, message: asked.Commit, trainer: Trainer) -> int:
-        self._commits.bring_to_end(message.request, trainer)
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """Take the minimum of each number over all ranks."""
+        return self._world.agree(values)
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """Give every rank the bytes of every rank."""
+        return self._world.gather(content)
+
+    def broadcast(self, content: bytes, root: int) -> bytes:
+        """Give every rank the bytes of one rank."""
+        told: bytes = self._world.broadcast(content, root)
+        return told
+
+    def raise_together(self, error: MlflashError | None) -> None:
+        """If any rank has an error, raise it on all ranks."""
+        self._world.raise_together(error)
+
+    # Jobs: saving
+
+    def commit(self, request: SaveRequest, trainer: Trainer) -> int:
+        """Complete a save, and return the generation of its attempt."""
+        self._commits.bring_to_end(request, trainer)
         return self.context.generation
 
-    def _make_room(self, message: asked.MakeRoom) -> None:
-        """Make room for the state that a restore puts together."""
+    def commit_restored(self, request: SaveRequest, restores: int, trainer: Trainer) -> None:
+        """Commit the state that a restore put together, like a save; then the old slots may go. If it fails, they stay.
+
+        ``restores``: how many runs have restored it.
+        """
         context = self.context
-        context.gives_way = context.gives_way or message.gives_way
-        slot, share = context.pool.receive(message.slots, message)
+        context.examiner.forget()
+        save = commit.Save(request, trainer, context, is_restored=True)
+        commit.run(save, context)
+        if save.slot is not None:
+            save.slot.record_restores(save.attempt, restores)
+
+    def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
+        """Make slots, and those of their redundancy; see `Context.reserve`."""
+        self.context.reserve(nbytes, share_nbytes, is_first)
+
+    def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
+        """Find the ranks that hold the same state; see `Context.find_replicas`."""
+        self.context.find_replicas(held)
+
+    def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
+        """Agree on what is shared of a state that is not saved yet."""
+        self.context.settle_shared(held, state)
+
+    def make_room(self, slots: Sequence[tuple[SlotId, int]], nbytes: int, gives_way: bool) -> None:
+        """Make room in own slots that the trainer has taken and keeps, for the state that a restore puts together.
+
+        Args:
+            slots: the slots, and the inodes of the files that the trainer has for them.
+            nbytes: the room in the first.
+            gives_way: whether files that are left aside may be deleted for it.
+        """
+        context = self.context
+        context.gives_way = context.gives_way or gives_way
+        filled = object()
+        slot, share = context.pool.receive(slots, filled)
         try:
-            context.ensure_room([(slot, message.nbytes)], waiting=[slot])
+            context.ensure_room([(slot, nbytes)], waiting=[slot])
         finally:
             context.pool.leave_to_trainer([slot, share])
 
-    def _commit_restored(self, message: asked.CommitRestored, trainer: Trainer) -> None:
-        """Commit the state that a restore put together; then the old slots may go. If that fails, they stay."""
-        context = self.context
-        context.examiner.forget()
-        save = commit.Save(message.request, trainer, context, is_restored=True)
-        commit.run(save, context)
-        if save.slot is not None:
-            save.slot.record_restores(save.attempt, message.restores)
+    # Jobs: draining, and what needs no training
+
+    def begin_drain(self, if_due: bool) -> None:
+        """Begin to drain the newest checkpoint; ``if_due``: only if draining is on and it is not drained yet."""
+        self._drains.begin_newest(if_due)
+
+    def scavenge(self) -> bool:
+        """Begin to drain the newest checkpoint in memory, without training. Returns whether there is one."""
+        return scavenge(self.context, self._drains) is not None
+
+    def heal_newest(self) -> int | None:
+        """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
+        return heal_newest(self.context)
+
+    # Answered at once
+
+    def ask_drain(self) -> None:
+        """Drain the checkpoint that is committed next."""
+        self._drains.ask()
+
+    def give_up_drain(self) -> None:
+        """End a drain that is under way soon, and delete what it has written."""
+        self._drains.give_up()
+
+    def report(self) -> dict[str, Any]:
+        return report_of(self.context, self._drains.last)
+
+    def run_facts(self) -> dict[str, Any]:
+        """Facts that do not change during this run."""
+        return run_facts(self.context)
+
+    def survives(self) -> str:
+        """What may fail without the loss of a committed step."""
+        return survives(self.context)
+
+    def tell_doing(self, what: str) -> None:
+        """Note what the trainer does, for ranks that wait for this one."""
+        self._world.tell_doing(what)
 
 
 # What a rank can report about itself

@@ -9,7 +9,6 @@ from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot_header import Attempt
 from ..protocol.client import Client
-from ..protocol.messages import AskDrain, BeginDrain, GiveUpDrain
 from ..protocol.ranks import Ranks
 from ..storage.store import Store
 from .file_index import Stored
@@ -119,14 +118,14 @@ class Drains:
 
     def ask(self) -> None:
         """Ask for a drain of the next checkpoint that is committed; agreed on with the commit."""
-        self._courier.ask(AskDrain())
+        self._courier.ask("ask_drain")
 
     def drain(self) -> Drain:
         """Drain the newest checkpoint; see `Checkpointer.drain`."""
         if not self._has_directory:
             raise DrainFailed("this Checkpointer has no directory to drain to")
         self.settle()
-        self._courier.call(BeginDrain(if_due=False))
+        self._courier.call("begin_drain", False)
         assert self.last is not None
         return self.last
 
@@ -159,7 +158,7 @@ class Drains:
             return
         try:
             self.settle()
-            self._courier.call(BeginDrain(if_due=True))
+            self._courier.call("begin_drain", True)
             self.settle()
         except DrainFailed:
             pass  # a warning was logged already
@@ -175,4 +174,4 @@ class Drains:
     def give_up(self) -> None:
         """Make a running drain end soon, and have what it wrote deleted."""
         if not self.idle:
-            self._courier.ask(GiveUpDrain())
+            self._courier.ask("give_up_drain")

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import DeadlineExceeded, MlflashError
-from .messages import Message
 
 
 class Client(Protocol):
@@ -31,17 +30,18 @@ class Client(Protocol):
         """Whether a job has passed its deadline, or the courier has stopped working."""
 
     def post(self, job: Any) -> None:
-        """Post a job made by `job`. Collective if its message is.
+        """Post a job made by `job`. Collective.
 
         A job that is posted twice is done once: who is interrupted by an exception of a signal handler posts it again.
         """
 
-    def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
+    def job(self, method: str, *args: Any, answers: Any = None,
+            on_late: Callable[[DeadlineExceeded], None] | None = None,
             on_refused: Callable[[MlflashError], None] | None = None) -> Any:  # fmt: skip
-        """Make a job for `post`.
+        """Make a job for `post`: a call of a method of `courier.session.Session`.
 
         Args:
-            answers: what the courier may ask in the meantime, if the message says so.
+            answers: what the courier may ask in the meantime, if the method says so.
             on_late: called when the deadline has passed.
             on_refused: called if the courier does not do the job because of an earlier error.
         """
@@ -56,17 +56,20 @@ class Client(Protocol):
         unit, its calls raise Closed on all ranks.
         """
 
-    def call(self, message: Message, answers: Any = None) -> Any:
-        """Post a message and wait for its result. Collective if the message is.
+    def call(self, method: str, *args: Any, answers: Any = None) -> Any:
+        """Post a job and wait for its result. Collective.
 
         Raises:
             DeadlineExceeded: naming the ranks waited for.
             Closed: the courier has stopped working.
-            MlflashError: on all ranks, as the message says.
+            MlflashError: on all ranks, as the method says.
         """
 
-    def ask(self, message: Message) -> Any:
-        """Ask a question that is not a job and is answered at once."""
+    def exchange(self, attempt: Any, homes: Any, files: Any, asked: Any) -> bool:
+        """Call `RestoreSession.exchange`, in rounds of limited size. Collective."""
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method that is no job and is answered at once."""
 
     def tell_doing(self, what: str) -> None:
         """Tell the courier what this rank does, for ranks that wait for it; "" at its end."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 from ..errors import DeadlineExceeded, MlflashError, text_of
 from ..placement.topology import Topology
 from .client import Client
-from .messages import Agree, Broadcast, Gather, RaiseTogether
 
 T = TypeVar("T")
 
@@ -68,18 +67,18 @@ class Ranks:
         return from_torch(ranks, self.torch_group)
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        agreed: list[int] = self._courier.call(Agree(tuple(values)))
+        agreed: list[int] = self._courier.call("agree", tuple(values))
         return agreed
 
     def gather(self, value: Any) -> list[Any]:
-        return [pickle.loads(content) for content in self._courier.call(Gather(pickle.dumps(value)))]
+        return [pickle.loads(content) for content in self._courier.call("gather", pickle.dumps(value))]
 
     def broadcast(self, value: Any, root: int) -> Any:
         content = pickle.dumps(value) if self.rank == root else b""
-        return pickle.loads(self._courier.call(Broadcast(content, root)))
+        return pickle.loads(self._courier.call("broadcast", content, root))
 
     def raise_together(self, error: MlflashError | None) -> None:
-        self._courier.call(RaiseTogether(error))
+        self._courier.call("raise_together", error)
 
     def unit(self) -> AbstractContextManager[None]:
         return self._courier.unit()

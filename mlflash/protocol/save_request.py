@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import MlflashError, SaveFailed
 from ..memory.own_slots import SlotId
@@ -28,7 +28,7 @@ class SaveRequest:
         is_unsettled: whether the ranks must first agree on what they share. Meanwhile the trainer waits.
         waits_for_room: whether the slots were too small. The trainer waits until they are larger.
         begun_s: when the save began, by the clock of all processes of a node (`time.perf_counter`).
-        filled_s: when it was staged, by the same clock; in a courier process: when the courier was told.
+        filled_s: when it was staged, by the same clock; in the courier: when the courier was told.
     """
 
     step: int
@@ -49,6 +49,9 @@ class SaveRequest:
     def __post_init__(self) -> None:
         self.problem = self.problem or SaveFailed("an exception ended the save before it was staged", step=self.step)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, filled_s=time.perf_counter())
+
     @property
     def filled(self) -> list[tuple[SlotId, int]]:
         """The slots that the courier gets, and the inodes of their files."""
@@ -62,8 +65,10 @@ class Trainer(Shareable, Protocol):
     def lay_out(self) -> Plan:
         """Lay the state out, after the ranks have agreed."""
 
-    def stage(self) -> tuple[int, dict[Piece, int]]:
-        """Copy the state into the slots, which have room now. Return the inode and the checksums of the request.
+    def stage(self) -> tuple[int, dict[Piece, int], bool]:
+        """Copy the state into the slots, which have room now.
+
+        Return the inode and the checksums of the request, and whether something is copied later.
 
         The call of `save` continues when this has failed, or at `handed_over`.
         """

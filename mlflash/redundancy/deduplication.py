@@ -107,13 +107,14 @@ class Plan:
     private: frozenset[str]  # names of tensors of which each rank has its own
     sharing: Sharing | None = None  # the ranks that hold some of it alike; None: nothing is shared
     pieces: tuple[Piece, ...] = ()
-    # bytes of the manifest; -1: its actual size. In a courier that is a process, the manifest itself is empty here: it
-    # is in the slot
-    manifest_nbytes: int = -1
+    manifest_nbytes: int = -1  # -1: its actual size. In the courier the manifest is empty here: it is in the slot
 
     def __post_init__(self) -> None:
         if self.manifest_nbytes < 0:
             object.__setattr__(self, "manifest_nbytes", len(self.manifest))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Plan, (self.layout, b"", self.private, self.sharing, self.pieces, self.manifest_nbytes)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,6 @@ import xxhash
 from ..memory.inventory import file_number
 from ..memory.slot_header import Attempt
 from ..protocol.describe_ranks import Described, gather_ranks
-from ..protocol.messages import Exchange
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
@@ -96,7 +95,7 @@ class OpenInMemory:
         while True:
             asked: dict[int, list[WantedPart]] = {}
             count = self._ranks.on_all(functools.partial(self._read_near, left, asked))
-            whole = self._trainer.courier.call(Exchange(found.attempt, homes, found.files, asked))
+            whole = self._trainer.courier.exchange(found.attempt, homes, found.files, asked)
             all_whole, all_through = self._ranks.agree([int(whole), int(count < _PARTS)])
             if all_through or not all_whole:
                 return bool(all_whole)

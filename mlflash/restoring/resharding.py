@@ -24,7 +24,6 @@ from ..crash_points import reach
 from ..errors import Closed, CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch
 from ..human_readable.wording import listed, named
 from ..memory.slot import Slot
-from ..protocol.messages import CommitRestored, MakeRoom
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.deduplication import Plan
@@ -126,7 +125,7 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
         slot, share = trainer.ranks.on_all(take)
         files = [slot.inode, share.inode]
         names = slots.ids_of([slot, share])
-        trainer.courier.call(MakeRoom([*zip(names, files, strict=True)], nbytes, gives_way))
+        trainer.courier.call("make_room", [*zip(names, files, strict=True)], nbytes, gives_way)
         trainer.ranks.on_all(lambda: wait_for_pages(slot))
     except DeadlineExceeded:  # the courier may still replace their files
         raise
@@ -170,7 +169,7 @@ def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> No
     save.take_over(made.slot, made.share, made.plan, made.slot.segment.inode)
     save.request.problem = None
     try:
-        trainer.courier.call(CommitRestored(save.request, old.restores), save)
+        trainer.courier.call("commit_restored", save.request, old.restores, answers=save)
     except (Closed, DeadlineExceeded):
         raise
     except MlflashError as error:

@@ -29,8 +29,8 @@ from ..errors import (
     WorldSizeChanged,
 )
 from ..memory.wanted_step import NEWEST, WantedStep
-from ..protocol.messages import Choose, FoundInMemory, HealFirst, HealRestored, HoldOlder, Restored, Steps
 from ..protocol.ranks import Ranks
+from ..protocol.records import FoundInMemory
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart
 from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
@@ -183,7 +183,7 @@ class Restores:
             differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, step)
             if not self._ranks.agree([int(not differ)])[0]:  # otherwise it can be loaded as it is
                 found = self._as_elsewhere(home)
-                self._courier.call(HealFirst(self._number_of(home)))
+                self._courier.call("heal_first", self._number_of(home))
         if isinstance(found, FoundElsewhere):
             return self._put_together(OpenInMemory(self._trainer, found, checks=True), state)
         start = time.perf_counter()
@@ -231,7 +231,7 @@ class Restores:
             return found
         if isinstance(found, RankCheckpoint):
             home = found
-            self._courier.call(HealFirst(self._number_of(home)))
+            self._courier.call("heal_first", self._number_of(home))
             found = self._as_elsewhere(home, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
 
@@ -263,7 +263,7 @@ class Restores:
     def steps(self, alike: bool = False) -> list[int]:
         """List the steps that can be restored; with ``alike`` those that the same number of ranks has saved."""
         self._saves.settle()
-        steps: list[int] = self._courier.call(Steps(alike))
+        steps: list[int] = self._courier.call("steps", alike)
         return steps
 
     def newest_step(self) -> int | None:
@@ -364,7 +364,7 @@ class Restores:
         passed_over = {} if bad is None else bad
         again = source is None
         while True:
-            found = self._courier.call(Choose(wanted, others, source, passed_over, checked, again, remember))
+            found = self._courier.call("choose", wanted, others, source, passed_over, checked, again, remember)
             if found is None or isinstance(found, FoundInMemory):
                 break
             again, self._from, self._rolled_forward = False, "", False
@@ -418,7 +418,7 @@ class Restores:
         reach("restore.loaded")
         step, own = home.header.step, self._number_of(home)
         self._count(step, home, own)
-        self._courier.post(self._courier.job(HealRestored(own)))
+        self._courier.post(self._courier.job("heal_restored", own))
         return step
 
     def _number_of(self, home: RankCheckpoint) -> int:
@@ -426,7 +426,7 @@ class Restores:
 
     def _count(self, step: int, source: object, own: int | None = None) -> None:
         self._saves.last_step = self._drains.restored = step
-        self._courier.call(Restored(own))
+        self._courier.call("restored", own)
         where = source.path if isinstance(source, OpenInDirectory) else "memory"
         how = "" if isinstance(source, RankCheckpoint) else f", put together for {self._ranks.size} ranks"
         nbytes = source.slot.header.extents.nbytes if isinstance(source, RankCheckpoint) and source.slot.header else 0
@@ -436,7 +436,7 @@ class Restores:
     def _hold_until_healed(self, home: RankCheckpoint) -> None:
         """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
         if self._rolled_forward:
-            self._courier.call(HoldOlder(self._number_of(home)))
+            self._courier.call("hold_older", self._number_of(home))
 
 
 def _unreadable(why: str) -> StructureMismatch:

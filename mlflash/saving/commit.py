@@ -316,7 +316,7 @@ def _shares(save: Save) -> list[Slot]:
 
 
 def _stage(save: Save) -> None:
-    save.inode, save.checks = save.trainer.stage()
+    save.inode, save.checks, _ = save.trainer.stage()
     save.trainer.handed_over()
 
 

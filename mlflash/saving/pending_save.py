@@ -70,13 +70,13 @@ class PendingSave(LiveState):
         assert self.plan_now is not None
         return self.plan_now()
 
-    def stage(self) -> tuple[int, dict[Piece, int]]:
+    def stage(self) -> tuple[int, dict[Piece, int], bool]:
         try:
             self._refuse_left()
             assert self.stage_now is not None
             staged = self.stage_now()
             self._refuse_left()
-            return staged
+            return (*staged, self.later is not None)
         except BaseException:
             self.staged.set()
             raise

@@ -29,7 +29,6 @@ from ..errors import (
     text_of,
 )
 from ..memory.slot import Slot
-from ..protocol.messages import Commit, FindReplicas, Reserve, SettleShared
 from ..protocol.torch_rank import check_torch_rank
 from ..protocol.trainer_context import TrainerContext
 from ..redundancy.deduplication import Piece, Plan, replica_nbytes
@@ -137,7 +136,7 @@ class SaveQueue:
         save = PendingSave(snapshot, self._slots, self._ranks)
         request = save.request
         late, refused = lambda error: self._note_late(snapshot, error), lambda error: save.ended(error)
-        job = self._courier.job(Commit(request), save, late, refused)
+        job = self._courier.job("commit", request, answers=save, on_late=late, on_refused=refused)
         mistake: BaseException | None = None
         try:
             try:
@@ -275,7 +274,7 @@ class SaveQueue:
     def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
         """Make slots of at least so many bytes. Collective over comm. Raises MemoryTooSmall if they do not fit."""
         self.settle()
-        self._courier.call(Reserve(nbytes, share_nbytes, is_first=self.last_step is None))
+        self._courier.call("reserve", nbytes, share_nbytes, self.last_step is None)
 
     def _look_at(self, state: object) -> Flat:
         """Take a state apart, unless it is leaves already, and find out what of it is shared. Collective over comm."""
@@ -285,7 +284,7 @@ class SaveQueue:
             return flat, replica_nbytes(flat, self._ranks.from_torch)
 
         flat, held = self._ranks.together(look, _unreadable)
-        self._courier.call(SettleShared(held), LiveState(flat, self._ranks))
+        self._courier.call("settle_shared", held, answers=LiveState(flat, self._ranks))
         return flat
 
     def find_replicas(self, state: object) -> None:
@@ -296,7 +295,7 @@ class SaveQueue:
             return replica_nbytes(flat, self._ranks.from_torch)
 
         unreadable = lambda why: StructureMismatch(f"the state could not be read: {why}")
-        self._courier.call(FindReplicas(self._ranks.together(held, unreadable)))
+        self._courier.call("find_replicas", self._ranks.together(held, unreadable))
 
     def _is_settled(self, flat: Flat) -> bool:
         """Whether the ranks have agreed on what they share in a state like this one."""
