@@ -50,17 +50,19 @@ class OwnFiles:
         Raises:
             SaveFailed: with ``strict``, on all ranks, if the previous checkpoint was not moved on some of them.
         """
-        mine = [self._files.has_room(), self._is_well(), self._ranks.rank != 0 or not os.path.isdir(target)]
-        has_room, is_well, is_new = map(bool, self._ranks.agree(list(map(int, mine))))
-        if self._strict and not is_well:
+        agreed = self._ranks.agree(all_of={
+            "has_room": self._files.has_room(), "is_well": self._is_well(),
+            "is_new": self._ranks.rank != 0 or not os.path.isdir(target),
+        })  # fmt: skip
+        if self._strict and not agreed.is_well:
             raise SaveFailed("a checkpoint of the framework was not moved to disk: the log says why")
         self._do_later()
-        if not has_room and self._ranks.rank == 0:
+        if not agreed.has_room and self._ranks.rank == 0:
             log.warning(
                 "memory has no room, or the process that moves files has ended: the framework writes %s to disk itself",
                 target,
             )
-        return has_room and is_new
+        return bool(agreed.has_room and agreed.is_new)
 
     @contextlib.contextmanager
     def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None, alone: bool = False

@@ -143,7 +143,7 @@ def _write(form: str, whole: Whole, store: Store, file: str, shard_nbytes: int) 
 
 def _from_memory(world: World, given: Config, job: str, step: int | None, write: Callable[[Whole], Written]
                  ) -> tuple[int, Written | None]:  # fmt: skip
-    if world.agree([int(job not in jobs_of(given.memory))])[0]:
+    if not world.any_of(job in jobs_of(given.memory)):
         missing = f"not in {given.directory}" if given.directory else "no --directory was given"
         raise click.ClickException(f"there is no such step: {missing}, and job {job} holds nothing in {given.memory}")
     with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0,

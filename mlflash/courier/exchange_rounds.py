@@ -34,7 +34,7 @@ def exchange(asked: Mapping[int, Sequence[WantedPart]], ranks: Ranks,
     Collective over the world. ``exchange_some`` has the courier do one round, into the file of a descriptor.
     """
     mine = [*rounds(asked)]
-    most = -ranks.agree([-len(mine)])[0]
+    most = ranks.largest(len(mine))
     if not most:
         return True
     good = True

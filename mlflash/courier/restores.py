@@ -81,7 +81,7 @@ class RestoreSession:
         home, context = checked.home, self.context
         same = checked.asked == wanted or wanted == WantedStep(home.header.step)
         same = same and checked.generation == context.generation and any(home.slot is own for own in context.pool.own)
-        return home if context.world.agree([int(same)])[0] else None
+        return home if context.world.all_of(same) else None
 
     def _told(self, found: RankCheckpoint | FoundElsewhere) -> FoundInMemory:
         context = self.context
@@ -117,7 +117,7 @@ class RestoreSession:
         intact.
         """
         context = self.context
-        if context.world.agree([int(not asked)])[0]:
+        if not context.world.any_of(asked):
             return True
         opened: dict[int, RankCheckpoint] = {}
         try:
@@ -155,7 +155,7 @@ class RestoreSession:
         a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
         """
         context = self.context
-        if context.rolled_forward or not context.world.agree([int(context.pool.has_room)])[0]:
+        if context.rolled_forward or not context.world.all_of(context.pool.has_room):
             heal_or_remember(context, context.pool.own[own])
 
     def restored(self, own: int | None) -> None:

@@ -107,7 +107,7 @@ class Session(RestoreSession):
                                 lambda: mend(context, scrubber))  # fmt: skip
         self._sources = Sources(context, self._drains)
         pool, threads = context.pool, context.copy_threads.threads
-        interrupted = -world.agree([-facts.interrupted])[0]
+        interrupted = world.largest(facts.interrupted)
         return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
                        context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
                        interrupted)  # fmt: skip
@@ -126,7 +126,7 @@ class Session(RestoreSession):
     def free(self) -> None:
         """Free windows, communicators and threads as soon as all ranks ask for it. Afterwards a rank may leave."""
         crash_points.reach("close.asked")
-        self._world.agree([])  # a barrier: no rank leaves while others still wait for it
+        self._world.barrier()  # no rank leaves while others still wait for it
         self._jobs.when_idle = None
         self._scrubber.close()
         self._drains.free()
@@ -135,9 +135,18 @@ class Session(RestoreSession):
 
     # Jobs: agreement
 
-    def agree(self, values: Sequence[int]) -> list[int]:
+    def least_of(self, values: Sequence[int]) -> list[int]:
         """Take the minimum of each number over all ranks."""
-        return self._world.agree(values)
+        return self._world.least_of(values)
+
+    def least_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
+        """Do both of `least_of` and `raise_together`."""
+        return self._world.least_or_raise(values, error)
+
+    def do_unless(self, error: MlflashError | None, method: str, args: Sequence[Any]) -> Any:
+        """If any rank has an error, raise it on all ranks; otherwise do another job."""
+        self._world.raise_together(error)
+        return getattr(self, method)(*args)
 
     def gather(self, content: bytes) -> list[bytes]:
         """Give every rank the bytes of every rank."""

@@ -129,7 +129,7 @@ def judge_nodes(of_ranks: Sequence[Node], memory: str, are_named: bool) -> Findi
 
 def clocks(context: Context) -> Iterator[Finding]:
     """Compare the clocks of the nodes. Collective over the world."""
-    context.ranks.agree([0])  # all leave it at about the same time
+    context.ranks.barrier()  # all leave it at about the same time
     times = context.ranks.gather(time.time())
     apart_s = max(times) - min(times)
     if apart_s >= _SKEW_S:
@@ -165,7 +165,7 @@ def network(context: Context) -> Iterator[Finding]:
     world = context.ranks
     if len(world.topology.node_names) == 1 or not is_enabled(context.environment):
         return
-    some_have_rdma = -world.agree([-int(has_rdma())])[0]
+    some_have_rdma = world.any_of(has_rdma())
     if some_have_rdma and not has_rdma():
         yield warning("fabric", "this node has no RDMA device, but others have one", "ask your site about its network "
                       "card (/sys/class/infiniband, /sys/class/cxi)")  # fmt: skip

@@ -134,7 +134,7 @@ class DrainQueue:
     def _lacks_restored(self) -> bool:
         """Whether this run restored a checkpoint from memory that is not in the directory. Collective."""
         attempt = self._restored
-        if not self._context.world.agree([int(attempt is not None)])[0]:
+        if not self._context.world.all_of(attempt is not None):
             return False
         return attempt not in [one.card.attempt for one in self.look().listed]
 

@@ -30,7 +30,7 @@ def between_nodes(world: World) -> str:
     """The kind of network between the nodes: a key of `AUTO`. Collective over the world."""
     if world.ranks_on_host == world.size:
         return "one host"
-    return "RDMA" if world.agree([int(has_rdma())])[0] else "network"
+    return "RDMA" if world.all_of(has_rdma()) else "network"
 
 
 def choose_transport(world: World, asked: str) -> str:

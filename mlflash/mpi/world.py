@@ -20,6 +20,7 @@ from ..human_readable.wording import listed
 from ..placement.node import Node
 from ..placement.topology import Topology, from_node_ids
 from . import nonblocking
+from .agreement import Agreement
 from .deadlines import ASK_ALL, Pings, Waits
 from .nonblocking import Operation
 
@@ -80,7 +81,7 @@ def abort_all(mpi: Any, code: int) -> None:
     mpi.COMM_WORLD.Abort(code)
 
 
-class World(Waits):
+class World(Waits, Agreement):
     """The ranks of one Checkpointer, with communicators of their own after `connect`.
 
     Args:
@@ -194,8 +195,7 @@ class World(Waits):
 
     # Agreement
 
-    def agree(self, values: Sequence[int], comm: Any = None) -> list[int]:
-        """Take the minimum of each number over all ranks. Collective over ``comm`` (the world): one allreduce."""
+    def least_of(self, values: Sequence[int], comm: Any = None) -> list[int]:
         if self.world is None:
             return list(values)
         own = np.array(values, dtype=np.int64)
@@ -226,9 +226,9 @@ class World(Waits):
 
     def raise_together(self, error: MlflashError | None) -> None:
         """If any rank has an error, raise on all that of the lowest rank with one. Collective over the world."""
-        self.agree_or_raise([], error)
+        self.least_or_raise([], error)
 
-    def agree_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
+    def least_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
         """Take the minimum of each number over all ranks, or raise an error on all if any has one: one allreduce."""
         least: list[int] = self._run(nonblocking.raise_together(self.mpi, self.world, error, values))
         return least

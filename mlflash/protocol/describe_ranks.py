@@ -83,7 +83,7 @@ def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
         except StopIteration as end:
             gathered: Gathered = end.value
             return gathered
-        answer = world.gather(value) if verb == "gather" else world.agree(value)
+        answer = world.gather(value) if verb == "gather" else world.least_of(value)
 
 
 def gathering(mine: Mapping[int, Described]) -> Steps:

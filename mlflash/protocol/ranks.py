@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 from ..errors import DeadlineExceeded, MlflashError, text_of
+from ..mpi.agreement import Agreement
 from ..placement.topology import Topology
 from .client import Client
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Collectives(Protocol):
-    """Agreement between ranks. `Ranks` implements it for trainers, `World` where MPI may be called."""
+    """What ranks do together. `Ranks` does it for trainers, `World` where MPI may be called."""
 
     rank: int
     size: int
@@ -28,7 +31,11 @@ class Collectives(Protocol):
     @property
     def node_name(self) -> str: ...
 
-    def agree(self, values: Sequence[int]) -> list[int]:
+    def agree(self, *, all_of: Mapping[str, object] = ..., any_of: Mapping[str, object] = ...,
+              min_of: Mapping[str, int] = ..., max_of: Mapping[str, int] = ...) -> SimpleNamespace:  # fmt: skip
+        """See `Agreement.agree`."""
+
+    def least_of(self, values: Sequence[int]) -> list[int]:
         """Take the minimum of each number over all ranks. Collective over the world."""
 
     def gather(self, value: Any) -> list[Any]:
@@ -47,7 +54,7 @@ class Collectives(Protocol):
         """Note what this rank does, for ranks that wait for it, such as "restoring"; "" at its end."""
 
 
-class Ranks:
+class Ranks(Agreement):
     """The ranks of one Checkpointer; ``torch_group``: their torch.distributed group; None: its default group."""
 
     def __init__(self, courier: Client, rank: int, topology: Topology, timeout_s: float, torch_group: Any = None):
@@ -66,9 +73,9 @@ class Ranks:
     def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
         return from_torch(ranks, self.torch_group)
 
-    def agree(self, values: Sequence[int]) -> list[int]:
-        agreed: list[int] = self._courier.call("agree", tuple(values))
-        return agreed
+    def least_of(self, values: Sequence[int], comm: Any = None) -> list[int]:
+        least: list[int] = self._courier.call("least_of", tuple(values))
+        return least
 
     def gather(self, value: Any) -> list[Any]:
         return [pickle.loads(content) for content in self._courier.call("gather", pickle.dumps(value))]
@@ -101,6 +108,28 @@ class Ranks:
             MlflashError: on all ranks, the error of the lowest rank that has one. What is no `Exception`, such as an
                 interruption, is raised unchanged on its own rank.
         """
+        return self._together(work, foreign, step, lambda results, error: self.raise_together(error))[0]
+
+    def together_least(
+        self, work: Callable[[], T], values: Callable[[T], Sequence[int]], count: int,
+        foreign: Callable[[str], MlflashError], step: int | None = None,
+    ) -> tuple[T, list[int]]:  # fmt: skip
+        """Like `together`, and take the minimum of ``count`` numbers that follow from the result. Collective."""
+
+        def agree(results: list[T], error: MlflashError | None) -> list[int]:
+            own = [0] * count if error is not None else values(results[0])
+            least: list[int] = self._courier.call("least_or_raise", tuple(own), error)
+            return least
+
+        return self._together(work, foreign, step, agree)
+
+    def together_then(self, work: Callable[[], object], foreign: Callable[[str], MlflashError], method: str) -> Any:
+        """Like `together`, and let the courier do a job with the result if no rank has an error. Collective."""
+        then = lambda results, error: self._courier.call("do_unless", error, method, results)
+        return self._together(work, foreign, None, then)[1]
+
+    def _together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None,
+                  agree: Callable[[list[T], MlflashError | None], U]) -> tuple[T, U]:  # fmt: skip
         results: list[T] = []
         error: MlflashError | None = None
         left: BaseException | None = None
@@ -116,13 +145,13 @@ class Ranks:
             error.rank, error.node = self.rank, self.node_name
             error.step = error.step if step is None else step
         try:
-            self.raise_together(error)
+            agreed = agree(results, error)
         except DeadlineExceeded as late:  # the others still work, or have waited for this rank inside it
             raise late from error
         finally:
             if left is not None:
                 raise left
-        return results[0]
+        return results[0], agreed
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Like `together`, for work that fails by errors of the operating system. Collective over the world."""

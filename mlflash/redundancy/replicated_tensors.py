@@ -90,14 +90,14 @@ class ReplicatedTensors:
             step: named in a warning about what differs. None: it is settled again before the first save, because ranks
                 may still get the same values.
         """
-        if self._world.agree([int(leaves is None)], self._comm)[0]:
+        if self._world.all_of(leaves is None, self._comm):
             return True
         if self._provisional:
             self.agreed = frozenset()
         self._provisional = step is None
         names = {leaf.key: leaf.name for leaf in leaves or () if self._may_share(leaf) and leaf.key not in self.agreed}
         checks = digests(names.keys()) if names else {}
-        settled = bool(self._world.agree([int(able)], self._comm)[0])
+        settled = self._world.all_of(able, self._comm)
         alike, others = self._sort_out(checks)
         self.agreed |= alike
         if step is not None:
@@ -130,10 +130,11 @@ class ReplicatedTensors:
             names = {key_of(entry): entry.name for entry in plan.layout.entries}
             own = {key_of(plan.layout.entries[leaf]): check for leaf, check in checks.items()}
         number = xxhash.xxh3_64_intdigest(repr(sorted(own.items())).encode()) & _POSITIVE
-        low, high, able = self._world.agree([number, -number, int(checks is not None)], self._comm)
-        if low == -high and able:
+        agreed = self._world.agree(min_of={"low": number}, max_of={"high": number}, all_of={"able": checks is not None},
+                                   comm=self._comm)  # fmt: skip
+        if agreed.low == agreed.high and agreed.able:
             return None
-        if not able:
+        if not agreed.able:
             failed = SaveFailed("a rank that shares state with this one could not save it", step=step)
             failed.follows = True
             return failed
@@ -155,11 +156,10 @@ class ReplicatedTensors:
         """
         keys = sorted(own)
         number = xxhash.xxh3_64_intdigest(np.array(keys, dtype="<u8").tobytes()) & _POSITIVE
-        low, high = self._world.agree([number, -number], self._comm)
         alike: set[int] = set()
-        if low == -high:
+        if self._world.is_same(number, self._comm):
             checks = [own[key] & _POSITIVE for key in keys]
-            found = self._world.agree([*checks, *(-check for check in checks)], self._comm) if keys else []
+            found = self._world.least_of([*checks, *(-check for check in checks)], self._comm) if keys else []
             alike = {key for key, least, most in zip(keys, found, found[len(keys) :], strict=False) if least == -most}
             if len(alike) == len(keys):
                 return alike, {}
@@ -189,8 +189,7 @@ class ReplicatedTensors:
             self._apart |= plan.private
             self._blocks = None
         number = self._one_number(slot, layout)
-        low, high = self._world.agree([number, -number], self._comm)
-        if low != -high:
+        if not self._world.is_same(number, self._comm):
             self._compare_each(slot, layout, step)
         self._world.waiting_for = ()
 

@@ -141,7 +141,7 @@ def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: 
         return FoundElsewhere(choice.attempt, choice.step, context.restores, mine, files)
     place, own = choice.source[context.world.rank], slots[context.world.rank]
     context.restored_from = "parity" if place is None else context.world.topology.node_names[place[0]]
-    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])
+    context.rolled_forward = not context.world.any_of(own.committed)
     if not context.rolled_forward:
         give_receipts(own)
     return mine[context.world.rank]
@@ -353,8 +353,7 @@ def gather_shares(
     Return where the shares are; and the files to do without, if that failed.
     """
     mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
-    nothing = context.world.agree([int(not mine)])[0]
-    files, bad = ({}, []) if nothing else _gather_shares(context, choice, mine, checked)
+    files, bad = ({}, []) if not context.world.any_of(mine) else _gather_shares(context, choice, mine, checked)
     reach("restore.gathered")
     return files, bad
 
@@ -492,8 +491,9 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     else:
         attempt, step, homes = found.attempt, found.step, found.homes
         headers = [home.header for home in homes.values()]
-        told = [max((header.world_size for header in headers), default=0), max((h.mark for h in headers), default=0)]
-        world_size, mark = (-number for number in context.world.agree([-number for number in told]))
+        told = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
+                                           "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
+        world_size, mark = told.world_size, told.mark
     drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
                              verdict=lambda: context.restored_verdict)  # fmt: skip
     return drains.begin(drain_input)

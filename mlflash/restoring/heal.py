@@ -62,13 +62,13 @@ def protect_left(context: Context) -> tuple[int | None, int]:
     """
     world, pool, attempt = context.world, context.pool, context.left
     home = next((slot for slot in pool.own if slot.header is not None and slot.header.attempt == attempt), None)
-    if not world.agree([int(home is not None)])[0] or home is None or attempt is None:
+    if not world.all_of(home is not None) or home is None or attempt is None:
         pool.free_older(attempt or Attempt(bytes(16), 0))
         return None, 0
     is_whole = context.protection.is_complete(pool, attempt)
-    unseen, all_whole = world.agree([int(not home.committed), int(is_whole)])
-    context.rolled_forward = bool(unseen)
-    if all_whole:
+    agreed = world.agree(any_of={"seen": home.committed}, all_of={"whole": is_whole})
+    context.rolled_forward = not agreed.seen
+    if agreed.whole:
         give_receipts(home, *context.protection.kept(pool, attempt))
         pool.free_older(attempt)
     else:
@@ -90,9 +90,9 @@ def heal(context: Context, home: Slot) -> None:
     if not context.rolled_forward:
         pool.drop_stale()
     lacking = protection.missing(pool, header.attempt)
-    whole = world.agree([int(not lacking)])[0]
+    some_lack = world.any_of(lacking)
     reach("heal.begun")
-    if not whole:
+    if some_lack:
         protect_again(context, home, lacking)
         reach("heal.copied")
     kept = protection.kept(pool, header.attempt)
@@ -158,7 +158,7 @@ def mend(context: Context, scrubber: Scrubber) -> None:
     blocks, is_whole = _repair_own(context, home, told.attempt)
     reach("mend.repaired")
     made = 0
-    if world.agree([int(is_whole)])[0]:
+    if world.all_of(is_whole):
         made = _make_again(context, home, told.attempt)
     else:
         is_lost = [rank for rank, whole in enumerate(world.gather(is_whole)) if not whole]
@@ -204,7 +204,7 @@ def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bo
     left = _still_bad(home, bad)
     context.recorder.counts["blocks repaired"] += len(bad or ()) - len(left)
     damaged = {rank: one for rank, one in enumerate(world.gather(left)) if one}
-    if damaged and context.protection.placement.parity_groups and world.agree([int(bad is not None)])[0]:
+    if damaged and context.protection.placement.parity_groups and world.all_of(bad is not None):
         _repair_from_parity(context, home, attempt, damaged)
         left = _still_bad(home, left)
     return len(bad or ()) - len(left), bad is not None and not left
@@ -228,7 +228,7 @@ def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged:
     world = context.world
     choice = choose(context.take_stock().of(attempt), world.topology.node_of)
     is_mine = choice is not None and choice.source[world.rank] == (world.node_index, file_number(home.name))
-    if not world.agree([int(is_mine)])[0] or choice is None:
+    if not world.all_of(is_mine) or choice is None:
         return
     able = {rank: blocks for rank, blocks in damaged.items() if choice.group_of(rank) is not None}
     repairs = Repairs(context, choice, range(world.size), {world.rank: home}, able)
@@ -243,8 +243,8 @@ def _make_again(context: Context, home: Slot, attempt: Attempt) -> int:
     before = _holding(context, attempt)
     lacking = protection.missing(pool, attempt, forget=False)
     has_room = all(any(slot.use is Use.FREE for slot in pair) for pair in pool.inbox.values())
-    is_whole, can = world.agree([int(not lacking), int(has_room)])
-    if is_whole or not can:
+    agreed = world.agree(any_of={"lacking": lacking}, all_of={"have_room": has_room})
+    if not agreed.lacking or not agreed.have_room:
         return 0
     try:
         protect_again(context, home, lacking)

@@ -129,12 +129,12 @@ class OpenInDirectory:
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)
                     good, why = False, str(error)
             self._world.renew_deadline()
-            all_good, all_through = self._world.agree([int(good), int(not more)])
-            if not all_good:
+            agreed = self._world.agree(all_of={"good": good}, any_of={"more": more})
+            if not agreed.good:
                 self._world.raise_together(problem)
                 self.damage = next(filter(None, self._world.gather(why)), "")
-            if all_through or not all_good:
-                return bool(all_good)
+            if not agreed.more or not agreed.good:
+                return bool(agreed.good)
 
     def state(self, rank: int) -> tuple[Manifest, Read, list[WantedPart]]:
         """Return what an old rank's state is built from: its manifest, its bytes, and what must be read before."""

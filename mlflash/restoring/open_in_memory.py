@@ -96,9 +96,9 @@ class OpenInMemory:
             asked: dict[int, list[WantedPart]] = {}
             count = self._ranks.on_all(functools.partial(self._read_near, left, asked))
             whole = self._trainer.courier.exchange(found.attempt, homes, found.files, asked)
-            all_whole, all_through = self._ranks.agree([int(whole), int(count < _PARTS)])
-            if all_through or not all_whole:
-                return bool(all_whole)
+            agreed = self._ranks.agree(all_of={"whole": whole, "through": count < _PARTS})
+            if agreed.through or not agreed.whole:
+                return bool(agreed.whole)
 
     def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
         """Read what is on this node, and ask other ranks for the rest; return the number of parts asked for."""

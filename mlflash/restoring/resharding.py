@@ -95,7 +95,7 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
     made = Resharded(slot, share, plan, wanted.flat)
     try:
         rooms = together(lambda: _make_rooms(wanted, plan, slot))
-        if not ranks.agree([int(old.read(_parts_in(rooms, wanted.made_of)))])[0]:
+        if not ranks.all_of(old.read(_parts_in(rooms, wanted.made_of))):
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except MlflashError as error:
         if error.agreed or not isinstance(error, DeadlineExceeded):  # otherwise the courier may still write to them

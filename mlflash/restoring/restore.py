@@ -6,6 +6,7 @@ An error on any rank is raised on all of them, so that no rank trains on from an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -85,14 +86,19 @@ class Loading:
         self._saves.undefined = str(error)
         error.message += f"; {_UNDEFINED}"
 
-    def fill(self, step: int, filling: Filling) -> None:
+    def fill(self, step: int, filling: Filling, has_same: bool | None = None) -> None:
         """Fill a state that was already compared with the checkpoint. Collective over the world.
+
+        Args:
+            has_same: whether all ranks have objects of the same names; None: they have not agreed on it yet.
 
         Raises:
             MlflashError: on all ranks, what went wrong on any. The state is as it was before, or the text says that it
                 is undefined.
         """
-        small = self._small(filling)
+        if has_same is None:
+            has_same = self._ranks.is_same(name_of_objects(filling))
+        small = self._small(filling) if has_same else []
 
         def load_small() -> None:
             filling.keep(small)
@@ -112,7 +118,7 @@ class Loading:
             raise
         except MlflashError as error:  # the same on all ranks
             whole = filling.put_back()
-            if self._ranks.agree([int(whole)])[0]:
+            if self._ranks.all_of(whole):
                 self._saves.undefined = before
             else:
                 self._stay_undefined(error)
@@ -120,19 +126,22 @@ class Loading:
         self._saves.undefined = ""
 
     def _small(self, filling: Filling) -> list[str]:
-        """The objects that are kept, the same on all ranks, as what they do may be collective; none if they differ."""
+        """The objects that are kept, the same on all ranks, as what they do may be collective."""
         sizes = {path: filling.nbytes_of(path) for path in filling.objects}
-        name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # to fit an int64
-
-        if self._ranks.agree([name, -name]) != [name, -name] or not sizes:
+        if not sizes:
             return []
-        largest = [-most for most in self._ranks.agree([-nbytes for nbytes in sizes.values()])]
+        largest = [-most for most in self._ranks.least_of([-nbytes for nbytes in sizes.values()])]
         small, left = set(), _KEPT_NBYTES
         for nbytes, path in sorted(zip(largest, sizes, strict=True)):
             left -= nbytes
             if left >= 0:
                 small.add(path)
         return [path for path in sizes if path in small]
+
+
+def name_of_objects(filling: Filling) -> int:
+    """A number that the names of a state's objects have, which fits an int64."""
+    return xxhash.xxh3_64_intdigest("\n".join(filling.objects).encode()) >> 1
 
 
 def _half_loaded(step: int) -> str:
@@ -172,28 +181,46 @@ class Restores:
         self._saves.begun.wait()
         self._saves.find_replicas(state)
         bad: dict[str, str] = {}
-        while isinstance(found := self._find(wanted, others=True, source=source, bad=bad), OpenInDirectory):
+        while isinstance(found := self._choose(wanted, others=True, source=source, bad=bad), OpenInDirectory):
             with contextlib.closing(found), self._passing_over(found, bad):
                 return self._put_together(found, state)
         if found is None:
             self._prepare_or_warn(state)
             return None
-        if isinstance(found, RankCheckpoint):
-            home, step = found, found.header.step
-            differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, step)
-            if not self._ranks.agree([int(not differ)])[0]:  # otherwise it can be loaded as it is
-                found = self._as_elsewhere(home)
-                self._courier.call("heal_first", self._number_of(home))
-        if isinstance(found, FoundElsewhere):
-            return self._put_together(OpenInMemory(self._trainer, found, checks=True), state)
+        compared = self._compare(found, state)
+        opened, filling = compared.opened, compared.filling
+        if isinstance(opened, RankCheckpoint) and filling is None:  # other shards
+            home, opened = opened, self._as_elsewhere(opened)
+            self._courier.call("heal_first", self._number_of(home))
+        if isinstance(opened, FoundElsewhere):
+            return self._put_together(OpenInMemory(self._trainer, opened, checks=True), state)
+        assert filling is not None
         start = time.perf_counter()
-        self._hold_until_healed(home)
-        manifest, read = home.manifest, home.reader()
-        self._loading.together(home.header.step, lambda: refuse_differences(state, manifest.tree, manifest.entries))
-        filling = Filling(state, manifest.tree, manifest.entries, manifest.plain, read)
-        self._loading.fill(home.header.step, filling)
+        self._hold_until_healed(opened)
+        self._loading.fill(opened.header.step, filling, compared.has_same)
         self._recorder.seconds["load"] += time.perf_counter() - start
-        return self._restored(home)
+        return self._restored(opened)
+
+    def _compare(self, found: FoundInMemory, state: Any) -> _Compared:
+        """Open what was found in memory, and compare it with a state. Collective over the world.
+
+        Raises StructureMismatch on all ranks, if the state of any does not match.
+        """
+
+        def look() -> tuple[RankCheckpoint | FoundElsewhere, Filling | None]:
+            opened = self._open_found(found)
+            if isinstance(opened, FoundElsewhere) or resharding.only_shards_differ(state, opened):
+                return opened, None
+            manifest = opened.manifest
+            refuse_differences(state, manifest.tree, manifest.entries)
+            return opened, Filling(state, manifest.tree, manifest.entries, manifest.plain, opened.reader())
+
+        def told(looked: tuple[RankCheckpoint | FoundElsewhere, Filling | None]) -> list[int]:
+            name = 0 if looked[1] is None else name_of_objects(looked[1])
+            return [int(looked[1] is not None), name, -name]
+
+        (opened, filling), (is_alike, low, high) = self._ranks.together_least(look, told, 3, _unreadable, found.step)
+        return _Compared(opened, filling if is_alike else None, low == -high)
 
     def _as_elsewhere(self, home: RankCheckpoint, same_ranks: bool = False) -> FoundElsewhere:
         return FoundElsewhere(home.header.attempt, home.header.step, self._restores, {self._ranks.rank: home},
@@ -357,6 +384,19 @@ class Restores:
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
     ) -> Found:  # fmt: skip
+        found = self._choose(wanted, others, source, told, bad, checked, remember)
+        if not isinstance(found, FoundInMemory):
+            return found
+        start = time.perf_counter()
+        opened = self._ranks.on_all(lambda: self._open_found(found))
+        self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+        return opened
+
+    def _choose(
+        self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
+        bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
+    ) -> FoundInMemory | OpenInDirectory | None:  # fmt: skip
+        """Choose a checkpoint; see `RestoreSession.choose`. One of a directory is opened."""
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.settle()
@@ -366,7 +406,8 @@ class Restores:
         while True:
             found = self._courier.call("choose", wanted, others, source, passed_over, checked, again, remember)
             if found is None or isinstance(found, FoundInMemory):
-                break
+                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+                return found
             again, self._from, self._rolled_forward = False, "", False
             store = open_store(source or self._trainer.config.directory or "")
             try:
@@ -375,9 +416,6 @@ class Restores:
                 self._pass_over(found, str(error), passed_over)
             finally:
                 self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-        opened = None if found is None else self._ranks.on_all(lambda: self._open_found(found))
-        self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-        return opened
 
     def _open_found(self, found: FoundInMemory) -> RankCheckpoint | FoundElsewhere:
         self._from, self._rolled_forward, self._restores = found.restored_from, found.rolled_forward, found.restores
@@ -437,6 +475,15 @@ class Restores:
         """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
         if self._rolled_forward:
             self._courier.call("hold_older", self._number_of(home))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """What was found in memory and opened, and how it fits a state."""
+
+    opened: RankCheckpoint | FoundElsewhere
+    filling: Filling | None  # of the state; None: ranks or shards are others, so that it must be put together
+    has_same: bool  # whether all ranks have objects of the same names
 
 
 def _unreadable(why: str) -> StructureMismatch:

@@ -191,35 +191,36 @@ def _announce(save: Save, context: Context) -> bool:
         demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
         if save.request.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
             demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
-    failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.step
     settled = save.is_settled or save.problem is not None
-    all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked, newest, undamaged = world.agree([
-        int(settled), failed, int(not grow), step, -step, int(not save.request.skip), int(save.drains_idle),
-        int(not save.drain_asked), -context.generation, int(not context.damaged),
-    ])  # fmt: skip
+    told = world.agree(
+        all_of={"settled": settled, "drains_idle": save.drains_idle},
+        any_of={"grows": grow, "skips": save.request.skip, "drain_asked": save.drain_asked, "damaged": context.damaged,
+                "failed": save.problem is not None},
+        min_of={"low": step}, max_of={"high": step, "newest": context.generation},
+    )  # fmt: skip
     save.times.announced()
-    if save.mends and not undamaged:
+    if save.mends and told.damaged:
         raise MendFirst
-    if not all_settled:
+    if not told.settled:
         return False
-    context.generation = 1 - newest
+    context.generation = 1 + told.newest
     save.attempt = Attempt(context.run_id, context.generation)
-    save.drains_idle, save.drain_asked = bool(idle), not not_asked
-    falls_in = low != -high and _falls_in(context, step, low)
-    if falls_in and step > low:
+    save.drains_idle, save.drain_asked = told.drains_idle, told.drain_asked
+    falls_in = told.low != told.high and _falls_in(context, step, told.low)
+    if falls_in and step > told.low:
         raise OneAhead
-    if first_failed < world.size and not falls_in:
+    if told.failed and not falls_in:
         world.raise_together(save.problem)
-    if low != -high:
+    if told.low != told.high:
         unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
-                                found=f"steps {low} to {-high}, {step} here")  # fmt: skip
+                                found=f"steps {told.low} to {told.high}, {step} here")  # fmt: skip
         unlike.agreed = True
         raise unlike
-    save.skipped = not no_skip
+    save.skipped = told.skips
     reach("protect.announced")
-    if not can_wait and no_skip:
+    if told.grows and not told.skips:
         context.make_room(demand, context.pool.taken_by(save.request) if save.request.waits_for_room else [])
     return True
 
@@ -237,7 +238,7 @@ def _falls_in(context: Context, step: int, low: int) -> bool:
     collective.
     """
     left = -1 if context.left_at is None else context.left_at
-    falls_in = bool(context.world.agree([int(step > left if step == low else low <= left)])[0])
+    falls_in = context.world.all_of(step > left if step == low else low <= left)
     if step == low or not falls_in:
         context.left_at = step
     return falls_in
@@ -284,7 +285,7 @@ def _protect(save: Save, context: Context) -> None:
         save.problem.rank, save.problem.node = world.rank, world.node_name
     save.times.protected()
     durations = context.recorder.compare(world.size, save.attempt.generation, save.times.took)
-    *least, not_suspect = world.agree_or_raise([*durations, int(not findings)], save.problem)
+    *least, not_suspect = world.least_or_raise([*durations, int(not findings)], save.problem)
     save.is_suspect = not not_suspect
     context.recorder.compared(least, world.topology.name_of)
     reach("commit.agreed")
@@ -519,15 +520,15 @@ def certify(context: Context, due: Saved) -> bool:
     findings = _findings_in_all(context, due)
     differed = context.replicas is not None and context.replicas.differed_at == due.step
     is_good, is_suspect = findings == [] and not differed, bool(findings) or differed
-    all_good, none_suspect = context.world.agree([int(is_good), int(not is_suspect)])
-    if all_good or not none_suspect:
+    agreed = context.world.agree(all_of={"good": is_good}, any_of={"suspect": is_suspect})
+    if agreed.good or agreed.suspect:
         for slot in context.pool.holding(due.attempt):
-            slot.record_verdict(due.attempt, Verdict.CERTIFIED if all_good else Verdict.SUSPECT)
-    context.certification.tried(bool(all_good))
-    if all_good:
+            slot.record_verdict(due.attempt, Verdict.CERTIFIED if agreed.good else Verdict.SUSPECT)
+    context.certification.tried(agreed.good)
+    if agreed.good:
         context.recorder.certified(due.step)
     context.pool.hold_only(context.certification.held)
-    return bool(all_good)
+    return bool(agreed.good)
 
 
 def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:

@@ -295,7 +295,7 @@ class SaveQueue:
             return replica_nbytes(flat, self._ranks.from_torch)
 
         unreadable = lambda why: StructureMismatch(f"the state could not be read: {why}")
-        self._courier.call("find_replicas", self._ranks.together(held, unreadable))
+        self._ranks.together_then(held, unreadable, "find_replicas")
 
     def _is_settled(self, flat: Flat) -> bool:
         """Whether the ranks have agreed on what they share in a state like this one."""

@@ -116,11 +116,11 @@ class Context:
         useful = [ranks for ranks in sorted(held) if rank in ranks]
         useful = [ranks for ranks in useful if deduplication.find(self.world.topology, ranks, rank, losses) is not None]
         mine = max(useful, key=lambda ranks: held[ranks], default=(rank,))
-        if self.world.agree([int(len(mine) == 1)])[0]:
+        if self.world.all_of(len(mine) == 1):
             return
         named = self.world.gather((mine[0], len(mine), hash(mine)))
         alike = all(named[rank] == named[self.world.rank] for rank in mine)
-        if not self.world.agree([int(alike)])[0]:
+        if not self.world.all_of(alike):
             return  # for example with meshes that do not have all ranks: each rank stores all of its state
         self.replicas = ReplicatedTensors(self.world, mine, placed=True)
         self.replicas.share(losses)
@@ -195,7 +195,7 @@ class Context:
         self.pool.adopt(files[world.rank], kept, trusted, spare, kept_on)
         self.protection.open_windows(self.pool)
         # No file is deleted or reused before every rank of the node has attached its own.
-        world.agree([0])
+        world.barrier()
 
     def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room in this rank's slots. Collective over the world.
@@ -238,18 +238,18 @@ class Context:
 
     def _give_way(self) -> bool:
         """Delete the files that were skipped and left aside, if that is allowed. Return whether any was. Collective."""
-        if self.world.agree([int(not (self.gives_way and self.pool.aside))])[0]:
+        if not self.world.any_of(self.gives_way and self.pool.aside):
             return False
         if self.world.rank == 0:
             log.warning("memory has no room for the slots of this run and for the checkpoints that are passed over: "
                         "these checkpoints are deleted now, and not after the first commit")  # fmt: skip
         self.pool.drop_aside()
-        self.world.agree([0])  # only then does each node count its free memory
+        self.world.barrier()  # only then does each node count its free memory
         return True
 
     def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room if any rank needs it, like `make_room`. Collective over the world; usually a single allreduce."""
-        if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
+        if self.world.any_of(any(needs_room(slot, nbytes) for slot, nbytes in demand)):
             self.make_room(demand, waiting, pairs)
 
     def free(self) -> None:

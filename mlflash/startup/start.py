@@ -67,7 +67,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
     alike: ReplicatedTensors | None = None
     try:
         world.on_all(hold)
-        if not world.agree([int(replicas is None)])[0]:
+        if world.any_of(replicas is not None):
             alike = ReplicatedTensors(world, *(replicas or ([world.rank], ["*"])))
         known = find_domains(world, config.domains if domains is None else domains)
     except BaseException as error:
@@ -96,7 +96,7 @@ def _assemble(
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, config.transport, config.job)
     pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0))
-    copy_threads = as_many_as_help(world.ranks_on_host, world.agree, trains_on)
+    copy_threads = as_many_as_help(world.ranks_on_host, world.least_of, trains_on)
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))

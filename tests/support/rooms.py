@@ -15,7 +15,7 @@ ROOMS: dict[str, str] = {
     "config": "placement storage",
     "telemetry": "memory",
     "redundancy": "state placement memory mpi human_readable",
-    "protocol": "state placement memory config telemetry redundancy",
+    "protocol": "state placement memory mpi config telemetry redundancy",
     "startup": "state placement memory mpi config telemetry redundancy value_checks human_readable",
     "draining": "state storage memory mpi config redundancy protocol startup",
     "saving": "state memory redundancy protocol startup value_checks",
@@ -23,7 +23,7 @@ ROOMS: dict[str, str] = {
     "courier": "state placement memory mpi wireup config telemetry redundancy protocol startup draining saving "
     "restoring",
     "background_files": "memory",
-    "checkpointer": "state memory config mpi protocol draining saving restoring courier background_files",
+    "checkpointer": "state memory config protocol draining saving restoring courier background_files",
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
