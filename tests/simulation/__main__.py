@@ -2,7 +2,7 @@
 
     python tests/simulation 0:1000                     run these seeds on all cores; print what fails
     python tests/simulation 17 --trace                 run one, and print everything that happens in it
-    python tests/simulation 0:99,scheme=copy,special=drain+lazy,courier=process 6,special=kept
+    python tests/simulation 0:99,scheme=copy,special=drain+lazy,meets=launcher 6,special=kept
 
 For each seed that fails it prints a command that runs it again, with no more faults than are needed.
 """

@@ -1,7 +1,7 @@
-"""Couriers that are processes: the same trainer's and courier's code, over sockets and epochs that are simulated.
+"""Courier processes: the real code of trainers and couriers, over sockets and epochs that are simulated.
 
-Real are everything in `mlflash.courier`: messages, sessions, restarts. Simulated is what `mlflash.wireup` does: it
-forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the others who has left.
+Real is everything in `mlflash.courier`: connections, messages, sessions, restarts. Simulated is what `mlflash.wireup`
+does: it forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the others who has left.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import machine
 import mpi
 from scheduler import Process, Scheduler
 
-from mlflash.courier import choice, connect, courier_link, linked, process_main
+from mlflash.courier import courier_link, linked, process_main
 from mlflash.errors import DeadlineExceeded
 from mlflash.wireup.epoch_agreement import Departure, RankDeparted
 from mlflash.wireup.launch import CourierEnded, Meeting, StartFailed
+from mlflash.wireup.rendezvous import who_am_i
 from mlflash.wireup.store_client import StoreLost
 from mlflash.wireup.zygote_client import ZygoteLost
 
@@ -244,6 +245,14 @@ class Zygote:
         self.process, self.is_over = self, False
         self.at_end: list[Any] = []
 
+    def check(self) -> None:
+        if self.is_over:
+            raise ZygoteLost("the zygote has ended")
+
+    def vendor(self, _: float) -> str:
+        self.check()
+        return "MPICH"
+
     def kill(self) -> None:
         if not self.is_over:
             self.is_over = True
@@ -257,18 +266,19 @@ class Zygote:
 class Couriers:
     """Stands for `mlflash.wireup.launch.Couriers`."""
 
-    def __init__(self, entry_point: str, environment: Any, timeout_s: float, *, zygote: Zygote | None = None,
+    def __init__(self, entry_point: str, environment: Any, timeout_s: float, *, zygote: Zygote,
                  meeting: Meeting | None = None, **more: Any):  # fmt: skip
         self._trainer = WORLD.kernel.current.process  # type: ignore[union-attr]
-        self.rank, self.size = int(environment.get("RANK", self._trainer.rank)), WORLD.history.setting.ranks
+        me = who_am_i(environment) if meeting is None or meeting.me is None else meeting.me
+        self.rank, self.size = me.rank, me.size
         self.met, self.freed, self._number = "simulated", frozenset[str](), 0
         self._running: Any = None
         self._is_given_up = False
-        self.zygote, end, text = zygote or Zygote(), WORLD.kernel.now + timeout_s, ""
+        self.zygote, end, text = zygote, WORLD.kernel.now + timeout_s, ""
         self._check_meeting = meeting.check if meeting is not None else lambda: None
         try:
             if meeting is not None:
-                self._check_zygote()
+                self.zygote.check()
                 text = meeting.share(None if self.rank else f"store {len(WORLD.stores)}", timeout_s)
             self._store = WORLD.stores.setdefault(text, Store(len(WORLD.stores)))
             WORLD.newest[self._trainer] = self
@@ -284,10 +294,6 @@ class Couriers:
         if self._running is None:
             raise CourierEnded("there is no courier")
         return self._running
-
-    def _check_zygote(self) -> None:
-        if self.zygote.is_over:
-            raise ZygoteLost("the zygote has ended")
 
     def _watch_zygote(self) -> None:
         self.zygote.at_end.append(self._end_courier)
@@ -330,7 +336,7 @@ class Couriers:
             self._make(epoch)
         self.freed = frozenset(name for names in epoch.came.values() for name in names)
         self._number = number
-        self._check_zygote()
+        self.zygote.check()
         self._fork(epoch)
 
     def _make(self, epoch: Epoch) -> None:
@@ -424,10 +430,7 @@ def install() -> None:
     courier_link.socket = process_main.socket = Sockets  # type: ignore[assignment]
     process_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
     process_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
-    choose = connect.choose
-    connect.choose = lambda courier, comm: (
-        choice.Choice(True, "simulated") if courier == "process" else choose(courier, comm)
-    )
+    linked.start_zygote = lambda size: Zygote()  # type: ignore[assignment,return-value]
 
 
 def begin(kernel: Scheduler, history: History) -> None:

@@ -23,7 +23,7 @@ class Setting:
         special: what this history is about, in addition to saves, kills and restores.
         no_space, bad_sync: probabilities that a file in memory gets no room, and that a drained file is not written.
         format: of drained files.
-        courier: thread or process.
+        meets: how trainers meet: by the communicator that they give (comm), by their MPI (mpi), or without (launcher).
         pace: of messages; see `mpi.Network`.
     """
 
@@ -33,7 +33,7 @@ class Setting:
     transport: str
     nbytes: int
     special: frozenset[str]
-    courier: str
+    meets: str
     pace: str
     has_errors: bool
     when_busy: str
@@ -115,14 +115,14 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
     special = {random.choice(_SPECIAL) for _ in range(random.choice([0, 0, 1, 1, 2]))}
     setting = Setting(
         ranks, per_node, scheme, random.choice(["p2p", "rma"]), random.choice([3000, 9000, 20_000]), frozenset(special),
-        random.choice(["thread", "thread", "process"]), random.choice(["fast", "mixed", "mixed", "slow"]),
+        random.choice(["comm", "mpi", "launcher"]), random.choice(["fast", "mixed", "mixed", "slow"]),
         random.random() < 0.3, random.choice(["wait", "wait", "skip"]), random.choice([0, 0, 0, 0.1, 0.3]),
         random.choice([0, 0, 0.1]), random.choice(["hdf5", "dcp"]),
         random.random() < 0.15, random.random() < 0.25, random.choice([2, 2, 3]),
     )  # fmt: skip
     setting = dataclasses.replace(setting, **fixed)  # type: ignore[arg-type]
     if "kept" in setting.special:
-        setting = dataclasses.replace(setting, special=setting.special & {"kept", "common", "zeros"}, courier="process",
+        setting = dataclasses.replace(setting, special=setting.special & {"kept", "common", "zeros"}, meets="launcher",
                                       no_space=0.0)  # fmt: skip
     return setting
 

@@ -182,7 +182,7 @@ class History:
             self.supervisor = rounds.Supervisor(self)
         else:
             launch.trainers = [self.process(rank) for rank in range(setting.ranks)]
-        if setting.courier == "thread":
+        if setting.meets != "launcher":  # the program uses MPI itself
             network = mpi.Network(kernel, launch.trainers, setting.pace, setting.has_errors)
             launch.networks.append(network)
             machine.MPI.worlds = {process: network.world(process) for process in launch.trainers}
@@ -207,8 +207,11 @@ class History:
             return self.supervisor.is_over
         return len(self.launch.ended) == self.setting.ranks
 
-    def process(self, rank: int) -> Process:
+    def process(self, rank: int, is_seated: bool = True) -> Process:
+        """Make a trainer; ``is_seated``: it has its rank from the start."""
         process = Process(rank, 1000 * (self.launch.number + 1) + rank, globals=machine.process_globals())
+        if is_seated:
+            process.globals[os, "environ"].update(RANK=str(rank), WORLD_SIZE=str(self.setting.ranks))
         process.at_death += [lambda: self.launch.ended.add(process), lambda: couriers.left(process)]
         return process
 
@@ -262,7 +265,7 @@ class History:
         if "kept" in self.setting.special:
             self.supervisor.carry_out(plan)
             return
-        if plan.dies == "courier" and self.setting.courier == "process":
+        if plan.dies == "courier":
             self.outcomes["courier killed"] += 1
             for courier in couriers.processes():
                 if courier.rank == plan.who:

@@ -178,9 +178,10 @@ def process_globals() -> dict[tuple[Any, str], Any]:
     import mlflash.in_place.decider_link as decider_link
     import mlflash.memory.node_directory as node_directory
     import mlflash.saving.lazy_saves as lazy_saves
+    import mlflash.wireup.program_mpi as program_mpi
 
     return {
-        (linked, "_link"): None, (linked, "_making"): None, (linked, "_left"): set(),
+        (linked, "_links"): [], (linked, "_making"): None, (linked, "_left"): set(), (program_mpi, "_pending"): [],
         (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
         (lazy_saves.HOOK, "listeners"): weakref.WeakSet(), (lazy_saves.HOOK, "heard"): weakref.WeakSet(),
         (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),

@@ -248,6 +248,10 @@ class Comm:
     def Get_group(self) -> Group:
         return Group(self.members)
 
+    @staticmethod
+    def Compare(one: Comm, other: Comm) -> int:
+        return Mpi.IDENT if one.key == other.key else Mpi.CONGRUENT if one.members == other.members else Mpi.UNEQUAL
+
     def _wait(self, request: Request) -> None:
         while not request.Test():
             pass
@@ -364,10 +368,11 @@ class Comm:
 
 class Group:
     def __init__(self, members: Sequence[int]):
-        self.members = list(members)
+        self.members, self.size = list(members), len(members)
 
     def Translate_ranks(self, ranks: Sequence[int], other: Group) -> list[int]:
-        return [other.members.index(self.members[rank]) for rank in ranks]
+        numbers = {member: number for number, member in enumerate(other.members)}
+        return [numbers.get(self.members[rank], Mpi.UNDEFINED) for rank in ranks]
 
     def Incl(self, ranks: Sequence[int]) -> Group:
         return Group([self.members[rank] for rank in ranks])
@@ -446,7 +451,8 @@ class Mpi:
     """
 
     MIN, SUM = np.minimum.reduce, np.add.reduce
-    BYTE, UNDEFINED, ANY_SOURCE, MODE_NOCHECK, THREAD_MULTIPLE, TAG_UB = "BYTE", -32766, -2, 0, 3, 0
+    BYTE, UNDEFINED, ANY_SOURCE, MODE_NOCHECK, TAG_UB = "BYTE", -32766, -2, 0, 0
+    IDENT, CONGRUENT, UNEQUAL = 0, 1, 3
     COMM_NULL = COMM_SELF = None
     Comm, Status, Exception = Comm, Status, MpiError
     Win = SimpleNamespace(Create=Window)
@@ -459,8 +465,8 @@ class Mpi:
         task = None if threads.SCHEDULER is None else threads.SCHEDULER.current
         return None if task is None else self.worlds.get(task.process)
 
-    def Query_thread(self) -> int:
-        return self.THREAD_MULTIPLE
-
     def Is_initialized(self) -> bool:
-        return True
+        return self.COMM_WORLD is not None
+
+    def Is_finalized(self) -> bool:
+        return False

@@ -107,13 +107,11 @@ class Supervisor:
 
     def _make(self, name: str, host: str, rank: int | None) -> Process:
         size, number = self._history.setting.ranks, len(self.processes)
-        process = self._history.process(100 + number if rank is None else rank)
+        process = self._history.process(100 + number if rank is None else rank, rank is not None)
         self._launch.trainers.append(process)
         self.processes[name], self._host_of[process] = process, host
         environment = process.globals[os, "environ"]
         environment[KEPT] = json.dumps({"address": ["supervisor", 1], "token": "t", "name": name, "size": size})
-        if rank is not None:
-            environment.update(RANK=str(rank), WORLD_SIZE=str(size))
         process.at_death.append(lambda: self._died(name, host))
         return process
 
@@ -380,7 +378,6 @@ def install() -> None:
         create_connection=lambda address, timeout_s: couriers.WORLD.history.supervisor.connect(),
         IPPROTO_TCP=socket.IPPROTO_TCP, TCP_NODELAY=socket.TCP_NODELAY,
     )  # fmt: skip
-    in_place.start_zygote = lambda size: couriers.Zygote()  # type: ignore[assignment,return-value]
     close = NodeDirectory.close
 
     def try_lock(held: NodeDirectory, start: int, length: int) -> bool:

@@ -51,8 +51,7 @@ def run(seed: int, fixed: Mapping[str, object], until_points: float = NEVER, kee
 def warm_up() -> None:
     """Import and cache what the first seed would, so that all seeds begin alike."""
     for special in ("drain", "lazy", "elastic", "values"):
-        for courier in ("thread", "process"):
-            run(3, {"launches": 1, "special": frozenset({special}), "courier": courier})
+        run(3, {"launches": 1, "special": frozenset({special})})
     gc.enable()
     gc.collect()
     gc.freeze()

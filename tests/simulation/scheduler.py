@@ -26,7 +26,7 @@ _POINT_S = 1e-6  # virtual time that passes at each scheduling point
 
 @dataclasses.dataclass(eq=False)
 class Process:
-    """A simulated process: a trainer, with its courier where that is a thread of it, or a courier on its own.
+    """A simulated process: a trainer or a courier.
 
     Attributes:
         rank: of the job.

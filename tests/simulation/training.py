@@ -49,7 +49,7 @@ class Training:
                 self._launch.died = True
                 history.end_others(mean=3000)  # as launchers do
                 history.kernel.kill(process)
-        if self._setting.courier == "process" and process.is_alive:
+        if process.is_alive:
             couriers.exit_trainer()
             history.kernel.kill(process)
         self._launch.ended.add(self._process)
@@ -85,12 +85,12 @@ class Training:
                      "format": setting.format}  # fmt: skip
         if "values" in self._special:
             more |= {"on_suspect": "keep", "check_values": 1.0, "certify_after": 2}
-        if setting.courier == "thread":
-            more |= {"comm": machine.MPI.worlds[self._process]}
+        if setting.meets == "comm":
+            more |= {"comm": machine.MPI.COMM_WORLD}
         return dict(
             job="j", memory=str(self._history.memory), redundancy=setting.scheme, transport=setting.transport,
             timeout_s=TIMEOUT_S,
-            scrub_rate=20e6 if "mend" in self._special else 0, when_busy=setting.when_busy, courier=setting.courier,
+            scrub_rate=20e6 if "mend" in self._special else 0, when_busy=setting.when_busy,
             replicated=True if self._special & {"common", "elastic"} else None, **more,
         )  # fmt: skip
 
