@@ -31,7 +31,7 @@ from mlflash.in_place.decider_link import decider, is_spare
 from mlflash.in_place.forked_spare import fork_spares
 from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
-from mlflash.wireup.program_mpi import world_of
+from mlflash.wireup.program_mpi import share, world_of
 from mlflash.wireup.rendezvous import rendezvous
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -179,7 +179,10 @@ def _of_couriers(comm: Any) -> _Ranks:
     """Give the ranks of a communicator (None: those of the launcher), which have couriers. Collective over them."""
     config = _config()
     couriers = linked.link(config, comm).couriers
-    return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
+    if comm is None:
+        return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
+    here = couriers.host if comm.rank == couriers.rank else own_address(False, os.environ)  # matters on rank 0 only
+    return _Ranks(comm.rank, comm.size, here, lambda text: share(comm, text, config.timeout_s))
 
 
 def _without_couriers(comm: Any) -> _Ranks:

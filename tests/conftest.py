@@ -91,13 +91,6 @@ def pytest_make_collect_report(
     return report
 
 
-@pytest.fixture(autouse=True)
-def in_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let couriers be threads in tests that are marked so: they count or replace what one does in its process."""
-    if request.node.get_closest_marker("in_thread"):
-        monkeypatch.setenv("MLFLASH_COURIER", "thread")
-
-
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """A directory of our own in /dev/shm, removed afterwards."""

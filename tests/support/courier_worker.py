@@ -1,4 +1,4 @@
-"""A trainer whose courier is a process; tests/programs/test_courier_process.py says what it is to do. It has no MPI."""
+"""A trainer without MPI; tests/programs/test_courier_process.py says what it is to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def train(settings: dict[str, Any], kills: str = "") -> None:
     """Restore, save three steps, and lose a courier or a zygote: see `_lose_the_courier`."""
     logging.getLogger("mlflash").addHandler(_Note())
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         state = state_at(0)
         start = ckpt.restore(state)
         note("restored", rank=RANK, step=start, same=is_same(state, state_at(start or 0)),
@@ -75,7 +75,7 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
 def mpi_fails(settings: dict[str, Any], point: str) -> None:
     """MPI fails in the courier of rank 1, in the second save; say what became of each save on this rank."""
     set_traps([{"path": ["commit.seen", point], "action": "mpi fails", "rank": 1}], RANK)
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         for step in range(1, 5):
             try:
                 ckpt.save(step, state_at(step)).wait()
@@ -86,7 +86,7 @@ def mpi_fails(settings: dict[str, Any], point: str) -> None:
 
 def weigh(settings: dict[str, Any]) -> None:
     """Say what courier and zygote take of memory, after saves of more than what MPI keeps of one."""
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         state = {"a": np.random.default_rng(RANK).standard_normal(2 << 20), "step": 0}
         ckpt.restore(state)
         for step in range(1, 5):
@@ -98,7 +98,7 @@ def weigh(settings: dict[str, Any]) -> None:
 
 def stay(settings: dict[str, Any]) -> None:
     """Save once, say which processes there are, and do nothing more until somebody ends it."""
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         link = ckpt._courier._link
         note("up", rank=RANK, trainer=os.getpid(), zygote=link.couriers.zygote.process.pid, courier=link.pid,
@@ -110,8 +110,8 @@ def cycle(settings: dict[str, Any], times: int) -> None:
     """Open and close Checkpointers, one after the other and two at a time."""
     left = []
     for number in range(times):
-        with mlflash.Checkpointer(courier="process", **settings | {"job": f"j{number % 3}"}) as ckpt:
-            with mlflash.Checkpointer(courier="process", **settings | {"job": "other"}) as other:
+        with mlflash.Checkpointer(**settings | {"job": f"j{number % 3}"}) as ckpt:
+            with mlflash.Checkpointer(**settings | {"job": "other"}) as other:
                 other.save(number + 1, {"a": number}).wait()
             ckpt.save(number + 1, {"a": number}).wait()
         left.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
@@ -124,7 +124,7 @@ def cycle(settings: dict[str, Any], times: int) -> None:
 def one_leaves(settings: dict[str, Any], how: str) -> None:
     """Rank 1 leaves the job; the others wait for it in something that is not ours, or save."""
     logging.getLogger("mlflash").addHandler(_Note())
-    ckpt = mlflash.Checkpointer(courier="process", **settings)
+    ckpt = mlflash.Checkpointer(**settings)
     ckpt.save(1, state_at(1)).wait()
     note("committed", rank=RANK, step=1)
     if RANK == 1:
@@ -173,7 +173,7 @@ def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
 
 def out_of_step(settings: dict[str, Any], late: bool) -> None:
     """Couriers are started anew while rank 0 is between two jobs of a unit; the others wait for it in the second."""
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         link, ranks = ckpt._courier._link, ckpt.adapting.ranks
         before = link.pid
@@ -199,14 +199,14 @@ def abandoned(settings: dict[str, Any], point: str, dies: str) -> None:
     Before, the courier goes on with what it was in.
     """
     set_traps([], RANK)
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:  # with long deadlines, as couriers start
+    with mlflash.Checkpointer(**settings) as ckpt:  # with long deadlines, as couriers start
         ckpt.save(1, state_at(1)).wait()
         courier, size = ckpt._courier._link.pid, ckpt._trainer.ranks.size
     set_traps([{"path": [point], "action": "stop", "rank": 1},
                {"path": ["restore.loaded", "protect.announced", dies], "action": "rank"}], RANK)  # fmt: skip
     start = time.monotonic()
     try:
-        with mlflash.Checkpointer(courier="process", **settings | {"timeout_s": 5.0}) as ckpt:
+        with mlflash.Checkpointer(**settings | {"timeout_s": 5.0}) as ckpt:
             ckpt.save(2, state_at(2)).wait()
     except mlflash.errors.DeadlineExceeded as error:
         note("gave up", rank=RANK, ranks=error.ranks, why=str(error), seconds=time.monotonic() - start)
@@ -214,7 +214,7 @@ def abandoned(settings: dict[str, Any], point: str, dies: str) -> None:
     until(lambda: len([*OUT.glob("left*")]) == size, "all ranks to have given up")
     if RANK == 1:
         os.kill(courier, signal.SIGCONT)
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         step = look(ckpt)
         ckpt.save(step + 1, state_at(100 + step + 1)).wait()
 
@@ -229,13 +229,13 @@ def look(ckpt: mlflash.Checkpointer) -> int:
 
 
 def only_look(settings: dict[str, Any]) -> None:
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         look(ckpt)
 
 
 def later(settings: dict[str, Any]) -> None:
     """Start MPI after the courier is there, in each of the ways there are, and save all the same."""
-    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+    with mlflash.Checkpointer(**settings) as ckpt:
         said: list[str] = []
 
         def attempt(start: Callable[[], object]) -> None:
@@ -245,7 +245,6 @@ def later(settings: dict[str, Any]) -> None:
                 said.append(f"{type(error).__mro__[1].__name__}: {error}")
 
         attempt(lambda: importlib.import_module("mpi4py.MPI").COMM_WORLD.Barrier())
-        attempt(lambda: mlflash.Checkpointer(courier="thread", **settings | {"job": "other"}).close())
         started = bool(said) and "libmpi" in Path("/proc/self/maps").read_text()
         if said:
             import mpi4py
@@ -265,7 +264,7 @@ def fail_to_start(settings: dict[str, Any]) -> None:
     logging.getLogger("mlflash").addHandler(_Note())
     start = time.monotonic()
     try:
-        mlflash.Checkpointer(courier="process", **settings)
+        mlflash.Checkpointer(**settings)
     except mlflash.errors.Closed as error:
         note("failed", rank=RANK, why=str(error), seconds=time.monotonic() - start)
 

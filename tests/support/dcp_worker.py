@@ -24,7 +24,7 @@ from mlflash.wireup.launcher_variables import launched
 def train(last: int, traps: Sequence[dict[str, object]] = ()) -> None:
     rank = launched(os.environ).rank
     note("start", rank=rank)
-    set_traps(traps, rank)  # before there is a courier that is a process
+    set_traps(traps, rank)  # before there is a courier
     init_process_group(host="127.0.0.1")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 51), torch.nn.Tanh(), torch.nn.Linear(51, 7))

@@ -42,7 +42,7 @@ def main(
     """
     if how == STEP_KILLED:
         set_traps([{"path": ["commit.released", "protect.announced"], "action": "hold", "rank": rank}], RANK)
-    ckpt = mlflash.Checkpointer(courier="process", **settings)
+    ckpt = mlflash.Checkpointer(**settings)
     state = state_at(0)
     step = ckpt.restore(state)
     note("restored", step=step, same=is_same(state, state_at(step or 0)))

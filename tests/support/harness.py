@@ -25,10 +25,6 @@ from mlflash.launcher.processes import mpiexec, signal_group, spawn
 SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
 UID = os.getuid()
-COURIER = os.environ.get("MLFLASH_COURIER") or (
-    "thread" if os.environ.get("MLFLASH_TEST_MPI") == "openmpi" else "process"
-)
-"""What couriers are, unless a test or what it starts says otherwise."""
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node={}"],
     "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes={}", "--num_machines=1",
@@ -69,7 +65,7 @@ class Result:
 
     @property
     def with_mpi(self) -> list[bool]:
-        """For each rank that came to its end, where couriers are processes, whether it has loaded MPI."""
+        """For each rank that came to its end, whether it has loaded MPI, which only its courier is to do."""
         return [record["mpi"] for record in self.of("libraries")]
 
     def of(self, event: str) -> list[dict[str, Any]]:
@@ -112,7 +108,7 @@ class Cluster:
 
         Args:
             before: a command that runs mpiexec.
-            launcher: mpiexec, or one of `LAUNCHERS`, where couriers are processes.
+            launcher: mpiexec, or one of `LAUNCHERS`.
         """
         self.launches += 1
         out = self.out / f"out-{self.job}-{self.launches}"
@@ -125,15 +121,12 @@ class Cluster:
             "OUT": str(out),
             "TMPDIR": str(out),  # a killed mpiexec leaves files that the next one with its process number trips over
             "PYTHONWARNINGS": "error",
-            "MLFLASH_COURIER": os.environ.get("MLFLASH_COURIER") or COURIER,
             **(env or {}),
         }
-        python = [sys.executable] if environment["MLFLASH_COURIER"] == "process" else [sys.executable, "-m", "mpi4py"]
-        on_node = [str(SUPPORT / "on_node.py"), *python, str(TESTS / script), *args]
+        on_node = [str(SUPPORT / "on_node.py"), sys.executable, str(TESTS / script), *args]
         if launcher == "mpiexec":
             command, environment = mpiexec(ranks, [sys.executable, *on_node], environment)
         else:
-            assert environment["MLFLASH_COURIER"] == "process"
             words = [word.format(ranks) for word in LAUNCHERS[launcher]]
             command = [sys.executable, *words, *on_node]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
@@ -203,7 +196,6 @@ live: set[Launch] = set()
 class Launch:
     def __init__(self, command: list[str], env: dict[str, str], out: Path):
         self.out = out
-        self._without_mpi = env.get("MLFLASH_COURIER") == "process"
         self._before = _mpi_files()
         with (out / "log").open("a") as log:
             self._process = spawn(command, env=env, stdout=log, stderr=log)
@@ -248,8 +240,7 @@ class Launch:
         send(signal.SIGKILL, pids)
         signal_group(self._process, signal.SIGKILL)
         self._process.wait(30)
-        if self._without_mpi:
-            self._kill_what_is_left()
+        self._kill_what_is_left()
         until(lambda: not any(map(runs, pids)), "the end of the ranks that were killed")
         live.discard(self)
         self._sweep()
@@ -257,8 +248,7 @@ class Launch:
     def wait(self, timeout: float = PATIENCE_S) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
         end, were_dead = time.monotonic() + timeout, False
-        if self._without_mpi:
-            self._kill_beside_the_dead(end)
+        self._kill_beside_the_dead(end)
         while True:
             try:
                 self._process.wait(min(_LEFT_S, max(0, end - time.monotonic())))
@@ -334,7 +324,7 @@ def _state_of(pid: int) -> str:
 
 
 def _mpi_files() -> set[str]:
-    return {str(path) for pattern in ("mpich_shm_*", "sm_segment.*") for path in Path("/dev/shm").glob(pattern)}
+    return {str(path) for path in Path("/dev/shm").glob("mpich_shm_*")}
 
 
 def _has_died(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Hold, slow down or break what comes to a named point, in this process or in the one that is its courier.
+"""Hold, slow down or break what comes to a named point, in this process or in its courier.
 
 A file in a directory of this rank's own says what happens at a point: it has the point's name.
 """

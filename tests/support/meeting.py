@@ -1,6 +1,6 @@
-"""The ranks of a rank program: of MPI, or without it, where couriers are processes and a trainer is not to have MPI.
+"""The ranks of a rank program, which has no MPI: they meet by files among the records.
 
-There ranks meet by files among the records. What they print goes to the log of their launch, and not to the launcher: a
+What they print goes to the log of their launch, and not to the launcher: a
 courier that outlives its trainer would have that wait for it.
 """
 
@@ -48,12 +48,5 @@ def _print_to_the_log() -> None:
     os.close(fd)
 
 
-COMM: Any
-COURIER_IS_PROCESS = os.environ.get("MLFLASH_COURIER") == "process"
-if COURIER_IS_PROCESS:
-    _print_to_the_log()
-    COMM = Ranks()
-else:
-    from mpi4py import MPI
-
-    COMM = MPI.COMM_WORLD
+_print_to_the_log()
+COMM = Ranks()

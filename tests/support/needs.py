@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from processes import OPEN_MPI
 
@@ -20,9 +18,6 @@ def _has_mpi() -> bool:
 
 
 MPI = pytest.mark.skipif(not _has_mpi(), reason="needs MPI: pip install 'mlflash[mpich]'")
-PMI_1 = pytest.mark.skipif(
-    os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"
-)
 OPEN_MPI_BESIDE = pytest.mark.skipif(
     not (OPEN_MPI / "mpiexec").exists(), reason="needs Open MPI beside MPICH: make .venv-openmpi/.tests"
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,18 +61,6 @@ def configure(config: pytest.Config) -> None:
         path = Path(config.option.xmlpath)
         config.option.xmlpath = str(path.with_name(f"{path.stem}-rank{rank}{path.suffix}"))
     config.pluginmanager.register(OnRanks(rank, size), "on_ranks")
-    if "MASTER_ADDR" not in os.environ:
-        _let_couriers_meet(MPI.COMM_WORLD)
-
-
-def _let_couriers_meet(comm: object) -> None:
-    """Say where couriers that are processes find each other: the MPI of these tests has taken the launcher's PMI.
-
-    The port is only a number that no other launch has; whoever listens at the ports after it is asked for its launch.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = comm.bcast(free.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(min(port, 65_000)))
 
 
 @pytest.fixture

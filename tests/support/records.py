@@ -22,6 +22,5 @@ def note(event: str, rank: int | None = None, **fields: object) -> None:
 
 @atexit.register
 def _note_libraries() -> None:
-    """Note whether this process has ever loaded MPI, where only its courier is to."""
-    if os.environ.get("MLFLASH_COURIER") == "process":
-        note("libraries", rank=int(os.environ.get("RANK", "0")), mpi="libmpi" in Path("/proc/self/maps").read_text())
+    """Note whether this process has ever loaded MPI, which only its courier is to do."""
+    note("libraries", rank=int(os.environ.get("RANK", "0")), mpi="libmpi" in Path("/proc/self/maps").read_text())

@@ -1,6 +1,6 @@
 """Traps at the named points of mlflash: where a rank steps into one, it dies, or waits, or its node goes.
 
-A rank is its trainer and, where the courier is a process of its own, the courier and the zygote that has forked it.
+A rank is its trainer, its courier, and the zygote that has forked the courier.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
 class Trap:
     """Something that happens when a rank has passed some points in order.
 
-    What was passed is counted in a file, which a trainer and a courier that is a process share.
+    What was passed is counted in a file, which a trainer and its courier share.
 
     Args:
         path: names of points; what happens does so at the last of them.
@@ -166,8 +166,8 @@ class Trap:
 def set_traps(specs: Sequence[dict[str, Any]], rank: int) -> None:
     """Set the traps that this rank may step into.
 
-    The first call comes before it has a courier, if only with no traps: a courier that is a process is armed then, and
-    finds those that are set later.
+    The first call comes before it has a courier, if only with no traps: the courier is armed as it starts, and finds
+    those that are set later.
     """
     if specs:
         new = OUT / f"new-traps-{rank}"

@@ -18,13 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import records
-
-if os.environ.get("THREAD_LEVEL"):
-    import mpi4py
-
-    mpi4py.rc.thread_level = os.environ["THREAD_LEVEL"]
-
-from meeting import COMM, COURIER_IS_PROCESS
+from meeting import COMM
 from records import OUT
 from traps import kill_my_node, set_traps
 from waiting import hang, take, until
@@ -120,7 +114,7 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
             if one_by_one:
                 wait_for(snapshot, goes_on)
             pending = note_committed([*pending, snapshot])
-            if one_by_one and COURIER_IS_PROCESS:  # for it a save is over a moment after its end is known here
+            if one_by_one:  # for the courier a save is over a moment after its end is known here
                 until(lambda: not ckpt._courier._jobs, "the courier to have done what it was asked for")
         ckpt.wait()
         steps = ckpt.steps()
@@ -386,21 +380,6 @@ class _Follower:
                 note("checked", step=found, wrong=differences(state, self._wanted(step)))
             except mlflash.errors.MlflashError as error:
                 note("checked", step=step, wrong=[str(error)])
-
-
-def inline() -> None:
-    """Without MPI_THREAD_MULTIPLE everything happens inside save()."""
-    from mpi4py import MPI
-
-    assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
-    state = state_at(RANK, 0, 100_000)
-    with mlflash.Checkpointer() as ckpt:
-        start = ckpt.restore(state)
-        note("restored", step=start, wrong=differences(state, state_at(RANK, start or 0, 100_000)))
-        for step in range((start or 0) + 1, (start or 0) + 4):
-            update(state, state_at(RANK, step, 100_000))
-            assert ckpt.save(step, state).committed
-        note("end", steps=ckpt.steps())
 
 
 def leave_by_exception() -> None:
