@@ -137,8 +137,8 @@ def _meeting_place(memory: str, job: str) -> Path | None:
 
 def close_links() -> None:
     """End the couriers of this process when no Checkpointer needs them any more."""
-    for one in _links:
-        one.close()
+    while _links:
+        _links.pop().close()
 
 
 os.register_at_fork(after_in_child=_links.clear)
