@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -366,25 +365,20 @@ def test_what_is_in_s3_can_be_exported_to_s3(bucket: str, shm: Path) -> None:
 
 
 def test_while_s3_is_down_saves_go_on_and_the_drain_after_it_is_back_works(
-    server: s3.Server, bucket: str, shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: s3.Server, bucket: str, shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url, go_on, telling = f"{bucket}/run", threading.Event(), Remote._telling
-
-    def held(self: Remote, name: str = "") -> contextlib.AbstractContextManager[None]:
-        assert go_on.wait(60)
-        return telling(self, name)
-
+    url = f"{bucket}/run"
     with checkpointer(url, shm, drain_every=1) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         ckpt.drain().wait(30)
         server.stop()
         try:
-            monkeypatch.setattr(Remote, "_telling", held)  # the drain gets nowhere before the saves are through
-            for step in (2, 3, 4):
-                ckpt.save(step, state_at(step)).wait(60)
-            drain = ckpt._drains.last
-            assert not drain.done
-            go_on.set()
+            where = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+            with socket.create_server(where):  # the drain gets no answer before the saves are through
+                for step in (2, 3, 4):
+                    ckpt.save(step, state_at(step)).wait(60)
+                drain = ckpt._drains.last
+                assert not drain.done
             with pytest.raises(errors.DrainFailed, match=rf"connect.*{url}"):
                 drain.wait(60)
             assert drain.step == 2 and ckpt.steps()[-1] == 4
@@ -424,19 +418,17 @@ def test_s3_that_goes_down_in_the_middle_of_an_upload_leaves_no_object(
 
 
 def test_a_checkpointer_starts_while_s3_is_down_and_says_so(
-    server: s3.Server, bucket: str, shm: Path, tries: list[Any], caplog: pytest.LogCaptureFixture
+    server: s3.Server, bucket: str, shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"{bucket}/run"
     with checkpointer(url, shm) as ckpt:
         ckpt.save(1, state_at(1)).wait()
     server.stop()
-    tries.clear()
     try:
         with checkpointer(url, shm, strict=False) as ckpt:
             state = state_at(0)
             assert ckpt.restore(state) == 1 and bits(state) == bits(state_at(1)), "from memory"
-        assert 0 < len(tries) <= store._S3_TRIES**3, "S3 is asked once, as often as above"
-        assert f"{url} cannot be read" in caplog.text
+        assert caplog.text.count(f"{url} cannot be read") == 1
     finally:
         server.start()
 

@@ -25,7 +25,7 @@ from mlflash.wireup.own_process import opened
 from mlflash.wireup.zygote_client import ZygoteClient
 from mlflash.wireup.zygote_host import HostedProcess
 
-pytestmark = [needs.MPI, needs.PMI_1]
+pytestmark = needs.MPI
 BIN = Path(sys.executable).parent
 
 

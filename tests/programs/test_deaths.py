@@ -31,7 +31,7 @@ DEATHS = [
 ]
 IN_THE_GATE = [("trainer", "killed", "hydra"), ("courier", "killed", "none")]
 
-pytestmark = [needs.MPI, needs.PMI_1]
+pytestmark = needs.MPI
 
 
 class Job:

@@ -15,7 +15,7 @@ from harness import SUPPORT, PlainRanks
 from processes import left_here
 from waiting import PATIENCE_S, until
 
-pytestmark = [needs.MPI, needs.PMI_1]
+pytestmark = needs.MPI
 
 
 @pytest.fixture

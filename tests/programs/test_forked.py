@@ -8,30 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from processes import plain_environment
 
 PROGRAM = """
-import json, logging, multiprocessing, os, signal, sys, threading
+import json, logging, multiprocessing, os, signal, sys
 import numpy as np
 import mlflash
-from mlflash import crash_points as points
 from mlflash.errors import Closed, DeadlineExceeded
 
-port, kind = sys.argv[1:]
-go = threading.Event()
+port = sys.argv[1]
 state = {"a": np.ones(1000)}
-
-def hold(ckpt):
-    if kind == "thread":
-        points.arm(lambda name: go.wait(60) if name == "protect.sealed" else None)
-    else:
-        os.kill(ckpt._courier._link.pid, signal.SIGSTOP)
-
-def let_go(ckpt):
-    go.set()
-    if kind == "process":
-        os.kill(ckpt._courier._link.pid, signal.SIGCONT)
 
 def is_refused(call):
     try:
@@ -60,7 +46,7 @@ with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}",
     pulse = f"{ckpt.report()['memory']}/pulse-0000"
     assert listeners()
     ckpt.prepare(state)
-    hold(ckpt)
+    os.kill(ckpt._courier._link.pid, signal.SIGSTOP)
     snapshot = ckpt.save(1, state)
     before = open(pulse).read()
     for how in ("leaves", "exits", "raises"):
@@ -79,7 +65,7 @@ with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}",
         child.join(60)
         assert child.exitcode == 0
         assert (now := open(pulse).read()) == before, (now.strip(), before.strip())
-        let_go(ckpt)
+        os.kill(ckpt._courier._link.pid, signal.SIGCONT)
         assert snapshot.wait().committed and ckpt.save(2, state).wait().committed and ckpt.drain().wait().step == 2
 if not pid:
     os._exit(0)
@@ -87,13 +73,11 @@ print(json.loads(open(pulse).read(4096))["state"], ckpt.report()["counts"]["comm
 """
 
 
-@pytest.mark.parametrize("courier", ["thread", "process"])
-def test_a_forked_child_neither_ends_nor_writes_nor_serves_anything_of_its_parent(shm: Path, courier: str) -> None:
+def test_a_forked_child_neither_ends_nor_writes_nor_serves_anything_of_its_parent(shm: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    done = subprocess.run([sys.executable, "-c", PROGRAM, port, courier],
-                          env=plain_environment(MLFLASH_MEMORY=shm, MLFLASH_COURIER=courier),
+    done = subprocess.run([sys.executable, "-c", PROGRAM, port], env=plain_environment(MLFLASH_MEMORY=shm),
                           cwd=shm, timeout=100, capture_output=True, text=True, check=False)  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "ended 2\n"), done.stderr
     events = [json.loads(line) for line in (shm / "log").read_text().splitlines()]

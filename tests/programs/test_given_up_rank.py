@@ -10,7 +10,7 @@ from pathlib import Path
 import needs
 from waiting import PATIENCE_S
 
-pytestmark = [needs.MPI, needs.PMI_1]
+pytestmark = needs.MPI
 TRAIN = """
 import os, pathlib, sys, threading
 import numpy as np

@@ -16,7 +16,7 @@ from waiting import until
 
 from mlflash.wireup.mpich_segments import named_after
 
-pytestmark = [needs.MPI, needs.PMI_1]
+pytestmark = needs.MPI
 SHM = Path("/dev/shm")
 TUNING = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 Start = Callable[[int, str], PlainRanks]

@@ -18,7 +18,7 @@ from processes import left_here, plain_environment
 from waiting import PATIENCE_S, until
 
 REPO = TESTS.parent
-pytestmark = [needs.MPI, needs.PMI_1]
+pytestmark = needs.MPI
 
 
 def environment(shm: Path, **more: object) -> dict[str, str]:

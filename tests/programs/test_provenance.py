@@ -236,16 +236,13 @@ def test_a_restore_goes_on_whatever_becomes_of_it(directory: Path, shm: Path, fo
         assert state["w"].tolist() == [2.0] * 1000 and state["a"].tolist() == state_at(2)["a"].tolist()
 
 
-@pytest.mark.parametrize("courier", ["process", "thread"])
-def test_a_key_that_cannot_be_used_ends_the_start(
-    shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path], courier: str
-) -> None:
-    options = {"job": "j", "memory": str(shm), "redundancy": "none", "courier": courier}
+def test_a_key_that_cannot_be_used_ends_the_start(shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path]) -> None:
+    options = {"job": "j", "memory": str(shm), "redundancy": "none"}
     with pytest.raises(ConfigError, match="a key cannot be read"):
         mlflash.Checkpointer(tmp_path / "d", sign_key=tmp_path / "nothing.pem", **options)
     with pytest.raises(ConfigError, match="is not a key that can be used"):
         mlflash.Checkpointer(tmp_path / "d", sign_key=keys[1], **options)
-    train(tmp_path / "d", shm, 1, sign_key=keys[0], courier=courier)  # the name and the memory are free again
+    train(tmp_path / "d", shm, 1, sign_key=keys[0])  # the name and the memory are free again
     assert (tmp_path / "d/step-00000001/provenance.json.sig").stat().st_size == 64
 
 

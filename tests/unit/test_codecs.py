@@ -55,7 +55,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 TEXTS_OF_ERRORS = st.text(max_size=8)
-CONFIG = Config(job="a-job", directory="/data/é", drain_every=3, timeout_s=12.5, courier="process")
+CONFIG = Config(job="a-job", directory="/data/é", drain_every=3, timeout_s=12.5)
 
 
 @dataclasses.dataclass(frozen=True)

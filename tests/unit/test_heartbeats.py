@@ -64,7 +64,7 @@ if part == "courier":
     recorder = CourierRecorder(facts.rank, CourierHeartbeat(held, facts), events)
 else:
     events = EventLog(log or None, run="r", rank=facts.rank, node=facts.node)
-    recorder = TrainerRecorder(facts.rank, TrainerHeartbeat(held, facts), events, courier_is_thread=False)
+    recorder = TrainerRecorder(facts.rank, TrainerHeartbeat(held, facts), events)
 print("ready", flush=True)
 for line in sys.stdin:
     name, words = json.loads(line)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import threading
 from pathlib import Path
 from typing import Any
 
+import holds
 import pytest
 import torch
 
 from mlflash import Checkpointer
 from mlflash.errors import StateError
-from mlflash.mpi.job_thread import Job
 from mlflash.saving.deferred_copies import DeferredCopies, DeviceCopies
 from mlflash.saving.lazy_saves import HOOK, LazyLeaves
 from mlflash.state.flatten import Flattener
@@ -82,6 +81,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("what", ["step", "training step"])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"fullgraph": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.usefixtures("held_couriers")
 def test_a_compiled_step_waits_for_the_copies_or_leaves_none_to_wait_for(
     shm: Path, compiler: Any, options: dict[str, Any], what: str
 ) -> None:
@@ -99,9 +99,8 @@ def test_a_compiled_step_waits_for_the_copies_or_leaves_none_to_wait_for(
     with Checkpointer(job="compiled", memory=str(shm), redundancy="none") as ckpt:
         ckpt.prepare(state)
         for number in range(1, 4):
-            hold = threading.Event()
             if number != 1:  # nothing is copied behind
-                ckpt._courier._jobs.post(Job(functools.partial(hold.wait, DEADLINE)))
+                holds.hold("protect.announced")
             kept = {name: value.clone() for name, value in model.state_dict().items()}
             snapshot = ckpt.save(number, state, until=optimizer)
             assert snapshot.later is None if whole and number > 1 else whole or snapshot.later is not None
@@ -109,7 +108,7 @@ def test_a_compiled_step_waits_for_the_copies_or_leaves_none_to_wait_for(
                 snapshot.wait()
             step()
             assert not torch.equal(model[0].weight, kept["0.weight"])
-            hold.set()
+            holds.let_go()
             snapshot.wait()
             _, found = ckpt.load()
             assert all(torch.equal(found["model"][name], value) for name, value in kept.items())

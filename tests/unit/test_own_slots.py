@@ -44,10 +44,10 @@ class Save:
 class Both:
     """The two ends, which talk without anything between them."""
 
-    def __init__(self, memory: NodeDirectory, count: int, is_thread: bool):
+    def __init__(self, memory: NodeDirectory, count: int):
         self.memory = memory
         self.pool = SlotPool(memory, [], slots=count)
-        self.own = OwnSlots(memory, count, self.pool.mapped if is_thread else dict)
+        self.own = OwnSlots(memory, count)
         self.pool.trainer = self.own
         self.saves: list[Save] = []
         self.devices: list[Device] = []
@@ -130,9 +130,9 @@ class Both:
         self.pool.close()
 
 
-@pytest.fixture(params=[True, False], ids=["thread", "process"])
-def both(request: pytest.FixtureRequest, node_memory: NodeDirectory) -> Iterator[Both]:
-    made = Both(node_memory, 2, request.param)
+@pytest.fixture
+def both(node_memory: NodeDirectory) -> Iterator[Both]:
+    made = Both(node_memory, 2)
     made.news()
     yield made
     made.close()
@@ -141,11 +141,11 @@ def both(request: pytest.FixtureRequest, node_memory: NodeDirectory) -> Iterator
 class Walk(RuleBasedStateMachine):
     """Anything that trainer and courier may do, in any order."""
 
-    @initialize(is_thread=st.booleans(), count=st.sampled_from([2, 3]))
-    def begin(self, is_thread: bool, count: int) -> None:
+    @initialize(count=st.sampled_from([2, 3]))
+    def begin(self, count: int) -> None:
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
         self.memory = NodeDirectory(self.folder.name, "j")
-        self.both = Both(self.memory, count, is_thread)
+        self.both = Both(self.memory, count)
         self.newest: Slot | None = None
         self.lent: list[tuple[Slot, bytes]] = []
         self.both.news()
@@ -267,7 +267,6 @@ TestWalk = Walk.TestCase
 TestWalk.settings = settings(max_examples=100, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("both", [False], indirect=True, ids=["process"])
 def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:

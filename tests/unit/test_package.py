@@ -18,6 +18,9 @@ from rooms import ROOMS, TOOLS
 import mlflash
 from mlflash import Checkpointer, config, errors
 from mlflash.memory import memory_limits
+from mlflash.mpi.world import World
+from mlflash.placement.node import this_node
+from mlflash.startup import start
 
 REPO = Path(__file__).parents[2]
 
@@ -168,14 +171,14 @@ def test_a_checkpointer_warns_of_them_and_of_memory_that_is_a_disk(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLASH_DRAIN_EVRY", "5")
-    Checkpointer(job="j", memory=str(shm), redundancy="none", courier="thread").close()
+    Checkpointer(job="j", memory=str(shm), redundancy="none").close()
     (text,) = caplog.messages
     assert text == ("the environment sets MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?), which is no setting "
                     "of mlflash")  # fmt: skip
     monkeypatch.delenv("MLFLASH_DRAIN_EVRY")
     caplog.clear()
     monkeypatch.setattr(memory_limits, "MEMORY_KINDS", ("ramfs",))
-    Checkpointer(job="j", memory=str(shm), redundancy="none", courier="thread").close()
+    start._say_what_is_slow(World(None, this_node(), 1.0), str(shm))  # as couriers do
     (text,) = caplog.messages
     assert text.startswith(f"{shm} is not in memory: it is tmpfs on ") and "memory='/dev/shm'" in text
 

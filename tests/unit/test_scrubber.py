@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import types
 from pathlib import Path
 from typing import Any
 
+import holds
 import numpy as np
 import pytest
+from damage import flip, headers
 from waiting import until
 
 from mlflash import Checkpointer
@@ -18,7 +19,6 @@ from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot, Use, table_check
 from mlflash.memory.slot_header import Attempt, Header
 from mlflash.memory.slot_pool import SlotPool
-from mlflash.restoring import scrubber as scrubbing
 from mlflash.restoring.scrubber import Scrubber
 from mlflash.state.layout import Extents
 
@@ -176,45 +176,30 @@ def test_a_slot_that_is_taken_between_two_runs_is_read_no_further(rank: Rank, re
     assert rank.said == [(slot.name, "own", 20, 1, 0)]
 
 
-@pytest.fixture
-def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scrubber on a real clock looks often."""
-    monkeypatch.setattr(scrubbing, "_EVERY_S", 0.02)
-    monkeypatch.setattr(scrubbing, "_ROUND_S", 0.02)
-
-
-def drained(shm: Path, tmp_path: Path, **options: Any) -> tuple[Checkpointer, Path]:
-    """A Checkpointer that has drained a step, and the file of its rank."""
-    ckpt = Checkpointer(tmp_path / "d", job="j", memory=str(shm), redundancy="none", drain_every=1, **options)
-    ckpt.save(3, {"w": np.arange(300_000.0), "step": 3}).wait()
-    ckpt.wait_drained()
-    (file,) = [*(tmp_path / "d").glob("step-*/rank-*.h5"), *(tmp_path / "d").glob("step-*/__0_0.distcp")]
-    return ckpt, file
-
-
-@pytest.mark.usefixtures("is_quick")
+@pytest.mark.usefixtures("held_couriers")
 @pytest.mark.parametrize(("how", "form"), [("flipped", "hdf5"), ("truncated", "dcp"), ("gone", "hdf5")])
 def test_a_drained_file_is_read_once_when_memory_is_verified_and_its_damage_is_said(
-    shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str, form: str
+    shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, form: str
 ) -> None:
-    hold = threading.Event()
-    real = Scrubber._look_at_drained
-    monkeypatch.setattr(Scrubber, "_look_at_drained", lambda self: real(self) if hold.is_set() else None)
-    ckpt, file = drained(shm, tmp_path, format=form)
-    with ckpt:
+    options = {"job": "j", "memory": str(shm), "redundancy": "none", "drain_every": 1, "format": form}
+    with Checkpointer(tmp_path / "d", **options) as ckpt:
+        ended = holds.hold("drain.ended")
+        ckpt.save(3, {"w": np.arange(300_000.0), "step": 3}).wait()
+        until(lambda: ended.is_reached, "the drain, whose file is not read yet")
+        (file,) = [*(tmp_path / "d").glob("step-*/rank-*.h5"), *(tmp_path / "d").glob("step-*/__0_0.distcp")]
         raw = bytearray(file.read_bytes())
         raw[raw.find(np.arange(1000.0, 1008.0).tobytes())] ^= 1
         if how == "gone":
             file.unlink()
         else:
             file.write_bytes(raw if how == "flipped" else raw[:-1])
-        hold.set()
-        until(lambda: ckpt.report()["counts"].get("files damaged"), "the damage to be found")
-        rounds = [0]
-        monkeypatch.setattr(Scrubber, "_look_at_drained", lambda self: rounds.append(real(self) or 0))
-        until(lambda: len(rounds) > 20, "more looks at what is drained")
-        assert ckpt.report()["counts"]["files damaged"] == 1
+        ended.set()
+        damaged = lambda: ckpt.report()["counts"].get("files damaged", 0)
+        until(damaged, "the damage to be found")
+        flip(*next((path, header.extents.payload_start) for path, header in headers(shm)))
+        until(lambda: damaged() > 1, "another look at memory, after more at what is drained")
+        assert damaged() == 2
         ckpt.save(4, {"w": np.arange(300_000.0), "step": 4}).wait()  # it goes on
         ckpt.wait_drained()
-    (text,) = [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()]
+    (text,) = [text for text in caplog.messages if "is damaged" in text and "slot-" not in text]
     assert str(file) in text and "rank 0 at step 3" in text

@@ -23,7 +23,6 @@ from mlflash.memory.slot_header import (
     any_record,
     unpack,
 )
-from mlflash.startup import context
 from mlflash.state.layout import Extents
 
 Make = Callable[..., Checkpointer]
@@ -216,15 +215,14 @@ def test_a_fresh_start_is_no_answer_to_what_came_of_it_and_is_lost(make: Make, s
 
 
 @pytest.fixture
-def small(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def small(shm: Path, in_couriers: Callable[[str], None]) -> Callable[[], None]:
     """Lets memory be so small that it has room for nothing besides the slots that are there."""
 
     def shrink() -> None:
-        held = sum(map(len, slots(shm).values()))
-        spared = memory_limits.headroom(held)
-        monkeypatch.setattr(
-            context, "available", lambda path: {"tmpfs": held + spared - sum(map(len, slots(shm).values()))}
-        )
+        held = sum(path.stat().st_size for path in shm.glob("mlflash-*/j/slot-*"))
+        left = f"{held + memory_limits.headroom(held)} - sum(slot.stat().st_size for slot in Path(path).glob('slot-*'))"
+        in_couriers("from pathlib import Path; from mlflash.startup import context; "
+                    f"context.available = lambda path: {{'tmpfs': {left}}}")  # fmt: skip
 
     return shrink
 
