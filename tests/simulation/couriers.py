@@ -20,7 +20,7 @@ import machine
 import mpi
 from scheduler import Process, Scheduler
 
-from mlflash.courier import courier_link, linked, process_main
+from mlflash.courier import channel, courier_link, linked, process_main
 from mlflash.errors import DeadlineExceeded
 from mlflash.wireup.epoch_agreement import Departure, RankDeparted
 from mlflash.wireup.launch import CourierEnded, Meeting, StartFailed
@@ -63,6 +63,7 @@ class Socket:
         if self.is_closed or self.peer.is_closed or (self.peer.owner is not None and not self.peer.owner.is_alive):
             raise BrokenPipeError("the other end is closed")
         random = self._kernel.random
+        data = bytes(data)
         cuts = sorted({0, len(data), *([random.randrange(len(data) + 1)] if random.random() < 0.2 else [])})
         for first, last in itertools.pairwise(cuts):
             self._later(lambda part=data[first:last], given=fds if not first else None: self.peer._arrive(part, given))
@@ -427,7 +428,7 @@ def _check_start(running: Any, zygote: Any) -> None:
 def install() -> None:
     """Replace what would start real couriers, once."""
     courier_link.Couriers, courier_link.check_start = Couriers, _check_start  # type: ignore[misc,assignment]
-    courier_link.socket = process_main.socket = Sockets  # type: ignore[assignment]
+    channel.socket = Sockets  # type: ignore[assignment]
     process_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
     process_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
     linked.start_zygote = lambda size: Zygote()  # type: ignore[assignment,return-value]
