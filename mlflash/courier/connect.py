@@ -93,7 +93,8 @@ def _started(courier: Client, start: Start) -> Started:
     return started
 
 
-def _trainer(config: Config, courier: Client, process_group: Any, start: Start, started: Started) -> TrainerContext:
+def _trainer(config: Config, courier: CourierProcess, process_group: Any, start: Start, started: Started
+             ) -> TrainerContext:  # fmt: skip
     """Make what saving and restoring work with."""
     try:
         memory = NodeDirectory(config.memory, config.job, make=False, top=started.top)
@@ -101,7 +102,7 @@ def _trainer(config: Config, courier: Client, process_group: Any, start: Start, 
         courier.stop(abandon=True)
         raise
     ranks = Ranks(courier, started.rank, started.topology, config.timeout_s, process_group)
-    slots = OwnSlots(memory, started.slots)
+    slots = OwnSlots(memory, started.slots, courier)
     slots.update(started.files)
     recorder = _recorder(config, ranks, memory, start.name, started)
     threads = CopyThreads(started.copy_threads)

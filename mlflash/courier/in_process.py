@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..config import Config
 from ..draining.drain import Drain, Drains
 from ..errors import Closed, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
 from ..events import Event
+from ..memory.own_slots import SlotFile
 from ..protocol.records import Start
 from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
@@ -156,6 +157,17 @@ class CourierProcess:
             return answers[0].value()
         finally:
             del self._asked[number]
+
+    def lease(self, number: int, leave: bool, lent: Collection[int]) -> Sequence[SlotFile]:
+        try:
+            files: Sequence[SlotFile] = self._wait_for_answer("lease", (number, leave, lent), _ANSWER_S)
+        except (Closed, DeadlineExceeded):  # who saves finds out why; the courier may still lease them
+            self.release(number, ())
+            return ()
+        return files
+
+    def release(self, number: int, given_up: Collection[int]) -> None:
+        self._link.queue.put(Sent(Call(self.number, 0, "release", (number, given_up)), is_kept=True))
 
     def tell_doing(self, what: str) -> None:
         self._link.queue.put(Sent(Call(self.number, 0, "tell_doing", (what,))))
@@ -321,6 +333,9 @@ class CourierProcess:
                 self.trainer.recorder.courier_died(pid, why)
             self.broken = None if self.start is not None else self.broken  # it failed because another one had ended
             self.drain.lose()
+            for number, (woken, answers) in list(self._asked.items()):
+                answers.append(Reply(self.number, number, None, Closed(_ANEW)))
+                woken.set()
         for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_kept]:
             self._refuse(job, f"{_ANEW}: {why}")
 
@@ -345,14 +360,14 @@ class CourierProcess:
         self.drain.lose()  # again: a report of its progress may have come after its end
         for job in [job for job in list(self._jobs.values()) if job.is_sent and job.is_commit]:
             self.fail_later(job)
-        if not self.trainer.slots.wait_until_given(self._config.timeout_s, self._is_over):
+        if not self.trainer.slots.wait_until_ended(self._config.timeout_s, self._is_over):
             raise DeadlineExceeded("a slot is still being filled")
         self._is_unused = True  # slots that are filled from now on belong to the next courier
 
     def fail_later(self, job: RemoteJob) -> None:
         """Turn a save of the last courier into one that fails, for the next courier."""
         if not self._is_unused and job.make_fail() and self.trainer is not None:
-            self.trainer.slots.reclaim(lambda taker: taker is job.request)
+            self.trainer.slots.forget(lambda taker: taker is job.request)
 
     def _is_over(self, taker: object) -> bool:
         """Whether a save has ended whose slots the last courier still had, or of which it was never told."""

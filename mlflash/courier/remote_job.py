@@ -50,7 +50,7 @@ class RemoteJob:
         """Turn a save that the last courier knew into one that fails on the next. Return whether it was not one yet."""
         request = self.request
         assert request is not None
-        if request.slot is None and request.share is None and request.problem is not None:
+        if not request.lease and request.problem is not None:
             return False
         try:
             self.answers.cancel_deferred()
@@ -58,7 +58,7 @@ class RemoteJob:
             pass  # a device still writes: no save gets that file
         self.was_staged = request.problem is None
         request.problem = request.problem or SaveFailed("its courier has ended", step=request.step)
-        request.slot = request.share = request.plan = None
+        request.lease, request.plan = 0, None
         request.is_unsettled = request.waits_for_room = request.skip = request.has_deferred = False
         return True
 

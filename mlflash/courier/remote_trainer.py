@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import MlflashError, SaveFailed
 from ..events import Event
-from ..memory.own_slots import SlotFile, SlotId
+from ..memory.own_slots import SlotFile
 from ..mpi.world import World
 from ..protocol.save_request import SaveRequest
 from ..redundancy.deduplication import Piece, Plan, ShareableLeaf, SharingNews
@@ -82,21 +82,14 @@ class RemoteTrainer:
     def __init__(self, link: Link, session: int, world: World, job: int = 0):
         self._link, self._session, self._world, self._job = link, session, world, job
 
-    def _ask(self, method: str, *args: object) -> Any:
-        return self._link.ask(self._world, self._session, self._job, method, *args)
-
     def _tell(self, method: str, *args: object) -> None:
         self._link.send(Call(self._session, 0, method, args, self._job))
 
-    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
-        try:
-            given: list[SlotId] = self._ask("prepare", [*wanted], [*waiting])
-        except TrainerLost:
-            return []  # no slot is being filled any more, but it is unknown which ones were
-        return given
-
-    def update(self, files: Iterable[SlotFile]) -> None:
+    def update(self, files: Sequence[SlotFile]) -> None:
         self._tell("update", [*files])
+
+    def freed(self) -> None:
+        self._tell("freed")
 
     def told_sharing(self, sharing: SharingNews) -> None:
         self._tell("told_sharing", sharing)
@@ -112,6 +105,9 @@ class RemoteAnswers(RemoteTrainer):
         super().__init__(link, session, world, job)
         self._has_deferred = request is not None and request.has_deferred
 
+    def _ask(self, method: str, *args: object) -> Any:
+        return self._link.ask(self._world, self._session, self._job, method, *args)
+
     def shareable(self) -> list[ShareableLeaf]:
         leaves: list[ShareableLeaf] = self._ask("shareable")
         return leaves
@@ -124,8 +120,8 @@ class RemoteAnswers(RemoteTrainer):
         plan: Plan = self._ask("lay_out")
         return plan
 
-    def stage(self) -> tuple[int, dict[Piece, int], bool]:
-        inode, checks, self._has_deferred = self._ask("stage")
+    def stage(self, files: Sequence[SlotFile]) -> tuple[int, dict[Piece, int], bool]:
+        inode, checks, self._has_deferred = self._ask("stage", files)
         return inode, checks, self._has_deferred
 
     def handed_over(self) -> None:

@@ -12,7 +12,7 @@ from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
 from ..draining.provenance import Signer, signer_of
 from ..errors import ConfigError, MlflashError
-from ..memory.own_slots import SlotId
+from ..memory.own_slots import SlotFile
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World
 from ..placement.survival import describe, of
@@ -59,7 +59,7 @@ class Session(RestoreSession):
 
     def attach(self, trainer: TrainerEnd) -> None:
         """Set the trainer that is told about changes from now on."""
-        self.context.trainer = self.context.pool.trainer = trainer
+        self.context.trainer = trainer
 
     def do(self, method: str, args: Sequence[Any]) -> Any:
         """Do a job, and tell the trainer what has changed."""
@@ -82,6 +82,7 @@ class Session(RestoreSession):
 
     def _tell(self) -> None:
         if hasattr(self, "context"):
+            self.context.pool.end_exchange()
             self.context.tell_trainer()
 
     # Jobs: start and end
@@ -192,22 +193,15 @@ class Session(RestoreSession):
         """Agree on what is shared of a state that is not saved yet."""
         self.context.settle_shared(held, state)
 
-    def make_room(self, slots: Sequence[tuple[SlotId, int]], nbytes: int, gives_way: bool) -> None:
-        """Make room in own slots that the trainer has taken and keeps, for the state that a restore puts together.
+    def make_room(self, lease: int, nbytes: int, gives_way: bool) -> None:
+        """Make room in leased slots, for the state that a restore puts together.
 
-        Args:
-            slots: the slots, and the inodes of the files that the trainer has for them.
-            nbytes: the room in the first.
-            gives_way: whether files that are left aside may be deleted for it.
+        ``gives_way``: whether files that are left aside may be deleted for it.
         """
         context = self.context
         context.gives_way = context.gives_way or gives_way
-        filled = object()
-        slot, share = context.pool.receive(slots, filled)
-        try:
-            context.ensure_room([(slot, nbytes)], waiting=[slot])
-        finally:
-            context.pool.leave_to_trainer([slot, share])
+        slot = context.pool.leased(lease)[0]
+        context.ensure_room([(slot, nbytes)], waiting=[slot])
 
     # Jobs: draining, and what needs no training
 
@@ -224,6 +218,14 @@ class Session(RestoreSession):
         return heal_newest(self.context)
 
     # Answered at once
+
+    def lease(self, number: int, leave: bool, lent: Sequence[int]) -> list[SlotFile]:
+        """Lease own slots to the trainer; see `SlotPool.lease`."""
+        return self.context.pool.lease(number, leave, lent)
+
+    def release(self, number: int, given_up: Sequence[int]) -> None:
+        """Take unused slots back; see `SlotPool.end_lease`."""
+        self.context.pool.end_lease(number, given_up)
 
     def ask_drain(self) -> None:
         """Drain the checkpoint that is committed next."""

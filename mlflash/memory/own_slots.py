@@ -1,8 +1,7 @@
 """A rank's own slots, as its trainer has them: two for its state, two for its share of what several ranks hold alike.
 
-Each of them belongs either to the trainer, which may fill it, or to the courier, and never to both. A save hands the
-slots that it has filled to the courier. The courier gives back those that may be filled again, and asks for free ones
-if it has to replace their files.
+They belong to the courier. A save leases one of each, fills them, and gives them back by its commit, or unused. What
+the trainer keeps is a mapping of each file.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from ..errors import MlflashError
 from . import shared_memory_segment
 from .inventory import file_name
 from .node_directory import NodeDirectory
 from .shared_memory_segment import Segment
-from .slot import Slot, Use, close_others, leave_behind, oldest_free, read_header
+from .slot import Slot, Use, close_others, read_header
 
 log = logging.getLogger("mlflash")
 
@@ -51,7 +51,17 @@ class SlotFile:
     # inode, nbytes: of that file, which may have become larger; 0: none
     inode: int
     nbytes: int
-    is_free: bool  # whether it belongs to the trainer from now on
+    version: int  # later reports have a larger one
+
+
+class Leases(Protocol):
+    """The courier, of which own slots are leased. No call is collective."""
+
+    def lease(self, number: int, leave: bool, lent: Collection[int]) -> Sequence[SlotFile]:
+        """See `SlotPool.lease`; nothing: no slots are free now, or the courier cannot answer."""
+
+    def release(self, number: int, given_up: Collection[int]) -> None:
+        """See `SlotPool.end_lease`."""
 
 
 class OwnSlots:
@@ -61,12 +71,14 @@ class OwnSlots:
         count: number of slots of each kind; three if checkpoints are drained, because reading one may take long.
     """
 
-    def __init__(self, memory: NodeDirectory, count: int):
-        self._memory = memory
-        # own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS:
-        # it belongs to the courier
+    def __init__(self, memory: NodeDirectory, count: int, courier: Leases):
+        self._memory, self._courier = memory, courier
+        # own, shares: the slots. Use.BUSY: a save of this trainer fills it, or has handed it to the courier
         self.own = [Slot(use=Use.HOLDS) for _ in range(count)]
         self.shares = [Slot(use=Use.HOLDS) for _ in range(count)]
+        self._leases: dict[int, object] = {}  # by number: what they are for
+        self._versions: dict[SlotId, int] = {}  # of the newest report about each
+        self._numbers = itertools.count(1)
         # Not a Condition: that takes and releases its lock in Python code, and if a signal handler raises there, the
         # lock stays taken forever. It is reentrant, because a finalizer may run in the middle, on the same thread.
         self._lock = threading.RLock()
@@ -77,37 +89,38 @@ class OwnSlots:
     def _all(self) -> list[tuple[SlotId, Slot]]:
         return named(self.own, self.shares)
 
-    def ids_of(self, slots: Iterable[Slot]) -> list[SlotId]:
-        wanted = {id(slot) for slot in slots}
-        return [name for name, slot in self._all() if id(slot) in wanted]
-
     def mapped(self) -> dict[int, Segment]:
         return {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
 
     # Filling slots
 
     def take(self, wait_s: float, taker: object, leave: bool = False) -> tuple[Slot, Slot] | None:
-        """Take a slot and one for a share, for a save; None if none become free in that time.
+        """Lease a slot and one for a share, for a save; None if none become free in that time.
 
         Args:
-            taker: what they are taken for. `taken_by` finds them again if an exception keeps the caller from noting
-                what it took.
+            taker: what they are for. `taken_by` finds them again if an exception keeps the caller from noting what it
+                took.
             leave: leave files to the views that this rank has given, instead of waiting for the end of these.
         """
         end = time.monotonic() + wait_s
         with contextlib.suppress(OSError, MlflashError):  # the courier tries it, too, and all ranks hear of it
             self._memory.renew()
         while True:
-            with self._lock:
-                for _, slot in self._all():
-                    if slot.use is Use.FREE and slot.is_gone:
-                        slot.unmap()
-                pair = self._free_pair(leave)
-                for slot in pair or ():
-                    slot.taker = taker
-                    slot.use = Use.BUSY
-            if pair is not None or not self._wait(end):
-                return pair
+            number = next(self._numbers)
+            self._leases[number] = taker
+            lent = [inode for inode, views in list(self._lent.items()) if views]
+            files = self._courier.lease(number, leave, lent)
+            if not files:
+                self._leases.pop(number, None)
+                if not self._wait(end):
+                    return None
+                continue
+            self.update(files)
+            slots = dict(self._all())
+            slot, share = (slots[file.slot] for file in files)
+            for one in (slot, share):
+                one.taker, one.lease, one.use = taker, number, Use.BUSY
+            return slot, share
 
     def _wait(self, end: float) -> bool:
         """Wait a little for a slot to become free; return whether there was time for it. Do not hold the lock."""
@@ -116,7 +129,8 @@ class OwnSlots:
             self._freed.acquire(timeout=min(left, _LOOK_S))
         return left > 0
 
-    def _tell_freed(self) -> None:
+    def freed(self) -> None:
+        """Note that a slot may be leased again."""
         if self._freed.locked():
             self._freed.release()
 
@@ -124,62 +138,65 @@ class OwnSlots:
         return [slot for _, slot in self._all() if slot.taker is taker and slot.use is Use.BUSY]
 
     def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
+        """Let another save have the lease of some slots."""
         for slot in slots:
             slot.taker = taker
+            self._leases[slot.lease] = taker
 
-    def give_back(self, taken: Iterable[Slot]) -> None:
+    def give_back(self, taker: object) -> None:
+        """Give back what is leased for something, unused, to the courier."""
+        for number in self._leases_of(taker):
+            stuck = self._end([slot for _, slot in self._all() if slot.lease == number])
+            self._leases.pop(number, None)
+            self._courier.release(number, stuck)
+
+    def ended(self, taker: object) -> None:
+        """Note that the courier has the slots of a save again, which has ended."""
+        for number in self._leases_of(taker):
+            self._end([slot for _, slot in self._all() if slot.lease == number])
+            self._leases.pop(number, None)
+
+    def _leases_of(self, taker: object) -> list[int]:
+        return [number for number, one in list(self._leases.items()) if one is taker]
+
+    def _end(self, slots: Iterable[Slot]) -> list[int]:
+        """End the use of slots here; return the inodes of those that are given up to a device that writes to them."""
+        given_up = []
         with self._lock:
-            for slot in taken:
-                self._free(slot)
-            self._tell_freed()
+            for slot in slots:
+                stuck = slot.segment
+                if stuck is not None and stuck.is_written_to:
+                    log.warning("a device has not finished its copies into %s: that file is given up", stuck.name)
+                    self._quarantined.append(stuck)
+                    self._memory.remove(stuck.name)
+                    slot.segment, slot.header = None, None
+                    given_up.append(stuck.inode)
+                elif stuck is not None:
+                    stuck.writers.clear()  # all copies are complete; the writers would keep the state in memory
+                slot.taker, slot.lease, slot.use = None, 0, Use.HOLDS
+        return given_up
 
-    def committed(self, taker: object) -> None:
-        """Leave the slots of a save to the courier: they now hold a checkpoint."""
-        with self._lock:
-            for slot in self.taken_by(taker):
-                slot.taker, slot.use = None, Use.HOLDS
-                if slot.segment is not None:
-                    slot.segment.writers.clear()  # all copies are complete; the writers would keep the state in memory
+    def wait_until_ended(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
+        """Wait until no slot is being filled, and forget leases of failed saves; return whether that happened in time.
 
-    def reclaim(self, has_failed: Callable[[object], bool]) -> None:
-        """Leave the slots of failed saves to a courier that does not know about them; nothing fills them any more."""
-        with self._lock:
-            failed = [slot for _, slot in self._all() if slot.use is Use.BUSY and has_failed(slot.taker)]
-            for slot in failed:
-                self._free(slot)
-                slot.use = Use.HOLDS
-            if failed:  # or who waits in a loop that begins with this would not wait
-                self._tell_freed()
-
-    def wait_until_given(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
-        """Leave all slots to the courier, and wait until none is being filled; return whether that happened in time."""
+        For a courier that does not know of any lease. ``has_failed``: whether nothing uses a lease any more.
+        """
         end = time.monotonic() + timeout_s
         while True:
-            self.prepare([(name, 0) for name, _ in self._all()])
-            self.reclaim(has_failed)
-            if all(slot.use is Use.HOLDS for _, slot in self._all()):
+            self.forget(has_failed)
+            if not self._leases:
+                self._versions.clear()  # the next courier begins anew
                 return True
             if not self._wait(end):
                 return False
 
-    def _free_pair(self, leave: bool) -> tuple[Slot, Slot] | None:
-        own, share = (self._free_slot(slots, leave) for slots in (self.own, self.shares))
-        return None if own is None or share is None else (own, share)
-
-    def _free_slot(self, slots: Sequence[Slot], leave: bool) -> Slot | None:
-        """A slot that may be filled; a file with views is left to them, if they are this rank's only with ``leave``."""
-        may_leave: Callable[[Segment], bool] = lambda segment: leave or not self._lent[segment.inode]
-        return oldest_free(slots) or leave_behind(self._memory, slots, may_leave)
-
-    def _free(self, slot: Slot) -> None:
-        """Let saves fill a slot again; a file that a device still copies into is left to the device."""
-        stuck = slot.segment
-        if stuck is not None and stuck.is_written_to:
-            log.warning("a device has not finished its copies into %s: that file is given up", stuck.name)
-            self._quarantined.append(stuck)
-            self._memory.remove(stuck.name)
-            slot.segment, slot.header = None, None
-        slot.taker, slot.use = None, Use.FREE
+    def forget(self, has_failed: Callable[[object], bool]) -> None:
+        """Forget the leases of failed saves, of which the courier does not know; nothing fills them any more."""
+        failed = [taker for taker in list(self._leases.values()) if has_failed(taker)]
+        for taker in failed:
+            self.ended(taker)
+        if failed:  # or who waits in a loop that begins with this would not wait
+            self.freed()
 
     @property
     def is_device_stuck(self) -> bool:
@@ -191,48 +208,21 @@ class OwnSlots:
             one.close()
         return bool(self._quarantined)
 
-    # Requests and news from the courier
-
-    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
-        """Leave free slots to the courier, which may replace their files; files that are too small are unmapped.
-
-        Args:
-            wanted: slots, and the bytes that each must hold; 0: it needs no larger file.
-            waiting: slots that are busy with a save which waits for their files.
-
-        Returns:
-            Those of the other slots that were free; they now belong to the courier.
-        """
-        given = []
-        with self._lock:
-            slots = dict(self._all())
-            for name, nbytes in wanted:
-                slot = slots[name]
-                if slot.use is Use.FREE:
-                    slot.use = Use.HOLDS
-                    given.append(name)
-                elif name not in waiting:
-                    continue
-                if slot.view.nbytes < nbytes:
-                    slot.unmap()
-        return given
-
     def update(self, files: Iterable[SlotFile]) -> None:
-        """Note which files the slots have, and which of them may be filled from now on."""
+        """Map the files that the courier has for the slots now."""
         fresh = []
         with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore; mappings stay
             slots, had = dict(self._all()), self.mapped()
             for report in files:
-                slot = slots[report.slot]
+                if report.version < self._versions.get(report.slot, 0):
+                    continue  # it was overtaken by the answer to a lease
+                self._versions[report.slot], slot = report.version, slots[report.slot]
                 if (slot.inode, slot.view.nbytes) != (report.inode, report.nbytes):
                     if slot.segment is not None:
                         left.callback(slot.segment.close)
                     slot.segment = slot.header = None
                     fresh += self._map(slot, report, had)
                 slot.header = None if slot.segment is None else read_header(slot.view)
-                if report.is_free:
-                    self._free(slot)
-            self._tell_freed()
         shared_memory_segment.prefault_in_background(fresh)
 
     def _map(self, slot: Slot, report: SlotFile, mappings: Mapping[int, Segment]) -> list[Segment]:
@@ -268,7 +258,7 @@ class OwnSlots:
         take_back()
         with self._lock:
             self._lent[inode] -= 1
-            self._tell_freed()
+            self.freed()
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         close_others(slots, (slot for _, slot in self._all()))

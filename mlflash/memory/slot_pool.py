@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from ..errors import CorruptSlot
 from . import shared_memory_segment
@@ -23,21 +23,11 @@ from .slot_header import Attempt, Kind
 log = logging.getLogger("mlflash")
 
 
-_TRAINER = object()  # the taker of own slots that the trainer may fill
-
-
-class TrainerSlots(Protocol):
-    """What the pool asks and tells the trainer: see `OwnSlots`, which the trainer has."""
-
-    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]: ...
-
-    def update(self, files: Iterable[SlotFile]) -> None: ...
-
-
 class SlotPool:
     """This rank's slots, in its courier.
 
-    Own slots that are free belong to the trainer, which may fill them; here they count as busy then.
+    The trainer leases own slots that are free, which are busy then. It may ask for them at any time, on a thread of its
+    own; everything else is done by the thread of the jobs.
 
     Args:
         owners: the ranks whose copies this rank holds, and itself if it holds parity.
@@ -55,12 +45,12 @@ class SlotPool:
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
         self.aside: set[int] = set()  # files of this node that are not touched until a newer step is committed
-        self.trainer: TrainerSlots | None = None  # fills the own slots; None: there is none yet
         # returns the attempt that is held in addition to the newest; None: there is none
         self.certified: Callable[[], Attempt | None] = lambda: None
         self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and sizes of the files that the trainer knows
-        # Files that the trainer has unmapped, because they are too small. The next ones may get the same inodes.
-        self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
+        self._taking = threading.Lock()  # held to take a free slot, or to make one free
+        self._is_exchanging = False  # whether slots get other files now, so that none is leased
+        self._version = 0  # of what the trainer was told last about files
 
     def all(self) -> list[Slot]:
         return [*self.own, *self.shares, *(slot for pair in self.inbox.values() for slot in pair)]
@@ -131,66 +121,85 @@ class SlotPool:
     def _is_certified(self, slot: Slot) -> bool:
         return slot.header is not None and slot.header.attempt == self.certified()
 
-    # Own slots belong to the trainer or to the courier
+    # Leases of own slots
 
     def _own(self) -> list[tuple[SlotId, Slot]]:
         return named(self.own, self.shares)
 
-    def receive(self, filled: Sequence[tuple[SlotId, int]], taker: object) -> list[Slot]:
-        """Get slots that the trainer has filled, with the inodes of their files, which may be others now."""
-        slots, got = dict(self._own()), []
-        for name, inode in filled:
-            slot = slots[name]
-            if slot.segment is not None and slot.segment.inode != inode:
-                slot.segment.close()
-                slot.segment = None
-            self._told[name] = (inode, slot.view.nbytes)
-            slot.header, slot.use, slot.taker = None, Use.BUSY, taker
-            got.append(slot)
-        return got
+    def lease(self, number: int, leave: bool = False, lent: Collection[int] = ()) -> list[SlotFile]:
+        """Lease a free slot and one for a share to the trainer; nothing if none are free now. Any thread.
 
-    def taken_by(self, taker: object) -> list[Slot]:
-        return [slot for _, slot in self._own() if slot.taker is taker and slot.use is Use.BUSY]
+        Args:
+            number: of the lease, which has no other one.
+            leave: leave files to views that this rank's trainer has given, instead of waiting for the end of these.
+            lent: inodes of the files that it has views of.
 
-    def leave_to_trainer(self, slots: Iterable[Slot]) -> None:
-        """Let the trainer keep slots that it has reported and not handed over."""
-        for slot in slots:
-            slot.taker = _TRAINER
+        Returns:
+            The files of the two slots, which may be too small.
+        """
+        may_leave: Callable[[shared_memory_segment.Segment], bool] = lambda file: leave or file.inode not in lent
+        with self._taking:
+            if self._is_exchanging:
+                return []
+            for _, slot in self._own():
+                if slot.use is Use.FREE and slot.is_gone:
+                    slot.unmap()
+            kinds = self.own, self.shares
+            found = [oldest_free(slots) or leave_behind(self._memory, slots, may_leave) for slots in kinds]
+            pair = [slot for slot in found if slot is not None]
+            if len(pair) < 2:
+                return []
+            for slot in pair:
+                slot.lease, slot.use = number, Use.BUSY
+            return self._files_of(number)
 
-    def news(self, only: Collection[Slot] | None = None) -> list[SlotFile]:
-        """Tell the trainer what it does not know yet: which slots (``only`` of these) it may fill, and their files."""
-        news = []
-        for name, slot in self._own():
-            is_free = slot.use is Use.FREE and not slot.drains and (only is None or any(slot is one for one in only))
-            inode, nbytes = slot.inode, slot.view.nbytes
-            if is_free:
-                slot.use, slot.taker = Use.BUSY, _TRAINER
-            is_other = self._left.get(name, slot.segment) is not slot.segment
-            if is_other:
-                del self._left[name]
-            if is_free or is_other or self._told.get(name, (0, 0)) != (inode, nbytes):
-                self._told[name] = inode, nbytes
-                news.append(SlotFile(name, file_number(slot.name) if inode else None, inode, nbytes, is_free))
-        return news
+    def leased(self, number: int) -> list[Slot]:
+        """The slots of a lease: one for a state, one for a share; nothing if it has ended."""
+        return [slot for _, slot in self._own() if number and slot.lease == number]
 
-    def take_back(self, slots: Iterable[Slot] | None = None) -> None:
-        """Get those of some own slots back that the trainer does not need now; they are free."""
-        self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
+    def files_of(self, number: int) -> list[SlotFile]:
+        """The files of the slots of a lease, as they are now."""
+        with self._taking:
+            return self._files_of(number)
 
-    def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> list[Slot]:
-        """Get free slots from the trainer, and make it unmap the files of those that are too small."""
-        names = {id(slot): name for name, slot in self._own()}
-        asked = [(names[id(slot)], nbytes) for slot, nbytes in wanted
-                 if id(slot) in names and (slot.taker is _TRAINER or any(slot is one for one in waiting))]  # fmt: skip
-        if not asked:
-            return []
-        assert self.trainer is not None
-        given = set(self.trainer.prepare(asked, [names[id(slot)] for slot in waiting]))
-        self._left |= {name: slot.segment for name, slot in self._own() if slot.view.nbytes < dict(asked).get(name, 0)}
-        got = [slot for name, slot in self._own() if name in given]
-        for slot in got:
-            slot.taker, slot.use = None, Use.FREE
-        return got
+    def _files_of(self, number: int) -> list[SlotFile]:
+        return [self._told_of(name, slot) for name, slot in self._own() if slot.lease == number]
+
+    def end_lease(self, number: int, given_up: Collection[int] = ()) -> None:
+        """Make the slots of a lease free again. Any thread.
+
+        ``given_up``: inodes of files that are left to a device which still writes to them.
+        """
+        with self._taking:
+            for slot in self.leased(number):
+                if slot.inode in given_up:
+                    self._memory.remove(slot.name)
+                    slot.unmap()
+                slot.lease, slot.use = 0, Use.FREE
+
+    def _told_of(self, name: SlotId, slot: Slot) -> SlotFile:
+        self._told[name], self._version = (slot.inode, slot.view.nbytes), self._version + 1
+        number = file_number(slot.name) if slot.inode else None
+        return SlotFile(name, number, slot.inode, slot.view.nbytes, self._version)
+
+    def news(self) -> list[SlotFile]:
+        """The files of own slots that the trainer does not know yet."""
+        with self._taking:
+            return [self._told_of(name, slot) for name, slot in self._own()
+                    if self._told.get(name, (0, 0)) != (slot.inode, slot.view.nbytes)]  # fmt: skip
+
+    def exchange(self) -> None:
+        """Lease no slot until `end_exchange`: they get other files, or what is free in them becomes needed."""
+        with self._taking:
+            self._is_exchanging = True
+
+    def end_exchange(self) -> None:
+        self._is_exchanging = False
+
+    @property
+    def has_free(self) -> bool:
+        """Whether some own slots are free, which may have views."""
+        return all(any(slot.use is Use.FREE for slot in slots) for slots in (self.own, self.shares))
 
     def drained(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -206,21 +215,14 @@ class SlotPool:
         return oldest_free(pair) or leave_behind(self._memory, pair, lambda segment: True)
 
     @contextlib.contextmanager
-    def reserved(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = ()
-                 ) -> Iterator[tuple[list[Slot], list[Slot]]]:  # fmt: skip
-        """Keep saves from taking the free ones of some slots while their files are replaced.
-
-        Yields these, and those of them that belong to the trainer, which must get them back.
-
-        Args:
-            waiting: busy slots for whose files the trainer waits, and which it unmaps.
-        """
-        borrowed = self._prepare(demand, waiting)
-        taken = [slot for slot, _ in demand if slot.is_free]
-        for slot in taken:
-            slot.use = Use.BUSY
+    def reserved(self, demand: Sequence[tuple[Slot, int]]) -> Iterator[list[Slot]]:
+        """Keep saves from taking the free ones of some slots while their files are replaced; yields these."""
+        with self._taking:
+            taken = [slot for slot, _ in demand if slot.is_free]
+            for slot in taken:
+                slot.use = Use.BUSY
         try:
-            yield taken, borrowed
+            yield taken
         finally:
             for slot in taken:
                 slot.use = Use.FREE
@@ -238,7 +240,7 @@ class SlotPool:
         kept = {attempt, self.certified()} if held is None else held
         for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
             if slot.use is Use.BUSY:
-                slot.taker, slot.use = None, Use.HOLDS if committed else Use.FREE
+                slot.lease, slot.use = 0, Use.HOLDS if committed else Use.FREE
         if committed:
             self.hold_only(kept)
 
@@ -252,7 +254,8 @@ class SlotPool:
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
         """Free every slot except these (redundancy is whole in its new places), and unseal those found damaged."""
-        self.take_back(self._distrusted)
+        if self._distrusted:
+            self.exchange()
         for slot in self._distrusted:
             if slot.use is Use.FREE:
                 slot.unseal()
@@ -264,7 +267,7 @@ class SlotPool:
 
     def hold_older(self) -> None:
         """Keep saves from writing what the own slots hold in addition to the restored step, until `free_older`."""
-        self.take_back()
+        self.exchange()
         for slot in (*self.own, *self.shares):
             if slot.use is Use.FREE and slot.header is not None:
                 slot.use = Use.HOLDS

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import MlflashError, SaveFailed
-from ..memory.own_slots import SlotId
+from ..memory.own_slots import SlotFile
 from ..redundancy.deduplication import Piece, Plan, Shareable
 
 
@@ -19,9 +20,7 @@ class SaveRequest:
         problem: why this rank cannot take part; then it only sends a failed receipt. It is set from the start, so that
             a save does not look staged if an exception ends it before.
         skip: whether this rank's slots are busy and all ranks must skip the save.
-        slot, share: numbers of the own slots that the state is staged into. The second one gets this rank's share of
-            shared state.
-        files: inodes of the two files that the trainer has mapped; 0: none.
+        lease: of the own slots that the state is staged into; 0: none.
         inode: of the file of the staged slot; 0: it is not staged yet.
         plan: the layout of the state in the slots; None: the ranks have not yet agreed on what they share of it.
         checks: checksums of the pieces of shared state that other ranks of this node store.
@@ -34,9 +33,7 @@ class SaveRequest:
     step: int
     problem: MlflashError | None = None
     skip: bool = False
-    slot: int | None = None
-    share: int | None = None
-    files: tuple[int, int] = (0, 0)
+    lease: int = 0
     inode: int = 0
     plan: Plan | None = None
     checks: dict[Piece, int] = dataclasses.field(default_factory=dict)
@@ -52,12 +49,6 @@ class SaveRequest:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, filled_s=time.perf_counter())
 
-    @property
-    def filled(self) -> list[tuple[SlotId, int]]:
-        """The slots that the courier gets, and the inodes of their files."""
-        named = ((False, self.slot, self.files[0]), (True, self.share, self.files[1]))
-        return [(SlotId(kind, number), inode) for kind, number, inode in named if number is not None]
-
 
 class Trainer(Shareable, Protocol):
     """What the courier asks the trainer in the middle of a save. None of it is collective."""
@@ -65,8 +56,8 @@ class Trainer(Shareable, Protocol):
     def lay_out(self) -> Plan:
         """Lay the state out, after the ranks have agreed."""
 
-    def stage(self) -> tuple[int, dict[Piece, int], bool]:
-        """Copy the state into the slots, which have room now.
+    def stage(self, files: Sequence[SlotFile]) -> tuple[int, dict[Piece, int], bool]:
+        """Copy the state into the leased slots, which have room now: these are their files.
 
         Return the inode and the checksums of the request, and whether something is copied later.
 

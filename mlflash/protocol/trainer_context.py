@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config import Config
 from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
-from ..memory.own_slots import OwnSlots, SlotFile, SlotId
+from ..memory.own_slots import OwnSlots, SlotFile
 from ..redundancy.deduplication import SharingNews, key_of
 from ..state.leaves import Leaf
 from ..telemetry.recorder import TrainerRecorder
@@ -36,8 +36,8 @@ class TrainerContext:
         """Whether the ranks have agreed that all that share hold this leaf alike."""
         return key_of(leaf.entry) in self.sharing.agreed
 
-    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
-        return self.slots.prepare(wanted, waiting)
+    def freed(self) -> None:
+        self.slots.freed()
 
     def update(self, files: Iterable[SlotFile]) -> None:
         self.slots.update(files)

@@ -73,7 +73,7 @@ def find_and_verify(
     Raises:
         WorldSizeChanged: another number of ranks saved it, and it must not be resharded.
     """
-    context.pool.take_back()
+    context.pool.exchange()
     there = context.take_stock()
     reach("restore.listed")
     while True:

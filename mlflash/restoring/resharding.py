@@ -123,14 +123,12 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
 
     try:
         slot, share = trainer.ranks.on_all(take)
-        files = [slot.inode, share.inode]
-        names = slots.ids_of([slot, share])
-        trainer.courier.call("make_room", [*zip(names, files, strict=True)], nbytes, gives_way)
+        trainer.courier.call("make_room", slot.lease, nbytes, gives_way)
         trainer.ranks.on_all(lambda: wait_for_pages(slot))
     except DeadlineExceeded:  # the courier may still replace their files
         raise
     except MlflashError:  # the same on all ranks
-        slots.give_back(slots.taken_by(old))
+        slots.give_back(old)
         raise
     return slot, share
 
@@ -156,7 +154,7 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
 
 def give_up(trainer: TrainerContext, made: Resharded) -> None:
     """Let saves write the slots again, because what was put together in them was not loaded."""
-    trainer.slots.give_back([made.slot, made.share])
+    trainer.slots.give_back(made.slot.taker)
 
 
 def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> None:

@@ -24,6 +24,7 @@ from typing import Protocol
 
 from ..crash_points import reach
 from ..errors import CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
+from ..memory.own_slots import SlotFile
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Header, Verdict
 from ..protocol.save_request import SaveRequest, Trainer
@@ -70,11 +71,13 @@ class Save:
     def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
         self.request, self.trainer, self.step = request, trainer, request.step
         self.attempt = Attempt(bytes(16), 0)  # its number, which the ranks agree on when they announce it
-        handed = {name: slot for (name, _), slot in zip(request.filled, context.pool.receive(request.filled, request),
-                                                        strict=True)}  # fmt: skip
+        leased = context.pool.leased(request.lease)
+        for slot in leased:
+            slot.header = None
         # slot, share: where the state is staged; None: nowhere
-        self.slot: Slot | None = next((slot for name, slot in handed.items() if not name.is_share), None)
-        self.share: Slot | None = next((slot for name, slot in handed.items() if name.is_share), None)
+        self.slot: Slot | None
+        self.share: Slot | None
+        self.slot, self.share = leased or (None, None)
         # plan, inode, checks, problem: of the request; made or found later if it says so
         self.plan, self.inode, self.checks, self.problem = request.plan, request.inode, request.checks, request.problem
         self.is_settled = not request.is_unsettled
@@ -128,12 +131,13 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
     committed = error is None and not save.skipped
     try:
         save.trainer.cancel_deferred()
-    except DeadlineExceeded as late:  # a device still writes: nobody gets that slot
+    except DeadlineExceeded as late:  # a device still writes: nobody gets these files
         error = error or late
+        context.pool.end_lease(save.request.lease, [slot.inode for slot in context.pool.leased(save.request.lease)])
     if committed:
         save.due = context.certification.committed(Saved(save.attempt, save.step), save.is_suspect)
         save.is_given_up = save.attempt not in context.certification.held
-    if taken := context.pool.taken_by(save.request):
+    if taken := context.pool.leased(save.request.lease):
         context.pool.release(save.attempt, taken, committed, context.certification.held)
     try:
         if committed:
@@ -221,7 +225,7 @@ def _announce(save: Save, context: Context) -> bool:
     save.skipped = told.skips
     reach("protect.announced")
     if told.grows and not told.skips:
-        context.make_room(demand, context.pool.taken_by(save.request) if save.request.waits_for_room else [])
+        context.make_room(demand, context.pool.leased(save.request.lease) if save.request.waits_for_room else [])
     return True
 
 
@@ -260,7 +264,7 @@ def _protect(save: Save, context: Context) -> None:
     looks = save.looks = ValueLooks(context, save.attempt.generation)
     if save.request.waits_for_room:
         with save.times.of("copy"):
-            _locally(save, lambda: _stage(save))
+            _locally(save, lambda: _stage(save, context.pool.files_of(save.request.lease)))
     if save.problem is None:
         with save.times.of("deferred"):
             _locally(save, lambda: _finish_deferred(save))
@@ -316,8 +320,8 @@ def _shares(save: Save) -> list[Slot]:
     return [] if save.share is None or save.share.header is None else [save.share]
 
 
-def _stage(save: Save) -> None:
-    save.inode, save.checks, _ = save.trainer.stage()
+def _stage(save: Save, files: Sequence[SlotFile]) -> None:
+    save.inode, save.checks, _ = save.trainer.stage(files)
     save.trainer.handed_over()
 
 

@@ -81,6 +81,7 @@ class StagedStates:
             inode = taken[0].segment.inode
             copied = self._stage.copy(flat, planned, *taken, self._lazy.find(flat, until))
             ahead = StagedState(*taken, planned, inode, *copied)
+            self._pool.hand_over(taken, ahead)
             self.all += (ahead,)
             if ahead.is_lazy:
                 self._lazy.begin(ahead.later)
@@ -89,7 +90,7 @@ class StagedStates:
             return None
         finally:
             if ahead is None:
-                self._pool.give_back(self._pool.taken_by(flat))
+                self._pool.give_back(flat)
         return ahead
 
     def take(self, ahead: StagedState) -> bool:
@@ -107,7 +108,7 @@ class StagedStates:
                     ahead.later.cancel()
                 except DeadlineExceeded:
                     pass  # a device still writes: nobody gets that slot
-            self._pool.give_back((ahead.slot, ahead.share))
+            self._pool.give_back(ahead)
 
 
 # Saves that all ranks begin before it is known whether they follow: a framework plans first, and may fail. A rank on

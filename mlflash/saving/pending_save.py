@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from ..errors import MlflashError, SaveFailed
 from ..events import Event
-from ..memory.own_slots import OwnSlots
+from ..memory.own_slots import OwnSlots, SlotFile
 from ..memory.slot import Slot
 from ..protocol.ranks import Ranks
 from ..protocol.save_request import SaveRequest
@@ -47,18 +47,10 @@ class PendingSave(LiveState):
         # set when the slots are filled and the courier has them, or when the save cannot be staged or has ended
         self.staged = Event()
 
-    def note_slots(self, slot: Slot, share: Slot) -> None:
-        """Note which slots the courier gets with it."""
-        request = self.request
-        own, shares = slot.inode, share.inode
-        request.files = own, shares
-        request.slot, request.share = (name.number for name in self._slots.ids_of([slot, share]))
-
     def take_over(self, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
         """Save what is in own slots that were filled for something else."""
         self._slots.hand_over((slot, share), self.request)
-        self.note_slots(slot, share)
-        self.request.plan, self.request.inode = plan, inode
+        self.request.lease, self.request.plan, self.request.inode = slot.lease, plan, inode
 
     def defer(self, later: DeferredCopies) -> None:
         """Make the courier wait for what is copied after `save` has returned."""
@@ -70,9 +62,10 @@ class PendingSave(LiveState):
         assert self.plan_now is not None
         return self.plan_now()
 
-    def stage(self) -> tuple[int, dict[Piece, int], bool]:
+    def stage(self, files: Sequence[SlotFile]) -> tuple[int, dict[Piece, int], bool]:
         try:
             self._refuse_left()
+            self._slots.update(files)
             assert self.stage_now is not None
             staged = self.stage_now()
             self._refuse_left()
@@ -110,12 +103,10 @@ class PendingSave(LiveState):
 
     def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
         self.flat = self.plan_now = self.stage_now = None  # these refer to the live state
-        if error is None and not skipped:
-            self._slots.committed(self.request)
-        else:  # the courier has given back the slots that it got
-            handed = {name for name, _ in self.request.filled}
-            taken = self._slots.taken_by(self.request)
-            self._slots.give_back(slot for slot in taken if self._slots.ids_of([slot])[0] not in handed)
+        if self.request.lease:  # the courier knows it, and has ended it
+            self._slots.ended(self.request)
+        else:
+            self._slots.give_back(self.request)
         self.snapshot.skipped = skipped
         self.snapshot.end(error, at)
         self.staged.set()

@@ -165,7 +165,7 @@ class SaveQueue:
             self._pending.append(snapshot)
         snapshot.reported = mistake is not None or again  # a caller that waits for it tells all ranks
         snapshot.stall_s = snapshot.age_s
-        staged = request.slot is not None and request.problem is None
+        staged = request.lease > 0 and request.problem is None
         self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:
             raise mistake
@@ -224,7 +224,7 @@ class SaveQueue:
         if taken is None:
             return
         reach("stage.begun")
-        save.note_slots(*taken)
+        request.lease = taken[0].lease
         if request.plan is not None and has_room(request.plan, *taken):
             request.inode, request.checks = self._stage(save, flat, taken, lazy)
             return

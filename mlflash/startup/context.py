@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..config import Config
@@ -16,9 +16,10 @@ from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import Inventory, file_number, of_headers
 from ..memory.memory_limits import available, headroom
 from ..memory.node_directory import NodeDirectory
+from ..memory.own_slots import SlotFile
 from ..memory.slot import Slot, Use
 from ..memory.slot_header import Attempt, Kind, Verdict
-from ..memory.slot_pool import SlotPool, TrainerSlots, assign, unmap
+from ..memory.slot_pool import SlotPool, assign, unmap
 from ..mpi.send_rate import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
@@ -38,8 +39,14 @@ log = logging.getLogger("mlflash")
 _FILES_NAMED = 3  # kinds of files of others that an error names
 
 
-class TrainerEnd(TrainerSlots, Protocol):
-    """Questions and notices from the courier to its trainer in the middle of a job. None of them is collective."""
+class TrainerEnd(Protocol):
+    """Notices from the courier to its trainer. None of them is collective."""
+
+    def update(self, files: Sequence[SlotFile]) -> None:
+        """Note the files of own slots."""
+
+    def freed(self) -> None:
+        """Note that own slots may be free."""
 
     def told_sharing(self, sharing: SharingNews) -> None: ...
 
@@ -136,12 +143,14 @@ class Context:
         replicas = self.sharers
         return SharingNews() if replicas is None else SharingNews(replicas.sharing, replicas.agreed, replicas.version)
 
-    def tell_trainer(self, only: Collection[Slot] | None = None) -> None:
-        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back."""
+    def tell_trainer(self) -> None:
+        """Tell the trainer what has changed: files of its slots, what is shared, whether slots are held back."""
         if self.trainer is None:
             return
-        if files := self.pool.news(only):
+        if files := self.pool.news():
             self.trainer.update(files)
+        if self.pool.has_free:
+            self.trainer.freed()
         sharing, is_unhealed = self.sharing, self.unhealed is not None
         if sharing != self._told[0]:
             self.trainer.told_sharing(sharing)
@@ -203,7 +212,7 @@ class Context:
         Busy slots are left alone, because the trainer may be staging into one right now.
 
         Args:
-            waiting: busy slots that the trainer waits for and does not touch.
+            waiting: leased slots that the trainer waits for and does not touch.
             pairs: also enlarge the other inbox slot of each pair, which is needed next.
 
         Raises:
@@ -215,9 +224,8 @@ class Context:
             if size:
                 wanted |= {id(slot): (slot, size) for slot in pair}
         self.protection.close_windows()
-        borrowed: list[Slot] = []
         try:
-            with self.pool.reserved([*wanted.values()], waiting) as (mine, borrowed):
+            with self.pool.reserved([*wanted.values()]) as mine:
                 usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
                 try:
                     make_room(self.world, self.memory, usable)
@@ -226,7 +234,7 @@ class Context:
                         raise
                     make_room(self.world, self.memory, usable)
         finally:
-            self.tell_trainer(borrowed)  # only these, because the caller may need the others
+            self.tell_trainer()
             self.protection.open_windows(self.pool)
 
     def leave_alone(self) -> None:
