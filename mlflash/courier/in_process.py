@@ -1,4 +1,4 @@
-"""The trainer's side of a courier that is a process.
+"""The trainer's side of a courier.
 
 One thread sends, one receives. For each Checkpointer another thread answers the courier's questions and processes the
 ends of jobs, in the order in which the courier sends them. No thread calls MPI, and each acts only on messages.
@@ -49,7 +49,7 @@ _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
 class CourierProcess:
-    """Takes messages to the courier process: see `protocol.client.Client`."""
+    """Takes messages to the courier: see `protocol.client.Client`."""
 
     def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
         self._link, self._config, self.number = link, config, link.number()

@@ -1,4 +1,4 @@
-"""The courier process's side of its trainer: questions and notices to it in the middle of a job."""
+"""The courier's side of its trainer: questions and notices to it in the middle of a job."""
 
 from __future__ import annotations
 

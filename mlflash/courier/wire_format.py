@@ -1,4 +1,4 @@
-"""The messages between a trainer and its courier process: frames on a socket. docs/protocol.md describes all of them.
+"""The messages between a trainer and its courier: frames on a socket. docs/protocol.md describes all of them.
 
 A frame is its length in four bytes, big endian, and a MessagePack array: kind, session, number, name, body. The name
 determines the type of the body. A body that is not exactly of that type ends the connection. No message is a pickle,

@@ -28,7 +28,7 @@ class SaveRequest:
         is_unsettled: whether the ranks must first agree on what they share. Meanwhile the trainer waits.
         waits_for_room: whether the slots were too small. The trainer waits until they are larger.
         begun_s: when the save began, by the clock of all processes of a node (`time.perf_counter`).
-        filled_s: when it was staged, by the same clock; in a courier process: when the courier was told.
+        filled_s: when it was staged, by the same clock; in a courier: when it was told.
     """
 
     step: int

@@ -107,8 +107,7 @@ class Plan:
     private: frozenset[str]  # names of tensors of which each rank has its own
     sharing: Sharing | None = None  # the ranks that hold some of it alike; None: nothing is shared
     pieces: tuple[Piece, ...] = ()
-    # bytes of the manifest; -1: its actual size. In a courier that is a process, the manifest itself is empty here: it
-    # is in the slot
+    # bytes of the manifest; -1: its actual size. In a courier the manifest itself is empty here: it is in the slot
     manifest_nbytes: int = -1
 
     def __post_init__(self) -> None:

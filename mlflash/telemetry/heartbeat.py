@@ -176,7 +176,7 @@ class RankFacts:
 
 class _Part:
     def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int, is_written: bool):
-        self._lock = threading.Lock()  # a courier that is a thread writes, too
+        self._lock = threading.Lock()  # several threads write
         self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}") if is_written else -1, at
         self._over = False
         self._said: dict[str, Any] = {

@@ -445,8 +445,8 @@ def main(arguments: list[str]) -> NoReturn:
         except ProcessLookupError:
             sys.exit(0)
         except OSError as refused:
-            sys.exit(f"mlflash: no process can be watched here (pidfd_open: {refused.strerror}): couriers that are "
-                     "processes need Linux 5.3, and a container whose profile allows it")  # fmt: skip
+            sys.exit(f"mlflash: no process can be watched here (pidfd_open: {refused.strerror}): couriers "
+                     "need Linux 5.3, and a container whose profile allows it")  # fmt: skip
         if os.getppid() != int(trainer_pid):  # it ended meanwhile, and this may be the pidfd of another process
             sys.exit(0)
     with socket.socket(fileno=int(arguments[0])) as sock:
