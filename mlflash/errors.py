@@ -42,7 +42,7 @@ def pip_install(*extras: str) -> str:
     It names the checkout if mlflash runs there without being installed.
 
     Example:
-        ``pip_install("mpich", "openmpi")`` → ``pip install 'mlflash[mpich]' or 'mlflash[openmpi]'``.
+        ``pip_install("s3", "sign")`` → ``pip install 'mlflash[s3]' or 'mlflash[sign]'``.
     """
     from importlib import metadata  # rarely needed, and slow to import
 

@@ -1,4 +1,4 @@
-"""The connection of a trainer to its courier process, which all Checkpointers of the trainer share.
+"""The connection of a trainer to a courier, which all Checkpointers of the same ranks share.
 
 If a courier ends and its trainer did not end it, the epoch ends on all ranks: each rank kills its own courier, and all
 start the next ones together. Saves that were under way fail, and the jobs of all ranks match as before. If a trainer

@@ -1,4 +1,4 @@
-"""A session in a courier process: the thread that does its jobs, and the reports about them to the trainer."""
+"""A session in a courier: the thread that does its jobs, and the reports about them to the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The courier as a process of its own, from its fork to its end.
+"""The courier, from its fork to its end.
 
 One thread reads what the trainer sends. Each Checkpointer of the trainer has a session, with its own thread for jobs
 and its own communicators. When the trainer has ended, the courier goes on with the posted jobs for up to 4 s

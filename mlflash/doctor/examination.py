@@ -37,7 +37,7 @@ _SUBJECTS = ("MPI", "memory", "Slurm", "software", "GPU")
 _ADVICE = {
     "memory": "make {memory} writable, or name another memory file system with --memory",
     "MPI": "look at the stderr of all ranks and at the network between the nodes; try MLFLASH_TRANSPORT=p2p, or "
-           "another transport of MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_osc)",
+           "another transport of MPI (MPIR_CVAR_CH4_NETMOD, UCX_TLS, FI_PROVIDER)",
 }  # fmt: skip
 _REPORT = "the check itself failed, so its subject was not checked: please report this"
 _START = ("srun --mpi=list shows what this Slurm has (Open MPI: pmix; MPICH, Intel MPI: pmi2; Cray: cray_shasta); or "

@@ -196,7 +196,7 @@ def judge_network(transport: str, between: str, saved_gbs: float) -> Finding:
     """Judge how fast a save came to the next node."""
     text = f"saves come to the next node at {{saved_gbs}} by {transport} ({between})"
     if saved_gbs < (_SLOW_RDMA_GBS if between == "RDMA" else _SLOW_GBS):
-        return warning("network", text + ": slow", "check which network MPI uses: UCX_TLS, UCX_NET_DEVICES, "
-                       "FI_PROVIDER, FI_TCP_IFACE, OMPI_MCA_btl_tcp_if_include; RDMA needs memlock, too",
+        return warning("network", text + ": slow", "check which network MPI uses: MPIR_CVAR_CH4_NETMOD, "
+                       "UCX_TLS, UCX_NET_DEVICES, FI_PROVIDER, FI_TCP_IFACE; RDMA needs memlock, too",
                        saved_gbs=saved_gbs)  # fmt: skip
     return fine("network", text, saved_gbs=saved_gbs)

@@ -74,7 +74,7 @@ class Event(_Timed, kw_only=True, frozen=True):
 
     @property
     def is_of_training(self) -> bool:
-        """Whether it shows that training is alive. A courier that is its own process may outlive its trainer."""
+        """Whether it shows that training is alive. A courier may outlive its trainer."""
         return self.by != "courier"
 
 

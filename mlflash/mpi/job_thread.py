@@ -117,7 +117,7 @@ class JobThread:
         return True  # and `job` goes out of scope, because an idle courier must not keep a state alive
 
     def _watch(self) -> None:
-        """Report deadlines when the courier thread cannot, because it is inside MPI. Waiting threads need no MPI."""
+        """Report deadlines when that thread cannot, because it is inside MPI. Waiting threads need no MPI."""
         while not self._over.wait(_LOOK_S):
             self._world.tell_if_held(_GRACE_S)
 

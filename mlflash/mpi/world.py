@@ -1,6 +1,6 @@
 """Makes the communicators of the world, the node, the leaders and the group, and has the ranks agree.
 
-Only one thread, the courier, makes calls here. `deadlines` defines how it waits.
+Only one thread of the courier makes calls here. `deadlines` defines how it waits.
 """
 
 from __future__ import annotations

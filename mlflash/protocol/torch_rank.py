@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -103,13 +102,6 @@ def check_torch_rank(rank: int, size: int, torch_group: Any) -> None:
         return
     torch_rank = torch.distributed.get_rank(torch_group)
     torch_size = torch.distributed.get_world_size(torch_group)
-    if size == 1 < torch_size and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise WorldMismatch(
-            "torchrun started this process, and its ranks are not MPI ranks: start with mpiexec -n RANKS or srun "
-            "instead, and let mlflash.adapters.distributed.init_process_group set up torch.distributed",
-            expected="ranks of mpiexec or srun",
-            found=f"rank {torch_rank} of {torch_size} of torchrun, and no MPI launcher",
-        )
     if (torch_rank, torch_size) != (rank, size):
         raise WorldMismatch(
             "torch.distributed and MPI number the ranks differently: initialize torch.distributed with the MPI "

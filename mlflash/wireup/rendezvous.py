@@ -4,7 +4,7 @@ They use the first of these ways that the job has:
 
 1. torch.distributed, if the program has initialized it: its store, of whatever kind (`torch_store`);
 2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``. MPI can be started by
-   it no more then (`mpi_refused`);
+   it no more then (`refuse_mpi`);
 3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of 16 ports that follow from MASTER_PORT (torch or
    torchrun listens on MASTER_PORT itself, and other jobs of the host on the ports after it), and gives the text to
    every rank that knows the launch, by a key-value store for this purpose;
