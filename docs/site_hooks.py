@@ -35,7 +35,6 @@ _IN_THE_BACK = {
     "DECISIONS.md",
     "SECURITY.md",
     "format.md",
-    "protocol.md",
 }
 _LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=["']?(https?:)?//|@import|url\(["']?https?:""")
 
