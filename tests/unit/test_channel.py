@@ -146,7 +146,7 @@ def test_each_method_that_is_called_by_name_exists() -> None:
     jobs = found["call"] | found["job"] | found["together_then"]
     assert len(jobs) > 20 and len(found["ask"]) > 3 and len(found["_ask"]) > 5
     assert {name for name in jobs | found["ask"] if not inspect.isfunction(getattr(Session, name, None))} == set()
-    assert Session.ASK_BACK <= jobs
+    assert jobs >= Session.ASK_BACK
     ends = (Trainer, TrainerContext, CourierProcess)
     asked = found["_ask"] | found["_tell"]
     assert {name for name in asked if not any(hasattr(end, name) for end in ends)} == set()

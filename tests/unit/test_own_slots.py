@@ -1,4 +1,4 @@
-"""A rank's own slots, between its trainer and its courier: each has one owner at any time, whatever comes."""
+"""Leases of a rank's own slots: what a trainer fills, its courier gives to nobody else, whatever comes."""
 
 from __future__ import annotations
 
@@ -34,21 +34,27 @@ class Device:
 
 
 class Save:
-    """What slots are taken for, and whether the courier was told of it."""
+    """What slots are leased for, and whether the courier was told of it."""
 
-    def __init__(self, pair: Sequence[Slot]):
-        self.pair, self.is_sent = list(pair), False
-        self.got: list[Slot] = []
+    def __init__(self) -> None:
+        self.pair: list[Slot] = []
+        self.is_sent, self.number = False, 0
+
+
+class Courier:
+    """The courier's answers, without anything between."""
+
+    def __init__(self, pool: SlotPool):
+        self.lease, self.release = pool.lease, pool.end_lease
 
 
 class Both:
-    """The two ends, which talk without anything between them."""
+    """The two ends."""
 
     def __init__(self, memory: NodeDirectory, count: int):
         self.memory = memory
         self.pool = SlotPool(memory, [], slots=count)
-        self.own = OwnSlots(memory, count)
-        self.pool.trainer = self.own
+        self.own = OwnSlots(memory, count, Courier(self.pool))
         self.saves: list[Save] = []
         self.devices: list[Device] = []
         self.generation = 0
@@ -59,44 +65,37 @@ class Both:
         return [(SlotId(kind, number), *both) for kind, mine, theirs in sides
                 for number, both in enumerate(zip(mine, theirs, strict=True))]  # fmt: skip
 
-    def news(self, only: Sequence[Slot] | None = None) -> list[SlotFile]:
-        news = self.pool.news(only)
-        self.own.update(news)
-        return news
-
     def take(self, leave: bool = False) -> Save | None:
-        save = Save(())
+        save = Save()
         pair = self.own.take(0, save, leave)
         if pair is None:
             return None
-        save.pair = list(pair)
+        save.pair, save.number = list(pair), pair[0].lease
         assert not any(slot.is_lent for slot in pair), "somebody has views of what is filled"
         self.saves.append(save)
         return save
 
+    def got(self, save: Save) -> list[Slot]:
+        return self.pool.leased(save.number)
+
     def give_back(self, save: Save) -> None:
-        self.own.give_back(self.own.taken_by(save))
+        self.own.give_back(save)
         self.saves.remove(save)
 
-    def send(self, save: Save) -> None:
-        inodes = [0 if slot.segment is None else slot.segment.inode for slot in save.pair]
-        save.got = self.pool.receive(list(zip(self.own.ids_of(save.pair), inodes, strict=True)), save)
-        save.is_sent = True
-
-    def finish(self, save: Save, committed: bool) -> None:
+    def finish(self, save: Save, committed: bool) -> Slot:
         self.generation += 1
-        attempt = Attempt(b"r" * 16, self.generation)
-        if committed:
-            self.own.committed(save)
-            for slot in save.got:
-                header: Any = types.SimpleNamespace(attempt=attempt)
-                slot.header = header
-        self.pool.release(attempt, save.got, committed)
+        attempt, got = Attempt(b"r" * 16, self.generation), self.got(save)
+        for slot in got if committed else ():
+            header: Any = types.SimpleNamespace(attempt=attempt)
+            slot.header = header
+        self.pool.release(attempt, got, committed)
+        self.own.ended(save)
         self.saves.remove(save)
+        return got[0]
 
-    def grow(self, slots: Sequence[Slot], nbytes: int, waiting: Sequence[Slot] = ()) -> list[Slot]:
-        """Replace files as `context.make_room` does; gives what was borrowed."""
-        with self.pool.reserved([(slot, nbytes) for slot in slots], waiting) as (taken, borrowed):
+    def grow(self, slots: Sequence[Slot], nbytes: int, waiting: Sequence[Slot] = ()) -> None:
+        """Replace files as `context.make_room` does."""
+        with self.pool.reserved([(slot, nbytes) for slot in slots]) as taken:
             self.check()
             for slot in slots:
                 is_ours = any(slot is one for one in (*taken, *waiting))
@@ -106,21 +105,18 @@ class Both:
                     slot.segment = shared_memory_segment.create(self.memory, nbytes) if old is None else \
                         shared_memory_segment.grow(self.memory, old, nbytes)  # fmt: skip
             self.check()
-        return borrowed
 
     def check(self) -> None:
-        """Whoever may write a slot is the only one who may."""
+        """What a save fills is leased to it and to nobody else, and it fills the file that the courier has."""
         for name, mine, theirs in self.pairs():
-            is_left = theirs.use is Use.BUSY and theirs.taker is not None and not isinstance(theirs.taker, Save)
-            is_filled = mine.use is Use.BUSY and isinstance(mine.taker, Save) and not mine.taker.is_sent
-            assert (mine.use is Use.FREE or is_filled) <= is_left, f"{name} has two owners"
-            assert is_left <= (mine.use is not Use.HOLDS), f"{name} has none"
-            assert not (is_left and theirs.drains), f"{name} is read, and may be filled"
-            if isinstance(theirs.taker, Save) and theirs.use is Use.BUSY:
-                assert mine.taker is theirs.taker, f"{name} is busy with two saves"
-            if mine.use is Use.FREE and mine.segment is not None and theirs.segment is not None:
-                assert mine.segment.inode == theirs.segment.inode, f"{name} has two files"
-                assert mine.segment.nbytes == theirs.segment.nbytes, f"{name} is mapped in part"
+            save = mine.taker
+            if isinstance(save, Save) and not save.is_sent:
+                assert theirs.use is Use.BUSY and theirs.lease == mine.lease == save.number, f"{name} is not leased"
+                assert not theirs.drains, f"{name} is read, and may be filled"
+                assert (mine.inode, mine.view.nbytes) == (theirs.inode, theirs.view.nbytes), f"{name} has two files"
+            assert (theirs.lease > 0) <= (theirs.use is Use.BUSY), f"{name} is leased, and free"
+        numbers = [theirs.lease for _, _, theirs in self.pairs() if theirs.lease]
+        assert all(numbers.count(number) == 2 for number in numbers), "a lease is of a pair"
 
     def close(self) -> None:
         for device in self.devices:
@@ -133,7 +129,6 @@ class Both:
 @pytest.fixture
 def both(node_memory: NodeDirectory) -> Iterator[Both]:
     made = Both(node_memory, 2)
-    made.news()
     yield made
     made.close()
 
@@ -148,24 +143,21 @@ class Walk(RuleBasedStateMachine):
         self.both = Both(self.memory, count)
         self.newest: Slot | None = None
         self.lent: list[tuple[Slot, bytes]] = []
-        self.both.news()
+        self.told: list[list[SlotFile]] = []  # reports that are on their way
 
     def saves(self, is_sent: bool) -> list[Save]:
         return [save for save in self.both.saves if save.is_sent == is_sent]
 
-    @rule(leave=st.booleans(), byte=st.integers(1, 255), hears=st.booleans(),
-          how_far=st.sampled_from(["filled", "sent", "ended", "ended"]))  # fmt: skip
-    def save(self, leave: bool, byte: int, hears: bool, how_far: str) -> None:
+    @rule(leave=st.booleans(), byte=st.integers(1, 255), how_far=st.sampled_from(["filled", "sent", "ended", "ended"]))
+    def save(self, leave: bool, byte: int, how_far: str) -> None:
         """Begin a save, and bring it to an end, or leave the rest to other rules."""
-        if hears:
-            self.both.news()
         save = self.both.take(leave)
         if save is None:
             return
         for slot in save.pair:
             slot.view[:] = byte
         if how_far != "filled" and self.saves(is_sent=False) == [save]:
-            self.both.send(save)
+            save.is_sent = True
         if how_far == "ended" and self.saves(is_sent=True) == [save]:
             self.end_save(committed=True)
 
@@ -175,7 +167,7 @@ class Walk(RuleBasedStateMachine):
         """The courier gets what was filled, or the save is given up; a device may still write into it."""
         filling = self.saves(is_sent=False)
         if not is_given_up:
-            self.both.send(filling[0])
+            filling[0].is_sent = True
             return
         save = filling[nth % len(filling)]
         for slot in save.pair if has_device else ():
@@ -191,27 +183,27 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.saves(is_sent=True))
     @rule(committed=st.sampled_from([True, True, False]))
     def end_save(self, committed: bool) -> None:
-        save = self.saves(is_sent=True)[0]
-        self.both.finish(save, committed)
-        self.newest = save.got[0] if committed else self.newest
-        self.both.news()
+        slot = self.both.finish(self.saves(is_sent=True)[0], committed)
+        self.newest = slot if committed else self.newest
 
     @precondition(lambda self: not self.saves(is_sent=False))
     @rule()
     def crash(self) -> None:
         """The courier ends. The next one gets all slots, and takes those for free that hold nothing."""
-        assert self.both.own.wait_until_given(1.0, lambda taker: True)
+        assert self.both.own.wait_until_ended(1.0, lambda taker: True)
         assert {slot.use for slot in (*self.both.own.own, *self.both.own.shares)} == {Use.HOLDS}
-        for save in self.saves(is_sent=True):
-            self.both.finish(save, committed=False)
+        self.both.saves.clear()
+        self.told.clear()
         for _, _, theirs in self.both.pairs():
             if theirs.use is Use.BUSY:
-                theirs.use, theirs.taker = Use.FREE, None
+                theirs.use, theirs.lease = Use.FREE, 0
 
-    @rule(some=st.none() | st.sets(st.integers(0, 5), max_size=2))
-    def news(self, some: set[int] | None) -> None:
-        slots = self.both.pool.all()
-        self.both.news(None if some is None else [slots[number % len(slots)] for number in some])
+    @rule(arrives=st.booleans())
+    def news(self, arrives: bool) -> None:
+        """Files are reported, and reports arrive in order, but perhaps after the answer to a later lease."""
+        self.told.append(self.both.pool.news())
+        while arrives and self.told:
+            self.both.own.update(self.told.pop(0))
 
     @rule(some=st.sets(st.integers(0, 3), min_size=1, max_size=2), pages=st.integers(1, 5))
     def grow(self, some: set[int], pages: int) -> None:
@@ -222,7 +214,11 @@ class Walk(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 5))
     def grow_what_a_save_waits_for(self, pages: int) -> None:
         save = self.saves(is_sent=True)[-1]
-        self.both.grow(save.got, PAGE_NBYTES * pages, save.got)
+        got = self.both.got(save)
+        self.both.grow(got, PAGE_NBYTES * pages, got)
+        self.both.own.update(self.both.pool.files_of(save.number))
+        for slot in save.pair:
+            slot.view[:] = 7
 
     @rule(ends=st.sampled_from([False, False, True]))
     def drain(self, ends: bool) -> None:
@@ -282,15 +278,26 @@ def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
         patched.setattr(os, "fstat", fstat)
         for pages in (1, 2):
             both.grow(both.pool.own[:1], pages * PAGE_NBYTES)
-            both.news()
+            both.own.update(both.pool.news())
             assert both.own.own[0].view.nbytes == pages * PAGE_NBYTES
 
 
-def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(both: Both) -> None:
+class NothingFree:
+    """A courier all of whose slots are in use."""
+
+    def lease(self, number: int, leave: bool, lent: object) -> list[SlotFile]:
+        return []
+
+    def release(self, number: int, given_up: object) -> None: ...
+
+
+def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(node_memory: NodeDirectory) -> None:
     """As of a signal's handler, which may come between any two lines, and where a function is entered or left."""
+    own = OwnSlots(node_memory, 2, NothingFree())
     for number in itertools.count(1):
-        was_left = interrupted(lambda: both.own.take(0.001, object()), number)
-        other = threading.Thread(target=both.own.give_back, args=([],), daemon=True)
+        taker = object()
+        was_left = interrupted(lambda taker=taker: own.take(0.001, taker), number)
+        other = threading.Thread(target=own.give_back, args=(taker,), daemon=True)
         other.start()
         other.join(PATIENCE_S)
         assert not other.is_alive(), f"after {number} events a lock is held by nobody"
