@@ -91,7 +91,7 @@ def fill_memory() -> None:
 
 
 def fail() -> None:
-    """Raise what MPI raises in the courier when a peer has died."""
+    """Raise an error that is none of mlflash's, nor of MPI's."""
     raise RuntimeError("a trap in the courier")
 
 
