@@ -163,19 +163,21 @@ print('ok')
 
 
 @pytest.mark.parametrize(("point", "transport"), [("transfer.arrived", "p2p"), ("protect.sealed", "rma")])
-def test_an_error_in_the_courier_frees_no_slot_that_is_needed(shm: Path, point: str, transport: str) -> None:
+def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, point: str, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
-    trap = {"path": ["commit.seen", "commit.seen", point], "action": "fail", "rank": 1}
+    trap = {"path": ["commit.seen", "commit.seen", point], "action": "mpi fails", "rank": 1}
     job = cluster.start(2, "support/worker.py", json.dumps({"program": "courier_fails", "traps": [trap]}))
     job.wait_for("through", 2)
     job.kill()
-    assert {(r["rank"], r["step"]) for r in job.records() if r["event"] == "committed"} == {
-        (0, 1), (0, 2), (1, 1), (1, 2)}  # fmt: skip
+    assert any(job.out.glob("sprung*"))
+    committed = {(r["rank"], r["step"]) for r in job.records() if r["event"] == "committed"}
+    assert committed >= {(0, 1), (0, 2), (1, 1), (1, 2)}
+    newest = max(step for _, step in committed)
     for lost in (0, 1):
         cluster.wipe(lost)
         result = cluster.train(2, last=0)
         # Where both slots of step 3 were sealed before, it is whole; step 2 is there in any case.
-        assert {r["step"] for r in result.of("restored")} in ({2}, {3}), result.log
+        assert {r["step"] for r in result.of("restored")} in [{step} for step in range(newest, 4)], result.log
         assert [r["wrong"] for r in result.of("restored")] == [[], []]
 
 

@@ -221,21 +221,18 @@ def _growth(step: int, grow_at: int) -> int:
 
 
 def courier_fails(traps: Sequence[dict[str, object]]) -> None:
-    """One rank's courier fails during a save, and training goes on to save."""
+    """MPI fails in one rank's courier during the third save, which is the last one."""
     set_traps(traps, RANK)
     nbytes = 300_000 + 1000 * RANK
-    state = state_at(RANK, 0, nbytes)
     ckpt = mlflash.Checkpointer()
-    start = ckpt.restore(state) or 0
-    for step in range(start + 1, start + 7):
-        update(state, state_at(RANK, step, nbytes))
-        snapshot = ckpt.save(step, state)
+    for step in range(1, 4):
+        snapshot = ckpt.save(step, state_at(RANK, step, nbytes))
         try:
             snapshot.wait()
             note("committed", step=step)
-        except mlflash.errors.MlflashError as error:
+        except mlflash.errors.SaveFailed as error:
             note("failed", step=step, error=str(error))
-    note("through", report=ckpt.report())
+    note("through")
     hang()  # until the test kills the job
 
 
