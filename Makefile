@@ -7,7 +7,7 @@
 #   make unit            one process, nothing started: the first thing to run
 #                        MARK=gate, after any of these and of those below: only its tests that the gate has
 #   make programs        commands, scripts and the blocks of docs/, in processes of their own
-#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes; TRANSPORT=rma: only this)
+#   make test-3          the tests on 3 ranks only (TRANSPORT=rma: with this one only; MPI=openmpi: trainers use Open MPI)
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
 #   make adapters        the adapters to PyTorch's DCP and FSDP, on 4 ranks
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
@@ -38,13 +38,11 @@ REPORTS := .reports/$(MPI)
 SIZES := 1 2 3 4 5 8
 SOURCES := setup.py pyproject.toml $(wildcard slurm/*) $(shell find mlflash adapters -name '*.py' -o -name 'page.*')
 
-# mpiexec as root, with more ranks than cores; both variables are ignored by MPICH.
+# mpiexec as root, with more ranks than cores; MPICH ignores both variables.
 LAUNCH := $(if $(filter openmpi,$(MPI)),--oversubscribe --bind-to none)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-export OMPI_MCA_osc := ^ucx
 export OMP_NUM_THREADS := 1
-export MLFLASH_TEST_MPI := $(MPI)
 # Programs in tests/ that pytest does not start import from there, too.
 SUPPORT := PYTHONPATH=$(CURDIR)/tests/support
 # With more ranks than cores, a rank of MPICH that waits leaves its core to the others: a third less time.
@@ -56,20 +54,13 @@ MINUTES ?= 10
 LOSSES ?= 200
 SEED ?= 1
 CHAOS ?=
-COURIER ?=
 TRANSPORT ?=
 MARK ?=
 # MARK=gate: of a target's tests only those of the gate.
 MARKED = $(if $(MARK),-m '$(MARK)')
 SEEDS ?= 0:1000
 JOBS ?=
-# What couriers are by default under this MPI.
-USUAL := $(if $(filter openmpi,$(MPI)),thread,process)
 TIMES ?= 20
-# Under Open MPI: what a lost rank, node or cable does to an MPI; what is damaged or full does not depend on which it is.
-CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
-  tests/cluster -k 'test_node_loss or test_cables or one_world or replaced_by_a_spare',\
-  tests/cluster --ignore=tests/cluster/slurm)
 TRAININGS := lightning transformers deepspeed torchtitan nemo torchao
 
 .PHONY: help demo gate full shake unit programs files browser adapters megatron megatron-ranks megatron-trainings \
@@ -246,26 +237,18 @@ define on_ranks
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) \
 	  $(TRANSPORT:%=MLFLASH_TEST_TRANSPORT=%) timeout -k 10 $(3) \
 	  $(1)/bin/mpiexec $(LAUNCH) -n $(2) $(1)/bin/python -m mpi4py $(1)/bin/pytest --only-mpi --timeout 100 --color no \
-	  -o stacks_after=25 -r fE $(MARKED) --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
+	  -o stacks_after=25 -r fE $(MARKED) --junitxml $(REPORTS)/$@.xml $(4)
 endef
 
-# COURIER=process: with couriers that are processes. TRANSPORT=rma: with this one only.
-$(SIZES:%=test-%): export MLFLASH_COURIER := $(or $(COURIER),thread)
+# TRANSPORT=rma: with this one only. MPI=openmpi: trainers use Open MPI, and couriers the MPICH of .venv.
 $(SIZES:%=test-%): test-%: $(READY)
 	$(call on_ranks,$(VENV),$*,600,tests/mpi $(if $(filter 8,$*),-k 'parity and p2p') $(if $(ONLY),-k '$(ONLY)'))
 
 # What a gate has of them needs no S3.
 FILES := $(if $(filter gate,$(MARK)),.venv,.venv-files)
-# Those to Megatron are tested in its environment; local checkpoints, which import nothing of it, under Open MPI, too.
-adapters: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
-ifeq ($(MPI),openmpi)
-adapters: $(READY)
-	$(call on_ranks,$(VENV),4,600,tests/adapters/dcp tests/adapters/test_fsdp.py tests/adapters/megatron/test_local.py \
-	  -k 'not s3 and (nodes or training or fsdp or exports or test_local)')
-else
+# Those to Megatron are tested in its environment.
 adapters: $(FILES)/.installed
 	$(call on_ranks,$(FILES),4,600,tests/adapters --ignore=tests/adapters/megatron)
-endif
 
 megatron: megatron-ranks megatron-trainings
 
@@ -290,7 +273,7 @@ nemo: .venv-nemo/.installed
 torch-%: .venv-torch-%/.installed
 	.venv-torch-$*/bin/pytest tests/unit -n 2 --dist loadfile --junitxml $(REPORTS)/$@-unit.xml
 	.venv-torch-$*/bin/pytest tests/programs/test_left_steps.py --junitxml $(REPORTS)/$@-steps.xml
-	MLFLASH_COURIER=$(USUAL) $(MAKE) --no-print-directory ranks-of-torch-$*
+	$(MAKE) --no-print-directory ranks-of-torch-$*
 	.venv-torch-$*/bin/pytest tests/frameworks -k 'lightning or transformers' -m gate --junitxml $(REPORTS)/$@-trainings.xml
 
 ranks-of-torch-%: .venv-torch-%/.installed
@@ -302,12 +285,11 @@ simulation: $(READY)
 simulate: $(READY)
 	$(BIN)/python tests/simulation $(SEEDS) $(JOBS:%=--jobs %)
 
-faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)
-	$(BIN)/pytest tests/faults --ignore=tests/faults/test_megatron.py $(MARKED) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
+	$(BIN)/pytest tests/faults --ignore=tests/faults/test_megatron.py $(MARKED) --junitxml $(REPORTS)/faults.xml
 
 cluster: $(READY)
-	$(BIN)/pytest $(CLUSTER) $(MARKED) --junitxml $(REPORTS)/cluster.xml
+	$(BIN)/pytest tests/cluster --ignore=tests/cluster/slurm $(MARKED) --junitxml $(REPORTS)/cluster.xml
 
 slurm: $(READY)
 	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_megatron.py $(MARKED) --junitxml $(REPORTS)/slurm.xml

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
@@ -45,7 +45,8 @@ class Drain:
         # the ranks that do not answer while no rank makes progress, as numbers and in words
         self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = Event()
-        self.told: Callable[[], None] = lambda: None  # called when a rank has made progress, and at the end
+        # called when a rank has made progress, when ranks do not answer, and at the end
+        self.told: Callable[[], None] = lambda: None
         self._start = time.perf_counter()
         self._ended = Event()
 
@@ -90,6 +91,11 @@ class Drain:
 
     def moves(self) -> None:
         self.moved, self.silent = time.monotonic(), ((), "")
+        self.told()
+
+    def note_silent(self, ranks: Sequence[int], names: str) -> None:
+        """Note the ranks that do not answer, as numbers and in words."""
+        self.silent = tuple(ranks), names
         self.told()
 
     def end(self, error: MlflashError | None) -> None:

@@ -76,7 +76,7 @@ def run(
         ended.append((yield from on_its_way.run_or_undo(clean)))
 
     def silent(ranks: Sequence[int]) -> None:
-        drain.silent = tuple(ranks), world.names_of(ranks)
+        drain.note_silent(ranks, world.names_of(ranks))
 
     yield from side_by_side(
         [main(), collectives.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)]

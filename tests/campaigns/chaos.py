@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chaos_launch import DAMAGED, FAILED, WRONG, Attacked, Failure
-from harness import COURIER as USUAL
 from harness import Cluster
 from waiting import take
 
@@ -48,8 +47,8 @@ UNCOVERED = "lose both partners"
 TRAINER = "kill a trainer"  # its courier commits what it has
 COURIER = "kill a courier, go on"
 ZYGOTE = "kill a zygote, go on"
-_WEIGHTS = {KILL: 14, LOSE: 18, POWER: 14, STOP: 14, STOP_KILL: 8, EARLY: 10, EARLY_LOSE: 12, FLIP: 10, UNCOVERED: 3}
-_WHERE_PROCESSES = {TRAINER: 14, COURIER: 14, ZYGOTE: 6}
+_WEIGHTS = {KILL: 14, LOSE: 18, POWER: 14, STOP: 14, STOP_KILL: 8, EARLY: 10, EARLY_LOSE: 12, FLIP: 10, UNCOVERED: 3,
+            TRAINER: 14, COURIER: 14, ZYGOTE: 6}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +76,14 @@ class Event:
         return self.kind in (EARLY, EARLY_LOSE)
 
 
-def event(seed: int, number: int, ranks: int, start_s: float, courier: str = "thread") -> Event:
+def event(seed: int, number: int, ranks: int, start_s: float) -> Event:
     """Draw an event: the same for the same seed and number, whatever happened before.
 
     Args:
         start_s: how long a launch takes to its first step, seconds; those that hit the start come within it.
-        courier: what couriers are: a thread or a process.
     """
     dice = random.Random(f"{seed}/{number}")
-    weights = _WEIGHTS | (_WHERE_PROCESSES if courier == "process" else {})
-    kind = dice.choices(list(weights), list(weights.values()))[0]
+    kind = dice.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     rank, share = dice.randrange(ranks), dice.random()
     # Half of those that hit the start come late in it: that is where slots are fetched and copies are made again.
     late = dice.random() < 0.5
@@ -194,7 +191,7 @@ class Chaos:
         while time.monotonic() < end:
             job = job or self.start()
             number += 1
-            job = self.attack(job, event(self.seed, number, self.ranks, self.usual_start_s, USUAL))
+            job = self.attack(job, event(self.seed, number, self.ranks, self.usual_start_s))
         self.finish(job or self.start())
 
     def start(self) -> Attacked:
@@ -234,8 +231,7 @@ class Chaos:
             job.kill_part(what.rank, "trainer")
         else:
             hit = job.die(hit)
-        if USUAL == "process":
-            job.end_trainers()
+        job.end_trainers()
         for path in [self.cluster.node(lost) for lost in nodes]:
             if path.exists():  # a launch that was killed early may not have made it
                 shutil.rmtree(path)

@@ -84,12 +84,12 @@ class Attacked:
                 continue
             if self._mark in words and doing not in "ZX":
                 names = dict(word.split(b"=", 1) for word in words if b"=" in word)
-                told = (names[name] for name in (b"CHAOS_RANK", b"PMI_RANK", b"OMPI_COMM_WORLD_RANK") if name in names)
+                told = (names[name] for name in (b"CHAOS_RANK", b"PMI_RANK") if name in names)
                 found[int(path.name)] = int(next(told, b"-1"))
         return found
 
     def parts(self, rank: int) -> dict[str, int]:
-        """The processes of a rank whose courier is one: its trainer, its zygote, and its courier where there is one."""
+        """The processes of a rank: its trainer, its zygote, and its courier where there is one."""
         found = {}
         for pid, its in self.processes().items():
             if its == rank:

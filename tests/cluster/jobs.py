@@ -1,4 +1,4 @@
-"""Start MPI jobs on the nodes of `nodes.py`, and read what their ranks wrote down."""
+"""Start jobs on the nodes of `nodes.py`, and read what their ranks wrote down."""
 
 from __future__ import annotations
 
@@ -26,29 +26,22 @@ TRAIN, OTHERS = SUPPORT / "worker.py", TESTS / "cluster" / "programs.py"
 NETMODS = {
     "ucx": {"MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self"},
     "ofi": {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"},
-    "ob1": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_osc": "^ucx"},
 }
-VENDOR = find_mpiexec()[1]
-NETMODS_HERE = ("ob1",) if VENDOR == "openmpi" else ("ucx", "ofi")  # the first is what users get
 
 
 def mpiexec_on(nodes: Nodes, hosts: Sequence[str], per_node: int, argv: Sequence[str]) -> list[str]:
     """The command that starts a program with so many ranks on each host, each time it is named."""
-    path, vendor = find_mpiexec()
+    path, _ = find_mpiexec()
     shell, ranks = str(nodes.shell), str(per_node * len(hosts))
     places = ",".join(f"{host}:{count * per_node}" for host, count in collections.Counter(hosts).items())
-    if vendor == "openmpi":
-        command = [path, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", shell, "--host", places,
-                   "--bind-to", "none", "-n", ranks]  # fmt: skip
-    else:
-        command = [path, "-launcher", "ssh", "-launcher-exec", shell, "-hosts", places, "-n", ranks]
+    command = [path, "-launcher", "ssh", "-launcher-exec", shell, "-hosts", places, "-n", ranks]
     return nodes.command(HEAD, [*command, *argv])
 
 
 class Cluster:
     """Jobs with one job name on some nodes, one after the other; MPI uses ``netmod`` between nodes."""
 
-    def __init__(self, nodes: Nodes, transport: str = "p2p", netmod: str = NETMODS_HERE[0]):
+    def __init__(self, nodes: Nodes, transport: str = "p2p", netmod: str = "ucx"):
         self.nodes = nodes
         self._transport, self._netmod = transport, netmod
         self._launches = 0
@@ -61,7 +54,7 @@ class Cluster:
         out = self.nodes.path / f"out{self._launches}"
         out.mkdir()
         script = TRAIN if program == "train" else OTHERS
-        argv = [sys.executable, "-m", "mpi4py", str(script), json.dumps({"program": program, **options})]
+        argv = [sys.executable, str(script), json.dumps({"program": program, **options})]
         return Job(self.nodes, mpiexec_on(self.nodes, hosts, per_node, [*self._environment(out), *argv]), out)
 
     def run(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, timeout: float = PATIENCE_S,
@@ -69,11 +62,7 @@ class Cluster:
         return self.start(hosts, program, per_node=per_node, **options).wait(timeout)
 
     def run_until_all_die(self, hosts: Sequence[str], last: int, *, per_node: int = 1, **options: object) -> Result:
-        """Train up to a committed step, at which every process dies at once, and wait for that.
-
-        Not for mpiexec: that of Open MPI may go on for ever where a rank sees another one's connection end and aborts,
-        while its own daemon is told of ranks that were killed.
-        """
+        """Train up to a committed step, at which every process dies at once, and wait for that."""
         job = self.start(hosts, per_node=per_node, last=last, die_at=last, die="all", **options)
         job.wait_for("committed", per_node * len(hosts))
         job.wait_for_no_rank(hosts)
@@ -81,7 +70,7 @@ class Cluster:
         return job.result()
 
     def _environment(self, out: Path) -> list[str]:
-        """What the ranks need, as a command: Open MPI hands on its own variables only."""
+        """What the ranks need, as a command."""
         handed_on = {k: os.environ[k] for k in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE") if k in os.environ}
         environment = {
             **handed_on,

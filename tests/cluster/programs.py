@@ -46,7 +46,7 @@ def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str, hold
 
 
 def leave() -> None:
-    """End without MPI_Finalize, which would wait for the lost node; but not before all others have had their say."""
+    """End without a word, and wait for nobody; but not before all others have had their say."""
     until((OUT / "leave").exists, "the test to say leave")
     note("left")
     os._exit(3)

@@ -9,14 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cluster.jobs import VENDOR
 from processes import free_port
 from waiting import PATIENCE_S
 
-pytestmark = [
-    pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI's own launcher alone starts it"),
-    pytest.mark.usefixtures("may_make_nodes"),
-]
+pytestmark = pytest.mark.usefixtures("may_make_nodes")
 TRAIN = """
 import os, mlflash
 try:

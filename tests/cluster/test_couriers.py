@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR, mpiexec_on
+from cluster.jobs import NETMODS, mpiexec_on
 from cluster.nodes import Nodes
 from harness import SUPPORT
 from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
 TRAINER = SUPPORT / "launch_trainer.py"
 
 
-def trainer(folder: Path, *more: str, netmod: Mapping[str, str] = NETMODS[NETMODS_HERE[-1]], **options: Any
+def trainer(folder: Path, *more: str, netmod: Mapping[str, str] = NETMODS["ofi"], **options: Any
             ) -> list[str]:  # fmt: skip
     """The command of a trainer that runs two epochs, and writes what it knows into a folder."""
     names = {**netmod, "PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}

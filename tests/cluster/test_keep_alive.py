@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster.jobs import VENDOR
 from cluster.nodes import Nodes
 from kept_run import TRAINER, KeptRun, uninterrupted
 
 pytest.importorskip("torch.distributed")
-pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot start without its launcher")
 RANKS, LAST = 3, 40
 
 

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS, VENDOR
+from cluster.jobs import NETMODS
 from cluster.nodes import Nodes
 from cluster.test_couriers import check, trainer
 from harness import SUPPORT
 from waiting import PATIENCE_S, until
-
-pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI's own launcher alone starts it")
 
 WORKER = SUPPORT / "elastic_worker.py"
 # Workers that are started again on some nodes only would find in the store of torchrun itself what dead ones left.

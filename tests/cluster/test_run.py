@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
+from cluster.jobs import NETMODS
 from cluster.nodes import HEAD, Nodes
 from run_results import WORKER, Launched, uninterrupted, uninterrupted_without_mpi
 from waiting import until
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
-ENV = {**NETMODS[NETMODS_HERE[0]], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OMPI_ALLOW_RUN_AS_ROOT": "1",
-       "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
+ENV = {**NETMODS["ucx"], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 LAST = 60
 HANG_S = 20  # runs that do not hang must have saved for the first time by then
 
@@ -110,7 +109,6 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
     assert min(ended[name] for name in ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s", "outage_s")) > 0
 
 
-@pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot be started without its launcher")
 @pytest.mark.usefixtures("without_mpiexec")
 @pytest.mark.parametrize("power_cut", [False, True])
 def test_without_an_mpiexec_ssh_starts_the_ranks_and_a_spare_takes_the_place_of_a_lost_node(
@@ -126,7 +124,6 @@ def test_without_an_mpiexec_ssh_starts_the_ranks_and_a_spare_takes_the_place_of_
         until(lambda host=host: not nodes.running(host), f"nothing is left on {host}")
 
 
-@pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot be started without its launcher")
 @pytest.mark.usefixtures("without_mpiexec")
 def test_a_rank_that_ssh_has_started_and_that_is_killed_is_started_again(
     start: Any, nodes: Nodes, expected_without_mpi: list[str]

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import needs
 import pytest
 from harness import Cluster, Result
 
@@ -168,7 +167,6 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
         assert not (directory / f"step-{step - 2:08d}").exists()
 
 
-@needs.PMI_1
 @pytest.mark.parametrize(
     ("point", "dies", "who"),
     [("drain.dealt", "trainer", 1), ("drain.committing", "courier", 0), ("drain.uncommitted", "trainer", 0)],

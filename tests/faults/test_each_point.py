@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import needs
 import pytest
 from forked_trainers import Trainers
 from harness import UID
@@ -33,7 +32,7 @@ from waiting import until
 from mlflash.crash_points import POINTS
 from mlflash.wireup import mpich_segments
 
-pytestmark = [needs.PMI_1, pytest.mark.gate]
+pytestmark = pytest.mark.gate
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_trainer.py"
 IMPORTED = ["numpy", "mlflash.checkpointer.checkpointer", "mlflash.courier.courier_link"]
@@ -243,7 +242,7 @@ class Chain:
         environment = {
             **os.environ, **SMALL, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OUT": str(out),
             "TMPDIR": str(out), "MLFLASH_JOB": "j", "RANKS_PER_NODE": "1",
-            "MLFLASH_COURIER": "process", "MLFLASH_TRANSPORT": TRANSPORTS[self._launch % 2],
+            "MLFLASH_TRANSPORT": TRANSPORTS[self._launch % 2],
             "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         }  # fmt: skip
         return out, [

@@ -20,7 +20,6 @@ from mlflash.state.layout import PAGE_NBYTES
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "p2p"), (3, "rma")])
-@pytest.mark.in_thread
 def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, ranks: int, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
     job = cluster.start(ranks, "support/worker.py", json.dumps({"program": "wait_past_deadline", "stop_s": 3.0}))
@@ -45,16 +44,6 @@ def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, r
     assert [r["steps"] for r in result.of("end")] == [[2, 4]] * ranks or [r["steps"] for r in result.of("end")] == [
         [3, 4]
     ] * ranks
-
-
-@pytest.mark.in_thread
-def test_without_thread_multiple_everything_happens_inside_save(shm: Path) -> None:
-    cluster, env = Cluster(shm), {"THREAD_LEVEL": "serialized", "PYTHONWARNINGS": "default"}
-    for start, lost in ((None, 0), (3, 1), (6, 0)):
-        result = cluster.run(3, "support/worker.py", json.dumps({"program": "inline"}), env=env)
-        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(start, [])] * 3, result.log
-        assert len(result.of("end")) == 3, result.log
-        cluster.wipe(lost)
 
 
 def test_a_with_block_left_by_an_exception_waits_for_nobody(shm: Path) -> None:
@@ -152,7 +141,7 @@ assert "mpi4py.MPI" not in sys.modules and "torch" not in sys.modules
 
 def test_a_launcher_without_an_mpi_library_reads_well(shm: Path) -> None:
     program = "import mlflash; mlflash.Checkpointer('/a/b')"
-    result = run_alone(program, shm, PMI_RANK="0", PMI_SIZE="2", MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    result = run_alone(program, shm, PMI_RANK="0", PMI_SIZE="2", MLFLASH_LIBMPI="/nowhere/libmpi.so")
     assert "\nmlflash.errors.MpiUnavailable: " in result.stderr and "cannot load MPI library" in result.stderr
     assert "pip install 'mlflash[mpich]'" in result.stderr
 
@@ -174,20 +163,21 @@ print('ok')
 
 
 @pytest.mark.parametrize(("point", "transport"), [("transfer.arrived", "p2p"), ("protect.sealed", "rma")])
-@pytest.mark.in_thread
 def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, point: str, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
-    trap = {"path": ["commit.seen", "commit.seen", point], "action": "fail", "rank": 1}
+    trap = {"path": ["commit.seen", "commit.seen", point], "action": "mpi fails", "rank": 1}
     job = cluster.start(2, "support/worker.py", json.dumps({"program": "courier_fails", "traps": [trap]}))
     job.wait_for("through", 2)
     job.kill()
-    assert {(r["rank"], r["step"]) for r in job.records() if r["event"] == "committed"} == {
-        (0, 1), (0, 2), (1, 1), (1, 2)}  # fmt: skip
+    assert any(job.out.glob("sprung*"))
+    committed = {(r["rank"], r["step"]) for r in job.records() if r["event"] == "committed"}
+    assert committed >= {(0, 1), (0, 2), (1, 1), (1, 2)}
+    newest = max(step for _, step in committed)
     for lost in (0, 1):
         cluster.wipe(lost)
         result = cluster.train(2, last=0)
         # Where both slots of step 3 were sealed before, it is whole; step 2 is there in any case.
-        assert {r["step"] for r in result.of("restored")} in ({2}, {3}), result.log
+        assert {r["step"] for r in result.of("restored")} in [{step} for step in range(newest, 4)], result.log
         assert [r["wrong"] for r in result.of("restored")] == [[], []]
 
 

@@ -2,8 +2,8 @@
 
 test_each_point.py kills at all points, on the fewest ranks. A fixed set of cases has each value of each of these here:
 who dies and how (a trainer or a courier alone, too), 1 or 2 ranks on 2, 3 or 4 nodes, both transports, each kind of
-scheme, couriers that are processes or threads, and what happened before: a first, a third, an overlapping save, one
-that grew, one after a restore or a lost node, a restore, and one of ranks that have moved.
+scheme, and what happened before: a first, a third, an overlapping save, one that grew, one after a restore or a lost
+node, a restore, and one of ranks that have moved.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import needs
 import pytest
 from harness import Cluster, Result, train_and_die
 
@@ -36,7 +35,6 @@ class Case:
         back: the steps of which the relaunch may restore any.
         train: what `worker.train` is told besides.
         left: whether a job had saved step 3 and died; of its nodes these are lost, these change places.
-        courier: what couriers are.
     """
 
     name: str
@@ -51,10 +49,9 @@ class Case:
     left: bool = False
     lost: tuple[int, ...] = ()
     moved: tuple[int, ...] = ()
-    courier: str = "process"
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.path[-1]}-{self.dies} of {self.who}-{self.scheme}-{self.courier}"
+        return f"{self.name}-{self.path[-1]}-{self.dies} of {self.who}-{self.scheme}"
 
     @property
     def goes_on(self) -> bool:
@@ -65,19 +62,19 @@ class Case:
 ONCE, THRICE, IN_A_ROW = {"more": 1}, {"last": 3}, {"last": 9, "one_by_one": False}
 GROWS = {"grow_at": 3, "load": True}
 CASES = [
-    Case("first save", ("share.sealed",), "wipe", 1, (4, 2), "rma", "alike", {None}, THRICE, courier="thread"),
+    Case("first save", ("share.sealed",), "wipe", 1, (4, 2), "rma", "alike", {None}, THRICE),
     Case("third save", (*THIRD, "commit.agreed"), "node", 1, (4, 2), "rma", "copy", {3}, THRICE),
     # All ranks have posted their saves, and couriers bring to its end what they were handed.
     Case("third save", (*THIRD, "transfer.sent"), "trainer", 1, (4, 2), "p2p", "copy", {3}, THRICE),
     Case("third save", (*THIRD, "commit.recorded"), "courier", 0, (3, 1), "rma", "alike", {5}, {"last": 5}),
     Case("next is staged", (*THIRD, "commit.half_recorded"), "rank", -1, (3, 1), "p2p", "xor:3", range(3, 10),
-         IN_A_ROW, courier="thread"),
+         IN_A_ROW),
     Case("next is staged", (*THIRD, "transfer.arrived"), "courier", -1, (2, 1), "rma", "copy", {9}, IN_A_ROW),
     Case("grew", (*THIRD, "room.created"), "rank", 1, (2, 1), "rma", "alike", {2}, THRICE | GROWS),
     Case("grew", (*THIRD, "room.begun"), "courier", 1, (2, 1), "p2p", "copy", {5}, {"last": 5} | GROWS),
     Case("after a restore", (*HEALED, "transfer.sent"), "node", 1, (2, 1), "p2p", "copy", {3}, ONCE, left=True),
     Case("after a lost node", (*HEALED, "transfer.sent"), "wipe", 2, (4, 1), "rma", "copy", {3}, ONCE, left=True,
-         lost=(0,), courier="thread"),
+         lost=(0,)),
     Case("restore", ("restore.loading",), "trainer", 0, (2, 1), "rma", "alike", {3}, {"more": 0}, left=True),
     Case("restore of a lost node", ("parity.arrived",), "rank", 0, (3, 1), "p2p", "xor:3", {3}, {"more": 0}, left=True,
          lost=(0,)),
@@ -87,17 +84,12 @@ CASES = [
     Case("restore of moved ranks", ("restore.fetched",), "wipe", 1, (4, 1), "p2p", "copy", {3}, {"more": 0}, left=True,
          moved=(0, 1)),
     Case("heal of moved ranks", ("heal.begun", "transfer.received"), "node", -1, (4, 1), "rma", "copy", {3},
-         {"more": 0}, left=True, moved=(0, 1), courier="thread"),
+         {"more": 0}, left=True, moved=(0, 1)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=str(c), marks=needs.PMI_1 if c.courier == "process" else ()) for c in CASES]
-)
-def test_the_relaunch_restores_what_it_must_whoever_dies(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, case: Case
-) -> None:
-    monkeypatch.setenv("MLFLASH_COURIER", case.courier)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_relaunch_restores_what_it_must_whoever_dies(shm: Path, case: Case) -> None:
     ranks, per_node = case.layout
     redundancy = "copy" if case.scheme == "alike" else case.scheme
     state = {"alike": case.scheme == "alike", "options": {"redundancy": redundancy}}
@@ -143,12 +135,8 @@ def assert_it_went_on(crashed: Result, ranks: int, last: int, overlap: bool) -> 
     assert failed == {(rank, step) for rank in range(ranks) for step in steps}, crashed.log
 
 
-@needs.PMI_1
-def test_a_step_that_counts_is_protected_though_a_courier_died_before_its_parity_was_there(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_counts_is_protected_though_a_courier_died_before_its_parity_was_there(shm: Path) -> None:
     # The slots of all ranks are sealed by then: the next couriers find the step, and must not take it for protected.
-    monkeypatch.setenv("MLFLASH_COURIER", "process")
     cluster, state = Cluster(shm), {"options": {"redundancy": "xor:3"}}
     trap = {"path": (*THIRD, "parity.received"), "action": "courier", "rank": 0}
     spec = {**state, "last": 3, "one_by_one": True, "traps": [trap], "goes_on": True, "strict": False}

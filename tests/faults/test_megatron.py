@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import COURIER, Cluster, Result
+from harness import Cluster, Result
 from waiting import until
 
 LAST = 6
@@ -25,10 +25,9 @@ ASYNC = [*LOCAL, "--async-save", "--use-persistent-ckpt-worker", "--async-strate
 
 
 def run(cluster: Cluster, env: dict[str, str] | None = None, **spec: Any) -> Result:
-    """Train as the page on Megatron starts it; by MPI's launcher where couriers are threads."""
-    launcher = "torchrun" if COURIER == "process" else "mpiexec"
+    """Train as the page on Megatron starts it."""
     named = {**ENV, **(env or {})}
-    return cluster.run(4, "faults/megatron_worker.py", json.dumps(spec), env=named, timeout=200, launcher=launcher)
+    return cluster.run(4, "faults/megatron_worker.py", json.dumps(spec), env=named, timeout=200, launcher="torchrun")
 
 
 def losses(result: Result) -> dict[tuple[int, int], tuple[float, float]]:
@@ -61,7 +60,7 @@ def test_pretrain_with_one_line_more_goes_on_where_it_was(
     assert newest in (0, 3)
     result = run(cluster, last=LAST, flags=flags)
     assert len(result.of("end")) == 4, result.log
-    assert result.with_mpi == [False] * 4 or COURIER == "thread", "a trainer whose courier is a process has loaded MPI"
+    assert result.with_mpi == [False] * 4, "a trainer has loaded MPI"
     found = losses(result)
     # The local one that all ranks have, or the persistent one where that is newer.
     assert (first := min(step for _, step in found)) in {max(2, newest) + 1, 5}, (first, newest, result.log)

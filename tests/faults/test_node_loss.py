@@ -105,7 +105,6 @@ def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(s
     cluster, ranks = Cluster(shm, transport="rma"), 3
     seen = ["commit.seen"] * 2
     # The others stop before they write a receipt; this one's node goes in the moment in which its snapshot says so.
-    # They are not stopped by a signal, as Open MPI's launcher lets them go on before it kills them.
     traps = [{"path": [*seen, "commit.agreed"], "action": "wait", "rank": rank} for rank in range(1, ranks)]
     traps.append({"path": [*seen, "commit.seen"], "action": "wipe", "rank": 0})
     job = cluster.start(ranks, "support/worker.py", json.dumps({"last": 9, "one_by_one": True, "traps": traps}))

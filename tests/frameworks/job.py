@@ -22,11 +22,11 @@ from typing import Any
 from unittest import mock
 
 import late
+import slow_commits
 import torch
 from damage import damage
 from records import OUT, note
 from traps import set_traps
-from waiting import take, until
 
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
@@ -113,6 +113,8 @@ class Run:
     def loss(self, step: int, loss: float) -> None:
         note("loss", run=self.name, step=step, loss=loss)
         self.losses += 1
+        if self.losses == 2:
+            slow_commits.let_go(torch.distributed.get_rank())
         if step == self.dies_at:
             checkpointer = self.checkpointer()
             checkpointer.wait()
@@ -142,15 +144,7 @@ class Run:
         Args:
             behind: the first takes until the second step was made: training that waited for it would wait for ever.
         """
-
-        def reached(point: str) -> None:
-            if point == "commit.recorded":
-                if behind:
-                    until(lambda: self.losses >= 2, "training goes on while the first save is committed")
-                take(0.3)
-                note("commit", run=self.name)
-
-        crash_points.arm(reached)
+        slow_commits.begin(torch.distributed.get_rank(), self.name, holds_first=behind)
 
     def copy_late(self) -> None:
         """Let what saves have left to be copied wait from its first piece on, and note where training waits for it."""
@@ -209,7 +203,7 @@ def _spoil(train: Callable[[Run], None], run: Run, rank: int) -> None:
 
 
 def main(framework: str, runs: list[dict[str, Any]]) -> None:
-    set_traps([], launched(os.environ).rank)
+    slow_commits.reach_into_courier(launched(os.environ).rank)
     init_process_group(host="127.0.0.1")
     rank = torch.distributed.get_rank()
     note("start")
@@ -239,6 +233,7 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
         new = [one.name for one in threading.enumerate() if one not in before and "mlflash" in one.name]
         note("threads", run=run.name, names=new)
         crash_points.arm(None)
+        slow_commits.end(rank)
         note("done", run=run.name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import COURIER, UID, Cluster, Result, own_memory
+from harness import UID, Cluster, Result, own_memory
 
 RANKS, LAST = 2, 7
 ENV = {"PYTHONWARNINGS": "ignore", "MLFLASH_TEST_BLOCK_NBYTES": "16384", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
@@ -40,7 +40,7 @@ def run(cluster: Cluster, framework: str, *runs: dict[str, Any], ranks: int = RA
         launcher: str = "") -> Result:  # fmt: skip
     spec = {"framework": framework, "runs": runs}
     is_first = runs[0].get("variant") in VARIANTS.get(framework, [])[:1]
-    launcher = launcher or (LAUNCHERS[framework] if is_first and COURIER == "process" else "mpiexec")
+    launcher = launcher or (LAUNCHERS[framework] if is_first else "mpiexec")
     return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=timeout, launcher=launcher)
 
 
@@ -350,7 +350,7 @@ def test_killed_in_a_save_with_a_node_lost_it_goes_on_with_the_same_bits(
     assert any(shm.glob("out-*/sprung*")), crashed.log
     result = run(cluster, framework, killed)
     assert len(result.of("done")) == RANKS, result.log
-    assert result.with_mpi == [False] * RANKS or COURIER == "thread", "a trainer has loaded MPI"
+    assert result.with_mpi == [False] * RANKS, "a trainer has loaded MPI"
     found = losses(result, "killed")
     assert min(step for _, step in found) == 3, result.log
     assert losses(crashed, "killed") | found == losses(crashed, "reference")

@@ -39,7 +39,7 @@ class Page:
     def start(self, script: Path, last: int, memory: Path) -> str:
         """Run it on two ranks, to a step."""
         arguments = [*self.before, str(script), *self.arguments.split(), str(last)]
-        program = [sys.executable, "-W", "ignore", "-m", "mpi4py", *arguments]
+        program = [sys.executable, "-W", "ignore", *arguments]
         environment = {"MLFLASH_MEMORY": str(memory), "RANKS_PER_NODE": "1", "TMPDIR": str(memory)}
         line, env = mpiexec(2, [sys.executable, str(SUPPORT / "on_node.py"), *program], environment)
         result = subprocess.run(

@@ -30,7 +30,6 @@ def test_another_number_of_ranks_goes_on_with_the_same_bits(shm: Path, variant: 
     assert {step for _, step in losses(result, "goes on")} == {5, 6}, result.log
 
 
-@pytest.mark.in_thread  # whose commits are made slow
 def test_paths_signals_a_second_fit_and_saves_that_wait(shm: Path) -> None:
     common, slow = {"job": "paths", "last": 5}, {"variant": "slow commits", "every": 1}
     result = run(

@@ -40,7 +40,6 @@ def test_other_strategies_go_on_with_the_same_bits(shm: Path, variant: str) -> N
     assert steps(result, "deleted") == [1, 2, 3, 4]
 
 
-@pytest.mark.in_thread  # whose commits are made slow
 def test_saves_to_disk_may_be_asynchronous_and_those_to_memory_not(shm: Path) -> None:
     result = run(
         Cluster(shm), "nemo",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.jobs import NETMODS, NETMODS_HERE
+from cluster.jobs import NETMODS
 from cluster.nodes import HEAD, Nodes
 from cluster.slurm.daemons import Slurm
 from run_results import Launched, Results
@@ -86,7 +86,7 @@ class KeptJob(Kept):
         super().__init__(slurm.path / "out")
         self.nodes, self.ranks = slurm.nodes, ranks
         paths = os.pathsep.join(filter(None, (str(TRAINER.parent), os.environ.get("PYTHONPATH"))))
-        env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
+        env = {**NETMODS["ofi"], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
                "MLFLASH": MLFLASH, "TRAINER": str(TRAINER), "OUT": str(self.out), "LAST": str(last),
                "RANKS": str(ranks), "TRAINING": json.dumps({"settings": {"job": "kept"}, **training})}  # fmt: skip
         self.slurm = slurm

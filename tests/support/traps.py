@@ -27,7 +27,7 @@ def _starts() -> list[dict[str, Any]]:
     return [json.loads(file.read_text().splitlines()[0]) for file in OUT.glob("rank*.jsonl")]
 
 
-def _my_rank() -> int:
+def my_rank() -> int:
     if _RANK in os.environ:
         return int(os.environ[_RANK])
     (mine,) = (record["rank"] for record in _starts() if record["pid"] == os.getpid())
@@ -56,19 +56,19 @@ def _kill(pids: set[int]) -> None:
 
 
 def kill_rank() -> None:
-    trainers = _trainers([_my_rank()])
+    trainers = _trainers([my_rank()])
     _kill(trainers | _couriers_of(trainers))
 
 
 def kill_courier() -> None:
-    couriers = _couriers_of(_trainers([_my_rank()]))
+    couriers = _couriers_of(_trainers([my_rank()]))
     _kill({pid for pid in couriers if not started_by({pid})})
 
 
 def kill_my_node(wipe: bool) -> None:
     """Die with all ranks of this node and what they have started, and with its memory."""
     per_node = int(os.environ["RANKS_PER_NODE"])
-    node = _my_rank() // per_node
+    node = my_rank() // per_node
     trainers = _trainers(range(node * per_node, (node + 1) * per_node))
     if wipe:
         # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
@@ -91,7 +91,7 @@ def fill_memory() -> None:
 
 
 def fail() -> None:
-    """Raise what MPI raises in the courier when a peer has died."""
+    """Raise an error that is none of mlflash's, nor of MPI's."""
     raise RuntimeError("a trap in the courier")
 
 
@@ -109,7 +109,7 @@ def vanish() -> None:
 
 ACTIONS: dict[str, Callable[[], None]] = {
     "rank": kill_rank,
-    "trainer": lambda: _kill(_trainers([_my_rank()])),
+    "trainer": lambda: _kill(_trainers([my_rank()])),
     "courier": kill_courier,
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
@@ -174,7 +174,7 @@ def set_traps(specs: Sequence[dict[str, Any]], rank: int) -> None:
         new.write_text(json.dumps([*specs]))
         new.rename(_traps_of(rank))
     os.environ[_RANK] = str(rank)
-    os.environ["MLFLASH_TEST_ARMS"] = "traps"
+    os.environ.setdefault("MLFLASH_TEST_ARMS", "traps")
     arm()
 
 
@@ -184,7 +184,12 @@ def _traps_of(rank: int) -> Path:
 
 def arm() -> None:
     """Arm the traps that this rank has, and will have."""
-    me = _my_rank()
+    crash_points.arm(armed())
+
+
+def armed() -> Callable[[str], None]:
+    """What `arm` arms."""
+    me = my_rank()
     traps: list[Trap] = []
 
     def reached(point: str) -> None:
@@ -195,4 +200,4 @@ def arm() -> None:
         for trap in traps:
             trap.reached(point)
 
-    crash_points.arm(reached)
+    return reached

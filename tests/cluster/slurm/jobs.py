@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
+from cluster.jobs import NETMODS
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
-# The --mpi= of srun that the MPI of this environment was built for, and one that gives it worlds of one rank.
-PMI, OTHER_PMI = {"mpich": ("pmi2", "none"), "openmpi": ("pmix", "pmi2")}[VENDOR]
-MPI_ENVIRONMENT = NETMODS[NETMODS_HERE[0]]
+MPI_ENVIRONMENT = NETMODS["ucx"]
 MLFLASH = Path(sys.executable).with_name("mlflash")
 
 
@@ -29,7 +27,7 @@ def written(slurm: Slurm, template: str, more: str, *options: object) -> str:
     folder = slurm.path / f"written{len([*slurm.path.glob('written*')])}"
     slurm.run(str(MLFLASH), "template", template, "--output", str(folder), "--time", "10", *map(str, options))
     text = (folder / f"{template}.sbatch").read_text()
-    assert text.count('"${options[@]}"') == 1 and f"\n  --mpi {PMI}\n" in text
+    assert text.count('"${options[@]}"') == 1 and "\n  --mpi pmi2\n" in text
     return text.replace('"${options[@]}"', f'"${{options[@]}}" --look-every 3 {more}')
 
 

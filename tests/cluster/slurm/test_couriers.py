@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
+from cluster.jobs import NETMODS
 from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MLFLASH
 from cluster.test_couriers import check, trainer
 from harness import SUPPORT
 from waiting import PATIENCE_S, until
-
-pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
 
 
 def run(slurm: Slurm, name: str, options: list[str], *more: str, **trainers: Any) -> Path:
@@ -76,7 +74,7 @@ def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_kil
     for name in ("out1", "out2"):
         (slurm.path / name).mkdir()
     settings = {"memory": "/dev/shm", "job": "j", "timeout_s": PATIENCE_S}
-    env = {**NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
+    env = {**NETMODS["ofi"], "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
            "MLFLASH": str(MLFLASH), "TRAINER": str(SUPPORT / "dying_trainer.py"),
            "KILL_ALL": str(Path(__file__).with_name("kill_all.py")),
            "DIES": json.dumps({"settings": settings, "who": "trainer", "how": "step killed"}),
@@ -100,7 +98,7 @@ def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm:
     def launch(name: str, **spec: Any) -> list[dict[str, Any]]:
         folder = slurm.path / name
         folder.mkdir()
-        env = {**NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1", "OUT": str(folder)}
+        env = {**NETMODS["ofi"], "OMP_NUM_THREADS": "1", "OUT": str(folder)}
         command = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         done = slurm.run("srun", *two_nodes, "--mpi=pmi2", *command, env=env, check=False)
         assert (done.returncode != 0) == (spec.get("who") == "trainer"), done.stdout + done.stderr
@@ -118,7 +116,7 @@ def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm:
 
 def test_one_torchrun_on_each_node_is_started_by_srun(slurm: Slurm) -> None:
     """Workers are torchrun's, and a second launch with other arguments, but the same name, goes on from memory."""
-    env = {**NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1", "OUT": str(slurm.path),
+    env = {**NETMODS["ofi"], "OMP_NUM_THREADS": "1", "OUT": str(slurm.path),
            "PYTHON": sys.executable, "WORKER": str(SUPPORT / "elastic_worker.py")}  # fmt: skip
     script = """#!/bin/sh
 export MLFLASH_JOB=slurm-$SLURM_JOB_ID

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cluster.jobs import VENDOR
 from cluster.slurm.daemons import Slurm
 from kept_run import KeptJob
 from waiting import take, until
@@ -11,7 +10,6 @@ from waiting import take, until
 from mlflash.launcher.supervisor import GONE_S
 
 pytest.importorskip("torch.distributed")
-pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot start without its launcher")
 
 
 @pytest.mark.parametrize("power_cut", [False, True], ids=["crash", "power cut"])

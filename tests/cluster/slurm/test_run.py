@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster.slurm.daemons import Slurm
-from cluster.slurm.jobs import MLFLASH, MPI_ENVIRONMENT, OTHER_PMI, Job, written
+from cluster.slurm.jobs import MLFLASH, MPI_ENVIRONMENT, Job, written
 from run_results import WORKER, Results, uninterrupted
 
 LAST = 150
@@ -140,13 +140,6 @@ def test_a_requeued_job_goes_on_from_the_memory_of_its_nodes(slurm: Slurm, expec
     assert training.job.details()["Restarts"] == "1"
     assert [end["digest"] for end in training.ends()] == expected and all(end["start"] >= 19 for end in training.ends())
     assert training.events("end")[-1]["source"] == "memory"
-
-
-def test_with_the_wrong_mpi_it_ends_and_says_which_flag_is_meant(slurm: Slurm) -> None:
-    training = Training(slurm, f"--mpi {OTHER_PMI}")
-    training.job.wait("FAILED")
-    assert "WorldMismatch: srun started several tasks" in training.job.output() and "--mpi=" in training.job.output()
-    assert "it failed 2 times before the first checkpoint" in training.job.output() and not training.ends()
 
 
 @pytest.mark.timeout(240)

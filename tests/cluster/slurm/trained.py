@@ -35,7 +35,7 @@ def uninterrupted(out: Path, names: Sequence[str], last: int, script: Path, *arg
     """The numbers of a training on two ranks of this machine that nothing happens to."""
     start = "import sys; from mlflash.adapters.distributed import init_process_group; init_process_group(); "
     start += "sys.argv = sys.argv[1:]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
-    program = [sys.executable, "-m", "mpi4py", "-c", start, str(script), *arguments]
+    program = [sys.executable, "-c", start, str(script), *arguments]
     line, env = mpiexec(2, program, {**ENV, "OUT": str(out)})
     subprocess.run(line, env=env, check=True, timeout=100, capture_output=True, cwd=out)  # not in the checkout
     found = losses(out, names)
