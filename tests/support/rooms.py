@@ -23,7 +23,7 @@ ROOMS: dict[str, str] = {
     "courier": "state placement memory mpi wireup config telemetry redundancy protocol startup draining saving "
     "restoring",
     "background_files": "memory",
-    "checkpointer": "state memory config mpi protocol draining saving restoring courier background_files",
+    "checkpointer": "state memory config protocol draining saving restoring courier background_files",
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
@@ -36,7 +36,7 @@ TOOLS: dict[str, str] = {
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",
     "log_report": "human_readable",
-    "doctor": "protocol placement memory mpi wireup config courier redundancy startup draining checkpointer "
+    "doctor": "protocol placement memory mpi wireup config redundancy startup draining checkpointer "
     "human_readable command_line launcher planning",
     "commands": "background_files placement storage memory mpi wireup config telemetry draining restoring checkpointer "
     "human_readable exports inspection command_line launcher demo live_monitor planning log_report doctor",
