@@ -366,6 +366,7 @@ class CourierLink:
         self.queue.put(None)
         self._sender.join(_LAST_S)
         self.couriers.close(kill=False)
+        self._unhook()
 
     def interrupt(self, why: MlflashError) -> None:
         """Kill the courier, fail everything that waits for it, and start no next one. Not collective; any thread."""
@@ -384,9 +385,12 @@ class CourierLink:
         self.couriers.close(timeout_s)
         if is_alone:
             self._restarting.release()
+        self._unhook()
+        return self.couriers.zygote.left
+
+    def _unhook(self) -> None:
         if sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
-        return self.couriers.zygote.left
 
 
 def _end_process() -> NoReturn:

@@ -90,7 +90,6 @@ def _made(config: Config, directory: Path | None, zygote: ZygoteClient, meeting:
     try:
         vendor = zygote.vendor(_ZYGOTE_S)
         if needs_launcher(vendor):
-            zygote.stop(0)
             raise MpiUnavailable(
                 f"couriers need an MPI that starts without its launcher: {pip_install('mpich')}, or name the library "
                 f"of your cluster's MPICH, Cray MPICH or Intel MPI in {LIBRARY}. The program itself may use {vendor}, "
@@ -98,7 +97,10 @@ def _made(config: Config, directory: Path | None, zygote: ZygoteClient, meeting:
                 found=vendor,
             )
         return CourierLink(config, directory, zygote, meeting, comm)
-    except ZygoteLost as error:
+    except BaseException as error:
+        zygote.stop(0)
+        if not isinstance(error, ZygoteLost):
+            raise
         raise MpiUnavailable(
             "couriers cannot be started, and the output above says why. If there is no MPI: "
             f"{pip_install('mpich')}, or name the library of your cluster's MPI in {LIBRARY}",

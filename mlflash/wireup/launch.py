@@ -341,6 +341,7 @@ class Couriers:
         if self._running is not None:
             self._running.close()
             self._running = None
+        self._ended.set()  # nobody waits for it any more
 
     # One epoch
 

@@ -39,10 +39,10 @@ def in_couriers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def held_couriers(in_couriers: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def held_couriers(in_couriers: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory,
+                  monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # fmt: skip
     """Lets the couriers that a test starts be held; see `holds`."""
-    monkeypatch.setenv("MLFLASH_TEST_HOLDS", "")  # as it was, afterwards
-    holds.reach_into_couriers()
+    monkeypatch.setenv("MLFLASH_TEST_HOLDS", str(tmp_path_factory.mktemp("holds")))
     in_couriers("import holds; holds.arm()")
     yield
     holds.let_go()

@@ -36,7 +36,7 @@ TOOLS: dict[str, str] = {
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",
     "log_report": "human_readable",
-    "doctor": "protocol placement memory mpi wireup config courier redundancy startup draining checkpointer "
+    "doctor": "protocol placement memory mpi wireup config redundancy startup draining checkpointer "
     "human_readable command_line launcher planning",
     "commands": "background_files placement storage memory mpi wireup config telemetry draining restoring checkpointer "
     "human_readable exports inspection command_line launcher demo live_monitor planning log_report doctor",
