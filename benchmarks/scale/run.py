@@ -11,26 +11,28 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+SUPPORT = HERE.parents[1] / "tests" / "support"
+sys.path[:0] = [str(HERE), str(HERE.parent), str(SUPPORT)]
 
+import in_couriers
 import numpy as np
 from bench.aims import MEGABYTE, ONE, SECOND
 from bench.clock import Bench
 from bench.launch import Part
 from bench.question import Question, parser_of
 from bench.rows import Row
-from mpi4py import MPI
 from wireup import Start
 
-from mlflash import Checkpointer
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, join
 from mlflash.memory.slot_header import Kind
 from mlflash.placement.failure_domains import from_lines
@@ -45,7 +47,6 @@ AIMED_RANKS = 16_384
 PER_NODE, NODES_PER_RACK, RACKS_PER_ROW = 8, 32, 8
 GENERATION = 42
 RUN = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)
-COLLECTIVES = ("Iallreduce", "Iallgather", "Iallgatherv", "Igather", "Igatherv", "Ibcast", "Ialltoall", "Ibarrier")
 SAVES = 4  # the last one is counted, since the first ones create slots and agree on the structure
 
 
@@ -123,60 +124,38 @@ def wire_up(nodes: int) -> Start:
     return Start(*json.loads(done.stdout))
 
 
-class Calls:
-    """The collectives that this rank has called through a communicator of `counted`."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[str, int]] = []
-
-    def counted(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Return the communicator in a form that counts, as do all that are made from it."""
-
-        def method(name: str) -> Callable[..., Any]:
-            def call(comm: Any, *args: Any, **named: Any) -> Any:
-                self._calls.append((name, getattr(args[0], "nbytes", 0) if args else 0))
-                return getattr(MPI.Intracomm, name)(comm, *args, **named)
-
-            return call
-
-        def split(comm: Any, color: int = 0, key: int = 0) -> MPI.Intracomm:
-            part = MPI.Intracomm.Split(comm, color, key)
-            return part if part == MPI.COMM_NULL else counting(part)
-
-        methods = {name: method(name) for name in COLLECTIVES}
-        counting: type = type("Counting", (MPI.Intracomm,), {**methods, "Split": split})
-        made: MPI.Intracomm = counting(comm)
-        return made
-
-    def since(self) -> tuple[int, int, int]:
-        """Return the allreduces, the other collectives, and the bytes that went into them since the last call."""
-        calls, self._calls = self._calls, []
-        allreduces = sum(name == "Iallreduce" for name, _ in calls)
-        return allreduces, len(calls) - allreduces, sum(nbytes for _, nbytes in calls)
-
-
 def agreement(bench: Bench) -> None:
-    """Count the collectives of a start, a commit and a restore."""
+    """Count the collectives of a start, a commit and a restore, which couriers call."""
     logging.getLogger("mlflash").setLevel(logging.ERROR)
-    calls, state = Calls(), {"weights": np.ones(1 << 20, np.float32)}
-    settings: dict[str, Any] = {"comm": calls.counted(bench.comm), "redundancy": "copy",
-                                "courier": "thread", "strict": True}  # fmt: skip
-    counts: dict[str, tuple[int, int, int]] = {}
+    state = {"weights": np.ones(1 << 20, np.float32)}
+    counted = counted_in_couriers(bench.memory / f"counts-{bench.comm.rank}")
+    counts: dict[str, Counter[str]] = {}
     with bench.job("agreement") as job:
-        with Checkpointer(job=job, **settings) as ckpt:
-            counts["start"] = calls.since()
+        with bench.checkpointer(job, redundancy="copy") as ckpt:
+            counts["start"] = counted()
             for step in range(SAVES):
-                calls.since()
+                ckpt.steps()  # after the end of the last save
+                before = counted()
                 ckpt.save(step, state).wait()
-            counts["commit"] = calls.since()
-        with Checkpointer(job=job, **settings) as ckpt:
-            calls.since()
+            counts["commit"] = counted() - before
+        with bench.checkpointer(job, redundancy="copy") as ckpt:
+            before = counted()
             assert ckpt.restore(state) == SAVES - 1
-            counts["restore"] = calls.since()
-    for column, (allreduces, others, nbytes) in counts.items():
+            counts["restore"] = counted() - before
+    for column, calls in counts.items():
+        nbytes, allreduces = calls["into collectives"], calls["Iallreduce"]
+        others = sum(calls[name] for name in in_couriers.COLLECTIVES) - allreduces
         bench.rows(Row(what=f"{bench.comm.size} ranks", case="Calls of rank 0: allreduces; other collectives, bytes",
                        column=column, over={ONE: 3 * [float(allreduces)]}, note=f"{allreduces}; {others}, {nbytes} B",
                        shows="commit" if column == "commit" else ""))  # fmt: skip
+
+
+def counted_in_couriers(path: Path) -> Callable[[], Counter[str]]:
+    """Let the courier that this rank is about to start count its calls in a file. Return what gives their numbers."""
+    in_couriers.reach_into_couriers()
+    os.environ |= {"PYTHONPATH": f"{SUPPORT}:{os.environ['PYTHONPATH']}", in_couriers.NAME: "counted",
+                   in_couriers.COUNTS: str(path)}  # fmt: skip
+    return in_couriers.Counts(path).all
 
 
 def main() -> int:

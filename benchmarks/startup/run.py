@@ -27,8 +27,7 @@ from mlflash.launcher.processes import mpiexec
 
 START_PY = Path(__file__).with_name("start.py")
 BARE = "import numpy, MPI_Init"
-KINDS = {"bare": BARE, "thread": "Checkpointer(...), courier: a thread",
-         "process": "Checkpointer(...), courier: a process"}  # fmt: skip
+KINDS = {"bare": BARE, "checkpointer": "Checkpointer(...)"}
 A_BIT_S = 0.15  # how much longer than a bare start a Checkpointer may take
 WARM_UP = 1  # it writes the bytecode, which an installed package already has
 PATIENCE_S = 60.0  # limit of one start
@@ -83,7 +82,7 @@ def rows_of(ranks: int, samples: Samples) -> Iterator[Row]:
     over = {BARE: samples[BARE], BARE_AND_A_BIT: samples[BARE] + A_BIT_S}
     bare = f"{ranks} ranks under mpiexec" if ranks > 1 else "one rank, started by itself"
     for name, seconds in samples.items():
-        shows = "start" if name == KINDS["process"] else ""
+        shows = "start" if name == KINDS["checkpointer"] else ""
         yield row(name, seconds, over, shows, case="The call, and a bare start", column=bare)
 
 

@@ -16,7 +16,7 @@ else:
     import mlflash
 
     start = time.monotonic()
-    ckpt = mlflash.Checkpointer(courier=kind, job=kind, memory=memory, redundancy="none")
+    ckpt = mlflash.Checkpointer(job=kind, memory=memory, redundancy="none")
     ready = time.monotonic()
     call_s = ready - start
     ckpt.close()

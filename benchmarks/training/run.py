@@ -3,8 +3,7 @@
     python benchmarks/training/run.py [--mib 64] [--repetitions 5] [--quick] [--json FILE]
 
 Two ranks run on this machine under mpiexec, each on a node of its own. Either training and courier of a rank
-share one core, or only rank 0 trains, on one core, and the couriers of both ranks are on another. The courier is a
-thread or a process.
+share one core, or only rank 0 trains, on one core, and the couriers of both ranks are on another.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from bench.aims import ALONE
-from bench.clock import Bench, under_torchrun
+from bench.clock import Bench
 from bench.launch import Part
 from bench.question import Question, parser_of
 from bench.rows import row
@@ -35,10 +34,8 @@ COMPUTES, WAITS, PYTHON = "matrix products", "waits for a device", "a Python loo
 STEP_S, LAUNCHES_S = 0.01, 0.002  # seconds of a step, and of the calls in a step that waits
 WIDTH, TOKENS, HEADS = 256, 64, 4
 RATE = 1e8
-SETTINGS: dict[str, dict[str, Any]] = {
-    "a thread": {"courier": "thread"}, "a process": {"courier": "process"},
-    f"a process, send_rate={RATE:g}": {"courier": "process", "send_rate": RATE},
-}  # fmt: skip
+FAST = "as fast as it can"
+SETTINGS: dict[str, dict[str, Any]] = {FAST: {}, f"send_rate={RATE:g}": {"send_rate": RATE}}
 
 Step = Callable[[], object]
 
@@ -51,9 +48,8 @@ def slowdown(bench: Bench, nbytes: int, kind: str, window_s: float) -> None:
     for does, step in {COMPUTES: computing(), WAITS: waiting(), PYTHON: looping()}.items():
         for title, settings in SETTINGS.items():
             with bench.job("training") as job:
-                comm = bench.comm if settings["courier"] == "thread" else None
-                with cores.of_courier(), under_torchrun(bench.comm) if comm is None else contextlib.nullcontext():
-                    ckpt = Checkpointer(comm=comm, job=job, strict=True, **settings)
+                with cores.of_courier():  # the first one starts the courier, and the others share it
+                    ckpt = bench.checkpointer(job, **settings)
                 with ckpt:
                     ckpt.prepare(state)
                     samples = bench.repeat({
@@ -63,7 +59,7 @@ def slowdown(bench: Bench, nbytes: int, kind: str, window_s: float) -> None:
                     })  # fmt: skip
             alone = (samples["early"] + samples["late"]) / 2
             note = f"committed after {np.median(samples['committed']):.2f} s" if does == PYTHON else ""
-            is_aimed = kind == OWN_CORE and title == "a process" and does != PYTHON
+            is_aimed = kind == OWN_CORE and title == FAST and does != PYTHON
             case = f"A step during a save of {nbytes >> 20} MiB; {kind}"
             bench.rows(row(does, samples["step"], {ALONE: alone}, "slowed" if is_aimed else "", case=case,
                            column=title, note=note))  # fmt: skip

@@ -3,8 +3,7 @@
     python benchmarks/transport/run.py [--mib 64] [--repetitions 3] [--quick] [--json FILE]
 
 Each of two ranks saves to the other, while its main thread waits or multiplies matrices. The two nodes that are apart
-are made of namespaces (as root, on Linux). The program uses the MPI of its Python environment. To compare MPIs, run it
-in an environment of each.
+are made of namespaces (as root, on Linux). To compare MPIs, name the library of each in MLFLASH_LIBMPI.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def saves(bench: Bench, nbytes: int, place: str) -> None:
     yardsticks = Yardsticks(bench.comm, bench.memory, nbytes)
     torch.set_num_threads(1)
     for transport in TRANSPORTS:
-        settings = {"redundancy": "copy", "transport": transport, "courier": "thread"}
+        settings = {"redundancy": "copy", "transport": transport}
         with bench.job(transport) as job, bench.checkpointer(job, **settings) as ckpt:
             ckpt.prepare(state)
             saver, busy = Saver(ckpt, state), Multiplying(ckpt, state)
@@ -88,8 +87,6 @@ def places() -> dict[str, Callable[[], contextlib.AbstractContextManager[Run]]]:
     if os.geteuid() == 0 and all(map(shutil.which, TOOLS)):
         for name in NETMODS_HERE:
             opened[f"two nodes, {name}"] = functools.partial(on_two_nodes, NETMODS[name])
-    if "ucx" not in NETMODS_HERE:  # this MPI is not MPICH
-        del opened["one host, UCX cma"]
     return opened
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bench.aims import OFF
-from bench.clock import Bench, under_torchrun
+from bench.clock import Bench
 from bench.launch import Part
 from bench.question import Question, parser_of
 from bench.rows import row
@@ -130,18 +130,17 @@ def trainings(bench: Bench, mib: int, steps: int, intervals: list[int]) -> None:
     training, folder = Training(mib << 20), bench.memory / f"walltime-{os.getpid()}"
     folder.mkdir()
     seconds: dict[tuple[str, int], list[float]] = {}
-    with under_torchrun(bench.comm):
-        init_process_group()
-        with ways_of(training, bench, folder) as ways:
-            cases = [(OFF, steps), *((way, every) for way in ways if way != OFF for every in intervals)]
-            for number in range(WARM_UP + bench.repetitions):
-                random.Random(number).shuffle(cases)
-                for way, every in cases:
-                    save, wait = ways[way]
-                    taken = training.seconds(steps, every, save)
-                    wait()  # not timed: in a longer training, this work happens during the steps that follow
-                    seconds.setdefault((way, every), []).extend([taken] * (number >= WARM_UP))
-        dist.destroy_process_group()
+    init_process_group(comm=bench.comm)
+    with ways_of(training, bench, folder) as ways:
+        cases = [(OFF, steps), *((way, every) for way in ways if way != OFF for every in intervals)]
+        for number in range(WARM_UP + bench.repetitions):
+            random.Random(number).shuffle(cases)
+            for way, every in cases:
+                save, wait = ways[way]
+                taken = training.seconds(steps, every, save)
+                wait()  # not timed: in a longer training, this work happens during the steps that follow
+                seconds.setdefault((way, every), []).extend([taken] * (number >= WARM_UP))
+    dist.destroy_process_group()
     off = np.array(seconds[OFF, steps])
     case = f"A GPT with {mib} MiB of state, {steps} steps in {np.median(off):.2f} s, a save every N steps"
     for way in (EAGER, LAZY, ASYNC, SYNC):

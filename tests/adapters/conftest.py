@@ -7,21 +7,20 @@ from pathlib import Path
 
 import late
 import pytest
-from ranks import comm, configure, nodes, root, tmp_path
-from small_blocks import use_small_blocks
+from ranks import comm, configure, couriers, nodes, root, small_blocks, tmp_path
 
 from mlflash import crash_points
 
-__all__ = ["comm", "nodes", "root", "tmp_path"]
+__all__ = ["comm", "couriers", "nodes", "root", "small_blocks", "tmp_path"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     configure(config)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_blocks(monkeypatch, 16_384)
+@pytest.fixture
+def block_nbytes() -> int:
+    return 16_384
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_the_arguments_are_those_of_torch_in_its_order_and_then_ours_by_name_onl
     if of_torch[-1] == "enable_reconfigure":  # since 2.14: such a group has no communicator until it is reconfigured
         with pytest.raises(TypeError, match="unexpected keyword argument 'enable_reconfigure'"):
             init_process_group(**{of_torch.pop(): True})
-    assert list(parameters) == [*of_torch, *by_name] and by_name == ["comm", "host", "courier"]
+    assert list(parameters) == [*of_torch, *by_name] and by_name == ["comm", "host"]
 
 
 @pytest.mark.gate

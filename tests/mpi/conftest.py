@@ -7,22 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import holds
+import in_couriers
 import pytest
-from ranks import comm, configure, nodes, root, tmp_path
-from small_blocks import use_small_blocks
+from ranks import SharedCouriers, block_nbytes, comm, configure, couriers, nodes, root, small_blocks, tmp_path
 
-__all__ = ["comm", "nodes", "root", "tmp_path"]
+__all__ = ["block_nbytes", "comm", "couriers", "nodes", "root", "small_blocks", "tmp_path"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     configure(config)
     if config.pluginmanager.has_plugin("on_ranks"):
-        holds.reach_into_couriers()
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_blocks(monkeypatch)
+        in_couriers.reach_into_couriers()
 
 
 TRANSPORTS = os.environ.get("MLFLASH_TEST_TRANSPORT", "p2p rma").split()
@@ -55,3 +50,14 @@ def fail_at() -> Iterator[Callable[[str], holds.Hold]]:
     """Let whatever comes to a named point fail, by a mistake of ours."""
     yield holds.fail
     holds.let_go()
+
+
+@pytest.fixture
+def replace(monkeypatch: pytest.MonkeyPatch, couriers: SharedCouriers) -> Callable[[str], None]:
+    """Start couriers anew in which a function of `in_couriers` was called. Collective."""
+
+    def replaced(name: str) -> None:
+        monkeypatch.setenv(in_couriers.NAME, name)
+        couriers.start()
+
+    return replaced

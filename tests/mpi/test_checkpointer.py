@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +17,9 @@ from damage import flip
 from holds import Hold
 from mpi4py import MPI
 from states import differences
+from waiting import until
 
 from mlflash import Checkpointer, errors
-from mlflash.memory import copy_threads
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -43,6 +44,12 @@ def descriptors_and_threads() -> tuple[int, list[str]]:
     """Open files and running threads, but for the one that faults pages in and then ends."""
     threads = [t.name for t in threading.enumerate() if t.name != "mlflash-prefault"]
     return len(os.listdir("/proc/self/fd")), sorted(threads)
+
+
+def of_courier(ckpt: Checkpointer) -> tuple[int, int]:
+    """Open files and running threads of the courier."""
+    (pid,) = re.findall(r"pid (\d+)", ckpt.report()["courier"])
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
 def test_what_was_saved_is_restored_although_it_was_changed_at_once(options: dict[str, Any]) -> None:
@@ -114,13 +121,14 @@ def test_200_saves_in_a_row_neither_hang_nor_leak(options: dict[str, Any]) -> No
     state = state_at(0, 2000)
     with Checkpointer(**options) as ckpt:
         ckpt.save(0, state).wait()
-        before = descriptors_and_threads()
+        before, before_there = descriptors_and_threads(), of_courier(ckpt)
         for step in range(1, 201):
             set_to(state, state_at(step, 2000))
             snapshot = ckpt.save(step, state)
         snapshot.wait()
         assert ckpt.report()["counts"]["committed"] == 201
         assert descriptors_and_threads() == before
+        until(lambda: of_courier(ckpt) == before_there, "the courier to have no more files and threads than before")
         assert same(ckpt.load()[1], state_at(200, 2000))
 
 
@@ -255,11 +263,12 @@ def tensors_at(step: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_crew_saves_restores_and_finds_damage_as_one_thread_does(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], replace: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(copy_threads, "_measured", lambda ranks, agree: 3)  # of a courier that is a thread
-    options |= {"redundancy": "none", "courier": "thread"}
+    replace("three_copy_threads")
+    options["redundancy"] = "none"
     with Checkpointer(**options) as ckpt:
+        assert ckpt._trainer.copy_threads.threads == 3
         for step in (1, 2):
             state = tensors_at(step)
             ckpt.save(step, state).wait()

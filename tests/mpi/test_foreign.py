@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated import Nodes
+from holds import Hold
 from mpi4py import MPI
+from waiting import until
 
-from mlflash import Checkpointer, crash_points, errors
+from mlflash import Checkpointer, errors
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore:.*was not saved.*")]
 RANK = MPI.COMM_WORLD.rank
@@ -81,23 +83,19 @@ def test_what_is_saved_afterward_is_really_there(
         assert sorted(ckpt.steps()) == [4, 5]
 
 
-@pytest.mark.in_thread
 def test_a_save_whose_files_are_removed_meanwhile_fails_and_the_next_one_does_not(
-    options: dict[str, Any], root: Path
+    options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold]
 ) -> None:
-    def remove(point: str) -> None:
-        if point == "protect.sealed" and RANK == 0:
-            remove_directories(root)
-
     with Checkpointer(**options) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step)).wait()
-        crash_points.arm(remove)
-        try:
-            with pytest.raises(errors.SaveFailed, match=r"somebody has removed slot-\d+"):
-                ckpt.save(3, state_of(3)).wait()
-        finally:
-            crash_points.arm(None)
+        held = hold_at("protect.sealed")
+        snapshot = ckpt.save(3, state_of(3))
+        until(lambda: held.is_reached, "the save to have sealed its slot")
+        nodes.on_rank_0(lambda: remove_directories(nodes.root))
+        held.set()
+        with pytest.raises(errors.SaveFailed, match=r"somebody has removed slot-\d+"):
+            snapshot.wait()
         assert ckpt.save(4, state_of(4)).wait().committed
     with Checkpointer(**options) as ckpt:
         assert ckpt.restore(state_of(0)) == 4

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import holds
-import needs
 import pytest
 import torch
 from emulated import on_node
@@ -175,20 +174,19 @@ def process_group(root: Path) -> Iterator[None]:
 
 
 @two
-@pytest.mark.parametrize(("how", "per_node", "more"), [
-    ("ddp", 1, {}), ("fsdp2", 1, {}),
+@pytest.mark.parametrize(("how", "per_node"), [
+    ("ddp", 1), ("fsdp2", 1),
     # Two ranks of a node share out what they hold alike, and their couriers need the checksums that are made late.
-    pytest.param("ddp", 2, {"courier": "process"}, marks=needs.PMI_1, id="ddp-of_a_node"),
+    ("ddp", 2),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
 def test_nothing_of_ddp_or_fsdp2_writes_to_what_is_copied_late(
-    options: dict[str, Any], root: Path, process_group: None, slow_at: Any, how: str, per_node: int,
-    more: dict[str, Any],
-) -> None:  # fmt: skip
+    options: dict[str, Any], root: Path, process_group: None, slow_at: Any, how: str, per_node: int
+) -> None:
     training = Parallel(how)
     training.step()
     replicated = True if how == "ddp" else None
-    with Checkpointer(**{**options, **on_node(root, per_node), **more}, replicated=replicated, strict=True) as ckpt:
+    with Checkpointer(**{**options, **on_node(root, per_node)}, replicated=replicated, strict=True) as ckpt:
         ckpt.prepare(training.state)
         slow_at("commit.released", 0.05)
         kept, lazy = {}, 0

@@ -5,26 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from damage import flip
 from emulated import Nodes
+from holds import Hold
 from mpi4py import MPI
-from small_blocks import use_small_blocks
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, Unrestorable
-from mlflash.memory.parity_layout import Stripes, Unit
+from mlflash.memory.parity_layout import Stripes
 from mlflash.memory.slot import Slot, table_check
 from mlflash.memory.slot_header import Header
-from mlflash.redundancy import slot_transfer
-from mlflash.redundancy.protection import _GroupBlocks
-from mlflash.redundancy.slot_transfer import Source
 from mlflash.state.layout import PAGE_NBYTES
 
 COMM = MPI.COMM_WORLD
@@ -211,13 +207,13 @@ def times(a: int, b: int) -> int:
 
 
 @on(5)
+@pytest.mark.parametrize("block_nbytes", [4096])
 @pytest.mark.parametrize("scheme", ["xor:5", "rs:2+3"])
 def test_the_parity_in_the_files_is_what_docs_format_says(
-    options: dict[str, Any], nodes: Nodes, scheme: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], nodes: Nodes, scheme: str, block_nbytes: int
 ) -> None:
     k = int(scheme.partition("+")[2] or 1)
-    m, n, block = SIZE, SIZE - k, 4096
-    use_small_blocks(monkeypatch, block)
+    m, n, block = SIZE, SIZE - k, block_nbytes
     with Checkpointer(**options, redundancy=scheme) as ckpt:
         ckpt.save(1, {"w": np.random.default_rng(RANK).bytes(20_000 + 7000 * RANK)}).wait()
     if RANK:
@@ -244,60 +240,43 @@ def test_the_parity_in_the_files_is_what_docs_format_says(
         assert parity[(s + j) % m][at : at + block] == total.tobytes()
 
 
-@pytest.mark.in_thread
 def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_committed(
-    options: dict[str, Any], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold], replace: Callable[[str], None]
 ) -> None:
     """As a bad DIMM or wire would change it, after its checksum was made."""
     options["redundancy"] = "copy"
     save(options, 1)
-    really, changed = Source.check_up_to, list[int]()
-
-    def check_up_to(source: Source, block: int) -> None:
-        really(source, block)
-        if RANK == 1 and not changed:
-            source.slot.body(source.extents)[1000] ^= 1
-            changed.append(block)
-
-    with Checkpointer(**options) as ckpt:
-        assert ckpt.load()[0] == 1
-        ckpt.wait()
-        monkeypatch.setattr(slot_transfer, "ARRIVAL_S", 1.0)
-        monkeypatch.setattr(Source, "check_up_to", check_up_to)
-        with pytest.raises(SaveFailed, match="its copies or parity did not arrive whole"):
-            ckpt.save(2, state_at(2)).wait()
-        monkeypatch.setattr(Source, "check_up_to", really)
+    replace("changed_after_its_check")
+    fails_if_changed(options, hold_at)
     nodes.lose(1)
     assert restored(options)[0] == 1
 
 
 @on(4)
-@pytest.mark.in_thread
 @pytest.mark.parametrize("scheme", ["xor:4", "rs:2+2"])
-@pytest.mark.parametrize("told", ["of what was sent", "of what is in the slot"])
+@pytest.mark.parametrize("how", ["changed_and_checked_when_sent_for_parity", "changed_when_sent_for_parity"])
 def test_a_byte_that_is_not_the_slots_when_it_is_sent_is_found_and_nothing_is_committed(
-    options: dict[str, Any], nodes: Nodes, scheme: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(options, 1, redundancy=scheme)
-    really = _GroupBlocks.read
+    options: dict[str, Any], nodes: Nodes, scheme: str, how: str, hold_at: Callable[[str], Hold],
+    replace: Callable[[str], None],
+) -> None:  # fmt: skip
+    options["redundancy"] = scheme
+    save(options, 1)
+    replace(how)
+    fails_if_changed(options, hold_at)
+    nodes.lose(1)
+    assert restored(options)[0] == 1
 
-    def read(blocks: _GroupBlocks, unit: Unit) -> tuple[np.ndarray, int]:
-        raw, check = really(blocks, unit)
-        if RANK == 1 and unit.block == 2:
-            raw = raw.copy()
-            raw[1000] ^= 1
-            check = xxhash.xxh3_64_intdigest(raw.data) if told == "of what was sent" else check
-        return raw, check
 
-    with Checkpointer(**options, redundancy=scheme) as ckpt:
+def fails_if_changed(options: dict[str, Any], hold_at: Callable[[str], Hold]) -> None:
+    """Save step 2 while rank 1 changes what it sends."""
+    with Checkpointer(**options) as ckpt:
         assert ckpt.load()[0] == 1
-        ckpt.wait()
-        monkeypatch.setattr(_GroupBlocks, "read", read)
+        ckpt.steps()  # behind the heal
+        changed = hold_at("changed") if RANK == 1 else None
         with pytest.raises(SaveFailed, match="its copies or parity did not arrive whole"):
             ckpt.save(2, state_at(2)).wait()
-        monkeypatch.setattr(_GroupBlocks, "read", really)
-    nodes.lose(1)
-    assert restored(options, redundancy=scheme)[0] == 1
+        if changed is not None:
+            changed.set()
 
 
 @on(4)

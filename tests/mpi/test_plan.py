@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from emulated import on_node
 from mpi4py import MPI
+from ranks import SharedCouriers
 
 from mlflash import Checkpointer
 from mlflash.config import slots_of
@@ -92,11 +93,13 @@ def test_hosts_that_the_file_does_not_name_are_named_in_a_warning(
         assert ("the failure domains of node2, node3 are not given" in caplog.text) == (RANK == 0)
 
 
-@pytest.mark.in_thread  # the environment of a courier that is a process is what its trainer had at the beginning
 @on_4
-def test_what_slurm_says_of_each_node_is_found(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_says_of_each_node_is_found(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, couriers: SharedCouriers
+) -> None:
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", f"core.leaf{RANK // 2}.node{RANK}")
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.switch.node")
+    couriers.start()
     with Checkpointer(**options) as ckpt:
         assert ckpt.report()["partners"] == [(RANK + 2) % 4]
         assert ckpt.survives.endswith("any 1 leaf switch; not: leaf switches leaf0 and leaf1 together")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import h5py
@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated import Nodes, on_node
+from holds import Hold
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from small_blocks import use_small_blocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch_jobs import job
@@ -34,8 +34,12 @@ on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
 
 
 @pytest.fixture
-def options(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    use_small_blocks(monkeypatch, 16_384)
+def block_nbytes() -> int:
+    return 16_384
+
+
+@pytest.fixture
+def options(root: Path) -> dict[str, Any]:
     return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0,
             "redundancy": "copy"}  # fmt: skip
 
@@ -220,21 +224,20 @@ class Stubborn:
 
 @on_5
 def test_parts_that_are_damaged_on_their_way_are_refused(
-    options: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], hold_at: Callable[[str], Hold], replace: Callable[[str], None]
 ) -> None:
+    replace("damaged_on_its_way")
     save(options, 4, Shard(0), 1, 2)
     with job(3) as comm:
         if comm is not None:
             with Checkpointer(comm=comm, **options) as ckpt:
                 state = state_at(0, Shard(0), blank=True)
-                if RANK == 1:
-                    monkeypatch.setattr(
-                        "mlflash.restoring.exchange_fragments.xxhash", SimpleNamespace(xxh3_64_intdigest=lambda raw: 1)
-                    )
+                changed = hold_at("changed") if RANK == 1 else None
                 with pytest.raises(errors.CorruptSlot, match="did not arrive whole"):
                     ckpt.restore(state)
                 assert not state["model"]["w"].to_local().any(), "something was loaded"
-                monkeypatch.undo()
+                if changed is not None:
+                    changed.set()
                 assert ckpt.restore(state) == 2
                 check(state, 2, 4)
 

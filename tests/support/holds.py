@@ -59,6 +59,11 @@ def _at(point: str, what: str) -> Hold:
     return Hold(Path(os.environ[_FOLDER], point), what)
 
 
+def is_held(point: str) -> bool:
+    """Whether a test holds what comes to a point now."""
+    return Path(os.environ[_FOLDER], point).exists()
+
+
 def let_go() -> None:
     """Let everything go on that is held, and hold nothing more."""
     for path in Path(os.environ[_FOLDER]).iterdir():

@@ -16,8 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_blocks import use_small_blocks
 from waiting import take
 
+_GIVEN = ("MLFLASH_TEST_", "SLURM_TOPOLOGY_")  # variables that tests give to couriers
+_START_S = 90.0
 _SAID_S = 3  # launchers lose what was printed right before an abort, and other ranks may still have to say what failed
 
 
@@ -61,6 +64,54 @@ def configure(config: pytest.Config) -> None:
         path = Path(config.option.xmlpath)
         config.option.xmlpath = str(path.with_name(f"{path.stem}-rank{rank}{path.suffix}"))
     config.pluginmanager.register(OnRanks(rank, size), "on_ranks")
+
+
+class SharedCouriers:
+    """Couriers of all ranks, which all tests use, those on some of the ranks, too."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, str] | None = None
+
+    def start(self) -> None:
+        """Start them, or start them anew if the environment that tests give them has changed. Collective."""
+        from mpi4py import MPI
+
+        from mlflash.config import from_environment
+        from mlflash.courier import linked
+
+        given = {name: value for name, value in os.environ.items() if name.startswith(_GIVEN)}
+        if MPI.COMM_WORLD.allreduce(given != self._started):
+            self.end()
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # where no test keeps anything
+                linked.link(from_environment({}, None, job="t", memory=memory, timeout_s=_START_S), MPI.COMM_WORLD)
+            self._started = given
+
+    def end(self) -> None:
+        """End them. Collective."""
+        from mlflash.courier import linked
+
+        linked.close_links()
+        self._started = None
+
+
+@pytest.fixture(scope="session")
+def couriers() -> Iterator[SharedCouriers]:
+    """Couriers of all ranks, which are not started yet."""
+    made = SharedCouriers()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def block_nbytes() -> int:
+    return 65_536
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch, block_nbytes: int, couriers: SharedCouriers) -> None:
+    """Small blocks in this process and in its couriers."""
+    use_small_blocks(monkeypatch, block_nbytes)
+    couriers.start()
 
 
 @pytest.fixture

@@ -140,9 +140,7 @@ def test_a_load_whose_plan_fails_at_the_end_on_one_rank_is_raised_on_all_of_them
 ) -> None:
     with started(torch_job) as running:
         running.save(state_at(1), "step-1")()
-    with pytest.raises(CheckpointException), started(torch_job) as running:
-        # Only now: what came before may take as long as it takes.
-        running.ckpt._courier.session.context.world.timeout_s = 2.0
+    with pytest.raises(CheckpointException), started(torch_job, timeout_s=20.0) as running:
         running.load(state_at(-1), "step-1", FaultyLoad("finish_plan", rank == RANK))
     with started(torch_job) as running:
         loads(running, 1, 1)

@@ -1,0 +1,177 @@
+"""What tests replace in couriers, which are processes: MLFLASH_TEST_REPLACED names functions of this module.
+
+They are called in each zygote, before it forks couriers. What a replacement does from time to time only, it does while
+something is held at its own name (`holds`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import holds
+import numpy as np
+import xxhash
+
+NAME = "MLFLASH_TEST_REPLACED"
+COUNTS = "MLFLASH_TEST_COUNTS"
+"""The path of a file of `Counts`."""
+COLLECTIVES = (
+    "Iallreduce", "Iallgather", "Iallgatherv", "Igather", "Igatherv", "Ibcast", "Ialltoall", "Ibarrier", "Allreduce",
+    "Barrier",
+)  # fmt: skip
+_COUNTED = ("copied", "checked", "into collectives", *COLLECTIVES)
+
+
+def arm() -> None:
+    holds.arm()
+    for name in os.environ.get(NAME, "").split():
+        globals()[name]()
+
+
+def reach_into_couriers() -> None:
+    """Let the couriers that this process is going to have be held, and what they do be replaced. Not collective."""
+    holds.reach_into_couriers()
+    os.environ["MLFLASH_TEST_ARMS"] = "in_couriers"
+
+
+def three_copy_threads() -> None:
+    """Take three threads for copies, without measuring how many help."""
+    from mlflash.memory import copy_threads
+
+    copy_threads._measured = lambda ranks, agree: 3
+
+
+# Bytes that change
+
+
+def changed_after_its_check() -> None:
+    """While "changed" is held: change a byte of the own slot after its checksum was made, once."""
+    from mlflash.redundancy import slot_transfer
+
+    really, changed = slot_transfer.Source.check_up_to, list[int]()
+
+    def check_up_to(source: slot_transfer.Source, block: int) -> None:
+        really(source, block)
+        if holds.is_held("changed") and not changed:
+            source.slot.body(source.extents)[1000] ^= 1
+            changed.append(block)
+
+    slot_transfer.ARRIVAL_S = 1.0
+    slot_transfer.Source.check_up_to = check_up_to  # type: ignore[method-assign]
+
+
+def _changed_when_coded(with_its_check: bool) -> None:
+    from mlflash.memory.parity_layout import Unit
+    from mlflash.redundancy.protection import _GroupBlocks
+
+    really = _GroupBlocks.read
+
+    def read(blocks: _GroupBlocks, unit: Unit) -> tuple[np.ndarray, int]:
+        raw, check = really(blocks, unit)
+        if holds.is_held("changed") and unit.block == 2:
+            raw = raw.copy()
+            raw[1000] ^= 1
+            check = xxhash.xxh3_64_intdigest(raw.data) if with_its_check else check
+        return raw, check
+
+    _GroupBlocks.read = read  # type: ignore[method-assign]
+
+
+def changed_when_sent_for_parity() -> None:
+    """While "changed" is held: send the third block with a byte changed, and the checksum of the block in the slot."""
+    _changed_when_coded(with_its_check=False)
+
+
+def changed_and_checked_when_sent_for_parity() -> None:
+    """While "changed" is held: send the third block with a byte changed, and the checksum of what is sent."""
+    _changed_when_coded(with_its_check=True)
+
+
+def damaged_on_its_way() -> None:
+    """While "changed" is held: parts that this rank sends and receives do not have their checksums."""
+    from mlflash.restoring import exchange_fragments
+
+    def digest(raw: Any) -> int:
+        return 1 if holds.is_held("changed") else xxhash.xxh3_64_intdigest(raw)
+
+    exchange_fragments.xxhash = SimpleNamespace(xxh3_64_intdigest=digest)  # type: ignore[assignment]
+
+
+# Counts
+
+
+class Counts:
+    """Numbers in a file, which the courier of this process adds to and nobody else."""
+
+    def __init__(self, path: Path):
+        path.touch()
+        os.truncate(path, 8 * len(_COUNTED))
+        with path.open("r+b") as file:
+            self._numbers = np.frombuffer(mmap.mmap(file.fileno(), 8 * len(_COUNTED)), dtype=np.int64)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, count: int) -> None:
+        with self._lock:
+            self._numbers[_COUNTED.index(name)] += count
+
+    def all(self) -> Counter[str]:
+        return Counter(dict(zip(_COUNTED, self._numbers.tolist(), strict=True)))
+
+
+def _counting(counts: Counts) -> Callable[[Any], Any]:
+    """Make a function that gives a communicator a form that counts its collectives, as do all that are made from it."""
+    from mpi4py import MPI
+
+    def method(name: str) -> Callable[..., Any]:
+        def call(comm: Any, *args: Any, **named: Any) -> Any:
+            counts.add(name, 1)
+            counts.add("into collectives", getattr(args[0], "nbytes", 0) if args else 0)
+            return getattr(MPI.Intracomm, name)(comm, *args, **named)
+
+        return call
+
+    def split(comm: Any, color: int = 0, key: int = 0) -> Any:
+        part = MPI.Intracomm.Split(comm, color, key)
+        return part if part == MPI.COMM_NULL else counting(part)
+
+    def duplicate(comm: Any) -> Any:
+        made, request = MPI.Intracomm.Idup(comm)
+        return counting(made), request
+
+    made_from_it = {
+        "Split": split,
+        "Idup": duplicate,
+        "Create_group": lambda comm, group, tag: counting(MPI.Intracomm.Create_group(comm, group, tag)),
+    }
+    counting: type = type("Counting", (MPI.Intracomm,), {name: method(name) for name in COLLECTIVES} | made_from_it)
+    return counting
+
+
+def counted() -> None:
+    """Count bytes that are copied and checked by any thread, and collectives of the world and what is made from it."""
+    from mlflash.mpi.world import World
+
+    counts = Counts(Path(os.environ[COUNTS]))
+    copy, digest, make = np.copyto, xxhash.xxh3_64_intdigest, World.__init__
+
+    def counting_copy(target: np.ndarray, source: Any, *args: Any) -> None:
+        counts.add("copied", target.nbytes)
+        copy(target, source, *args)
+
+    def counting_digest(data: Any, *args: Any) -> int:
+        counts.add("checked", memoryview(data).nbytes)
+        return digest(data, *args)
+
+    def make_counting(world: World, comm: Any, *args: Any, **more: Any) -> None:
+        make(world, comm if comm is None else _counting(counts)(comm), *args, **more)
+
+    np.copyto = counting_copy  # type: ignore[assignment]
+    xxhash.xxh3_64_intdigest = counting_digest
+    World.__init__ = make_counting  # type: ignore[method-assign]
