@@ -250,7 +250,7 @@ class Comm:
 
     @staticmethod
     def Compare(one: Comm, other: Comm) -> int:
-        return Mpi.IDENT if one.key == other.key else Mpi.CONGRUENT if one.members == other.members else Mpi.UNEQUAL
+        return Mpi.IDENT if one.members == other.members else Mpi.UNEQUAL
 
     def _wait(self, request: Request) -> None:
         while not request.Test():
@@ -453,7 +453,7 @@ class Mpi:
     MIN, SUM = np.minimum.reduce, np.add.reduce
     BYTE, UNDEFINED, ANY_SOURCE, MODE_NOCHECK, TAG_UB = "BYTE", -32766, -2, 0, 0
     IDENT, CONGRUENT, UNEQUAL = 0, 1, 3
-    COMM_NULL = COMM_SELF = None
+    COMM_NULL = None
     Comm, Status, Exception = Comm, Status, MpiError
     Win = SimpleNamespace(Create=Window)
 

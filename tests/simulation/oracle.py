@@ -205,6 +205,8 @@ class Oracle:
             is_certified = bool(launch.of("restored certified"))  # and not the newest one, as none is certified
             if pair is not None and (is_healed or is_certified):
                 self.newest = pair if is_certified else max(self.newest or pair, pair)
+            if pair is not None and is_certified and self.drained is not None:
+                self.drained = min(self.drained, pair)  # what was gone back to may have become the last commit
         good = {pair for pair in committed if not history.states.is_suspect(pair[1])}
         if good:
             self.newest, self.ranks_of_newest = max(good), history.setting.ranks

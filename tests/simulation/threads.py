@@ -139,23 +139,17 @@ class Condition:
             self.wait(None if timeout is None else until - scheduler().now)
         return result
 
-    def notify(self, n: int = 1) -> None:
-        self._waiters.wake(n)
-        scheduler().tell_news()
-
     def notify_all(self) -> None:
         self._waiters.wake()
         scheduler().tell_news()
 
 
 class Queue:
-    def __init__(self, maxsize: int = 0) -> None:
+    def __init__(self) -> None:
         self._items: deque[Any] = deque()
-        self._waiters, self._maxsize = _Waiters(), maxsize
+        self._waiters = _Waiters()
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        if self._maxsize and len(self._items) >= self._maxsize:
-            raise queue.Full
+    def put(self, item: Any) -> None:
         self._items.append(item)
         if SCHEDULER is not None:
             self._waiters.wake(1)
@@ -180,9 +174,8 @@ class Queue:
 
 class Thread:
     def __init__(self, target: Callable[..., object] | None = None, name: str = "", args: tuple[Any, ...] = (),
-                 kwargs: dict[str, Any] | None = None, daemon: bool | None = None):  # fmt: skip
-        self._target, self.name, self._args, self._kwargs = target, name, args, kwargs or {}
-        self.daemon, self.ident = daemon, None
+                 daemon: bool | None = None):  # fmt: skip
+        self._target, self.name, self._args, self.daemon = target, name, args, daemon
         self._task: Task | None = None
 
     @classmethod
@@ -190,15 +183,15 @@ class Thread:
         """The object that stands for a task."""
         if task.thread is None:
             task.thread = cls(name=task.name)
-            task.thread._task, task.thread.ident = task, task.number
+            task.thread._task = task
         return task.thread
 
     def start(self) -> None:
         kernel = scheduler()
         assert kernel.current is not None and self._target is not None
         run = self._target
-        self._task = kernel.spawn(kernel.current.process, self.name, lambda: run(*self._args, **self._kwargs))
-        self._task.thread, self.ident = self, self._task.number
+        self._task = kernel.spawn(kernel.current.process, self.name, lambda: run(*self._args))
+        self._task.thread = self
         kernel.point("thread.start")
 
     def is_alive(self) -> bool:
@@ -227,19 +220,13 @@ class Threading:
     def get_ident() -> int:
         return 0 if SCHEDULER is None or SCHEDULER.current is None else SCHEDULER.current.number
 
-    @staticmethod
-    def main_thread() -> Any:
-        process = SCHEDULER.current.process if SCHEDULER is not None and SCHEDULER.current is not None else None
-        main = next((task for task in process.tasks if task.name == "main"), None) if process is not None else None
-        return threading.main_thread() if main is None else Thread.of(main)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)
 
 
 class Queues:
     Queue = SimpleQueue = Queue
-    Empty, Full = queue.Empty, queue.Full
+    Empty = queue.Empty
 
 
 REAL_TIME = {name: getattr(time, name) for name in
