@@ -366,6 +366,7 @@ class CourierLink:
         self.queue.put(None)
         self._sender.join(_LAST_S)
         self.couriers.close(kill=False)
+        self._lose(Closed("this process has ended its couriers"))  # so that what was left open can be closed
         self._unhook()
 
     def interrupt(self, why: MlflashError) -> None:

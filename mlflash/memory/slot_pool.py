@@ -172,7 +172,7 @@ class SlotPool:
         """
         with self._taking:
             for slot in self.leased(number):
-                if slot.inode in given_up:
+                if slot.inode and slot.inode in given_up:
                     self._memory.remove(slot.name)
                     slot.unmap()
                 slot.lease, slot.use = 0, Use.FREE

@@ -17,7 +17,7 @@ def world_of(nodes: int, others_have_rdma: bool) -> World:
     world = World(None, this_node(), 1.0)
     world.size = nodes
     world.topology = Topology(tuple(range(nodes)), tuple(f"n{node}" for node in range(nodes)))
-    world.agree = lambda values, comm=None: [min(value, int(others_have_rdma)) for value in values]  # type: ignore
+    world.least_of = lambda values, comm=None: [min(value, int(others_have_rdma)) for value in values]  # type: ignore
     return world
 
 

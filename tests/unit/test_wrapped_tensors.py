@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +80,10 @@ OPTIONS: dict[str, Any] = {"redundancy": "none", "job": "wrapped", "strict": Tru
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapped_tensors, "CLASSES", wrapped_tensors.CLASSES | {class_name(Coded.of(1))})
+def known(monkeypatch: pytest.MonkeyPatch, in_couriers: Callable[[str], None]) -> None:
+    name = class_name(Coded.of(1))
+    monkeypatch.setattr(wrapped_tensors, "CLASSES", wrapped_tensors.CLASSES | {name})
+    in_couriers(f"from mlflash.state import wrapped_tensors as known; known.CLASSES = known.CLASSES | {{{name!r}}}")
 
 
 @pytest.fixture
