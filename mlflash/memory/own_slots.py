@@ -164,17 +164,21 @@ class OwnSlots:
         given_up = []
         with self._lock:
             for slot in slots:
-                stuck = slot.segment
-                if stuck is not None and stuck.is_written_to:
-                    log.warning("a device has not finished its copies into %s: that file is given up", stuck.name)
-                    self._quarantined.append(stuck)
-                    self._memory.remove(stuck.name)
-                    slot.segment, slot.header = None, None
-                    given_up.append(stuck.inode)
-                elif stuck is not None:
-                    stuck.writers.clear()  # all copies are complete; the writers would keep the state in memory
+                if slot.segment is not None and slot.segment.is_written_to:
+                    given_up.append(slot.inode)
+                    self._memory.remove(slot.name)
+                    self._quarantine(slot)
+                elif slot.segment is not None:
+                    slot.segment.writers.clear()  # all copies are complete; they would keep the state in memory
                 slot.taker, slot.lease, slot.use = None, 0, Use.HOLDS
         return given_up
+
+    def _quarantine(self, slot: Slot) -> None:
+        """Leave a file to a device that still writes to it."""
+        assert slot.segment is not None
+        log.warning("a device has not finished its copies into %s: that file is given up", slot.name)
+        self._quarantined.append(slot.segment)
+        slot.segment = slot.header = None
 
     def wait_until_ended(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
         """Wait until no slot is being filled, and forget leases of failed saves; return whether that happened in time.
@@ -218,7 +222,9 @@ class OwnSlots:
                     continue  # it was overtaken by the answer to a lease
                 self._versions[report.slot], slot = report.version, slots[report.slot]
                 if (slot.inode, slot.view.nbytes) != (report.inode, report.nbytes):
-                    if slot.segment is not None:
+                    if slot.segment is not None and slot.segment.is_written_to:
+                        self._quarantine(slot)
+                    elif slot.segment is not None:
                         left.callback(slot.segment.close)
                     slot.segment = slot.header = None
                     fresh += self._map(slot, report, had)
