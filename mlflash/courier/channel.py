@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import pickle
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -151,9 +152,12 @@ class Channel:
             body = bytes(self._bytes[_LENGTH_NBYTES:end])
             del self._bytes[:end]
             try:
-                frames.append(_Unpickler(io.BytesIO(body), self._received).load())
+                frame = _Unpickler(io.BytesIO(body), self._received).load()
             except Exception as error:
                 raise Broken(f"a frame that cannot be read: {text_of(error)}") from error
+            if isinstance(frame, Call):  # Python's cache of attributes would keep each text of the same name
+                frame = frame._replace(method=sys.intern(frame.method))
+            frames.append(frame)
         return frames
 
     def _end_of_frame(self) -> int:
