@@ -95,6 +95,9 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._received = received
 
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(sys.intern(module), sys.intern(name))
+
     def persistent_load(self, pid: Any) -> tuple[Any, ...]:
         number, items = pid
         if items is not None:
@@ -155,7 +158,7 @@ class Channel:
                 frame = _Unpickler(io.BytesIO(body), self._received).load()
             except Exception as error:
                 raise Broken(f"a frame that cannot be read: {text_of(error)}") from error
-            if isinstance(frame, Call):  # Python's cache of attributes would keep each text of the same name
+            if isinstance(frame, Call):  # Python's cache of attributes keeps each text that it was asked for
                 frame = frame._replace(method=sys.intern(frame.method))
             frames.append(frame)
         return frames
