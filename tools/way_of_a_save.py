@@ -83,6 +83,7 @@ def train(rank: int) -> None:
 
 
 def main() -> int:
+    """Start two ranks, or be one of them."""
     if "RANK" in os.environ and _OUT in os.environ:
         train(int(os.environ["RANK"]))
         return 0
@@ -92,7 +93,7 @@ def main() -> int:
         common = {**os.environ, _OUT: out, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                   "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
         ranks = [subprocess.Popen([sys.executable, __file__], env={**common, "RANK": str(rank)}) for rank in range(2)]
-        if any([rank.wait(_LIMIT_S) for rank in ranks]):
+        if sum(rank.wait(_LIMIT_S) for rank in ranks):
             return 1
         seen = [tuple(one) for who in ("trainer-0", "courier-0") for one in json.loads(Path(out, who).read_text())]
     files = sorted({file for file, _ in seen})

@@ -76,13 +76,13 @@ MUTANTS = [
     ),
     Mutant(
         "skip-not-agreed", "a rank skips a save that others do not skip", "saving/commit.py",
-        "    save.skipped = not no_skip\n",
+        "    save.skipped = told.skips\n",
         "    save.skipped = save.request.skip\n",
     ),
     Mutant(
         "room-not-agreed", "only ranks with too small slots make room", "saving/commit.py",
-        "    if not can_wait and no_skip:\n",
-        "    if grow and no_skip:\n",
+        "    if told.grows and not told.skips:\n",
+        "    if grow and not told.skips:\n",
     ),
     Mutant(
         "generation-reused", "a run numbers its attempts from 1 again", "startup/start.py",
@@ -97,13 +97,13 @@ MUTANTS = [
     ),
     Mutant(
         "held-given-away", "the trainer gets slots that hold what must be kept", "memory/slot_pool.py",
-        "            is_free = slot.use is Use.FREE and not slot.drains and (",
-        "            is_free = slot.taker is None and not slot.drains and (",
+        "oldest_free(slots) or leave_behind(",
+        "next((one for one in slots if not one.lease), None) or leave_behind(",
     ),
     Mutant(
         "failed-save-keeps-slots", "slots that a failed save was copied to stay busy", "memory/slot_pool.py",
-        "if slot.use is Use.BUSY:\n                slot.taker, ",
-        "if slot.use is Use.BUSY and committed:\n                slot.taker, ", {"no_space": 0.3},
+        "if slot.use is Use.BUSY:\n                slot.lease, ",
+        "if slot.use is Use.BUSY and committed:\n                slot.lease, ", {"no_space": 0.3},
     ),
     # Transfer
     Mutant(
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "windows-left-open", "windows expose files that slots no longer have", "startup/context.py",
-        "        self.protection.close_windows()\n        borrowed:", "        borrowed:",
+        "        self.protection.close_windows()\n        try:", "        try:",
     ),
     # Parity
     Mutant(
@@ -176,10 +176,6 @@ MUTANTS = [
         "lost-is-never-was", "a committed step that cannot be restored counts as nothing", "restoring/choose_source.py",
         "        if reasons or there.problem:\n", "        if there.problem:\n",
     ),
-    Mutant(
-        "slots-not-taken-back", "a restore writes slots that belong to the trainer", "restoring/from_memory.py",
-        "    context.pool.take_back()\n", "",
-    ),
     # Heal
     Mutant(
         "heal-makes-nothing", "missing copies and parity are not made again", "restoring/heal.py",
@@ -187,7 +183,7 @@ MUTANTS = [
     ),
     Mutant(
         "heal-not-agreed", "only ranks whose copies are missing heal", "restoring/heal.py",
-        "    whole = world.agree([int(not lacking)])[0]\n", "    whole = not lacking\n",
+        "    some_lack = world.any_of(lacking)\n", "    some_lack = lacking\n",
     ),
     Mutant(
         "copies-not-verified", "a damaged copy counts as whole", "redundancy/protection.py",
@@ -207,7 +203,7 @@ MUTANTS = [
     ),
     Mutant(
         "mend-not-agreed", "only the rank that has damage repairs first", "saving/commit.py",
-        "    if save.mends and not undamaged:\n", "    if save.mends and context.damaged:\n",
+        "    if save.mends and told.damaged:\n", "    if save.mends and context.damaged:\n",
     ),
     Mutant(
         "damage-for-ever", "damage that was repaired is reported again", "restoring/heal.py",

@@ -179,13 +179,13 @@ def out_of_step(settings: dict[str, Any], late: bool) -> None:
         before = link.pid
         try:
             with ckpt._courier.unit():
-                ranks.agree([1])
+                ranks.barrier()
                 note("inside", rank=RANK, courier=before)
                 if RANK == 0:
                     courier = ckpt._courier
                     gone = lambda: courier._is_down if not late else link.pid != before and not courier._is_down
                     until(gone, "the courier to have ended")
-                note("agreed", rank=RANK, values=ranks.agree([RANK, 2]))
+                note("agreed", rank=RANK, values=ranks.least_of([RANK, 2]))
         except mlflash.errors.Closed as error:
             note("closed", rank=RANK, why=str(error))
         state = state_at(0)

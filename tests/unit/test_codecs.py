@@ -6,29 +6,22 @@ Each row of `CODECS` is a form in which mlflash writes something that another pr
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import math
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlflash import errors
 from mlflash.config import Config
-from mlflash.courier import wire_format as wire
-from mlflash.courier.wire_format import BadMessage, Frame, Kind, Outcome, Stream
 from mlflash.draining import file_index, rank_table
 from mlflash.draining.file_index import Card, Place, Places, Stored
 from mlflash.draining.rank_table import RankTable
-from mlflash.errors import CorruptSlot, MlflashError
+from mlflash.errors import CorruptSlot
 from mlflash.memory import slot_header
 from mlflash.memory.slot_header import Attempt, Header
 from mlflash.mpi.world import World
@@ -297,93 +290,6 @@ def is_table(its: RankTable) -> bool:
 # Between processes
 
 
-def mlflash_errors() -> st.SearchStrategy[MlflashError]:
-    def make(name: str, agreed: bool, follows: bool, fields: dict[str, Any]) -> MlflashError:
-        more = {"reasons": {3: "torn", 2**40: "é"}} if name == "Unrestorable" else {}
-        made: MlflashError = getattr(errors, name)(**fields, **more)
-        made.agreed, made.follows = agreed, follows
-        return made
-
-    fields: dict[str, st.SearchStrategy[Any]] = {
-        "message": TEXTS_OF_ERRORS, "rank": st.none() | U32, "node": st.none() | TEXTS_OF_ERRORS,
-        "step": st.none() | I64.filter(lambda n: n > -(2**63)), "tensor": st.none() | TEXTS_OF_ERRORS,
-        "expected": st.sampled_from([None, 3, 2.5, "two"]), "found": st.sampled_from([None, 0, "é"]),
-        "ranks": st.lists(U32, max_size=2).map(tuple), "nodes": st.lists(TEXTS_OF_ERRORS, max_size=2).map(tuple),
-    }  # fmt: skip
-    return st.builds(make, st.sampled_from(errors.__all__), st.booleans(), st.booleans(), st.fixed_dictionaries(fields))
-
-
-BODIES: dict[str, Any] = {
-    **{f"message {name}": kind for name, kind in wire.MESSAGES.items()},
-    **{f"result {name}": kind for name, kind in wire.RESULTS.items()},
-    **{f"question {name}": takes for name, (takes, _) in wire.QUESTIONS.items()},
-    **{f"answer to {name}": gives for name, (_, gives) in wire.QUESTIONS.items()},
-    **{f"event {name}": kind for name, kind in wire.EVENTS.items()},
-    **{f"tell {name}": kind for name, kind in wire.TELLS.items()},
-    "opened": wire.Opened, "outcome": Outcome,
-}  # fmt: skip
-LEAVES: dict[Any, st.SearchStrategy[Any]] = {
-    int: st.integers(-(2**63), 2**64 - 1), str: st.text(max_size=8), float: st.floats(allow_nan=False),
-    bool: st.booleans(), bytes: st.binary(max_size=9), type(None): st.none(), None: st.none(), Any: JSON,
-    MlflashError: mlflash_errors(), Config: st.just(CONFIG), msgspec.Raw: JSON.map(wire.encode).map(msgspec.Raw),
-}  # fmt: skip
-
-
-def like(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type of the tables."""
-    origin, its = typing.get_origin(kind), typing.get_args(kind)
-    if kind in LEAVES:
-        return LEAVES[kind]
-    if origin in (typing.Union, types.UnionType):
-        return st.one_of(*map(like, its))
-    if origin is tuple and its[1:] == (...,):
-        return st.lists(like(its[0]), max_size=3).map(tuple)
-    if origin is tuple:
-        return st.tuples(*(like(one) for one in its if one != ()))
-    if origin in (list, Sequence):
-        return st.lists(like(its[0]), max_size=3)
-    if origin is frozenset:
-        return st.frozensets(like(its[0]), max_size=3)
-    if origin in (dict, Mapping):
-        return st.dictionaries(like(its[0]), like(its[1]), max_size=3)
-    if issubclass(kind, enum.Enum):
-        return st.sampled_from(kind)
-    hints = typing.get_type_hints(kind)
-    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
-    return st.builds(kind, **{name: like(hints[name]) for name in names})
-
-
-def plain_body(value: Any) -> Any:
-    """What can be compared: errors are equal where all that they carry is."""
-    if isinstance(value, MlflashError):
-        return type(value), str(value), plain_body(vars(value))
-    if isinstance(value, msgspec.Raw):
-        return bytes(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value), [plain_body(getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if isinstance(value, dict):
-        return {key: plain_body(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value), [plain_body(item) for item in value]
-    return value
-
-
-def bodies(kind: Any) -> Codec:
-    return Codec(like(kind), wire.encode, partial(wire.decode, kind), BadMessage, lambda it: bool(wire.encode(it)),
-                 plain_body)  # fmt: skip
-
-
-def read_frame(raw: bytes) -> tuple[Any, ...]:
-    frames = list(Stream().add(raw))
-    if len(frames) != 1:
-        raise BadMessage("this is no frame")
-    return parts_of(frames[0])
-
-
-def parts_of(frame: Frame) -> tuple[Any, ...]:
-    return frame.kind, frame.session, frame.number, frame.name, bytes(frame.body)
-
-
 def read_message(raw: bytes) -> Any:
     frames = Frames(1000)
     frames.add(raw)
@@ -393,8 +299,6 @@ def read_message(raw: bytes) -> Any:
     return messages[0]
 
 
-FRAMES = st.tuples(st.sampled_from(Kind), st.integers(0, 9), st.integers(0, 2**40), st.text(max_size=9),
-                   JSON.map(wire.encode))  # fmt: skip
 PARTS = st.fixed_dictionaries({
     "format": st.just(1), "start": st.text(max_size=8), "rank": U32, "pid": st.integers(1, 99), "pid_namespace": U32,
     "state": st.sampled_from(["started", "ended", "failed"]), "times": st.just({"made": 1.5}), "beat": st.just(2.5),
@@ -432,8 +336,6 @@ CODECS = {
     "heartbeat": Codec(PARTS, heartbeat.encode, read_part, ValueError,
                        lambda found: found is None or heartbeat.encode(found) != b""),
     "message of JSON": Codec(JSON, frame_of, read_message, BadFrame, lambda found: bool(frame_of(found))),
-    "frame": Codec(FRAMES, lambda its: wire.pack(*its), read_frame, BadMessage, lambda found: type(found[0]) is Kind),
-    **{name: bodies(kind) for name, kind in BODIES.items()},
 }  # fmt: skip
 CHECKED = [name for name, codec in CODECS.items() if codec.is_valid is None]
 
@@ -489,30 +391,17 @@ def test_no_bytes_make_a_reader_do_anything_but_refuse_or_read_what_is_valid(nam
     assert codec.is_valid is None or codec.is_valid(found)
 
 
-@given(st.lists(JSON, max_size=5), st.lists(FRAMES, max_size=5), st.integers(1, 9))
-def test_messages_come_out_as_they_went_in_however_the_bytes_arrive(
-    messages: list[Any], frames: list[Any], step: int
-) -> None:
-    for stream, sent, take in (
-        (Frames(1000), b"".join(map(frame_of, messages)), lambda got: messages == got),
-        (Stream(), b"".join(wire.pack(*one) for one in frames), lambda got: frames == [*map(parts_of, got)]),
-    ):  # fmt: skip
-        got: list[Any] = []
-        for start in range(0, len(sent), step):
-            received = sent[start : start + step]
-            if isinstance(stream, Stream):
-                got += stream.add(received)
-            else:
-                stream.add(received)
-                got += stream.messages()
-        assert take(got)
+@given(st.lists(JSON, max_size=5), st.integers(1, 9))
+def test_messages_come_out_as_they_went_in_however_the_bytes_arrive(messages: list[Any], step: int) -> None:
+    stream, sent = Frames(1000), b"".join(map(frame_of, messages))
+    got: list[Any] = []
+    for start in range(0, len(sent), step):
+        stream.add(sent[start : start + step])
+        got += stream.messages()
+    assert messages == got
 
 
 def test_a_message_that_is_too_long_is_refused_before_any_of_it_is_kept() -> None:
     for bad in ((1001).to_bytes(4, "big"), b"\x00\x00\x03\xe8" + b"[" * 1000, b"\x00\x00\x00\x00"):
         with pytest.raises(BadFrame):
             read_message(bad)
-    stream, length = Stream(), (wire.LARGEST_NBYTES + 1).to_bytes(4, "big")
-    assert list(stream.add(length[:3])) == []
-    with pytest.raises(BadMessage, match="are allowed"):
-        list(stream.add(length[3:]))
