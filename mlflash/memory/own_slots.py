@@ -79,6 +79,7 @@ class OwnSlots:
         self._leases: dict[int, object] = {}  # by number: what they are for
         self._versions: dict[SlotId, int] = {}  # of the newest report about each
         self._numbers = itertools.count(1)
+        self._couriers = 0  # how many have ended: their leases are void
         # Not a Condition: that takes and releases its lock in Python code, and if a signal handler raises there, the
         # lock stays taken forever. It is reentrant, because a finalizer may run in the middle, on the same thread.
         self._lock = threading.RLock()
@@ -106,21 +107,28 @@ class OwnSlots:
         with contextlib.suppress(OSError, MlflashError):  # the courier tries it, too, and all ranks hear of it
             self._memory.renew()
         while True:
-            number = next(self._numbers)
+            number, courier = next(self._numbers), self._couriers
             self._leases[number] = taker
             lent = [inode for inode, views in list(self._lent.items()) if views]
-            files = self._courier.lease(number, leave, lent)
-            if not files:
-                self._leases.pop(number, None)
-                if not self._wait(end):
-                    return None
-                continue
+            if files := self._courier.lease(number, leave, lent):
+                if (taken := self._begin(number, files, taker, courier)) is not None:
+                    return taken
+                self._courier.release(number, ())
+            self._leases.pop(number, None)
+            if not self._wait(end):
+                return None
+
+    def _begin(self, number: int, files: Sequence[SlotFile], taker: object, courier: int) -> tuple[Slot, Slot] | None:
+        """Note what was leased. None: the courier that was asked has ended, so that the lease is void."""
+        with self._lock:
+            if courier != self._couriers:
+                return None
             self.update(files)
             slots = dict(self._all())
             slot, share = (slots[file.slot] for file in files)
             for one in (slot, share):
                 one.taker, one.lease, one.use = taker, number, Use.BUSY
-            return slot, share
+        return slot, share
 
     def _wait(self, end: float) -> bool:
         """Wait a little for a slot to become free; return whether there was time for it. Do not hold the lock."""
@@ -188,9 +196,11 @@ class OwnSlots:
         end = time.monotonic() + timeout_s
         while True:
             self.forget(has_failed)
-            if not self._leases:
-                self._versions.clear()  # the next courier begins anew
-                return True
+            with self._lock:
+                if not any(slot.lease for _, slot in self._all()):
+                    self._couriers += 1
+                    self._versions.clear()  # the next courier begins anew
+                    return True
             if not self._wait(end):
                 return False
 

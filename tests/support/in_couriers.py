@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,7 @@ import xxhash
 NAME = "MLFLASH_TEST_REPLACED"
 COUNTS = "MLFLASH_TEST_COUNTS"
 """The path of a file of `Counts`."""
-COLLECTIVES = (
-    "Iallreduce", "Iallgather", "Iallgatherv", "Igather", "Igatherv", "Ibcast", "Ialltoall", "Ibarrier", "Allreduce",
-    "Barrier",
-)  # fmt: skip
+COLLECTIVES = ("Iallreduce", "Iallgather", "Ibcast")
 _COUNTED = ("copied", "checked", "into collectives", *COLLECTIVES)
 
 
@@ -125,41 +122,18 @@ class Counts:
         return Counter(dict(zip(_COUNTED, self._numbers.tolist(), strict=True)))
 
 
-def _counting(counts: Counts) -> Callable[[Any], Any]:
-    """Make a function that gives a communicator a form that counts its collectives, as do all that are made from it."""
-    from mpi4py import MPI
-
-    def method(name: str) -> Callable[..., Any]:
-        def call(comm: Any, *args: Any, **named: Any) -> Any:
-            counts.add(name, 1)
-            counts.add("into collectives", getattr(args[0], "nbytes", 0) if args else 0)
-            return getattr(MPI.Intracomm, name)(comm, *args, **named)
-
-        return call
-
-    def split(comm: Any, color: int = 0, key: int = 0) -> Any:
-        part = MPI.Intracomm.Split(comm, color, key)
-        return part if part == MPI.COMM_NULL else counting(part)
-
-    def duplicate(comm: Any) -> Any:
-        made, request = MPI.Intracomm.Idup(comm)
-        return counting(made), request
-
-    made_from_it = {
-        "Split": split,
-        "Idup": duplicate,
-        "Create_group": lambda comm, group, tag: counting(MPI.Intracomm.Create_group(comm, group, tag)),
-    }
-    counting: type = type("Counting", (MPI.Intracomm,), {name: method(name) for name in COLLECTIVES} | made_from_it)
-    return counting
-
-
 def counted() -> None:
     """Count bytes that are copied and checked by any thread, and collectives of the world and what is made from it."""
-    from mlflash.mpi.world import World
+    from mlflash.mpi import nonblocking
 
     counts = Counts(Path(os.environ[COUNTS]))
-    copy, digest, make = np.copyto, xxhash.xxh3_64_intdigest, World.__init__
+    copy, digest = np.copyto, xxhash.xxh3_64_intdigest
+    agree, gather, broadcast = nonblocking.agree, nonblocking.gather, nonblocking.broadcast
+
+    def note(name: str, comm: Any, nbytes: int) -> None:
+        if comm is not None:
+            counts.add(name, 1)
+            counts.add("into collectives", nbytes)
 
     def counting_copy(target: np.ndarray, source: Any, *args: Any) -> None:
         counts.add("copied", target.nbytes)
@@ -169,9 +143,18 @@ def counted() -> None:
         counts.add("checked", memoryview(data).nbytes)
         return digest(data, *args)
 
-    def make_counting(world: World, comm: Any, *args: Any, **more: Any) -> None:
-        make(world, comm if comm is None else _counting(counts)(comm), *args, **more)
+    def counting_agree(mpi: Any, comm: Any, values: np.ndarray) -> Any:
+        note("Iallreduce", comm, values.nbytes)
+        return agree(mpi, comm, values)
 
+    def counting_gather(mpi: Any, comm: Any, value: Any) -> Any:
+        note("Iallgather", comm, len(pickle.dumps(value)))
+        return gather(mpi, comm, value)
+
+    def counting_broadcast(comm: Any, value: Any, root: int) -> Any:
+        note("Ibcast", comm, len(pickle.dumps(value)) if comm is None or comm.rank == root else 0)
+        return broadcast(comm, value, root)
+
+    nonblocking.agree, nonblocking.gather, nonblocking.broadcast = counting_agree, counting_gather, counting_broadcast
     np.copyto = counting_copy  # type: ignore[assignment]
     xxhash.xxh3_64_intdigest = counting_digest
-    World.__init__ = make_counting  # type: ignore[method-assign]
