@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import pickle
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,35 +94,11 @@ def test_what_cannot_be_sent_is_an_error_and_the_next_frame_arrives(ends: tuple[
     assert [call.args for call in received(other, 2)] == [(layout,)] * 2
 
 
-def test_descriptors_come_with_their_calls(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    reads, writes = os.pipe()
-    one.send(Call(1, 1, "exchange"), [reads])
-    os.close(reads)
-    received(other)
-    got = other.descriptors.popleft()
-    os.write(writes, b"here")
-    assert os.read(got, 10) == b"here"
-    os.close(got)
-    os.close(writes)
-
-
 def test_other_bytes_are_no_frame(ends: tuple[Channel, Channel]) -> None:
     one, other = ends
     one.sock.sendall((20).to_bytes(8, "big") + b"no pickle, no pickle")
     with pytest.raises(Broken, match="cannot be read"):
         other.receive()
-
-
-def test_the_end_of_the_other_side_is_noticed(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    one.send(Call(0, 0, "log", (30, "last words")))
-    one.sock.close()
-    assert [call.args for call in received(other)] == [(30, "last words")]
-    assert other.receive() is None
-    with pytest.raises(OSError):
-        for _ in range(2):
-            other.send(Call(0, 0, "log"))
 
 
 def calls(*names: str) -> dict[str, set[str]]:
@@ -150,11 +124,3 @@ def test_each_method_that_is_called_by_name_exists() -> None:
     ends = (Trainer, TrainerContext, CourierProcess)
     asked = found["_ask"] | found["_tell"]
     assert {name for name in asked if not any(hasattr(end, name) for end in ends)} == set()
-
-
-def test_a_plan_goes_without_its_manifest() -> None:
-    from mlflash.redundancy.deduplication import Plan
-    from mlflash.state.layout import Extents, Layout
-
-    plan = pickle.loads(pickle.dumps(Plan(Layout((), Extents(0, 0, 4096)), b"manifest", frozenset({"x"}))))
-    assert (plan.manifest, plan.manifest_nbytes, plan.private) == (b"", 8, {"x"})
