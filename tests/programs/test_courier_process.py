@@ -132,8 +132,8 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
     for record in ranks:
         os.kill(record["courier"], signal.SIGSTOP)  # as one that works on what its trainer has left
     try:
-        job.kill()
-        # Both trainers need not be gone at once.
+        for record in ranks:  # alone: the end of a launch ends its couriers, too
+            os.kill(record["trainer"], signal.SIGKILL)
         until(lambda: words() >= {str(pid) for pid in pids}, "all that is left over")
         memories = [str(memory) for memory in shm.glob("node*")]
         heard = [heartbeat for memory in memories for heartbeat in read_heartbeats(memory, "j").heartbeats]
@@ -144,6 +144,7 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
     finally:
         for record in ranks:
             os.kill(record["courier"], signal.SIGCONT)
+        job.kill()
     until(lambda: not couriers.running().keys() & pids, "couriers and zygotes to end")
     assert live_jobs(str(shm)) == []
 
