@@ -123,19 +123,31 @@ class Channel:
         self._bytes = bytearray()
 
     def send(self, frame: Call | Reply, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame. Raises OSError if the other end has gone, and MlflashError if the frame cannot be pickled."""
+        """Send a frame. Of a reply that cannot be pickled an error is sent instead: the other end waits for it.
+
+        Raises OSError if the other end has gone, and MlflashError if a call cannot be pickled.
+        """
         with self._sending:
-            file, before = io.BytesIO(), dict(self._sent)
-            file.write(bytes(_LENGTH_NBYTES))
             try:
-                _Pickler(file, self._sent).dump(frame)
-            except Exception as error:  # such as a value of the user's that no pickle can hold
-                self._sent = _Kept(before)
-                raise MlflashError(f"a message between trainer and courier cannot be sent: {text_of(error)}") from error
-            packed = file.getbuffer()
-            packed[:_LENGTH_NBYTES] = (len(packed) - _LENGTH_NBYTES).to_bytes(_LENGTH_NBYTES, "big")
+                packed = self._pack(frame)
+            except MlflashError as error:
+                if isinstance(frame, Call):
+                    raise
+                packed = self._pack(frame._replace(result=None, error=error))
             begun = socket.send_fds(self.sock, [packed], [*descriptors]) if descriptors else 0
             self.sock.sendall(packed[begun:])
+
+    def _pack(self, frame: Call | Reply) -> memoryview:
+        file, before = io.BytesIO(), dict(self._sent)
+        file.write(bytes(_LENGTH_NBYTES))
+        try:
+            _Pickler(file, self._sent).dump(frame)
+        except Exception as error:  # such as a value of the user's that no pickle can hold
+            self._sent = _Kept(before)
+            raise MlflashError(f"a message between trainer and courier cannot be sent: {text_of(error)}") from error
+        packed = file.getbuffer()
+        packed[:_LENGTH_NBYTES] = (len(packed) - _LENGTH_NBYTES).to_bytes(_LENGTH_NBYTES, "big")
+        return packed
 
     def receive(self) -> list[Call | Reply] | None:
         """Wait for bytes, and return the frames that are complete with them; None: the other end has gone.

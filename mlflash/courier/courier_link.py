@@ -173,10 +173,7 @@ class CourierLink:
         try:
             self._send_frame(item.frame)
         except MlflashError as error:
-            if isinstance(item.frame, Reply):  # the courier waits for it
-                self._send_frame(item.frame._replace(result=None, error=error))
-            else:
-                log.error("%s", error)
+            log.error("%s", error)
 
     def _send_frame(self, frame: Call | Reply, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # the receiving thread notices it, too

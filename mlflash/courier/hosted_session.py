@@ -128,7 +128,7 @@ class Hosted:
     def _reply(self, call: Call, result: Any, error: BaseException | None, refused: bool = False) -> None:
         if error is not None and not isinstance(error, MlflashError):
             error = Closed(f"the courier failed: {text_of(error)}")
-        self._link.reply(Reply(self.number, call.number, None if error is not None else result, error, refused))
+        self._link.send(Reply(self.number, call.number, None if error is not None else result, error, refused))
 
     def _close(self, call: Call, abandon: bool) -> None:
         """End the jobs and release memory.

@@ -32,18 +32,11 @@ class Link:
         self._questions = 0
 
     def send(self, frame: Call | Reply) -> None:
-        """Send a frame. If the trainer has gone, do nothing. Raises MlflashError if it cannot be pickled."""
+        """Send a frame, see `Channel.send`. If the trainer has gone, do nothing."""
         try:
             self.channel.send(frame)
         except OSError:
             self.lose()
-
-    def reply(self, reply: Reply) -> None:
-        """Send a reply, or the error that it cannot be sent: in any case the trainer waits for it."""
-        try:
-            self.send(reply)
-        except MlflashError as error:
-            self.send(reply._replace(result=None, error=error))
 
     def lose(self) -> None:
         """Note that the trainer has gone, and wake all threads that wait for it."""

@@ -155,7 +155,7 @@ class RestoreSession:
         a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
         """
         context = self.context
-        if context.rolled_forward or not context.world.all_of(context.pool.has_room):
+        if context.rolled_forward or not context.world.all_of(context.pool.has_free):
             heal_or_remember(context, context.pool.own[own])
 
     def restored(self, own: int | None) -> None:

@@ -244,7 +244,7 @@ class DrainQueue:
             for home in drain_input.homes.values():
                 context.pool.unmap_others([home.slot, *home.shares])
             context.pool.drained(held)
-            context.tell_trainer()  # only these: the current job may need the other slots
+            context.tell_trainer()
             if error is None:
                 newest = [*self._folders.items()][1 - _FOLDERS :]
                 self._folders = {**dict(newest), drain_input.attempt: os.path.basename(current.path)}

@@ -99,8 +99,8 @@ class OwnSlots:
         """Lease a slot and one for a share, for a save; None if none become free in that time.
 
         Args:
-            taker: what they are for. `taken_by` finds them again if an exception keeps the caller from noting what it
-                took.
+            taker: what they are for. `give_back` finds them by it, also if an exception keeps the caller from noting
+                what it took.
             leave: leave files to the views that this rank has given, instead of waiting for the end of these.
         """
         end = time.monotonic() + wait_s
@@ -127,7 +127,7 @@ class OwnSlots:
             slots = dict(self._all())
             slot, share = (slots[file.slot] for file in files)
             for one in (slot, share):
-                one.taker, one.lease, one.use = taker, number, Use.BUSY
+                one.lease, one.use = number, Use.BUSY
         return slot, share
 
     def _wait(self, end: float) -> bool:
@@ -142,43 +142,36 @@ class OwnSlots:
         if self._freed.locked():
             self._freed.release()
 
-    def taken_by(self, taker: object) -> list[Slot]:
-        return [slot for _, slot in self._all() if slot.taker is taker and slot.use is Use.BUSY]
-
     def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
         """Let another save have the lease of some slots."""
         for slot in slots:
-            slot.taker = taker
             self._leases[slot.lease] = taker
 
     def give_back(self, taker: object) -> None:
         """Give back what is leased for something, unused, to the courier."""
-        for number in self._leases_of(taker):
-            stuck = self._end([slot for _, slot in self._all() if slot.lease == number])
-            self._leases.pop(number, None)
+        for number, stuck in self.ended(taker).items():
             self._courier.release(number, stuck)
 
-    def ended(self, taker: object) -> None:
-        """Note that the courier has the slots of a save again, which has ended."""
-        for number in self._leases_of(taker):
-            self._end([slot for _, slot in self._all() if slot.lease == number])
-            self._leases.pop(number, None)
+    def ended(self, taker: object) -> dict[int, list[int]]:
+        """Note that the courier has the slots of a save again, which has ended.
 
-    def _leases_of(self, taker: object) -> list[int]:
-        return [number for number, one in list(self._leases.items()) if one is taker]
+        Return its leases, with the inodes of files that are given up to a device that writes to them.
+        """
+        numbers = [number for number, one in list(self._leases.items()) if one is taker]
+        return {number: self._end(number) for number in numbers}
 
-    def _end(self, slots: Iterable[Slot]) -> list[int]:
-        """End the use of slots here; return the inodes of those that are given up to a device that writes to them."""
+    def _end(self, number: int) -> list[int]:
         given_up = []
         with self._lock:
-            for slot in slots:
+            for slot in [slot for _, slot in self._all() if slot.lease == number]:
                 if slot.segment is not None and slot.segment.is_written_to:
                     given_up.append(slot.inode)
                     self._memory.remove(slot.name)
                     self._quarantine(slot)
                 elif slot.segment is not None:
                     slot.segment.writers.clear()  # all copies are complete; they would keep the state in memory
-                slot.taker, slot.lease, slot.use = None, 0, Use.HOLDS
+                slot.lease, slot.use = 0, Use.HOLDS
+            self._leases.pop(number, None)
         return given_up
 
     def _quarantine(self, slot: Slot) -> None:

@@ -56,7 +56,6 @@ class Slot:
         self.segment = segment
         self.use = use
         self.drains = False  # whether it is being drained: then it must not be written, whatever its use
-        self.taker: object = None  # in the trainer: what it was leased for; see `OwnSlots.take`
         self.lease = 0  # number of the lease by which the trainer has it; 0: it has not
         # what it holds, once sealed or adopted; otherwise None
         self.header: Header | None = None if segment is None else read_header(segment.view)

@@ -198,17 +198,12 @@ class SlotPool:
 
     @property
     def has_free(self) -> bool:
-        """Whether some own slots are free, which may have views."""
+        """Whether each kind of own slots has one that is free, though it may have views."""
         return all(any(slot.use is Use.FREE for slot in slots) for slots in (self.own, self.shares))
 
     def drained(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             slot.drains = False
-
-    @property
-    def has_room(self) -> bool:
-        """Whether each kind of own slots has one that holds nothing that is needed."""
-        return all(any(slot.use is not Use.HOLDS for slot in slots) for slots in (self.own, self.shares))
 
     def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
         """A slot that may be written, the oldest one. If only files with views are left, its file is left to them."""

@@ -99,7 +99,7 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except MlflashError as error:
         if error.agreed or not isinstance(error, DeadlineExceeded):  # otherwise the courier may still write to them
-            give_up(trainer, made)
+            give_up(trainer, old)
         raise
     reach("restore.resharded")
     if ranks.rank == 0:
@@ -152,9 +152,9 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
                     how, listed(sorted(own), _NAMED), named(new))  # fmt: skip
 
 
-def give_up(trainer: TrainerContext, made: Resharded) -> None:
+def give_up(trainer: TrainerContext, old: OpenCheckpoint) -> None:
     """Let saves write the slots again, because what was put together in them was not loaded."""
-    trainer.slots.give_back(made.slot.taker)
+    trainer.slots.give_back(old)
 
 
 def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> None:

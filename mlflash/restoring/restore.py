@@ -360,7 +360,7 @@ class Restores:
         try:
             self._loading.fill(old.step, made.filling(state))
         except BaseException:  # after an interrupt, too
-            resharding.give_up(self._trainer, made)
+            resharding.give_up(self._trainer, old)
             raise
         self._recorder.seconds["load"] += time.perf_counter() - start
         reach("restore.loaded")

@@ -109,7 +109,7 @@ class Both:
     def check(self) -> None:
         """What a save fills is leased to it and to nobody else, and it fills the file that the courier has."""
         for name, mine, theirs in self.pairs():
-            save = mine.taker
+            save = self.own._leases.get(mine.lease)
             if isinstance(save, Save) and not save.is_sent:
                 assert theirs.use is Use.BUSY and theirs.lease == mine.lease == save.number, f"{name} is not leased"
                 assert not theirs.drains, f"{name} is read, and may be filled"
