@@ -38,6 +38,7 @@ class Save:
 
     def __init__(self) -> None:
         self.pair: list[Slot] = []
+        self.segments: list[Any] = []  # that are filled
         self.is_sent, self.number = False, 0
 
 
@@ -70,7 +71,7 @@ class Both:
         pair = self.own.take(0, save, leave)
         if pair is None:
             return None
-        save.pair, save.number = list(pair), pair[0].lease
+        save.pair, save.number, save.segments = list(pair), pair[0].lease, [slot.segment for slot in pair]
         assert not any(slot.is_lent for slot in pair), "somebody has views of what is filled"
         self.saves.append(save)
         return save
@@ -114,6 +115,7 @@ class Both:
                 assert theirs.use is Use.BUSY and theirs.lease == mine.lease == save.number, f"{name} is not leased"
                 assert not theirs.drains, f"{name} is read, and may be filled"
                 assert (mine.inode, mine.view.nbytes) == (theirs.inode, theirs.view.nbytes), f"{name} has two files"
+                assert any(mine.segment is one for one in save.segments), f"{name} is unmapped while it is filled"
             assert (theirs.lease > 0) <= (theirs.use is Use.BUSY), f"{name} is leased, and free"
         numbers = [theirs.lease for _, _, theirs in self.pairs() if theirs.lease]
         assert all(numbers.count(number) == 2 for number in numbers), "a lease is of a pair"
@@ -304,3 +306,12 @@ def test_an_exception_anywhere_in_the_wait_for_a_slot_leaves_nothing_locked(node
         if not was_left:
             break
     assert number > 21
+
+
+def test_a_report_that_the_answer_to_a_lease_has_overtaken_changes_nothing(both: Both) -> None:
+    both.grow(both.pool.own, PAGE_NBYTES)
+    late = both.pool.news()
+    both.grow(both.pool.own, 2 * PAGE_NBYTES)
+    save = both.take()
+    both.own.update(late)
+    assert save is not None and save.pair[0].segment is save.segments[0] and save.pair[0].view.nbytes == 2 * PAGE_NBYTES
