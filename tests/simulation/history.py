@@ -27,8 +27,6 @@ import mlflash
 from mlflash import crash_points
 from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
 
-_SHM = Path("/dev/shm")
-
 
 @dataclasses.dataclass
 class Record:
@@ -120,7 +118,7 @@ class History:
         self.seed, self.until_points = seed, until_points
         self.kernel = threads.SCHEDULER = Scheduler(seed, keeps_trace=keeps_trace)
         self.setting = draw_setting(self.kernel.random, fixed or {})
-        self.memory = _SHM / f"simulation-{machine.real_pid()}"
+        self.memory = machine.memory_of()
         self.files = self.memory / "files"
         self.problems: list[str] = []
         self._worked_at = 0.0  # virtual time of the last crash point of any rank

@@ -148,9 +148,9 @@ def end() -> None:
         setattr(os, name, real)
 
 
-def real_pid() -> int:
-    pid: int = _REAL["getpid"]()
-    return pid
+def memory_of(pid: int = 0) -> Path:
+    """The directory of what a process (0: this one) simulates; all are as long, as lengths of messages decide much."""
+    return Path(f"/dev/shm/simulation-{pid or _REAL['getpid']():08}")
 
 
 def exit_now(code: int) -> None:

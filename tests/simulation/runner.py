@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import machine
@@ -111,7 +110,7 @@ def _received(answer: Connection, process: Any, name: object) -> Result:
         result = {}
     process.kill()
     process.join()
-    shutil.rmtree(Path(f"/dev/shm/simulation-{process.pid}"), ignore_errors=True)
+    shutil.rmtree(machine.memory_of(process.pid), ignore_errors=True)
     return result or {"seed": name, "problems": [f"the process of this seed died, or took over {LIMIT_S:g} s"]}
 
 
