@@ -4,7 +4,8 @@
 not: launchers of MPI return 0 after a lost node. `mlflash top` and metrics show it. It is written by plain writes to
 memory, whatever MPI does. The file has two parts of 4096 bytes, the trainer's first, then the courier's. A part is a
 JSON object, padded with spaces, or blank. Each process writes only its own part, in one write, so that neither waits
-for the other, or loses what it wrote, even if the other is dead.
+for the other, or loses what it wrote, even if the other is dead. Who reads, reads until two reads agree: tmpfs may show
+a write in part.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from ..version import __version__
 
 log = logging.getLogger("mlflash")
 
-PART_NBYTES = 4096  # written in one call, so that a reader never finds parts of two
+PART_NBYTES = 4096
 
+_READS = 20  # at most so many until two agree
 _SHORT = 64  # letters of each text if all of them together are too long
 _LETTERS = 512  # most characters of a text; each may take six bytes
 SHOW_STACKS = signal.SIGRTMIN + 7
@@ -342,6 +344,16 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+def _read_parts(fd: int) -> tuple[dict[str, Any] | str | None, ...]:
+    text = b""
+    for _ in range(_READS):
+        before, text = text, os.pread(fd, 2 * PART_NBYTES, 0)
+        parts = read_part(text[:PART_NBYTES], TrainerPart), read_part(text[PART_NBYTES:], CourierPart)
+        if text == before and not any(isinstance(part, str) for part in parts):
+            break
+    return parts
+
+
 def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | None, list[str]]:
     """Read what the trainer and the courier of some rank report `together`, and in words, why parts cannot be read.
 
@@ -354,12 +366,11 @@ def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | N
     except (UnsafePath, OSError) as error:
         return None, [f"cannot be read: {error}"]
     try:
-        text = os.pread(fd, 2 * PART_NBYTES, 0)
+        trainer, courier = _read_parts(fd)
     except OSError as error:
         return None, [f"cannot be read: {error.strerror}"]
     finally:
         os.close(fd)
-    trainer, courier = read_part(text[:PART_NBYTES], TrainerPart), read_part(text[PART_NBYTES:], CourierPart)
     if not isinstance(trainer, dict):
         return None, [] if trainer is None else [trainer]
     unread = [f"{courier} in what the courier says"] if isinstance(courier, str) else []
