@@ -356,7 +356,7 @@ def test_alone_it_looks_at_this_node_and_leaves_nothing(shm: Path) -> None:
     done = doctor("--memory", shm, "--need", "1MiB", "--json")
     found = json.loads(done.stdout)
     assert found["well"] and found["errors"] == 0 and found["started"] == "started alone", done.stderr
-    assert {"library", "thread level", "world", "space", "cgroup", "RAM", "memlock", "lifetime", "writing", "job",
+    assert {"library", "world", "space", "cgroup", "RAM", "memlock", "lifetime", "writing", "job",
             "versions", "parity", "GPU", "need", "nodes"} <= levels(done).keys()  # fmt: skip
     assert [list(ranks) for ranks in found["nodes"].values()] == [[0]]
     assert list(shm.iterdir()) == [] and done.stderr == ""
