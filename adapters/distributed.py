@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.config import Config, from_environment
-from mlflash.courier import linked
 from mlflash.errors import ConfigError, MlflashError, WorldMismatch
 from mlflash.in_place.decider_link import decider, is_spare
 from mlflash.in_place.forked_spare import fork_spares
+from mlflash.protocol import linked
 from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
 from mlflash.wireup.program_mpi import share, world_of

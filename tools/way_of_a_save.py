@@ -50,11 +50,11 @@ class Tally:
 
 def run(forked: Any) -> None:
     """Be a courier that is counted. The entry point of the forked process."""
-    from mlflash.courier import process_main
+    from mlflash.courier import main as courier_main
 
     tally = Tally(f"courier-{forked.rank}")
     tally.begin()
-    process_main.run(forked)
+    courier_main.run(forked)
     tally.write()
 
 
@@ -63,7 +63,7 @@ def train(rank: int) -> None:
     import numpy as np
 
     from mlflash import Checkpointer
-    from mlflash.courier import courier_link, linked
+    from mlflash.protocol import courier_link, linked
 
     courier_link.ENTRY = linked.ENTRY = "way_of_a_save:run"
     tally = Tally(f"trainer-{rank}")

@@ -27,7 +27,7 @@ from torch.futures import Future
 from mlflash import Checkpointer
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StateError
-from mlflash.saving.early_staging import ReservedSave, StagedState
+from mlflash.saving.staging import ReservedSave, StagedState
 from mlflash.state.leaves import Flat
 from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import Key

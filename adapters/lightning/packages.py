@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from mlflash.courier import linked
+from mlflash.protocol import linked
 from mlflash.wireup.pmi_client import is_refused
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")

@@ -19,7 +19,7 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from mlflash import Checkpointer, rng
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
-from mlflash.protocol.torch_rank import check_torch_rank
+from mlflash.protocol.ranks import check_torch_rank
 
 from .. import intervals
 from ..ids import step_of

@@ -34,7 +34,7 @@ from bench.rows import Row
 from wireup import Start
 
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, join
-from mlflash.memory.slot_header import Kind
+from mlflash.memory.slot import Kind
 from mlflash.placement.failure_domains import from_lines
 from mlflash.placement.protection_groups import Placement, place
 from mlflash.placement.redundancy_scheme import parse

@@ -15,18 +15,17 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
-from ..courier.connect import connect
-from ..courier.in_process import FORKED
 from ..draining.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
-from ..protocol.client import Client, one_unit
+from ..protocol.client import FORKED, Client, one_unit
 from ..protocol.trainer_context import TrainerContext
 from ..restoring.restore import Restores
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
 from . import disabled, uncaught, unclosed
+from .connect import connect
 from .for_adapters import Adapting
 
 log = logging.getLogger("mlflash")

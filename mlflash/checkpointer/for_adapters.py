@@ -21,9 +21,9 @@ from ..protocol.ranks import Ranks
 from ..protocol.wanted_parts import WantedPart
 from ..restoring.open_in_memory import OpenCheckpoint
 from ..restoring.restore import Loading, Restores
-from ..saving.early_staging import ReservedSave, StagedState
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
+from ..saving.staging import ReservedSave, StagedState
 from ..state.leaves import Flat
 
 log = logging.getLogger("mlflash")

@@ -41,7 +41,7 @@ def _end_all() -> None:
             end(one, "failed" if hasattr(sys, "last_value") else "ended")
         except Exception:  # the other Checkpointers must be ended, too
             log.exception("a Checkpointer could not be ended")
-    if linked := sys.modules.get("mlflash.courier.linked"):
+    if linked := sys.modules.get("mlflash.protocol.linked"):
         linked.close_links()
 
 

@@ -15,7 +15,7 @@ from ..draining import checkpoint_directory
 from ..human_readable.wording import many
 from ..memory.inventory import write_verdict
 from ..memory.node_directory import NodeDirectory
-from ..memory.slot_header import Verdict
+from ..memory.slot import Verdict
 from ..mpi.world import World, gather
 from ..storage.store import open_store
 

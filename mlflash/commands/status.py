@@ -22,7 +22,7 @@ from ..inspection.on_disk import age_s
 from ..inspection.restorability import Prospect, Restorability, Survival, survival, what_is_restorable
 from ..memory.courier_process import process_named
 from ..memory.node_directory import jobs_of
-from ..memory.slot_header import Attempt, Header, Kind, Verdict
+from ..memory.slot import Attempt, Header, Kind, Verdict
 from ..mpi.world import World
 
 if TYPE_CHECKING:

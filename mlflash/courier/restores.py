@@ -12,8 +12,7 @@ from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot
 from ..memory.inventory import file_number, write_verdict
 from ..memory.shared_memory_segment import Segment
-from ..memory.slot import Slot
-from ..memory.slot_header import Attempt, Verdict
+from ..memory.slot import Attempt, Slot, Verdict
 from ..memory.wanted_step import WantedStep
 from ..protocol.records import FoundInMemory
 from ..protocol.wanted_parts import WantedPart
@@ -23,8 +22,7 @@ from ..restoring.choose_source import Sources
 from ..restoring.exchange_fragments import exchange
 from ..restoring.heal import heal_or_remember
 from ..restoring.open_in_memory import FoundElsewhere
-from ..startup.certification import Saved
-from ..startup.context import Context
+from ..startup.context import Context, Saved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,7 @@ from ..memory.own_slots import SlotFile
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World
 from ..placement.survival import describe, of
-from ..protocol.records import Start, Started
-from ..protocol.save_request import SaveRequest, Trainer
+from ..protocol.records import SaveRequest, Start, Started, Trainer
 from ..redundancy.deduplication import Shareable
 from ..restoring.choose_source import Sources
 from ..restoring.from_memory import heal_newest, scavenge

@@ -15,7 +15,7 @@ import xxhash
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
-from ..memory.slot_header import Attempt, Verdict
+from ..memory.slot import Attempt, Verdict
 from ..storage.store import Store, each
 from .file_index import CARD_NBYTES, Card, read_card
 

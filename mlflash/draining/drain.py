@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
-from ..memory.slot_header import Attempt
+from ..memory.slot import Attempt
 from ..protocol.client import Client
 from ..protocol.ranks import Ranks
 from ..storage.store import Store
@@ -113,14 +114,30 @@ class Drains:
     def __init__(self, courier: Client, ranks: Ranks, has_directory: bool):
         self._courier, self._ranks, self._has_directory = courier, ranks, has_directory
         self.last: Drain | None = None
+        self._number = 0  # the courier's number of it; 0: none, or that courier has ended
         self.restored: int | None = None  # the step that was restored last; None before the first
 
     @property
     def idle(self) -> bool:
         return self.last is None or self.last.done
 
-    def began(self, drain: Drain) -> None:
-        self.last = drain
+    def moved(self, number: int, state: Mapping[str, Any]) -> None:
+        """Note how far the drain is that the courier has numbered so; a new number: it has just begun."""
+        drain = self.last
+        if drain is None or number != self._number:
+            self.last = drain = Drain(state["step"], patience_s=self._ranks.timeout_s)
+            self._number = number
+        for name in ("path", "nbytes", "written", "progress", "moved", "silent"):
+            setattr(drain, name, state[name])
+        if state["done"]:
+            drain.end(state["error"])
+            drain.seconds = state["seconds"]
+
+    def lost(self) -> None:
+        """Fail the drain, because its courier has ended. The next courier counts its drains from one again."""
+        self._number = 0
+        if self.last is not None and not self.last.done:
+            self.last.end(DrainFailed("the courier of this rank has ended", step=self.last.step))
 
     def ask(self) -> None:
         """Ask for a drain of the next checkpoint that is committed; agreed on with the commit."""

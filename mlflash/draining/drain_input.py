@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from ..crash_points import reach
-from ..memory.slot_header import Attempt, Verdict
+from ..memory.slot import Attempt, Verdict
 from ..protocol.describe_ranks import Described
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES

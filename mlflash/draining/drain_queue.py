@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from ..config import Config
 from ..errors import DrainFailed
 from ..memory.inventory import scan
-from ..memory.slot import Slot, Use
-from ..memory.slot_header import Attempt, Kind, Verdict
+from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.job_thread import JobThread
 from ..mpi.nonblocking import Operation

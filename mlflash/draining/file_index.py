@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ..errors import CorruptSlot
-from ..memory.slot_header import Attempt
+from ..memory.slot import Attempt
 from ..state import manifest
 from ..state.leaves import Entry, ties_of
 from ..state.manifest import Manifest
@@ -49,7 +49,7 @@ class Card:
     index_check: int
     unix_ns: int
     owner: str  # which job wrote it, see `config.Config.owner`
-    mark: int = 0  # mark of what was drained, see `slot_header.Header`
+    mark: int = 0  # mark of what was drained, see `slot.Header`
 
     def pack(self) -> bytes:
         body = _CARD.pack(

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..crash_points import reach
 from ..errors import ConfigError, DrainFailed, MlflashError, pip_install, text_of
-from ..memory.slot_header import Verdict
+from ..memory.slot import Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.nonblocking import Operation, side_by_side
 from ..mpi.world import World

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config, from_environment
-from ..courier import linked
 from ..crash_points import reach
+from ..protocol import linked
 from ..wireup.launch import Meeting
 from ..wireup.zygote_client import ZygoteClient
 from . import forked_spare

@@ -15,7 +15,7 @@ import xxhash
 
 from ..draining.checkpoint_directory import Listed
 from ..memory.node_directory import NodeDirectory
-from ..memory.slot_header import Header, Kind
+from ..memory.slot import Header, Kind
 from ..mpi.world import World
 from ..placement.node import this_node
 from ..redundancy.deduplication import cuts

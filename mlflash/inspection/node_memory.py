@@ -18,8 +18,7 @@ from ..errors import CorruptSlot, MlflashError, UnsafePath
 from ..memory.inventory import Inventory, join, of_headers
 from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import decode_heads
-from ..memory.slot import table_check
-from ..memory.slot_header import (
+from ..memory.slot import (
     COMMIT_START,
     HEADER_NBYTES,
     MAGIC,
@@ -31,6 +30,7 @@ from ..memory.slot_header import (
     Verdict,
     read_record,
     read_verdict,
+    table_check,
     unpack,
 )
 from ..mpi.world import World, gather

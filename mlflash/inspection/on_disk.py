@@ -27,7 +27,7 @@ from ..draining.checkpoint_directory import (
 from ..draining.file_index import CARD_NBYTES, Card, read_card
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..human_readable.wording import listed, many
-from ..memory.slot_header import Verdict
+from ..memory.slot import Verdict
 from ..memory.wanted_step import NEWEST
 from ..mpi.world import World
 from ..restoring.open_in_directory import OpenInDirectory

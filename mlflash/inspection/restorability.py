@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from ..errors import ConfigError
 from ..human_readable.wording import listed
 from ..memory.inventory import Inventory
-from ..memory.slot_header import Attempt, Header, Kind, Verdict
+from ..memory.slot import Attempt, Header, Kind, Verdict
 from ..memory.wanted_step import NEWEST, WantedStep
 from ..placement.redundancy_scheme import Scheme, parse
 from ..startup.choose_checkpoint import Choice, choose

@@ -14,7 +14,7 @@ from ..command_line.output import new_table
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named
 from ..telemetry.heartbeat import is_orphan, is_without_courier
-from ..telemetry.lateness import is_worth_a_word
+from ..telemetry.recorder import is_worth_a_word
 from .rank_status import Heartbeat, Look
 
 _QUIET_S = 60.0  # a rank without a heartbeat for this long gets a color

@@ -16,7 +16,7 @@ from ..errors import CorruptSlot
 from ..human_readable.wording import listed, named
 from .inventory import Place, file_name, file_number, first_pages
 from .node_directory import NodeDirectory
-from .slot_header import (
+from .slot import (
     COMMIT_START,
     MAGIC,
     RESTORES_START,

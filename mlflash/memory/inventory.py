@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import CorruptSlot, UnsafePath
 from .node_directory import NodeDirectory
-from .slot_header import (
+from .slot import (
     RECORD_NBYTES,
     RESTORES_START,
     VERDICT_START,
@@ -37,7 +37,7 @@ FOUND = np.dtype(
 
 ``number``: how many may be lost, of parity; which share, of shared state, and ``shares`` how many there are. ``group``:
 index of a parity group. ``shared_by``: the set of ranks whose shared state it is, or which this slot needs; -1: none.
-``verdict``: see `slot_header.Verdict`.
+``verdict``: see `slot.Verdict`.
 """
 _ATTEMPT = ["generation", "run_0", "run_1", "step", "world_size"]
 _RUN_ID = struct.Struct("<QQ")

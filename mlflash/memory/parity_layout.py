@@ -24,8 +24,7 @@ import numpy as np
 
 from ..errors import CorruptSlot
 from ..state.layout import CHECK_NBYTES, Extents, round_up
-from .slot import Slot, table_check
-from .slot_header import HEADER_NBYTES, Header, unpack
+from .slot import HEADER_NBYTES, Header, Slot, table_check, unpack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ from . import shared_memory_segment
 from .inventory import Inventory, file_name, file_number
 from .node_directory import NodeDirectory
 from .own_slots import SlotFile, SlotId, named
-from .slot import Slot, Use, close_others, leave_behind, oldest_free
-from .slot_header import Attempt, Kind
+from .slot import Attempt, Kind, Slot, Use, close_others, leave_behind, oldest_free
 
 log = logging.getLogger("mlflash")
 

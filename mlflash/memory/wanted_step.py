@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .slot_header import Verdict
+from .slot import Verdict
 
 
 @dataclasses.dataclass(frozen=True)

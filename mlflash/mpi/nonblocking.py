@@ -1,4 +1,4 @@
-"""Step-by-step operations, and MPI collectives in this form.
+"""Step-by-step operations, MPI collectives in this form, and what ranks agree on by them.
 
 A job of the courier runs them to their end (`World.drive`). Work outside of jobs is advanced a little whenever the
 courier has nothing else to do (see `background_collectives`). Every collective takes ``mpi``, the module mpi4py.MPI,
@@ -8,7 +8,9 @@ and ``comm``, over which it is collective; comm is None without MPI.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator, Iterable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,3 +89,74 @@ def raise_together(mpi: Any, comm: Any, error: MlflashError | None, values: Sequ
         agreed.agreed = True
         raise agreed
     return [int(number) for number in least]
+
+
+class SendRate:
+    """Limits how many bytes per second the courier sends.
+
+    Args:
+        rate: bytes per second of this rank; 0: no limit.
+    """
+
+    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
+        self.rate, self._clock = rate, clock
+        self._free_at = 0.0
+
+    def send(self, nbytes: int) -> Operation:
+        """Wait until bytes may be sent. For the courier."""
+        if self.rate:
+            while self._clock() < self._free_at:
+                yield False
+            self._free_at = max(self._free_at, self._clock() - 1e-3) + nbytes / self.rate
+
+
+AT_ONCE = SendRate(0)
+"""For transfers that training waits for."""
+
+
+_NOTHING: Mapping[str, int] = {}
+
+
+class Agreement:
+    """How ranks agree. ``least_of`` is what a class of ranks defines."""
+
+    def least_of(self, values: Sequence[int], comm: Any = None) -> list[int]:
+        """Take the minimum of each number over all ranks of ``comm``; None: all ranks."""
+        raise NotImplementedError
+
+    def agree(self, *, all_of: Mapping[str, object] = _NOTHING, any_of: Mapping[str, object] = _NOTHING,
+              min_of: Mapping[str, int] = _NOTHING, max_of: Mapping[str, int] = _NOTHING,
+              comm: Any = None) -> SimpleNamespace:  # fmt: skip
+        """Find out what is true on all ranks, or on any, and the smallest and largest of some numbers.
+
+        Example:
+            ``agree(all_of={"settled": is_settled}, max_of={"newest": generation})`` returns an object with the
+            attributes ``settled`` (bool) and ``newest`` (int), the same on all ranks.
+        """
+        names = [*all_of, *any_of, *min_of, *max_of]
+        own = [*map(bool, all_of.values()), *(not value for value in any_of.values()), *min_of.values(),
+               *(-number for number in max_of.values())]  # fmt: skip
+        agreed: dict[str, Any] = dict(zip(names, self.least_of(list(map(int, own)), comm), strict=True))
+        agreed |= {name: bool(agreed[name]) for name in all_of} | {name: not agreed[name] for name in any_of}
+        return SimpleNamespace(**agreed | {name: -agreed[name] for name in max_of})
+
+    def all_of(self, value: object, comm: Any = None) -> bool:
+        """Whether something is true on all ranks."""
+        return bool(self.least_of([int(bool(value))], comm)[0])
+
+    def any_of(self, value: object, comm: Any = None) -> bool:
+        """Whether something is true on any rank."""
+        return not self.all_of(not value, comm)
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        return -self.least_of([-number])[0]
+
+    def is_same(self, number: int, comm: Any = None) -> bool:
+        """Whether all ranks have the same number."""
+        low, high = self.least_of([number, -number], comm)
+        return low == -high
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.least_of([0])

@@ -20,9 +20,8 @@ from ..human_readable.wording import listed
 from ..placement.node import Node
 from ..placement.topology import Topology, from_node_ids
 from . import nonblocking
-from .agreement import Agreement
 from .deadlines import ASK_ALL, Pings, Waits
-from .nonblocking import Operation
+from .nonblocking import Agreement, Operation
 
 log = logging.getLogger("mlflash")
 

@@ -1,10 +1,10 @@
-"""The messages between a trainer and its courier, and the trainer's side of them.
+"""How a trainer reaches its courier, and what the two tell each other.
 
-In come the calls of saves and restores, and out go messages to the courier. `messages` defines these, and
-`save_request` and `wanted_parts` are parts of them.
+In come the calls of saves and restores, and out go calls to the courier. Each end of the `channel` calls methods at the
+other end. The trainer has a `client` for each Checkpointer, and those of the same ranks share one `courier_link`
+(`linked`). `records` and `wanted_parts` are what the calls carry, and `exchange_rounds` receives what other ranks send.
 
-The trainer has a `client` that takes messages to the courier, and a `trainer_context` that the courier updates. `ranks`
-are the ranks of the run, and `torch_rank` converts PyTorch's numbers of ranks to them. With `describe_ranks` the ranks
-tell each other what the ranks of an old checkpoint hold. This room imports the rooms that define these data, and makes
-no MPI calls.
+`ranks` are the ranks of the run, and `trainer_context` is what the courier updates. With `describe_ranks` the ranks
+tell each other what the ranks of an old checkpoint hold. This room makes no MPI calls, except that a program which uses
+MPI itself carries an address by it.
 """

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import xxhash
 
-from ..memory.slot_header import MAX_GROUP
+from ..memory.slot import MAX_GROUP
 from ..placement.topology import Topology
 from ..state.layout import ALIGN_NBYTES, Extents, Layout, round_up
 from ..state.leaves import Entry, Flat, live_bytes, replica_ranks

@@ -22,9 +22,8 @@ import xxhash
 
 from ..crash_points import reach
 from ..memory.parity_layout import Task, Unit
-from ..memory.slot_header import MAX_GROUP
-from ..mpi.nonblocking import Operation, done, side_by_side
-from ..mpi.send_rate import SendRate
+from ..memory.slot import MAX_GROUP
+from ..mpi.nonblocking import Operation, SendRate, done, side_by_side
 from ..mpi.world import World
 from . import erasure_codes
 

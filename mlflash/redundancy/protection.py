@@ -12,8 +12,7 @@ import numpy as np
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.parity_layout import Head, Stripes, Unit, heads_blocks, pack_heads, parity_extents, read_heads
-from ..memory.slot import Slot, Use, table_check
-from ..memory.slot_header import HEADER_NBYTES, Attempt, Header, unpack
+from ..memory.slot import HEADER_NBYTES, Attempt, Header, Slot, Use, table_check, unpack
 from ..memory.slot_pool import SlotPool, any_whole
 from ..mpi.fabric import OpenMemory, choose_transport
 from ..mpi.nonblocking import Operation, done, side_by_side

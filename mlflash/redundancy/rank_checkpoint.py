@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..memory.slot import Slot
-from ..memory.slot_header import Header
+from ..memory.slot import Header, Slot
 from ..state.leaves import Entry
 from ..state.manifest import Manifest
 from ..state.rebuild import Read

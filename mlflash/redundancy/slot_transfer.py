@@ -17,11 +17,9 @@ import numpy as np
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
-from ..memory.slot import Slot, Use, table_check
-from ..memory.slot_header import HEADER_NBYTES, Attempt, Header, Kind, unpack
+from ..memory.slot import HEADER_NBYTES, Attempt, Header, Kind, Slot, Use, table_check, unpack
 from ..mpi.fabric import OpenMemory
-from ..mpi.nonblocking import Operation, done
-from ..mpi.send_rate import AT_ONCE, SendRate
+from ..mpi.nonblocking import AT_ONCE, Operation, SendRate, done
 from ..mpi.world import World
 from ..state.layout import PAGE_NBYTES, Extents
 

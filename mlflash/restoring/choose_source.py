@@ -10,7 +10,7 @@ from ..draining.drain_queue import DrainQueue
 from ..errors import StepNotFound, Unrestorable
 from ..memory.commit_records import MOST_STEPS
 from ..memory.inventory import Place
-from ..memory.slot_header import Verdict
+from ..memory.slot import Verdict
 from ..memory.wanted_step import WantedStep
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context

@@ -27,8 +27,7 @@ from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot, WorldSizeChanged
 from ..memory import commit_records
 from ..memory.inventory import Inventory, Place, file_number
-from ..memory.slot import Slot, Use
-from ..memory.slot_header import Attempt, Header, Kind, Verdict
+from ..memory.slot import Attempt, Header, Kind, Slot, Use, Verdict
 from ..memory.wanted_step import NEWEST, WantedStep
 from ..mpi.fabric import OpenMemory
 from ..redundancy.deduplication import Share, cuts

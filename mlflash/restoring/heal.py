@@ -12,8 +12,7 @@ import xxhash
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
 from ..memory.inventory import file_number
-from ..memory.slot import Slot, Use, read_header, table_check
-from ..memory.slot_header import Attempt
+from ..memory.slot import Attempt, Slot, Use, read_header, table_check
 from ..mpi.nonblocking import Operation, done
 from ..mpi.world import World
 from ..redundancy.slot_transfer import Source, slot_of

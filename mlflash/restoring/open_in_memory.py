@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 
 from ..memory.inventory import file_number
-from ..memory.slot_header import Attempt
+from ..memory.slot import Attempt
+from ..protocol import exchange_rounds
 from ..protocol.describe_ranks import Described, gather_ranks
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart, items
@@ -95,7 +96,8 @@ class OpenInMemory:
         while True:
             asked: dict[int, list[WantedPart]] = {}
             count = self._ranks.on_all(functools.partial(self._read_near, left, asked))
-            whole = self._trainer.courier.exchange(found.attempt, homes, found.files, asked)
+            courier = self._trainer.courier
+            whole = exchange_rounds.exchange(courier, self._ranks, found.attempt, homes, found.files, asked)
             agreed = self._ranks.agree(all_of={"whole": whole, "through": count < _PARTS})
             if agreed.through or not agreed.whole:
                 return bool(agreed.whole)

@@ -18,9 +18,8 @@ from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.inventory import Place
 from ..memory.parity_layout import Head, Stripes, Task, Unit, heads_blocks, read_heads
-from ..memory.slot import Slot, Use
-from ..memory.slot_header import unpack
-from ..mpi.send_rate import AT_ONCE
+from ..memory.slot import Slot, Use, unpack
+from ..mpi.nonblocking import AT_ONCE
 from ..redundancy.parity_exchange import ParityExchange, roles_of
 from ..startup.choose_checkpoint import Choice, ParityGroup
 from ..startup.context import Context

@@ -28,7 +28,7 @@ from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.deduplication import Plan
 from ..redundancy.rank_checkpoint import RankCheckpoint
-from ..saving.pending_save import PendingSave
+from ..saving.save_queue import PendingSave
 from ..saving.snapshot import Snapshot
 from ..saving.staging import Staging
 from ..state.flatten import flatten, flatten_or_none

@@ -17,8 +17,7 @@ from ..draining.drain import Drain
 from ..draining.file_index import Card
 from ..errors import MlflashError, text_of
 from ..events import Event
-from ..memory.slot import Slot, Use, read_header, table_check
-from ..memory.slot_header import Header, Kind
+from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check
 from ..mpi.background_collectives import in_thread
 from ..mpi.nonblocking import Operation
 from ..startup.context import Context

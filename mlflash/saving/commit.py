@@ -25,13 +25,11 @@ from typing import Protocol
 from ..crash_points import reach
 from ..errors import CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.own_slots import SlotFile
-from ..memory.slot import Slot
-from ..memory.slot_header import Attempt, Header, Verdict
-from ..protocol.save_request import SaveRequest, Trainer
+from ..memory.slot import Attempt, Header, Slot, Verdict
+from ..protocol.records import SaveRequest, Trainer
 from ..redundancy.deduplication import Plan
 from ..redundancy.slot_transfer import Source
-from ..startup.certification import Saved
-from ..startup.context import Context, needs_room
+from ..startup.context import Context, Saved, needs_room
 from ..state.layout import Extents, Layout
 from ..value_checks.examiner import Examination, Finding, Stored, in_words
 from .staging import all_checks

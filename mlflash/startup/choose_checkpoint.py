@@ -15,7 +15,7 @@ from ..memory.commit_records import Trace
 from ..memory.inventory import Inventory, Place, decode, encode, join, scan
 from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import recoverable
-from ..memory.slot_header import Attempt, Kind, Verdict
+from ..memory.slot import Attempt, Kind, Verdict
 from ..memory.wanted_step import NEWEST, WantedStep
 from ..mpi.world import World
 

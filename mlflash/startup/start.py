@@ -16,7 +16,7 @@ from ..memory.memory_limits import slow_kind
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot_pool import SlotPool
 from ..mpi.fabric import Poke
-from ..mpi.send_rate import SendRate
+from ..mpi.nonblocking import SendRate
 from ..mpi.world import World
 from ..placement import redundancy_scheme
 from ..placement.failure_domains import Domains, ask_slurm, discover, from_argument
@@ -29,9 +29,8 @@ from ..redundancy.replicated_tensors import ReplicatedTensors
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..value_checks.examiner import Examiner
-from .certification import Certification, Saved
 from .choose_checkpoint import look_at_earlier_runs
-from .context import Context, losses_of
+from .context import Certification, Context, Saved, losses_of
 
 log = logging.getLogger("mlflash")
 

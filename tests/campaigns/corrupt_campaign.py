@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 import mlflash
 from mlflash.errors import SaveFailed, StepNotFound
-from mlflash.memory.slot_header import unpack
+from mlflash.memory.slot import unpack
 from mlflash.redundancy import slot_transfer
 from mlflash.state import layout
 

@@ -10,7 +10,7 @@ import pytest
 from damage import flip, headers
 from harness import Cluster, assert_unrestorable, train_and_die
 
-from mlflash.memory.slot_header import HEADER_NBYTES, unpack
+from mlflash.memory.slot import HEADER_NBYTES, unpack
 
 
 def slots_of(cluster: Cluster, rank: int, step: int, nodes: list[int]) -> list[Path]:

@@ -15,7 +15,7 @@ from damage import flip, slot
 from harness import Cluster
 from waiting import until
 
-from mlflash.memory.slot_header import HEADER_NBYTES
+from mlflash.memory.slot import HEADER_NBYTES
 
 ENV = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}
 

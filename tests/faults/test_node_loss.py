@@ -11,7 +11,7 @@ from faults.stopping import sleeps
 from harness import Cluster, assert_restored, assert_unrestorable, train_and_die
 from waiting import take, until
 
-from mlflash.memory.slot_header import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpack
+from mlflash.memory.slot import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpack
 
 TRANSPORTS = ("p2p", "rma")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlflash.courier import linked
+from mlflash.protocol import linked
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,8 +19,7 @@ from mpi4py import MPI
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, Unrestorable
 from mlflash.memory.parity_layout import Stripes
-from mlflash.memory.slot import Slot, table_check
-from mlflash.memory.slot_header import Header
+from mlflash.memory.slot import Header, Slot, table_check
 from mlflash.state.layout import PAGE_NBYTES
 
 COMM = MPI.COMM_WORLD

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from waiting import until
 
 from mlflash import Checkpointer
-from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
+from mlflash.memory.slot import HEADER_NBYTES, Header, unpack
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

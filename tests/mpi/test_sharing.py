@@ -17,7 +17,7 @@ from emulated import Nodes, on_node
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors, rng
-from mlflash.memory.slot_header import Kind
+from mlflash.memory.slot import Kind
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

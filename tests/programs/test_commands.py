@@ -30,7 +30,7 @@ from mlflash.inspection.checkpoint_contents import statistics
 from mlflash.inspection.node_memory import File, Node, Sealed, look
 from mlflash.inspection.restorability import survival, what_is_restorable
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.memory.slot_header import HEADER_NBYTES, Attempt, Header
+from mlflash.memory.slot import HEADER_NBYTES, Attempt, Header
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of

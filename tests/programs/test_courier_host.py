@@ -129,7 +129,7 @@ def test_trainers_that_come_all_at_once_are_all_served(job: Job) -> None:
     host = job.host()
     environment = {**job.environment, "MUCH": "x" * 100_000}  # more than one piece of a stream
     with ThreadPoolExecutor(12) as threads:
-        begin = lambda _: ZygoteClient(["mlflash.courier.process_main:run"], environment, mpi=False)
+        begin = lambda _: ZygoteClient(["mlflash.courier.main:run"], environment, mpi=False)
         zygotes = list(threads.map(begin, range(24)))
     try:
         assert {zygote.process.pid for zygote in zygotes} <= started_by({host.pid}), "one was not started by the host"
@@ -143,7 +143,7 @@ def test_who_says_nothing_to_a_host_delays_it_for_a_moment(job: Job) -> None:
     (path,) = job.root.glob("mlflash-*/couriers-*")
     with opened(path.parent) as folder, socket.socket(socket.AF_UNIX) as silent:
         silent.connect(f"{folder}/{path.name}")
-        zygote = ZygoteClient(["mlflash.courier.process_main:run"], job.environment, mpi=False)
+        zygote = ZygoteClient(["mlflash.courier.main:run"], job.environment, mpi=False)
         zygote.stop(PATIENCE_S)
     assert isinstance(zygote.process, HostedProcess), "the host did not start it"
     assert host.poll() is None

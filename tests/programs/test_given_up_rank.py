@@ -15,7 +15,7 @@ TRAIN = """
 import os, pathlib, sys, threading
 import numpy as np
 import mlflash
-from mlflash.courier import linked
+from mlflash.protocol import linked
 
 LAST, OUT = 30, pathlib.Path(sys.argv[1])
 state = {"w": np.zeros(1000), "step": 0}

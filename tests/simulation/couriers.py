@@ -1,7 +1,8 @@
 """Courier processes: the real code of trainers and couriers, over sockets and epochs that are simulated.
 
-Real is everything in `mlflash.courier`: connections, messages, sessions, restarts. Simulated is what `mlflash.wireup`
-does: it forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the others who has left.
+Real is everything in `mlflash.courier` and `mlflash.protocol`: connections, messages, sessions, restarts. Simulated is
+what `mlflash.wireup` does: it forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the
+others who has left.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import machine
 import mpi
 from scheduler import Process, Scheduler
 
-from mlflash.courier import channel, courier_link, linked, process_main
+from mlflash.courier import main as courier_main
 from mlflash.errors import DeadlineExceeded
+from mlflash.protocol import channel, courier_link, linked
 from mlflash.wireup.epoch_agreement import Departure, RankDeparted
 from mlflash.wireup.launch import CourierEnded, Meeting, StartFailed
 from mlflash.wireup.rendezvous import who_am_i
@@ -368,7 +370,7 @@ class Couriers:
                                  tell_mpi_is_up=lambda: setattr(running, "is_up", True))  # fmt: skip
 
         def main() -> None:
-            process_main.run(forked)  # type: ignore[arg-type]
+            courier_main.run(forked)  # type: ignore[arg-type]
             kernel.exit(courier)
 
         self._running = running
@@ -429,8 +431,8 @@ def install() -> None:
     """Replace what would start real couriers, once."""
     courier_link.Couriers, courier_link.check_start = Couriers, _check_start  # type: ignore[misc,assignment]
     channel.socket = Sockets  # type: ignore[assignment]
-    process_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
-    process_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
+    courier_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
+    courier_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
     linked.start_zygote = lambda size: Zygote()  # type: ignore[assignment,return-value]
 
 

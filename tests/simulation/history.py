@@ -25,7 +25,7 @@ from training import Training
 
 import mlflash
 from mlflash import crash_points
-from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
+from mlflash.memory.slot import HEADER_NBYTES, Header, unpack
 
 
 @dataclasses.dataclass

@@ -174,9 +174,9 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
     import mlflash.checkpointer.unclosed as unclosed
-    import mlflash.courier.linked as linked
     import mlflash.in_place.decider_link as decider_link
     import mlflash.memory.node_directory as node_directory
+    import mlflash.protocol.linked as linked
     import mlflash.saving.lazy_saves as lazy_saves
     import mlflash.wireup.program_mpi as program_mpi
 

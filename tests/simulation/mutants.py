@@ -220,12 +220,12 @@ MUTANTS = [
         "        def moves() -> Operation:\n", "        def moves() -> Operation:\n            current.end(None)\n",
     ),
     Mutant(
-        "all-complete-at-restart", "saves that a courier had when it died count as committed", "courier/in_process.py",
+        "all-complete-at-restart", "saves that a courier had when it died count as committed", "protocol/client.py",
         "job.answers.request.step == step\n            if is_there and generation > self._generation:\n",
         "True\n            if is_there:\n",
     ),
     Mutant(
-        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/in_process.py",
+        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "protocol/client.py",
         "job.is_sent = False\n            self._link.send_first(job)\n", "job.is_sent = False\n",
     ),
     # Waits

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlflash.errors import CorruptSlot
-from mlflash.memory.slot_header import HEADER_NBYTES, Header, Kind, unpack
+from mlflash.memory.slot import HEADER_NBYTES, Header, Kind, unpack
 
 
 def headers(folder: Path) -> Iterator[tuple[Path, Header]]:

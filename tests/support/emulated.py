@@ -11,7 +11,7 @@ from damage import damage, headers
 from mpi4py import MPI
 from on_node import settings_of
 
-from mlflash.memory.slot_header import Header
+from mlflash.memory.slot import Header
 
 COMM = MPI.COMM_WORLD
 

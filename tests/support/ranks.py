@@ -77,7 +77,7 @@ class SharedCouriers:
         from mpi4py import MPI
 
         from mlflash.config import from_environment
-        from mlflash.courier import linked
+        from mlflash.protocol import linked
 
         given = {name: value for name, value in os.environ.items() if name.startswith(_GIVEN)}
         if MPI.COMM_WORLD.allreduce(given != self._started):
@@ -88,7 +88,7 @@ class SharedCouriers:
 
     def end(self) -> None:
         """End them. Collective."""
-        from mlflash.courier import linked
+        from mlflash.protocol import linked
 
         linked.close_links()
         self._started = None

@@ -15,19 +15,18 @@ ROOMS: dict[str, str] = {
     "config": "placement storage",
     "telemetry": "memory",
     "redundancy": "state placement memory mpi human_readable",
-    "protocol": "state placement memory mpi config telemetry redundancy",
+    "protocol": "state placement memory mpi wireup config telemetry redundancy",
     "startup": "state placement memory mpi config telemetry redundancy value_checks human_readable",
     "draining": "state storage memory mpi config redundancy protocol startup",
     "saving": "state memory redundancy protocol startup value_checks",
     "restoring": "state storage memory mpi redundancy protocol startup draining saving human_readable",
-    "courier": "state placement memory mpi wireup config telemetry redundancy protocol startup draining saving "
-    "restoring",
+    "courier": "placement memory mpi wireup config redundancy protocol startup draining saving restoring",
     "background_files": "memory",
-    "checkpointer": "state memory config protocol draining saving restoring courier background_files",
+    "checkpointer": "state memory config telemetry protocol draining saving restoring background_files",
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
-    "in_place": "config wireup courier checkpointer",
+    "in_place": "config wireup protocol checkpointer",
     "exports": "state storage protocol draining restoring",
     "inspection": "state placement storage memory mpi redundancy startup draining restoring human_readable",
     "command_line": "storage memory mpi wireup config draining human_readable inspection",

@@ -22,8 +22,7 @@ from mlflash.draining import file_index, rank_table
 from mlflash.draining.file_index import Card, Place, Places, Stored
 from mlflash.draining.rank_table import RankTable
 from mlflash.errors import CorruptSlot
-from mlflash.memory import slot_header
-from mlflash.memory.slot_header import Attempt, Header
+from mlflash.memory.slot import COMMIT_START, MAX_GROUP, Attempt, Header, Kind, any_record, pack_record, unpack
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
 from mlflash.protocol.describe_ranks import Described, gather_ranks
@@ -78,28 +77,28 @@ class Codec:
 
 @st.composite
 def headers(draw: st.DrawFn) -> Header:
-    group = sorted(draw(st.sets(st.integers(0, 2**32 - 2), min_size=1, max_size=slot_header.MAX_GROUP)))
-    rank, room, kind = draw(st.sampled_from(group)), draw(st.integers(0, 99)), draw(st.sampled_from(slot_header.Kind))
+    group = sorted(draw(st.sets(st.integers(0, 2**32 - 2), min_size=1, max_size=MAX_GROUP)))
+    rank, room, kind = draw(st.sampled_from(group)), draw(st.integers(0, 99)), draw(st.sampled_from(Kind))
     world_size = draw(st.integers(group[-1] + 1, 2**32 - 1))
     made = Header(
         draw(ATTEMPTS), draw(I64), rank, world_size, draw(U32), draw(U32), draw(st.integers(0, room * PAGE_NBYTES)),
         Extents(room * PAGE_NBYTES, draw(st.integers(0, 2**60)), draw(st.integers(1, 2**63))), draw(U64), draw(U64),
         draw(NAMES), draw(NAMES), draw(NAMES), tuple(group), mark=draw(U32),
     )  # fmt: skip
-    if kind is slot_header.Kind.PARITY and len(group) > 2:
+    if kind is Kind.PARITY and len(group) > 2:
         return dataclasses.replace(made, parities=draw(st.integers(1, len(group) - 2)))
-    if kind is slot_header.Kind.SHARE:
+    if kind is Kind.SHARE:
         by = draw(st.integers(0, min(world_size, 2**32 - 1) - 1))
         return dataclasses.replace(made, share=group.index(rank), shared_by=by)
     return made
 
 
 def write_record(its: tuple[Attempt, int]) -> bytes:
-    return slot_header.pack_record(slot_header.COMMIT_START, *its, 7)
+    return pack_record(COMMIT_START, *its, 7)
 
 
 def read_record(raw: bytes) -> tuple[Attempt, int]:
-    found = slot_header.any_record(bytes(slot_header.COMMIT_START) + raw, slot_header.COMMIT_START)
+    found = any_record(bytes(COMMIT_START) + raw, COMMIT_START)
     if found is None:
         raise CorruptSlot("there is no record")
     return found
@@ -314,7 +313,7 @@ def read_part(raw: bytes) -> Any:
 
 
 CODECS = {
-    "header of a slot": Codec(headers(), Header.pack, slot_header.unpack),
+    "header of a slot": Codec(headers(), Header.pack, unpack),
     "record in a slot": Codec(st.tuples(ATTEMPTS, I64), write_record, read_record),
     "card of a file": Codec(cards(), Card.pack, file_index.read_card),
     "manifest": Codec(manifests(), encode_manifest, partial(manifest.decode, payload_nbytes=PAYLOAD_NBYTES),

@@ -21,7 +21,7 @@ from mlflash.config import Config
 from mlflash.draining import checkpoint_directory, drain_input, file_index
 from mlflash.draining.checkpoint_directory import Listed
 from mlflash.draining.file_index import CARD_NBYTES, Card
-from mlflash.memory.slot_header import Attempt, Verdict
+from mlflash.memory.slot import Attempt, Verdict
 from mlflash.state.leaves import Entry
 from mlflash.storage.store import Directory
 

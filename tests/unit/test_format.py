@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from mlflash import errors
-from mlflash.memory import slot_header
 from mlflash.memory.copy_threads import ALONE
 from mlflash.memory.shared_memory_segment import create
-from mlflash.memory.slot import Slot, read_header
-from mlflash.memory.slot_header import Attempt, Header
+from mlflash.memory.slot import COMMIT_START, RESTORES_START, Attempt, Header, Slot, read_header, read_record
 from mlflash.redundancy.slot_transfer import Source
 from mlflash.saving.staging import Staging
 from mlflash.state import layout, manifest
@@ -46,9 +44,7 @@ def write_slot(memory: Any, state: Any) -> Slot:
 
     Source(slot, plan.layout.extents, seal).seal()
     slot.record_commit(slot.header.attempt, 12)
-    slot.view[slot_header.COMMIT_START + 40 : slot_header.COMMIT_START + 64] = (
-        0  # the time of the commit differs each time
-    )
+    slot.view[COMMIT_START + 40 : COMMIT_START + 64] = 0  # the time of the commit differs each time
     return slot
 
 
@@ -98,12 +94,12 @@ def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
     assert slot.committed
     page = slot.view[:4096].tobytes()
     for other in (Attempt(attempt.run_id, attempt.generation + 1), Attempt(bytes(16), attempt.generation)):
-        assert slot_header.read_record(page, slot_header.COMMIT_START, other) is None
+        assert read_record(page, COMMIT_START, other) is None
     slot.record_restores(attempt, 3)
     page = slot.view[:4096].tobytes()
-    assert slot_header.read_record(page, slot_header.RESTORES_START, attempt) == 3
-    assert slot_header.read_record(page, slot_header.COMMIT_START, attempt) == 12
-    slot.view[slot_header.COMMIT_START + 20] ^= 1
+    assert read_record(page, RESTORES_START, attempt) == 3
+    assert read_record(page, COMMIT_START, attempt) == 12
+    slot.view[COMMIT_START + 20] ^= 1
     assert not slot.committed
     slot.unseal()
     assert not slot.committed and read_header(slot.view) is None

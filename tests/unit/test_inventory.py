@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.layouts import layout
 
 from mlflash.memory.inventory import FOUND, Inventory, encode, file_name, join
-from mlflash.memory.slot_header import Attempt, Kind
+from mlflash.memory.slot import Attempt, Kind
 from mlflash.memory.slot_pool import assign
 from mlflash.memory.wanted_step import WantedStep
 from mlflash.placement.protection_groups import place

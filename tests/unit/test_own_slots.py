@@ -20,8 +20,7 @@ from waiting import PATIENCE_S
 from mlflash.memory import shared_memory_segment
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.own_slots import OwnSlots, SlotFile, SlotId
-from mlflash.memory.slot import Slot, Use
-from mlflash.memory.slot_header import Attempt
+from mlflash.memory.slot import Attempt, Slot, Use
 from mlflash.memory.slot_pool import SlotPool, unmap
 from mlflash.state.layout import PAGE_NBYTES
 

@@ -20,7 +20,7 @@ from mlflash import config
 from mlflash.draining import provenance
 from mlflash.draining.drain_input import DrainInput, FileDigest, Origin, Receipt
 from mlflash.errors import ConfigError, CorruptSlot
-from mlflash.memory.slot_header import Attempt
+from mlflash.memory.slot import Attempt
 from mlflash.state import manifest
 from mlflash.storage import canonical_json
 from mlflash.storage.signatures import private_key, public_key

@@ -16,8 +16,7 @@ from waiting import until
 from mlflash import Checkpointer
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.shared_memory_segment import create
-from mlflash.memory.slot import Slot, Use, table_check
-from mlflash.memory.slot_header import Attempt, Header
+from mlflash.memory.slot import Attempt, Header, Slot, Use, table_check
 from mlflash.memory.slot_pool import SlotPool
 from mlflash.restoring.scrubber import Scrubber
 from mlflash.state.layout import Extents

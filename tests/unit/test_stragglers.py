@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from mlflash.telemetry.lateness import NUMBERS, PHASES, Late, Lateness, Riding, Straggler, Stragglers, is_worth_a_word
+from mlflash.telemetry.recorder import NUMBERS, PHASES, Late, Lateness, Riding, Straggler, Stragglers, is_worth_a_word
 
 USUAL = {"training": 0.5, "copy": 1.0, "deferred": 0.2, "checksums": 2.0, "transfer": 3.0}
 FINE, LATE = Late(5, "copy", 0.01), Late(3, "copy", 2.0)

@@ -13,7 +13,7 @@ import xxhash
 from mlflash import Checkpointer, errors
 from mlflash.memory import commit_records, memory_limits
 from mlflash.memory.commit_records import Trace
-from mlflash.memory.slot_header import (
+from mlflash.memory.slot import (
     COMMIT_START,
     HEADER_NBYTES,
     MAGIC,

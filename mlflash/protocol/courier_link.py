@@ -33,15 +33,14 @@ from ..wireup.launch import CourierEnded, Couriers, Meeting, StartFailed, check_
 from ..wireup.launcher_variables import KEPT, Launched
 from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
-from .channel import Broken, Call, Channel, Reply
-from .remote_job import RemoteJob, Sent
+from .channel import Broken, Call, Channel, PendingCall, Reply
 
 if TYPE_CHECKING:
-    from .in_process import CourierProcess
+    from .client import Client
 
 log = logging.getLogger("mlflash")
 
-ENTRY = "mlflash.courier.process_main:run"
+ENTRY = "mlflash.courier.main:run"
 """The entry point of a courier."""
 _ANNOUNCE_S = 10.0  # limit for the store to accept a message
 _WHY_LENGTH = 2000  # the most characters of an exception
@@ -75,7 +74,7 @@ class CourierLink:
             ENTRY, os.environ, config.timeout_s if meeting is None else meeting.timeout_s, directory=directory,
             zygote=zygote, meeting=meeting, own_cores=True,
         )  # fmt: skip
-        self.sessions: weakref.WeakValueDictionary[int, CourierProcess] = weakref.WeakValueDictionary()
+        self.sessions: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers of each set of ranks
         self.lost: Closed | None = None  # why there is no courier any more
@@ -84,11 +83,11 @@ class CourierLink:
         self._down = threading.Lock()  # held while items are added to `_held` or taken from it
         self._going_down = threading.Lock()
         self._restarting = threading.Lock()  # held by the thread that uses the zygote
-        self._held: list[RemoteJob | Sent] | None = None  # items that wait for the next courier; None: there is one
+        self._held: list[PendingCall] | None = None  # items that wait for the next courier; None: there is one
         self.freed: list[str] = []  # sessions whose communicators are freed on all ranks
         self._losses = self._in_vain = 0  # couriers that have ended; the last ones in a row that were never up
         self._rising: threading.Thread | None = None
-        self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[PendingCall | None] = queue.SimpleQueue()
         self._hook_before = sys.excepthook
         self._hook = functools.partial(self._fail, sys.excepthook, os.getpid())
         self.is_kept = KEPT in os.environ  # after a loss the other processes continue, and so does this one
@@ -127,7 +126,7 @@ class CourierLink:
         """A new number."""
         return next(self._numbers)
 
-    def add(self, number: int, session: CourierProcess, ranks: tuple[int, ...]) -> int:
+    def add(self, number: int, session: Client, ranks: tuple[int, ...]) -> int:
         """Register a Checkpointer for what the courier sends to it. Return how many these ranks have had before.
 
         Raises Closed if one of the ranks has left the job, or there is no courier any more.
@@ -147,37 +146,30 @@ class CourierLink:
         threading.Thread(target=self._receive, args=(self.channel,), name="mlflash-receive", daemon=True).start()
 
     def _send(self) -> None:
-        while (item := self.queue.get()) is not None:
+        while (call := self.queue.get()) is not None:
             with self._down:
                 if self._held is None:
-                    self._send_one(item)
-                elif isinstance(item, RemoteJob) or item.is_kept:
-                    self._held.append(item)
-                    if isinstance(item, RemoteJob) and item.is_commit:
-                        item.session.fail_later(item)
+                    self._send_one(call)
+                elif call.is_job or call.is_kept:
+                    self._held.append(call)
+                    call.client.fail_later(call)
 
-    def _send_one(self, item: RemoteJob | Sent) -> None:
-        """Send a job or a frame, jobs only once."""
-        if isinstance(item, RemoteJob):
-            if item.is_sent:
-                return
-            item.is_sent = True
-            try:
-                item.session.check(item)
-                self._send_frame(item.call, item.fds)
-            except Exception as error:  # the courier has stopped, or mlflash has a bug
-                item.refuse(error if isinstance(error, MlflashError) else Closed(text_of(error)))
-                return
-            item.sent.set()
+    def _send_one(self, call: PendingCall) -> None:
+        """Send a frame, jobs only once."""
+        if call.is_sent:
             return
+        call.is_sent = call.is_job
         try:
-            self._send_frame(item.frame)
-        except MlflashError as error:
-            log.error("%s", error)
-
-    def _send_frame(self, frame: Call | Reply, fds: Sequence[int] = ()) -> None:
-        with contextlib.suppress(OSError):  # the receiving thread notices it, too
-            self.channel.send(frame, fds)
+            if call.is_job:
+                call.client.check(call)
+            with contextlib.suppress(OSError):  # the receiving thread notices it, too
+                self.channel.send(call.frame, call.fds)
+            call.sent.set()
+        except Exception as error:  # the courier has stopped, or mlflash has a bug
+            if call.is_job:
+                call.client.refuse(call, error if isinstance(error, MlflashError) else Closed(text_of(error)))
+            else:
+                log.error("%s", text_of(error))
 
     def _receive(self, channel: Channel) -> None:
         try:
@@ -291,7 +283,7 @@ class CourierLink:
         )
         self._rising.start()
 
-    def _rise(self, sessions: Sequence[CourierProcess], start: float, losses: int) -> None:
+    def _rise(self, sessions: Sequence[Client], start: float, losses: int) -> None:
         """Let the next courier continue where the last one has ended, unless another one has ended since ``losses``."""
         try:
             for session in sessions:
@@ -321,10 +313,10 @@ class CourierLink:
             self.couriers.announce_end(_ANNOUNCE_S)
         return True
 
-    def send_first(self, item: RemoteJob | Sent) -> None:
+    def send_first(self, call: PendingCall) -> None:
         """Send something to a courier that is being introduced, before the held items."""
         with self._down:
-            self._send_one(item)
+            self._send_one(call)
 
     def _take(self, frame: Call | Reply) -> None:
         if isinstance(frame, Call) and frame.method == "log":
@@ -340,9 +332,9 @@ class CourierLink:
         with self._down:
             held, self._held = self._held, None
             is_first, self.lost = self.lost is None, self.lost or why
-        for item in held or ():
-            if isinstance(item, RemoteJob):
-                item.refuse(why)
+        for call in held or ():
+            if call.is_job:
+                call.client.refuse(call, why)
         if is_first:
             for session in list(self.sessions.values()):
                 session.lose(why)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..protocol.ranks import Ranks
-from ..protocol.wanted_parts import WantedPart
+from ..memory.slot import Attempt
+from ..redundancy.rank_checkpoint import ShareFiles
 from ..state.shards import box, cut
+from .client import Client
+from .ranks import Ranks
+from .wanted_parts import WantedPart
 
 _LANDING_NBYTES = 64 << 20  # the largest size of a round
 
@@ -27,25 +30,27 @@ class Part(NamedTuple):
     nbytes: int
 
 
-def exchange(asked: Mapping[int, Sequence[WantedPart]], ranks: Ranks,
-             exchange_some: Callable[[dict[int, list[Part]], int], bool]) -> bool:  # fmt: skip
+def exchange(courier: Client, ranks: Ranks, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles,
+             asked: Mapping[int, Sequence[WantedPart]]) -> bool:  # fmt: skip
     """Get parts from other ranks, as much per round as the file can hold. Return whether all arrived intact.
 
-    Collective over the world. ``exchange_some`` has the courier do one round, into the file of a descriptor.
+    Collective over the world. The courier does each round; see `RestoreSession.exchange`.
     """
-    mine = [*rounds(asked)]
-    most = ranks.largest(len(mine))
-    if not most:
-        return True
-    good = True
-    landing = Landing(max((sum(part.target.nbytes for _, part in those) for those in mine), default=0))
-    try:
-        for those in [*mine, *([] for _ in range(most - len(mine)))]:
-            good &= exchange_some(landing.places(those), landing.fd)
-            landing.take(those)
-    finally:
-        landing.close()
-    return good
+    with courier.unit(joins=True):
+        mine = [*rounds(asked)]
+        most = ranks.largest(len(mine))
+        if not most:
+            return True
+        good = True
+        landing = Landing(max((sum(part.target.nbytes for _, part in those) for those in mine), default=0))
+        try:
+            for those in [*mine, *([] for _ in range(most - len(mine)))]:
+                parts = landing.places(those)
+                good &= courier.call("exchange", attempt, homes, files, parts, fds=(landing.fd,))
+                landing.take(those)
+        finally:
+            landing.close()
+        return good
 
 
 def rounds(asked_for: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple[int, WantedPart]]]:

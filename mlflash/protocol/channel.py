@@ -2,8 +2,8 @@
 
 A frame is its length in eight bytes and a pickle of a `Call` or a `Reply`. Both ends are processes of one user and one
 installation, and the channel is a socketpair that the courier was forked with, so a pickle is as safe as the fork.
-Which methods there are is said by the classes at both ends: `session.Session` and `hosted_session.Hosted` in the
-courier, `in_process.Told` and the trainer's part of a save (`save_request.Trainer`) in the trainer.
+Which methods there are is said by the classes at both ends: `session.Session` in the courier; `client.Client`,
+`trainer_context.TrainerContext` and the trainer's part of a save (`records.Trainer`) in the trainer.
 
 A long tuple, such as the layout of a state, travels once: later frames refer to it. Both ends keep the last `_KEPT`.
 """
@@ -16,10 +16,11 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import MlflashError, text_of
+from ..errors import DeadlineExceeded, MlflashError, text_of
+from ..events import Event
 
 _LENGTH_NBYTES = 8
 _READ_NBYTES, _MOST_DESCRIPTORS = 1 << 20, 16
@@ -62,6 +63,59 @@ class Reply(NamedTuple):
         if self.error is not None:
             raise self.error
         return self.result
+
+
+class PendingCall:
+    """A frame of a trainer until it is sent; a call, until it has ended.
+
+    Attributes:
+        client: whose it is.
+        fds: descriptors that go with it.
+        answers: what the courier may ask in the middle of the job.
+        on_late, on_refused: called when its deadline has passed; if no courier will do it.
+        is_kept: whether the next courier gets it, or does it again, if this one ends.
+        unit: the unit that a job belongs to; 0: none.
+        was_staged: whether the slots of a save were filled when its courier ended.
+        sent, woken: set when the courier has it; when it has ended, or is late.
+    """
+
+    def __init__(self, client: Any, frame: Call | Reply, is_kept: bool = False):
+        self.client, self.frame, self.is_kept = client, frame, is_kept
+        self.fds: tuple[int, ...] = ()
+        self.answers: Any = None
+        self.on_late: Callable[[DeadlineExceeded], None] | None = None
+        self.on_refused: Callable[[MlflashError], None] | None = None
+        self.unit = 0
+        self.is_sent = self.was_staged = False
+        self.sent, self.woken = Event(), Event()
+        self.result: Any = None
+        self.error: MlflashError | None = None
+        self.late: DeadlineExceeded | None = None
+
+    @property
+    def number(self) -> int:
+        return self.frame.number
+
+    @property
+    def method(self) -> str:
+        """The method of a call; "" of a reply."""
+        return self.frame.method if isinstance(self.frame, Call) else ""
+
+    @property
+    def is_job(self) -> bool:
+        return isinstance(self.frame, Call) and self.frame.job > 0
+
+    def be_late(self, error: DeadlineExceeded) -> None:
+        """Note that the courier has passed its deadline and still works."""
+        self.late = error
+        if self.on_late is not None:
+            self.on_late(error)
+        self.woken.set()
+
+    def end(self, error: MlflashError | None, result: Any = None) -> None:
+        """Note the result, and wake who waits."""
+        self.error, self.result = error, result
+        self.woken.set()
 
 
 class _Kept(dict[int, tuple[Any, ...]]):

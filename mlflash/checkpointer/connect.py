@@ -13,17 +13,15 @@ from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots
 from ..protocol.client import Client
+from ..protocol.linked import link
 from ..protocol.loaded_versions import loaded_versions, not_run_with
-from ..protocol.ranks import Ranks
+from ..protocol.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
 from ..protocol.records import Start, Started
-from ..protocol.torch_rank import check_torch_rank, replicas_of, some_ranks
 from ..protocol.trainer_context import TrainerContext
 from ..state.manifest import provenance_of
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
-from .in_process import CourierProcess
-from .linked import link
 
 log = logging.getLogger("mlflash")
 
@@ -51,15 +49,15 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     assert ranks is not None
     if comm is None:
         ranks = some_ranks(process_group, rank, size) or ranks
-    courier = CourierProcess(connection, config, ranks)
+    courier = Client(connection, config, ranks)
     whole = connection.group()  # `replicated` may be a communicator of the program's MPI
     group = None if whole is None else whole.Incl(ranks)
     start = _start(ranks.index(rank), len(ranks), group, process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started)
-    courier.start = start
-    courier.trainer = trainer
-    courier.drain.drains = drains = Drains(courier, trainer.ranks, config.directory is not None)
+    drains = Drains(courier, trainer.ranks, config.directory is not None)
+    courier.drain_moved, courier.drains_lost = drains.moved, drains.lost
+    courier.start, courier.trainer = start, trainer
     _say(trainer)
     return trainer, drains, started
 
@@ -93,7 +91,7 @@ def _started(courier: Client, start: Start) -> Started:
     return started
 
 
-def _trainer(config: Config, courier: CourierProcess, process_group: Any, start: Start, started: Started
+def _trainer(config: Config, courier: Client, process_group: Any, start: Start, started: Started
              ) -> TrainerContext:  # fmt: skip
     """Make what saving and restoring work with."""
     try:
