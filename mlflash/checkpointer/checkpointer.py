@@ -109,9 +109,7 @@ class Checkpointer:
             self, lambda me, state: me._end_alone(state, "this Checkpointer was left open"), Checkpointer._leave
         )
         try:
-            self._courier.call("go_beyond")
-            facts = self._courier.ask("run_facts") | {"courier": self._courier.is_a}
-            trainer.recorder.started(facts, lambda: self.survives)
+            trainer.recorder.started({**started.facts, "courier": self._courier.is_a}, lambda: self.survives)
             if self._config.reserve and not started.unusable:  # unusable files may be needed again, with that room
                 self._saves.reserve(self._config.reserve)
         except BaseException:  # the caller gets no object that it could close

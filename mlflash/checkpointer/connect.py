@@ -57,7 +57,9 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     trainer = _trainer(config, courier, process_group, start, started)
     drains = Drains(courier, trainer.ranks, config.directory is not None)
     courier.drain_moved, courier.drains_lost = drains.moved, drains.lost
-    courier.start, courier.trainer = start, trainer
+    courier.trainer = trainer
+    if started.goes_on:  # a rank that had started before this one has lost its courier, and does the same
+        courier.call("protect_left")
     _say(trainer)
     return trainer, drains, started
 
@@ -84,11 +86,10 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
 
 def _started(courier: Client, start: Start) -> Started:
     try:
-        started: Started = courier.call("start", start)
+        return courier.introduce(start)
     except BaseException:
         courier.stop(abandon=True)
         raise
-    return started
 
 
 def _trainer(config: Config, courier: Client, process_group: Any, start: Start, started: Started

@@ -99,6 +99,7 @@ def main() -> int:
     end = None
     try:
         with contextlib.closing(Couriers(_ENTRY, os.environ, _MEET_S)) as couriers:
+            couriers.next_epoch(_MEET_S)
             couriers.courier.trainer.sendall(json.dumps(sys.argv[2:]).encode() + b"\n")
             if couriers.size > 1:
                 couriers.wait_up(_MEET_S)

@@ -102,6 +102,8 @@ def _open(session: int, link: Link, comm: Any, sessions: dict[int, Hosted], vers
     if version != __version__:
         raise Broken(f"calls of mlflash {version}, and this is {__version__}")
     log.setLevel(log_level)
+    if session in sessions:  # its trainer has introduced it again, not knowing that this courier had heard of it
+        return
     sessions[session] = Hosted(session, link, comm, list(sessions.values()), config, ranks, earlier)
 
 

@@ -107,14 +107,11 @@ class Session(RestoreSession):
                                 lambda: mend(context, scrubber))  # fmt: skip
         self._sources = Sources(context, self._drains)
         pool, threads = context.pool, context.copy_threads.threads
-        interrupted = world.largest(facts.interrupted)
+        self._drains.go_beyond()
+        told = world.agree(any_of={"goes_on": facts.goes_on}, max_of={"interrupted": facts.interrupted})
         return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
                        context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
-                       interrupted)  # fmt: skip
-
-    def go_beyond(self) -> None:
-        """Continue the numbering of attempts after those in the directory."""
-        self._drains.go_beyond()
+                       told.interrupted, told.goes_on, self.run_facts())  # fmt: skip
 
     def protect_left(self) -> tuple[int | None, int]:
         """Make the redundancy whole of the newest step in memory, in whose save another courier may have died.

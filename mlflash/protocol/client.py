@@ -26,7 +26,7 @@ from ..memory.own_slots import SlotFile
 from ..version import __version__
 from .channel import Call, PendingCall, Reply
 from .courier_link import CourierLink
-from .records import SaveRequest, Start
+from .records import SaveRequest, Start, Started
 
 if TYPE_CHECKING:
     from .trainer_context import TrainerContext
@@ -41,6 +41,7 @@ _ANEW = "the couriers of this run were started anew during this call"
 _ANSWER_S = 10.0  # limit for answers outside of jobs, and for an error after its deadline
 _CLOSE_S = 3.0  # limit to close a session that is abandoned or has no courier any more
 _LOOK_S = 0.2
+_NAP_S = 0.01
 _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
@@ -74,6 +75,7 @@ class Client:
         self._generation = 0  # generation of the newest attempt that has ended
         self.trainer: TrainerContext | None = None
         self.start: Start | None = None
+        self._starting: PendingCall | None = None  # the job that introduces it for the first time
         self._jobs: dict[int, PendingCall] = {}
         self._asked: dict[int, PendingCall] = {}  # calls that are no jobs
         self._unit_numbers = itertools.count(1)
@@ -86,11 +88,22 @@ class Client:
         self._over = Event()
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
         threading.Thread(target=self._watch, name="mlflash-deadline", daemon=True).start()
-        self._link.queue.put(self._opened())
 
     def _opened(self) -> PendingCall:
         args = (__version__, log.getEffectiveLevel(), self._config, self.ranks, self._before)
-        return PendingCall(self, Call(self.number, 0, "open", args))
+        return PendingCall(self, Call(self.number, 0, "open", args), is_kept=True)
+
+    def introduce(self, start: Start) -> Started:
+        """Introduce this Checkpointer to the courier, or to the next one if this one ends meanwhile. Collective.
+
+        Raises what `Session.start` raises, on all ranks, and what `call` raises.
+        """
+        job = self.job("start", start)
+        job.is_kept = True
+        self.start, self._starting = start, job
+        self._link.queue.put(self._opened())
+        started: Started = self._result_of(job)
+        return started
 
     @property
     def is_stuck(self) -> bool:
@@ -163,14 +176,16 @@ class Client:
             MlflashError: on all ranks, as the method says.
         """
         with self.unit(joins=True):
-            job = self.job(method, *args, answers=answers, fds=fds)
-            self.post(job)
-            if self.broken is not None:
-                self._refuse(job)
-            end = time.monotonic() + self._config.timeout_s + _ANSWER_S
-            while not job.woken.wait(_LOOK_S):
-                if time.monotonic() > end and self.is_stuck:
-                    break  # otherwise an earlier job is running, with its own deadline
+            return self._result_of(self.job(method, *args, answers=answers, fds=fds))
+
+    def _result_of(self, job: PendingCall) -> Any:
+        self.post(job)
+        if self.broken is not None:
+            self._refuse(job)
+        end = time.monotonic() + self._config.timeout_s + _ANSWER_S
+        while not job.woken.wait(_LOOK_S):
+            if time.monotonic() > end and self.is_stuck:
+                break  # otherwise an earlier job is running, with its own deadline
         if job.error is not None:
             raise job.error
         if job.late is not None:
@@ -425,11 +440,19 @@ class Client:
         """Introduce this Checkpointer to the next courier. Collective over its ranks."""
         if self._name in self._link.couriers.freed:
             self._note_freed()
-        if self.is_closed or self._is_freed or self.start is None or self.trainer is None:
+        if self.is_closed or self._is_freed or self.start is None or self._starting is None:
             return
         self._link.send_first(self._opened())
+        if not self._starting.woken.is_set():  # its constructor waits for that
+            self._send_again()
+            return
+        end = time.monotonic() + self._config.timeout_s
+        while self.trainer is None:  # its constructor makes that
+            if self.is_closed or time.monotonic() > end:
+                return
+            time.sleep(_NAP_S)
         start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._interrupted_unit, goes_on=True)
-        for method, args in (("start", (start,)), ("go_beyond", ()), ("protect_left", ())):
+        for method, args in (("start", (start,)), ("protect_left", ())):
             job = self.job(method, *args)
             self._link.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
@@ -442,8 +465,12 @@ class Client:
                 self.trainer.slots.update(job.result.files)
             elif method == "protect_left":
                 self._find_committed(*job.result)
+        self._send_again()
+
+    def _send_again(self) -> None:
+        """Send the jobs that are kept, which the last courier has not ended."""
         self._is_down = False
-        for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # kept jobs: send them again
+        for job in [job for job in list(self._jobs.values()) if job.is_sent]:
             job.is_sent = False
             self._link.send_first(job)
 

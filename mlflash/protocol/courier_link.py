@@ -70,10 +70,6 @@ class CourierLink:
         self._is_job = comm is None or program_mpi.is_whole(comm, os.environ)
         self._group = None if comm is None else comm.Get_group()
         self._timeout_s = config.timeout_s
-        self.couriers = Couriers(
-            ENTRY, os.environ, config.timeout_s if meeting is None else meeting.timeout_s, directory=directory,
-            zygote=zygote, meeting=meeting, own_cores=True,
-        )  # fmt: skip
         self.sessions: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers of each set of ranks
@@ -94,6 +90,16 @@ class CourierLink:
         if not self.is_kept:
             sys.excepthook = self._hook
         self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
+        timeout_s = config.timeout_s if meeting is None else meeting.timeout_s
+        end = time.monotonic() + timeout_s
+        self.couriers = Couriers(ENTRY, os.environ, timeout_s, directory=directory, zygote=zygote, meeting=meeting,
+                                 own_cores=True)  # fmt: skip
+        try:
+            self._next_epoch(end - time.monotonic())
+        except BaseException:
+            self.couriers.close()
+            self._unhook()
+            raise
         # From here on threads read the attributes.
         self._listen()
         self._sender.start()
@@ -269,19 +275,22 @@ class CourierLink:
         for session in sessions:
             session.wait_unused()
         losses = self._losses
-        while True:
-            try:
-                self.couriers.next_epoch(self._timeout_s, self.freed.copy())
-                break
-            except (ZygoteLost, ZygoteRefused, CourierEnded):  # its zygote was killed again, say
-                if self.is_closing or not self._may_try_again():
-                    raise
+        self._next_epoch(self._timeout_s)
         self._listen()
         # On another thread: this one notices if one of them ends again before all are up.
         self._rising = threading.Thread(
             target=self._rise, args=(sessions, start, losses), name="mlflash-rise", daemon=True
         )
         self._rising.start()
+
+    def _next_epoch(self, timeout_s: float) -> None:
+        while True:
+            try:
+                self.couriers.next_epoch(timeout_s, self.freed.copy())
+                return
+            except (ZygoteLost, ZygoteRefused, CourierEnded, StoreLost):  # a zygote was killed meanwhile, say
+                if self.is_closing or not self._may_try_again():
+                    raise
 
     def _rise(self, sessions: Sequence[Client], start: float, losses: int) -> None:
         """Let the next courier continue where the last one has ended, unless another one has ended since ``losses``."""

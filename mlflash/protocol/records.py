@@ -54,6 +54,8 @@ class Started:
     sharing: SharingNews
     run: str
     interrupted: int  # the newest interrupted unit of all ranks
+    goes_on: bool  # whether any rank had a courier before
+    facts: Mapping[str, Any]  # what does not change during this run, for its recorder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,6 +105,7 @@ class Farewell:
         return max(0.0, self._end - time.monotonic()) if self._untold else 0.0
 
 
+_PASSED = "null"  # what rank 0 says of an epoch whose `all` was lost with the store
 _FOREVER_S = 1e6  # nearly as long as poll can wait
 _ASK_S = 5.0  # limit for one more answer after a deadline, to find the reason
 
@@ -167,8 +168,10 @@ class EpochAgreement:
         """A connection for another thread than that of `store`."""
         return contextlib.closing(StoreClient(self.address, self.token))
 
-    def agree(self, number: int, end: float, timeout_s: float, freed: Sequence[str] = ()) -> Epoch:
+    def agree(self, number: int, end: float, timeout_s: float, freed: Sequence[str] = ()) -> Epoch | None:
         """Ask for an epoch, and wait until all ranks have asked for it. Collective.
+
+        None: rank 0 has passed on to the next one, because the store was lost before all had heard of this one.
 
         Args:
             end: until when to wait, by time.monotonic.
@@ -204,6 +207,8 @@ class EpochAgreement:
                 ranks=[0] if missing is None else missing,
             ) from exceeded
         check_departure(told)
+        if told == _PASSED:
+            return None
         name, described, reads, known = json.loads(told)
         nodes = nodes_of([Block(*block) for block in described], self._size)
         return Epoch(name, tuple(nodes), reads, frozenset(known))
@@ -211,6 +216,8 @@ class EpochAgreement:
     def _gather(self, number: int, end: float) -> None:
         """Wait for all ranks, and publish the epoch. Called on rank 0."""
         prefix, before = below(number), below(number - 1)
+        if number > 1 and self.store.look(f"{before}all", left_s(end)) is None:  # the store is a new one
+            self.store.put(f"{before}all", _PASSED, left_s(end))
         self.store.get(f"{prefix}node/{self._size - 1}", left_s(end))  # by then most have come
         there = self.store.below(f"{prefix}node/", left_s(end))
         told = [there.get(str(rank)) or self.store.get(f"{prefix}node/{rank}", left_s(end))
@@ -223,7 +230,8 @@ class EpochAgreement:
         freed = sorted({one for _, _, those in known for one in those})
         # All ranks have come here, so none needs the keys of the last epoch.
         if (last := self.store.look(f"{before}all", left_s(end))) is not None:
-            self.store.delete(f"{json.loads(last)[0]}/", left_s(end))
+            if last != _PASSED:
+                self.store.delete(f"{json.loads(last)[0]}/", left_s(end))
             self.store.delete(before, left_s(end))
         reads = cross_memory.is_whole(nodes, [reach for _, reach, _ in known])
         self.store.put(f"{prefix}all", json.dumps([new_epoch_name(number), blocks(nodes), reads, freed]), left_s(end))

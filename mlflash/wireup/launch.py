@@ -112,7 +112,7 @@ class Meeting:
 
 
 class Couriers:
-    """The couriers of this trainer; one runs at a time. Close it; it may be closed twice.
+    """The couriers of this trainer; one runs at a time, from `next_epoch` on. Close it; it may be closed twice.
 
     Collective over all ranks of the job. One thread uses it, and no process that was forked from this one. If one rank
     raises, others wait for it until their deadline.
@@ -154,7 +154,6 @@ class Couriers:
         own_cores: bool = False,
         meeting: Meeting | None = None,
     ):
-        end = time.monotonic() + timeout_s
         self._me = who_am_i(environment) if meeting is None or meeting.me is None else meeting.me
         self.rank, self.size = self._me.rank, self._me.size
         how = way(environment, self._me) if meeting is None else meeting.how
@@ -176,14 +175,13 @@ class Couriers:
                     environment, self._me, text, directory, left
                 )
                 self._meet(environment, meeting or Meeting(found, lambda: None, timeout_s), host, timeout_s)
-            self.next_epoch(left_s(end))
             failed.pop_all()
 
     @property
     def courier(self) -> RunningCourier:
         """The newest courier."""
         if self._running is None:
-            raise CourierEnded("there is no courier: the last epoch could not be started")
+            raise CourierEnded("there is no courier: no epoch was started, or the last one could not be")
         return self._running
 
     def _meet(self, environment: Mapping[str, str], meeting: Meeting, host: str | None, timeout_s: float) -> None:
@@ -232,12 +230,16 @@ class Couriers:
         except ZygoteLost:
             self._check()
             self._replace_zygote(end)
-        number, agreement = self._number + 1, self._agreement
-        if agreement is None:
-            epoch, store, token = Epoch(new_epoch_name(number), (0,)), None, ""
-        else:
-            epoch, store, token = agreement.agree(number, end, timeout_s, freed), agreement.address, agreement.token
-        self._number, self.freed = number, epoch.freed
+        agreement, store, token = self._agreement, None, ""
+        epoch: Epoch | None = None
+        while epoch is None:
+            number = self._number + 1
+            if agreement is None:
+                epoch = Epoch(new_epoch_name(number), (0,))
+            else:
+                epoch, store, token = agreement.agree(number, end, timeout_s, freed), agreement.address, agreement.token
+            self._number = number
+        self.freed = epoch.freed
         cores = self._choose_cores(end)
         mine, its = socket.socketpair()
         with contextlib.ExitStack() as failed, its:
@@ -259,7 +261,7 @@ class Couriers:
         """
         if self._agreement is None:
             self._ended.set()
-        else:
+        elif self._number:
             self._agreement.put([(below(self._number) + "ended", str(self.rank))], timeout_s)
 
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:

@@ -14,6 +14,7 @@ import argparse
 import collections
 import json
 import logging
+import os
 import random
 import shutil
 import sys
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradient_faults
+import holds
+import in_couriers
 import numpy as np
 import torch
 from emulated import on_node
@@ -31,13 +34,14 @@ from mpi4py import MPI
 import mlflash
 from mlflash.errors import SaveFailed, StepNotFound
 from mlflash.memory.slot import unpack
-from mlflash.redundancy import slot_transfer
 from mlflash.state import layout
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 STEPS = 6
 layout.BLOCK_NBYTES = 4096  # so that a small state has many
+os.environ |= {"MLFLASH_TEST_BLOCK_NBYTES": "4096", in_couriers.NAME: "damaged_on_arrival"}
+in_couriers.reach_into_couriers()
 WEIGHTS, MOMENTS = ("model.embed", "model.head"), ("optim.exp_avg", "optim.exp_avg_sq")
 LEAP, LEAST, SURE = 128.0, 0.0625, 1.01  # as `value_checks.examiner` has them; and what is sure to be beyond
 ROWS = {
@@ -215,27 +219,15 @@ def in_replica(trial: Trial, fault: Fault) -> dict[str, bool]:
 
 def on_the_wire(trial: Trial, fault: Fault, rng: random.Random) -> dict[str, bool]:
     """A bit of what one rank receives in one save is another one."""
-    nth, bit, real = rng.randrange(3), rng.randrange(8), slot_transfer._arrived
-    place = rng.random()
-    calls = collections.Counter[int]()
-    at = [0]
+    how = f"{1 + rng.randrange(3)} {rng.randrange(8)} {rng.random()}"
 
-    def arrived(slot: Any, extents: Any, first: int, last: int, window: Any) -> Any:
-        calls[at[0]] += 1
-        if fault.rank == RANK and at[0] == fault.step and calls[at[0]] == nth + 1:
-            body = slot.body(extents)
-            start, end = first * extents.block_nbytes, min(last * extents.block_nbytes, body.nbytes)
-            body[start + int(place * (end - start))] ^= 1 << bit
-        return real(slot, extents, first, last, window)
+    def damage(step: int, state: dict[str, Any]) -> None:
+        if fault.rank == RANK and step == fault.step:
+            holds.at("arrival", how)
+        elif step > fault.step:
+            holds.let_go()
 
-    def note(step: int, state: dict[str, Any]) -> None:
-        at[0] = step
-
-    slot_transfer._arrived = arrived
-    try:
-        trial.save(note)
-    finally:
-        slot_transfer._arrived = real
+    trial.save(damage)
     step, right = trial.restored()
     return {"caught": trial.failed == [fault.step], "named": trial.said("did not arrive whole"),
             "equal": right and step == STEPS}  # fmt: skip

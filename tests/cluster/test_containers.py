@@ -62,6 +62,7 @@ PASS_ON = """
 import json, os
 from mlflash.wireup.launch import Couriers
 couriers = Couriers("wireup_courier:serve", os.environ, 60)
+couriers.next_epoch(60)
 couriers.wait_up(60)
 couriers.courier.trainer.settimeout(60)
 with couriers.courier.trainer.makefile("rw") as lines:

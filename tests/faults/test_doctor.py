@@ -147,10 +147,11 @@ def test_of_worlds_of_one_rank_only_the_first_speaks_and_all_fail(shm: Path) -> 
 
 
 def test_a_transport_that_does_not_work_is_an_error_and_nothing_is_left(shm: Path) -> None:
-    refuse = """
-from mlflash.mpi import fabric
-def refuse(self, *given): raise RuntimeError("MPI_ERR_RMA_SYNC")
-fabric.OpenMemory.put, os.environ["MLFLASH_TRANSPORT"] = refuse, "rma"
+    refuse = f"""
+sys.path.append({str(SUPPORT)!r})
+import in_couriers
+in_couriers.reach_into_couriers()
+os.environ.update(MLFLASH_TRANSPORT="rma", MLFLASH_TEST_REPLACED="put_fails", PYTHONPATH={str(SUPPORT)!r})
 """
     found = examine(shm, 2, code=1, change=refuse)
     (line,) = lines_of(found, "network")

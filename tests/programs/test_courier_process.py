@@ -74,7 +74,9 @@ def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, rank
     assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
 
 
-@pytest.mark.parametrize("kills", ["zygote 0", pytest.param("zygote 1", marks=pytest.mark.gate)])
+@pytest.mark.parametrize("kills", [
+    "zygote 0", pytest.param("zygote 1", marks=pytest.mark.gate), "first zygote 0", "first zygote 1",
+])  # fmt: skip
 def test_a_zygote_that_is_killed_again_while_the_next_one_starts_ends_no_saving(jobs: Jobs, kills: str) -> None:
     result = jobs.run(2, kills=kills)
     again = result.of("again")

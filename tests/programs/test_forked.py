@@ -46,8 +46,10 @@ with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}",
     pulse = f"{ckpt.report()['memory']}/pulse-0000"
     assert listeners()
     ckpt.prepare(state)
-    os.kill(ckpt._courier._link.pid, signal.SIGSTOP)
+    stop = lambda point: os.kill(ckpt._courier._link.pid, signal.SIGSTOP) if point == "stage.begun" else None
+    mlflash.crash_points.arm(stop)
     snapshot = ckpt.save(1, state)
+    mlflash.crash_points.arm(None)
     before = open(pulse).read()
     for how in ("leaves", "exits", "raises"):
         if pid := os.fork():

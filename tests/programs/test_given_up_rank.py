@@ -23,10 +23,8 @@ state = {"w": np.zeros(1000), "step": 0}
 
 def lose_each_zygote():
     while True:
-        try:
-            linked._link.couriers.zygote.process.kill()
-        except (AttributeError, OSError):
-            pass
+        for link in linked._links:
+            link.couriers.zygote.process.kill()
 
 
 def train(ckpt, step):

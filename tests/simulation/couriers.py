@@ -277,7 +277,7 @@ class Couriers:
         self.met, self.freed, self._number = "simulated", frozenset[str](), 0
         self._running: Any = None
         self._is_given_up = False
-        self.zygote, end, text = zygote, WORLD.kernel.now + timeout_s, ""
+        self.zygote, text = zygote, ""
         self._check_meeting = meeting.check if meeting is not None else lambda: None
         try:
             if meeting is not None:
@@ -287,7 +287,6 @@ class Couriers:
             WORLD.newest[self._trainer] = self
             self._watch_zygote()
             self._check()
-            self.next_epoch(end - WORLD.kernel.now)
         except BaseException:
             self.zygote.kill()
             raise

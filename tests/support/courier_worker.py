@@ -20,6 +20,7 @@ from traps import set_traps
 from waiting import PATIENCE_S, hang, until
 
 import mlflash
+from mlflash.wireup.zygote_client import ZygoteClient
 
 RANK = int(os.environ.get("RANK") or os.environ.get("PMI_RANK", "0"))
 
@@ -36,6 +37,8 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def train(settings: dict[str, Any], kills: str = "") -> None:
     """Restore, save three steps, and lose a courier or a zygote: see `_lose_the_courier`."""
     logging.getLogger("mlflash").addHandler(_Note())
+    if kills == f"first zygote {RANK}":
+        _kill_at_the_first_fork()
     with mlflash.Checkpointer(**settings) as ckpt:
         state = state_at(0)
         start = ckpt.restore(state)
@@ -50,10 +53,22 @@ def train(settings: dict[str, Any], kills: str = "") -> None:
         note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report(), survives=ckpt.survives)
 
 
+def _kill_at_the_first_fork() -> None:
+    """Kill the first zygote when it would fork the first courier."""
+    fork = ZygoteClient.fork
+
+    def killed(zygote: ZygoteClient, *args: Any) -> int:
+        ZygoteClient.fork = fork  # type: ignore[method-assign]
+        zygote.process.kill()
+        return fork(zygote, *args)
+
+    ZygoteClient.fork = killed  # type: ignore[method-assign]
+
+
 def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
     """Kill the courier of rank 1, "twice" the next one too before it is up; save until a step is committed again.
 
-    "zygote 0" kills the zygote of that rank, and its next two while they start.
+    "zygote 0" kills the zygote of that rank, and its next two while they start; "first zygote 0" was killed before.
     """
     start = time.perf_counter()
     if kills == "busy":  # in the middle of a save, as a rule
@@ -63,7 +78,7 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
         for _ in range(3):
             os.kill(last := zygote(), signal.SIGKILL)
             until(lambda last=last: zygote() != last, "the next zygote", look_s=0.0005)
-    elif RANK == 1 and not kills.startswith("zygote"):
+    elif RANK == 1 and "zygote" not in kills:
         os.kill(first := ckpt._courier._link.pid, signal.SIGKILL)
         if kills == "twice":
             until(lambda: ckpt._courier._link.pid != first, "the next courier", look_s=0.0005)

@@ -41,27 +41,36 @@ def reach_into_couriers() -> None:
 
 def hold(point: str) -> Hold:
     """Hold whatever comes to a point."""
-    return _at(point, "hold")
+    return at(point, "hold")
 
 
 def slow(point: str, seconds: float) -> Hold:
     """Let whatever comes to a point take its time there, but for the main thread of this process."""
-    return _at(point, f"slow {seconds}")
+    return at(point, f"slow {seconds}")
 
 
 def fail(point: str) -> Hold:
     """Raise an error that is none of mlflash's where something comes to a point."""
-    return _at(point, "fail")
+    return at(point, "fail")
 
 
-def _at(point: str, what: str) -> Hold:
+def at(point: str, what: str) -> Hold:
+    """Let something happen at a point: "hold", "slow SECONDS", "fail", or what `in_couriers` knows."""
     arm()
     return Hold(Path(os.environ[_FOLDER], point), what)
 
 
+def happens_at(point: str) -> str:
+    """What a test lets happen at a point now; "": nothing."""
+    try:
+        return Path(os.environ[_FOLDER], point).read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def is_held(point: str) -> bool:
     """Whether a test holds what comes to a point now."""
-    return Path(os.environ[_FOLDER], point).exists()
+    return bool(happens_at(point))
 
 
 def let_go() -> None:
@@ -78,9 +87,8 @@ def arm() -> None:
 
 def _look(point: str) -> None:
     path = Path(os.environ[_FOLDER], point)
-    try:
-        what, *more = path.read_text().split()
-    except FileNotFoundError:
+    what, *more = happens_at(point).split() or [""]
+    if not what:
         return
     if what == "slow":
         if threading.current_thread() is not threading.main_thread():

@@ -45,6 +45,16 @@ def three_copy_threads() -> None:
     copy_threads._measured = lambda ranks, agree: 3
 
 
+def put_fails() -> None:
+    """Let each put of RMA fail."""
+    from mlflash.mpi import fabric
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("MPI_ERR_RMA_SYNC")
+
+    fabric.OpenMemory.put = refuse  # type: ignore[method-assign]
+
+
 # Bytes that change
 
 
@@ -62,6 +72,24 @@ def changed_after_its_check() -> None:
 
     slot_transfer.ARRIVAL_S = 1.0
     slot_transfer.Source.check_up_to = check_up_to  # type: ignore[method-assign]
+
+
+def damaged_on_arrival() -> None:
+    """While "arrival" is held as "NTH BIT PLACE": change a bit of the n-th chunk that comes, at a place in it."""
+    from mlflash.redundancy import slot_transfer
+
+    really, chunks = slot_transfer._arrived, [0]
+
+    def arrived(slot: Any, extents: Any, first: int, last: int, window: Any) -> Any:
+        nth, bit, place = holds.happens_at("arrival").split() or [0, 0, 0]
+        chunks[0] = chunks[0] + 1 if nth else 0
+        if nth and chunks[0] == int(nth):
+            body = slot.body(extents)
+            start, end = first * extents.block_nbytes, min(last * extents.block_nbytes, body.nbytes)
+            body[start + int(float(place) * (end - start))] ^= 1 << int(bit)
+        return really(slot, extents, first, last, window)
+
+    slot_transfer._arrived = arrived
 
 
 def _changed_when_coded(with_its_check: bool) -> None:

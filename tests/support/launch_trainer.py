@@ -48,7 +48,9 @@ def may_leave(courier: RunningCourier) -> set[str]:
 
 def start(entry: str = "serve", **more: Any) -> Couriers:
     directory = Path(options["directory"]) if "directory" in options else None
-    return Couriers(f"wireup_courier:{entry}", os.environ, PATIENCE_S, directory=directory, **more)
+    couriers = Couriers(f"wireup_courier:{entry}", os.environ, PATIENCE_S, directory=directory, **more)
+    couriers.next_epoch(PATIENCE_S)
+    return couriers
 
 
 def epochs() -> None:

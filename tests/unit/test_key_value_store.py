@@ -8,7 +8,9 @@ import resource
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from waiting import PATIENCE_S, is_in, until
 
 from mlflash.errors import DeadlineExceeded
+from mlflash.wireup.epoch_agreement import EpochAgreement
 from mlflash.wireup.frames import pack
 from mlflash.wireup.key_value_store import KeyValueStore, listen
 from mlflash.wireup.store_client import StoreClient, StoreLost
@@ -231,3 +234,15 @@ def test_it_sleeps_where_no_descriptor_is_left_and_accepts_again() -> None:
     third.close()
     store.close()
     store.close()
+
+
+def test_a_rank_that_waits_for_an_epoch_that_was_lost_with_its_store_comes_to_the_next_one(served: Served) -> None:
+    def rank(number: int) -> EpochAgreement:
+        return EpochAgreement(number, 2, "n", "", served.store.address, served.store.token, end, lambda: None)
+
+    end = time.monotonic() + PATIENCE_S
+    with contextlib.closing(rank(0)) as first, contextlib.closing(rank(1)) as second, ThreadPoolExecutor() as pool:
+        late = pool.submit(second.agree, 1, end, PATIENCE_S)  # rank 0 had heard of this epoch before the store ended
+        agreed = pool.submit(first.agree, 2, end, PATIENCE_S)
+        assert late.result(PATIENCE_S) is None
+        assert second.agree(2, end, PATIENCE_S) == agreed.result(PATIENCE_S)
