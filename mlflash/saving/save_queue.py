@@ -141,20 +141,9 @@ class SaveQueue:
         job = self._courier.job("commit", request, answers=save, on_late=late, on_refused=refused)
         mistake: BaseException | None = None
         try:
-            try:
-                try:
-                    self._check_step(int(step) if whole else None, step, again)
-                    if self.undefined:
-                        raise StateError("the state is undefined because a restore of it failed, so it is not saved: "
-                                         "restore again, or begin anew", found=self.undefined)  # fmt: skip
-                    fill(save)
-                    request.filled_s = time.perf_counter()
-                    request.problem = None  # from here on it may be committed
-                except BaseException as error:  # state_dict() may raise anything; no rank must wait for us
-                    mistake = self._give_up(save, error)
-                self._recorder.posting(snapshot.step)
-            finally:
-                self._courier.post(job)
+            mistake = self._filled(save, lambda: self._check_step(int(step) if whole else None, step, again), fill)
+            self._recorder.posting(snapshot.step)
+            self._courier.post(job)
             self._courier.wait_sent(job)
             must_wait = request.waits_for_room and not again and not save.is_copied
             if must_wait and not save.staged.wait(self._config.timeout_s):
@@ -174,6 +163,21 @@ class SaveQueue:
         if not again:
             self.raise_what_failed()
         return snapshot
+
+    def _filled(self, save: PendingSave, check: Callable[[], None], fill: Callable[[PendingSave], None]
+                ) -> BaseException | None:  # fmt: skip
+        """Fill a save, or note why it is posted as a failure; return what the caller must raise then."""
+        try:
+            check()
+            if self.undefined:
+                raise StateError("the state is undefined because a restore of it failed, so it is not saved: "
+                                 "restore again, or begin anew", found=self.undefined)  # fmt: skip
+            fill(save)
+            save.request.filled_s = time.perf_counter()
+            save.request.problem = None  # from here on it may be committed
+        except BaseException as error:  # state_dict() may raise anything; no rank must wait for us
+            return self._give_up(save, error)
+        return None
 
     def _give_up(self, save: PendingSave, error: BaseException) -> BaseException | None:
         """Note why a save is posted as a failure; return what the caller must raise now."""
