@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -230,7 +231,7 @@ class Config:
     def slots_per_state(self) -> float:
         return self.slots * (1 + redundancy_scheme.parse(self.redundancy).overhead)
 
-    @property
+    @functools.cached_property
     def mark(self) -> int:
         """Number that identifies the checkpoints of a fresh start; 0: this is not a fresh start.
 

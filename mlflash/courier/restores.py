@@ -10,7 +10,8 @@ from ..draining import checkpoint_directory
 from ..draining.checkpoint_directory import Listed
 from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot
-from ..memory.inventory import file_number, write_verdict
+from ..memory.inventory import write_verdict
+from ..memory.node_directory import file_number
 from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Attempt, Slot, Verdict
 from ..memory.wanted_step import WantedStep

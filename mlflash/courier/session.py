@@ -23,7 +23,6 @@ from ..restoring.from_memory import heal_newest, scavenge
 from ..restoring.heal import heal_or_remember, mend, protect_left
 from ..restoring.scrubber import Scrubber
 from ..saving import commit
-from ..saving.commit import Commits
 from ..startup.context import Context, TrainerEnd
 from ..startup.start import make
 from ..version import __version__
@@ -103,8 +102,6 @@ class Session(RestoreSession):
             context.pool.hold_older()
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain, signer)
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
-        self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
-                                lambda: mend(context, scrubber))  # fmt: skip
         self._sources = Sources(context, self._drains)
         pool, threads = context.pool, context.copy_threads.threads
         self._drains.go_beyond()
@@ -162,8 +159,10 @@ class Session(RestoreSession):
 
     def commit(self, request: SaveRequest, trainer: Trainer) -> int:
         """Complete a save, and return the generation of its attempt."""
-        self._commits.bring_to_end(request, trainer)
-        return self.context.generation
+        context, scrubber = self.context, self._scrubber
+        commit.bring_to_end(request, trainer, context, self._drains, lambda home: heal_or_remember(context, home),
+                            lambda: mend(context, scrubber))  # fmt: skip
+        return context.generation
 
     def commit_restored(self, request: SaveRequest, restores: int, trainer: Trainer) -> None:
         """Commit the state that a restore put together, like a save; then the old slots may go. If it fails, they stay.

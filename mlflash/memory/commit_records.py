@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import CorruptSlot
 from ..human_readable.wording import listed, named
-from .inventory import Place, file_name, file_number, first_pages
-from .node_directory import NodeDirectory
+from .inventory import Place, first_pages
+from .node_directory import NodeDirectory, file_name, file_number
 from .slot import (
     COMMIT_START,
     MAGIC,

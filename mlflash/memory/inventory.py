@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from ..errors import CorruptSlot, UnsafePath
-from .node_directory import NodeDirectory
+from .node_directory import NodeDirectory, file_number
 from .slot import (
     RECORD_NBYTES,
     RESTORES_START,
@@ -120,16 +120,6 @@ def decode(packed: bytes) -> Inventory:
     words = iter(np.frombuffer(raw[end:], dtype="<u4").tolist())
     groups = tuple(tuple(itertools.islice(words, length)) for length in words)
     return Inventory(np.frombuffer(columns.T.tobytes(), dtype=FOUND), groups)
-
-
-def file_number(name: str) -> int:
-    """``file_number("slot-0007") == 7``."""
-    return int(name.removeprefix("slot-"))
-
-
-def file_name(number: int) -> str:
-    """``file_name(7) == "slot-0007"``."""
-    return f"slot-{number:04d}"
 
 
 def first_pages(memory: NodeDirectory) -> Iterator[tuple[str, bytes, int]]:

@@ -51,6 +51,16 @@ def too_small(error: OSError, path: str, expected: str) -> MemoryTooSmall | None
     return MemoryTooSmall(f"{path} {why}", expected=expected)
 
 
+def file_number(name: str) -> int:
+    """``file_number("slot-0007") == 7``."""
+    return int(name.removeprefix("slot-"))
+
+
+def file_name(number: int) -> str:
+    """``file_name(7) == "slot-0007"``."""
+    return f"slot-{number:04d}"
+
+
 class NodeDirectory:
     """This job's files on this node.
 

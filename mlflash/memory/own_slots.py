@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 
 from ..errors import MlflashError
 from . import shared_memory_segment
-from .inventory import file_name
-from .node_directory import NodeDirectory
+from .node_directory import NodeDirectory, file_name
 from .shared_memory_segment import Segment
 from .slot import Slot, Use, close_others, read_header
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 
 from ..errors import CorruptSlot
 from . import shared_memory_segment
-from .inventory import Inventory, file_name, file_number
-from .node_directory import NodeDirectory
+from .inventory import Inventory
+from .node_directory import NodeDirectory, file_name, file_number
 from .own_slots import SlotFile, SlotId, named
 from .slot import Attempt, Kind, Slot, Use, close_others, leave_behind, oldest_free
 

@@ -6,6 +6,7 @@ that the trainer asks for.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -26,23 +27,22 @@ _GRACE_S = 10.0  # limit for an error to arrive after its deadline
 _LOOK_S = 0.2  # time between two checks of deadlines
 
 
+@dataclasses.dataclass(eq=False)
 class Job:
     """A job of the courier.
 
-    Args:
+    Attributes:
         on_late: called when its deadline has passed.
         on_end: called at its end, with the job.
-
-    Attributes:
         is_refused: whether it was not done because of an earlier error.
     """
 
-    def __init__(self, work: Callable[[], Any], on_late: Callable[[DeadlineExceeded], None],
-                 on_end: Callable[[Job], None]):  # fmt: skip
-        self.work, self.on_late, self.on_end = work, on_late, on_end
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.is_refused = False
+    work: Callable[[], Any]
+    on_late: Callable[[DeadlineExceeded], None]
+    on_end: Callable[[Job], None]
+    result: Any = None
+    error: BaseException | None = None
+    is_refused: bool = False
 
 
 class JobThread:

@@ -34,7 +34,7 @@ class Protection:
         self.transport = choose_transport(world, transport)
         self._copies = PartnerCopies(world, placement, self.transport)
         self._parity = Parity(world, placement, job)
-        self._parts = (self._copies, self._parity)
+        self._parts = (self._copies, self._parity) if self._parity.group else (self._copies,)
 
     @property
     def group(self) -> tuple[int, ...]:

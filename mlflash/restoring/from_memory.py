@@ -26,7 +26,8 @@ from ..draining.drain_input import DrainInput
 from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot, WorldSizeChanged
 from ..memory import commit_records
-from ..memory.inventory import Inventory, Place, file_number
+from ..memory.inventory import Inventory, Place
+from ..memory.node_directory import file_number
 from ..memory.slot import Attempt, Header, Kind, Slot, Use, Verdict
 from ..memory.wanted_step import NEWEST, WantedStep
 from ..mpi.fabric import OpenMemory

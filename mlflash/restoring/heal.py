@@ -11,7 +11,7 @@ import xxhash
 
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
-from ..memory.inventory import file_number
+from ..memory.node_directory import file_number
 from ..memory.slot import Attempt, Slot, Use, read_header, table_check
 from ..mpi.nonblocking import Operation, done
 from ..mpi.world import World

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from ..memory.inventory import file_number
+from ..memory.node_directory import file_number
 from ..memory.slot import Attempt
 from ..protocol import exchange_rounds
 from ..protocol.describe_ranks import Described, gather_ranks

@@ -418,66 +418,59 @@ class PhaseTimes:
         self.took["checksums"] = max(0.0, time.perf_counter() - self._since - self.took["transfer"])
 
 
-class Commits:
-    """Runs saves to their end, for the courier. It is collective, and so are ``heal`` and ``mend``."""
+def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drains: CommitListener,
+                 heal: Callable[[Slot], None], mend: Callable[[], None]) -> None:  # fmt: skip
+    """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
 
-    def __init__(self, context: Context, drains: CommitListener, heal: Callable[[Slot], None],
-                 mend: Callable[[], None]):  # fmt: skip
-        self._context, self._drains, self._heal, self._mend = context, drains, heal, mend
-
-    def bring_to_end(self, request: SaveRequest, trainer: Trainer) -> None:
-        """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks."""
-        context, start = self._context, time.perf_counter()
-        save = Save(request, trainer, context)
-        save.mends = True
-        try:
-            while True:
-                if context.unhealed is not None:
-                    self._heal(context.unhealed)
-                save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
+    Collective over the world, and so are ``heal`` and ``mend``.
+    """
+    start, world, recorder = time.perf_counter(), context.world, context.recorder
+    save = Save(request, trainer, context)
+    save.mends = True
+    try:
+        while True:
+            if context.unhealed is not None:
+                heal(context.unhealed)
+            save.drains_idle, save.drain_asked = drains.idle, drains.asked
+            try:
+                run(save, context, lambda: _committed(save, context, drains))
+                break
+            except OneAhead:
+                world.job_number += 1
+            except MendFirst:  # afterwards no rank reports damage any more
                 try:
-                    run(save, context, lambda: self._committed(save))
-                    break
-                except OneAhead:
-                    context.world.job_number += 1
-                except MendFirst:  # afterwards no rank reports damage any more
-                    try:
-                        self._mend()
-                    except MlflashError as error:
-                        trainer.ended(error)
-                        raise
-            if save.is_given_up and self._context.world.rank == 0:
-                log.warning("step %d is not kept because its values are suspect, and memory keeps the good step "
-                            "before it; mark_good(%d) accepts the values", save.step, save.step)  # fmt: skip
-            if save.due is not None and certify(self._context, save.due):
-                self._drains.certified(save.due.attempt)
-            self._compare_replicas(save)
-        except MlflashError as error:
-            context.recorder.failed(request.step, error)
-            raise
-        except BaseException as error:
-            world = context.world
-            world.end_if_mpi_failed(error)
-            trainer.ended(SaveFailed(f"the courier failed: {text_of(error)}", rank=world.rank, node=world.node_name,
-                                     step=request.step))  # fmt: skip
-            raise
-        finally:
-            context.recorder.seconds["protect and commit"] += time.perf_counter() - start
-
-    def _committed(self, save: Save) -> None:
-        recorder = self._context.recorder
-        if not save.is_given_up:
-            self._context.unhealed = None  # a newer step has full redundancy
-        self._drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
-        recorder.holds(self._context.pool.nbytes)
-        age_s = time.perf_counter() - save.request.begun_s
-        recorder.committed(save.step, age_s, save.attempt.generation)
-
-    def _compare_replicas(self, save: Save) -> None:
-        replicas = self._context.replicas
+                    mend()
+                except MlflashError as error:
+                    trainer.ended(error)
+                    raise
+        if save.is_given_up and world.rank == 0:
+            log.warning("step %d is not kept because its values are suspect, and memory keeps the good step before it; "
+                        "mark_good(%d) accepts the values", save.step, save.step)  # fmt: skip
+        if save.due is not None and certify(context, save.due):
+            drains.certified(save.due.attempt)
+        replicas = context.replicas
         is_there = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
         if replicas is not None and is_there and save.slot is not None and save.plan is not None:
             replicas.compare(save.slot, save.plan, save.step)
+    except MlflashError as error:
+        recorder.failed(request.step, error)
+        raise
+    except BaseException as error:
+        world.end_if_mpi_failed(error)
+        trainer.ended(SaveFailed(f"the courier failed: {text_of(error)}", rank=world.rank, node=world.node_name,
+                                 step=request.step))  # fmt: skip
+        raise
+    finally:
+        recorder.seconds["protect and commit"] += time.perf_counter() - start
+
+
+def _committed(save: Save, context: Context, drains: CommitListener) -> None:
+    recorder = context.recorder
+    if not save.is_given_up:
+        context.unhealed = None  # a newer step has full redundancy
+    drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
+    recorder.holds(context.pool.nbytes)
+    recorder.committed(save.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)
 
 
 # What is suspect in the values of a save, checked while their checksums are made

@@ -64,8 +64,8 @@ class DeferredCopies:
         self.error: StateError | None = None
         # called if something other than an optimizer's step changed a tensor; on any thread
         self.tell_changed: Callable[[], object] = lambda: None
-        # is_over: whether the save has ended, so that nothing needs to wait any more
-        self.is_empty = self.is_over = not self._pieces and not self._transfers
+        # whether the save has ended, so that nothing needs to wait any more
+        self.is_over = False
         if not self._pieces:
             self._made.set()
 

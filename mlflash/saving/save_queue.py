@@ -8,6 +8,7 @@ whether it follows (`ReservedSave`).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -214,7 +215,7 @@ class SaveQueue:
     def _fill(self, save: PendingSave, flat: Flat, until: object = None) -> None:
         check_torch_rank(self._ranks.rank, self._ranks.size, self._ranks.torch_group)
         request = save.request
-        lazy = self.lazy.find(flat, until)
+        lazy = NOTHING if until is None else self.lazy.find(flat, until)
         if self._is_staging and self._config.when_busy == "skip":
             request.skip = True
             return
@@ -319,8 +320,8 @@ class SaveQueue:
         assert save.request.plan is not None and slot.segment is not None
         inode = slot.segment.inode
         checks, later = self.stage.copy(flat, save.request.plan, slot, share, lazy)
-        if not later.is_empty:
-            save.defer(later)
+        save.defer(later)
+        if later is not None:
             self.lazy.begin(later)
         return inode, checks
 
@@ -377,14 +378,15 @@ def _fail(save: PendingSave) -> None:
     raise SaveFailed("the save failed on some rank before anything was stored", step=save.request.step)
 
 
+@dataclasses.dataclass(eq=False)
 class LiveState:
     """Answers the courier's questions about a state that ranks may share: see `deduplication.Shareable`."""
 
-    def __init__(self, flat: Flat | None, ranks: Ranks):
-        self.flat, self._ranks = flat, ranks
+    flat: Flat | None
+    ranks: Ranks
 
     def shareable(self) -> list[ShareableLeaf]:
-        return [] if self.flat is None else shareable(self.flat, self._ranks.from_torch)
+        return [] if self.flat is None else shareable(self.flat, self.ranks.from_torch)
 
     def digests(self, keys: Collection[int]) -> dict[int, int]:
         return {} if self.flat is None else digests(self.flat, keys)
@@ -413,11 +415,10 @@ class PendingSave(LiveState):
         self._slots.hand_over((slot, share), self.request)
         self.request.lease, self.request.plan, self.request.inode = slot.lease, plan, inode
 
-    def defer(self, later: DeferredCopies) -> None:
-        """Make the courier wait for what is copied after `save` has returned."""
-        if not later.is_empty:
-            self.later = self.snapshot.later = later
-            self.request.has_deferred = True
+    def defer(self, later: DeferredCopies | None) -> None:
+        """Make the courier wait for what is copied after `save` has returned; None: nothing is."""
+        self.later = self.snapshot.later = later
+        self.request.has_deferred = later is not None
 
     def lay_out(self) -> Plan:
         assert self.plan_now is not None

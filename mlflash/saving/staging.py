@@ -128,7 +128,7 @@ class Staging:
     @_whole_or_anew
     def copy(
         self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: Mapping[int, Any] = NOTHING
-    ) -> tuple[dict[Piece, int], DeferredCopies]:
+    ) -> tuple[dict[Piece, int], DeferredCopies | None]:
         """Copy a state into a slot; when it returns, the live tensors may be changed again, except lazy ones.
 
         This unseals the slots, and they stay unsealed.
@@ -138,7 +138,7 @@ class Staging:
             lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that contains it.
 
         Returns:
-            The checksums of the pieces of other shares, once everything is copied; and what is copied later.
+            The checksums of the pieces of other shares, once everything is copied; and what is copied later, or None.
 
         Raises:
             SaveFailed: the pages of a slot are not ready in time.
@@ -162,8 +162,8 @@ class Staging:
         if self._copied is not planned.layout:
             way.read_back(flat)
             self._copied = planned.layout
-        samples = SampledBytes()
-        later, transfers = way.begin(flat.values, samples)
+        samples = SampledBytes() if lazy else None
+        later, transfers = ([], []) if samples is None else way.begin(flat.values, samples)
         checks: dict[Piece, int] = {}
         if share is not None:
             for leaf, work in _pieces_of(flat, planned, share, checks, lazy, samples):
@@ -171,8 +171,10 @@ class Staging:
                     later.append(work)
                 else:
                     work()
-        samples.note()
         reach("stage.copied")
+        if samples is None or not (later or transfers):
+            return checks, None
+        samples.note()
         names = flat.structure.entries
         watched = ((names[n].name, one) for n, owner in lazy.items() for one in (flat.values[n], owner))
         copies = DeferredCopies(later, transfers, watched, self._timeout_s, samples)
@@ -226,7 +228,12 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
 
 
 def _pieces_of(
-    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: Collection[int], samples: SampledBytes
+    flat: Flat,
+    planned: Plan,
+    share: Slot,
+    checks: dict[Piece, int],
+    lazy: Collection[int],
+    samples: SampledBytes | None,
 ) -> Iterator[tuple[int, Work]]:
     """For leaves that are cut: work that copies pieces of this rank's share, or puts those of others in ``checks``."""
     assert planned.sharing is not None
@@ -243,7 +250,7 @@ def _pieces_of(
         entry = flat.structure.entries[piece.leaf]
         if room.nbytes < entry.nbytes:
             live = live_bytes(flat.values[piece.leaf], piece.start, piece.end, kept=piece.leaf in lazy)
-            if piece.leaf in lazy:
+            if samples is not None and piece.leaf in lazy:
                 samples.add(entry.name, live, room)
             yield piece.leaf, functools.partial(np.copyto, room, live)
     for piece in planned.pieces:
@@ -282,20 +289,21 @@ class StagedState:
     plan: Plan
     inode: int
     checks: dict[Piece, int]
-    later: DeferredCopies
+    later: DeferredCopies | None
     given_up: bool = False  # whether the slot was given to other saves
     maker: int = dataclasses.field(default_factory=os.getpid)
 
     @property
     def is_lazy(self) -> bool:
         """Whether some of it was not there yet when it was staged: before you read its bytes, call `finish`."""
-        return not self.later.is_empty
+        return self.later is not None
 
     def finish(self) -> None:
         """Wait until all of it is there. Raises StateError if the state was changed meanwhile or not copied."""
-        self.later.finish()
-        if self.later.error is not None:
-            raise self.later.error
+        if self.later is not None:
+            self.later.finish()
+            if self.later.error is not None:
+                raise self.later.error
 
     def bytes_of(self, leaf: int) -> np.ndarray | None:
         """The bytes of a leaf; None if they are shared with other ranks, which may store them."""
@@ -334,7 +342,7 @@ class StagedStates:
             ahead = StagedState(*taken, planned, inode, *copied)
             self._pool.hand_over(taken, ahead)
             self.all += (ahead,)
-            if ahead.is_lazy:
+            if ahead.later is not None:
                 self._lazy.begin(ahead.later)
                 threading.Thread(target=ahead.later.help, name="mlflash-copies", daemon=True).start()
         except MlflashError:
@@ -354,7 +362,8 @@ class StagedStates:
         """Let other saves use the slots of a state."""
         if self.take(ahead):
             ahead.given_up = True
-            if ahead.is_lazy and ahead.maker == os.getpid():  # a forked process has nobody that makes these copies
+            # A forked process has nobody that makes these copies.
+            if ahead.later is not None and ahead.maker == os.getpid():
                 try:
                     ahead.later.cancel()
                 except DeadlineExceeded:

@@ -13,9 +13,9 @@ from ..errors import MemoryTooSmall
 from ..memory import shared_memory_segment
 from ..memory.commit_records import Trace
 from ..memory.copy_threads import CopyThreads
-from ..memory.inventory import Inventory, file_number, of_headers
+from ..memory.inventory import Inventory, of_headers
 from ..memory.memory_limits import available, headroom
-from ..memory.node_directory import NodeDirectory
+from ..memory.node_directory import NodeDirectory, file_number
 from ..memory.own_slots import SlotFile
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
 from ..memory.slot_pool import SlotPool, assign, unmap

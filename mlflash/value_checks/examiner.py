@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -287,7 +288,7 @@ class FloatFormat:
     nan: int  # the smallest bits, without the sign, that are not a number
     negative_zero_is_nan: bool = False  # whether the only NaN is what would be -0
 
-    @property
+    @functools.cached_property
     def sign(self) -> int:
         return 1 << (8 * self.nbytes - 1)
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.layouts import layout
 
-from mlflash.memory.inventory import FOUND, Inventory, encode, file_name, join
+from mlflash.memory.inventory import FOUND, Inventory, encode, join
+from mlflash.memory.node_directory import file_name
 from mlflash.memory.slot import Attempt, Kind
 from mlflash.memory.slot_pool import assign
 from mlflash.memory.wanted_step import WantedStep
