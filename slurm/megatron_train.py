@@ -1,9 +1,9 @@
 """Run a script of Megatron-LM, such as pretrain_gpt.py, with its local checkpoints in memory.
 
-Usage: python -m mpi4py train.py DIRECTORY SCRIPT [ARGUMENTS]...
+Usage: python train.py DIRECTORY SCRIPT [ARGUMENTS]...
 
 At the end of a job, the newest local checkpoint is copied to DIRECTORY. The ranks get RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT and torch.distributed from MPI, without torchrun. Slurm's variables are not enough: after a
+MASTER_ADDR, MASTER_PORT and torch.distributed from mlflash, without torchrun. Slurm's variables are not enough: after a
 spare node has replaced the first node of the job, rank 0 runs on another node.
 """
 

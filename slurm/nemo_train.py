@@ -1,10 +1,10 @@
 """Run a script of NeMo on the ranks that srun started. The script makes the two calls of docs/nemo.md.
 
-Usage: python -m mpi4py train.py SCRIPT [ARGUMENTS]...
+Usage: python train.py SCRIPT [ARGUMENTS]...
 
-The ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and torch.distributed from MPI, without torchrun.
-Slurm's variables are not enough: after a spare node has replaced the first node of the job, rank 0 runs on another
-node.
+The ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and torch.distributed from mlflash, without
+torchrun. Slurm's variables are not enough: after a spare node has replaced the first node of the job, rank 0 runs on
+another node.
 """
 
 import os

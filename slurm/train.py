@@ -1,6 +1,6 @@
 """A small training that continues where it was. Replace its model, data and loss by yours.
 
-Usage: python -m mpi4py train.py --checkpoints DIRECTORY [--seed SEED] [--steps STEPS] [--pause SECONDS]
+Usage: python train.py --checkpoints DIRECTORY [--seed SEED] [--steps STEPS] [--pause SECONDS]
 """
 
 from __future__ import annotations

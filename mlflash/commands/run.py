@@ -85,8 +85,8 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
     """Start the command ARGV on all ranks, and restart it after a failure with spares in place of lost nodes.
 
     \b
-    mlflash run -N 8 -d DIR --mpi pmi2 -- python -m mpi4py train.py
-    mlflash run -N 2 --hosts n1,n2,n3 -d DIR -- python -m mpi4py train.py
+    mlflash run -N 8 -d DIR --mpi pmi2 -- python train.py
+    mlflash run -N 2 --hosts n1,n2,n3 -d DIR -- python train.py
 
     `mlflash template` writes a batch script that calls it. Exits with 0 if all ranks ended well, else with the exit
     code of the last run.

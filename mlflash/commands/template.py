@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from ..command_line import shell_completion
 
 _LEAST_S = 420  # Slurm's signal may come 360 s before the end, and a step must be trained by then
 _VARIABLE = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"  # without the $ before it
-_VERSION = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 
 
 class _Template(NamedTuple):
@@ -47,7 +45,6 @@ _LEFT_OUT = {
     "partition": "Slurm takes its default partition",
     "time": "Slurm takes the partition's default time limit",
     "gpus-per-node": "the job asks for no GPUs",
-    "mpi": "mpi4py cannot load MPI here, and srun takes Slurm's default",
     "arguments": _NONE,
     "srun-args": _NONE,
 }
@@ -92,7 +89,7 @@ def _words(context: click.Context, option: click.Parameter, text: Any) -> Any:
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each node.  [default: --gpus-per-node, or 1]")
 @click.option("--gpus-per-node", type=click.IntRange(0), help="GPUs of each node.  [default: none]")
 @click.option("--time", metavar="TIME", callback=_time, help="Time limit, as for sbatch.  [default: the partition's]")
-@click.option("--mpi", metavar="TYPE", callback=_word, help="Value of srun --mpi.  [default: what mpi4py's MPI needs]")
+@click.option("--mpi", metavar="TYPE", default="pmi2", show_default=True, callback=_word, help="Value of srun --mpi.")
 @click.option("--job-name", metavar="NAME", callback=_word,
               help="Name in squeue and of the output file.  [default: the template's name]")  # fmt: skip
 @click.option("--directory", "-d", type=click.Path(), callback=_words, metavar="DIR",
@@ -145,7 +142,7 @@ def packaged(name: str) -> str:
 
 
 def values_of(name: str, output: Path, *, nodes: int, spares: int, ranks_per_node: int | None,
-              gpus_per_node: int | None, mpi: str | None, job_name: str | None, directory: str | None,
+              gpus_per_node: int | None, mpi: str, job_name: str | None, directory: str | None,
               srun_args: str | None, script: str | None, arguments: tuple[str, ...], **given: str | None,
               ) -> dict[str, str | None]:  # fmt: skip
     """Return the value of each word between two @ in a template, quoted for a shell. None: it is left out."""
@@ -173,7 +170,7 @@ def values_of(name: str, output: Path, *, nodes: int, spares: int, ranks_per_nod
         "spares": str(spares),
         "ranks-per-node": str(ranks_per_node or gpus_per_node or 1),
         "gpus-per-node": str(gpus_per_node) if gpus_per_node else None,
-        "mpi": mpi or _mpi(),
+        "mpi": mpi,
         "directory": shlex.quote(os.path.abspath(directory)),
         "train": shlex.quote(str(home / "train.py")),
         "script": shlex.quote(os.path.abspath(script or home / "train.py")),
@@ -181,14 +178,6 @@ def values_of(name: str, output: Path, *, nodes: int, spares: int, ranks_per_nod
         "srun-args": shlex.quote(srun_args) if srun_args else None,
         "bin": shlex.quote(":".join(dict.fromkeys(programs))),
     }
-
-
-def _mpi() -> str | None:
-    """Return the value of srun's --mpi that the MPI of mpi4py needs. None: mpi4py cannot load one."""
-    from ..doctor.mpi_checks import pmi_of
-
-    asked = subprocess.run([sys.executable, "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
-    return pmi_of(asked.stdout) if asked.returncode == 0 else None
 
 
 def fill(text: str, values: Mapping[str, str | None]) -> str:

@@ -6,11 +6,9 @@ import ast
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import click
-import needs
 import pytest
 from click.testing import CliRunner, Result
 
@@ -20,7 +18,6 @@ from mlflash.commands.run import run as run_command
 from mlflash.commands.template import TEMPLATES, word_of_shell
 
 REPO = Path(__file__).parents[2]
-find_mpi = template._mpi
 NAMES = ("array", "megatron", "nemo", "train")
 PAGE = (REPO / "docs" / "slurm.md").read_text()
 
@@ -29,11 +26,6 @@ def run(*arguments: object, code: int = 0) -> Result:
     result = CliRunner().invoke(main, ["template", *map(str, arguments)])
     assert result.exit_code == code, (result.output, result.exception)
     return result
-
-
-@pytest.fixture(autouse=True)
-def mpi_is_mpich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "_mpi", lambda: "pmi2")
 
 
 def written(folder: Path, *arguments: object) -> tuple[dict[str, str], str]:
@@ -77,15 +69,6 @@ def test_ranks_are_as_many_as_gpus_if_they_are_not_given(tmp_path: Path) -> None
     assert written(tmp_path, "--gpus-per-node", 4, "--ranks-per-node", 2)[0]["ntasks-per-node"] == "2"
 
 
-@needs.MPI
-def test_the_mpi_is_that_which_mpi4py_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    vendor = subprocess.run([sys.executable, "-c", "from mpi4py import MPI; print(MPI.get_vendor()[0])"],
-                            capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
-    assert find_mpi() == {"MPICH": "pmi2", "Open MPI": "pmix"}[vendor]
-    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
-    assert find_mpi() is None
-
-
 @pytest.mark.parametrize(("arguments", "text"), [
     (["--account", "proj 42"], "--account"), (["--account", "x\n#SBATCH --uid=0"], "--account"),
     (["--account", "-x"], "--account"), (["--partition", "a b"], "--partition"), (["--job-name", "a/b"], "--job-"),
@@ -124,7 +107,7 @@ def test_a_shell_reads_words_and_paths_as_they_were_given(tmp_path: Path) -> Non
     (odd / "my.py").touch()
     run("train", "-o", odd, "--script", odd / "my.py", "--", *words)
     body = (odd / "train.sbatch").read_text().partition("\ndirectory=")[2].partition("\nspares=")[0]
-    script = f'HOME=/h\ndirectory={body}\nprintf "%s\\0" "$directory" "${{training[@]:3}}"'
+    script = f'HOME=/h\ndirectory={body}\nprintf "%s\\0" "$directory" "${{training[@]:1}}"'
     printed = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
     directory = f"{odd}/train-checkpoints"
     assert printed.split("\0")[:-1] == [
@@ -208,8 +191,7 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
     assert directory.is_dir() and found["run_log"] == directory / "run.jsonl" and str(directory) in found["argv"]
     assert found["nodes"] + found["spares"] == int(told["nodes"]) and found["spares"] == 1
     assert found["gpus"] == int(told["gpus-per-node"]) == int(told["ntasks-per-node"])
-    assert found["argv"][:3] == ("python", "-m", "mpi4py") and found["mpi"] == "pmix"
-    assert found["argv"][3] == f"{tmp_path}/train.py"
+    assert found["argv"][:2] == ("python", f"{tmp_path}/train.py") and found["mpi"] == "pmix"
     assert found["directory"] == str(directory / "mlflash" if name in ("nemo", "megatron") else directory)
     assert found["grace"] < int(told["signal"].rpartition("@")[2]) / 2
     if name in ("nemo", "megatron"):
