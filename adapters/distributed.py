@@ -187,8 +187,9 @@ def _of_couriers(comm: Any) -> _Ranks:
 
 def _without_couriers(comm: Any) -> _Ranks:
     """Give the same ranks if mlflash is off. Collective over them."""
-    me = launched(os.environ)
-    comm = world_of(me) if comm is None else comm
+    if comm is None:
+        me = launched(os.environ)
+        comm = world_of(me)
     if comm is not None:
         return _Ranks(comm.rank, comm.size, socket.gethostname(), comm.bcast)
     here = own_address(is_on_one_host(os.environ, me), os.environ)

@@ -46,6 +46,7 @@ class DrainQueue:
         self.store: Store | None = None if config.directory is None else open_store(config.directory)
         self.last: Drain | None = None
         self._collectives: BackgroundCollectives | None = None
+        self._said = ""  # why the directory could not be read when it was looked at last
         self._since = 0  # checkpoints committed since the newest drained one
         self._asked = False
         self._certified: Attempt | None = None  # certified, but not yet noted in the directory
@@ -207,8 +208,9 @@ class DrainQueue:
                     problem = f"{store.path} does not answer"
             except Exception as error:  # fsspec may raise anything
                 problem = f"{store.path} cannot be read: {error}"
-            if problem:
+            if problem and problem != self._said:
                 log.warning("nothing is restored from the directory: %s", problem)
+            self._said = problem
         told: Listing = world.broadcast(found or Listing(problem=problem), 0)
         return told
 
