@@ -78,14 +78,14 @@ class Multiplying:
 
 def places() -> dict[str, Callable[[], contextlib.AbstractContextManager[Run]]]:
     """Return functions that open the places of this machine, by name."""
-    from cluster.jobs import NETMODS, NETMODS_HERE  # the project's model of nodes, which the ranks do not need
+    from cluster.jobs import NETMODS  # the project's model of nodes, which the ranks do not need
     from cluster.nodes import TOOLS
 
     opened: dict[str, Callable[[], contextlib.AbstractContextManager[Run]]] = {}
     for name, variables in ON_ONE_HOST.items():
         opened[name] = functools.partial(on_one_host, variables)
     if os.geteuid() == 0 and all(map(shutil.which, TOOLS)):
-        for name in NETMODS_HERE:
+        for name in NETMODS:
             opened[f"two nodes, {name}"] = functools.partial(on_two_nodes, NETMODS[name])
     return opened
 

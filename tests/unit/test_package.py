@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.metadata
 import inspect
@@ -14,6 +15,7 @@ from pathlib import Path
 import draw_rooms
 import pytest
 from rooms import ROOMS, TOOLS
+from waiting import PATIENCE_S
 
 import mlflash
 from mlflash import Checkpointer, config, errors
@@ -54,6 +56,38 @@ def test_mpi_is_imported_in_one_place_and_torch_only_where_tensors_are() -> None
         name = path.relative_to(REPO / "mlflash").as_posix()
         assert "mpi4py" not in others or name in MAY_IMPORT_MPI, name
         assert "torch" not in others or room_of(path) in MAY_IMPORT_TORCH | {"rng"}, name
+
+
+def test_what_is_imported_of_mlflash_anywhere_exists() -> None:
+    for path in [path for folder in ("benchmarks", "tests", "tools") for path in (REPO / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and re.match(r"mlflash\b(?!\.adapters)", node.module or ""):
+                module = importlib.import_module(str(node.module))
+                for name in [alias.name for alias in node.names if not hasattr(module, alias.name)]:
+                    importlib.import_module(f"{module.__name__}.{name}")
+
+
+def test_each_benchmark_begins() -> None:
+    program = """
+import contextlib, io, runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path, "--help"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, path
+"""
+    paths = sorted((REPO / "benchmarks").glob("*/run.py"))
+    subprocess.run([sys.executable, "-c", program, *map(str, paths)], timeout=PATIENCE_S, check=True)
+    assert len(paths) > 10
+
+
+def test_the_way_of_a_save_grows_no_longer() -> None:
+    said = subprocess.run([sys.executable, REPO / "tools/way_of_a_save.py", "--list"], timeout=PATIENCE_S, check=True,
+                          capture_output=True, text=True).stdout  # fmt: skip
+    files, classes = map(int, re.findall(r"(\d+) files and (\d+) classes", said)[0])
+    assert files <= 41 and classes <= 61, said  # one or two of them are a matter of time
 
 
 def test_importing_does_nothing() -> None:
