@@ -219,7 +219,7 @@ class Client:
         self._link.queue.put(PendingCall(self, Call(self.number, 0, method, args), is_kept))
 
     def lease(self, number: int, leave: bool, lent: Collection[int]) -> Sequence[SlotFile]:
-        """Lease own slots; see `SlotPool.lease`. None if the courier does not answer: who saves finds out why."""
+        """Lease own slots; see `SlotPool.lease`. Empty if the courier does not answer: who saves finds out why."""
         try:
             files: Sequence[SlotFile] = self.ask("lease", number, leave, lent)
         except (Closed, DeadlineExceeded):  # the courier may still lease them
@@ -252,8 +252,8 @@ class Client:
 
     def take(self, frame: Call | Reply) -> None:
         """Take what has arrived; the thread that answers does what must be in order."""
-        if isinstance(frame, Reply) and frame.number in self._asked:
-            self._asked[frame.number].end(frame.error, frame.result)
+        if isinstance(frame, Reply) and (asked := self._asked.get(frame.number)) is not None:
+            asked.end(frame.error, frame.result)
         elif isinstance(frame, Call) and frame.method == "late":
             number, error = frame.args
             if (late := self._jobs.get(number)) is not None:

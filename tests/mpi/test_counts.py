@@ -20,6 +20,7 @@ from mpi4py import MPI
 from waiting import until as until_true
 
 from mlflash import Checkpointer
+from mlflash.protocol.client import Client
 
 pytestmark = pytest.mark.mpi
 SIZE = MPI.COMM_WORLD.size
@@ -102,6 +103,19 @@ def test_a_save_copies_once_checks_once_at_each_end_and_agrees_three_times(
             assert ends * STATE_NBYTES <= made["checked"] <= ends * (STATE_NBYTES + (300 << 10))
             agreed = sum(made[name] for name in in_couriers.COLLECTIVES)
             assert agreed <= 3 and made["Iallreduce"] == agreed and (SIZE == 1 or agreed)
+
+
+def test_a_restore_waits_for_its_courier_seven_times_at_most(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, _ = state_and_optimizer()
+    with Checkpointer(**options) as ckpt:
+        ckpt.save(1, state).wait()
+    with Checkpointer(**options) as ckpt:
+        waits, really = list[str](), Client._result_of
+        monkeypatch.setattr(Client, "_result_of", lambda me, job: [waits.append(job.method), really(me, job)][1])
+        assert ckpt.restore(state) == 1
+    assert 4 <= waits.index("free") <= 7, waits
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["at once", "until"])
