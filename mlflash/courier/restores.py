@@ -84,12 +84,12 @@ class RestoreSession:
 
     def _told(self, found: RankCheckpoint | FoundElsewhere) -> FoundInMemory:
         context = self.context
-        told = (context.rolled_forward, context.restored_from)
+        told = (context.restored.rolled_forward, context.restored.source)
         self._attempt = found.header.attempt if isinstance(found, RankCheckpoint) else found.attempt
         if isinstance(found, RankCheckpoint):
             own = next(number for number, slot in enumerate(context.pool.own) if slot is found.slot)
             header = found.header
-            return FoundInMemory(header.attempt, header.step, context.restores, own, {}, found.files, *told)
+            return FoundInMemory(header.attempt, header.step, context.restored.restores, own, {}, found.files, *told)
         homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
         return FoundInMemory(found.attempt, found.step, found.restores, None, homes, found.files, *told)
 
@@ -154,7 +154,7 @@ class RestoreSession:
         a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
         """
         context = self.context
-        if context.rolled_forward or not context.world.all_of(context.pool.has_free):
+        if context.restored.rolled_forward or not context.world.all_of(context.pool.has_free):
             heal_or_remember(context, context.pool.own[own])
 
     def restored(self, own: int | None) -> None:
@@ -168,7 +168,7 @@ class RestoreSession:
             from_memory.count(context, home)
             context.unhealed = None  # the heal comes now, and saves wait for it
             assert home.header is not None
-            is_suspect = context.restored_verdict in (Verdict.SUSPECT, Verdict.BAD)
+            is_suspect = context.restored.verdict in (Verdict.SUSPECT, Verdict.BAD)
             context.certification.restored(Saved(home.header.attempt, home.header.step), is_suspect)
 
     def heal_restored(self, own: int) -> None:

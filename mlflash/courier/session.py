@@ -107,7 +107,7 @@ class Session(RestoreSession):
         self._drains.go_beyond()
         told = world.agree(any_of={"goes_on": facts.goes_on}, max_of={"interrupted": facts.interrupted})
         return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
-                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
+                       context.left.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
                        told.interrupted, told.goes_on, self.run_facts())  # fmt: skip
 
     def protect_left(self) -> tuple[int | None, int]:
@@ -304,7 +304,7 @@ def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
         "mpi": "" if world.mpi is None else mpi_library.describe(),
         "job": context.config.job,
         "memory": context.memory.path,
-        "restored_from": context.restored_from,
+        "restored_from": context.restored.source,
         "drain": drained,
         "send rate": context.pace.rate or None,
         "slots": slots,

@@ -164,7 +164,7 @@ class DrainQueue:
 
     def _say_what_will_not_come(self, store: Store) -> None:
         """Log at the start, and not only when a drain fails, what will not be drained."""
-        step = self._context.left_step
+        step = self._context.left.step
         if step is not None and not is_url(store.path) and not os.path.exists(store.path):
             log.log(logging.WARNING if self.is_on else logging.INFO,
                     "%s does not exist, but memory still has step %d of job %s, and a restore takes it. To begin "

@@ -61,7 +61,7 @@ class Sources:
                 self._context.looked = True
                 return found
         if left and store is not None:
-            if struck and not self._context.unusable:  # keep what memory has: the directory may be damaged, too
+            if struck and not self._context.left.unusable:  # keep what memory has: the directory may be damaged, too
                 self._context.leave_alone()
             self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, struck)
             return left[0]
@@ -118,7 +118,7 @@ class Sources:
     def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, struck: Mapping[Place, str]
                  ) -> None:  # fmt: skip
         """Log why the directory is taken, and which newer steps are lost by that. Collective over the world."""
-        self._context.restored_from, self._context.rolled_forward = path, False
+        self._context.restored.source, self._context.restored.rolled_forward = path, False
         lost: dict[int, str] = {}
         if source is not None or not wanted.is_newest:
             why = "as asked"

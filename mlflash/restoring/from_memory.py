@@ -130,19 +130,19 @@ def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
 
 def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
             ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
-    context.restores, context.restored_verdict = choice.restores + 1, choice.verdict
+    context.restored.restores, context.restored.verdict = choice.restores + 1, choice.verdict
     mine = {
         rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
         for rank, slot in slots.items()
     }
     if choice.world_size != context.world.size:
-        context.restored_from = "other ranks"
-        context.rolled_forward = False
-        return FoundElsewhere(choice.attempt, choice.step, context.restores, mine, files)
+        context.restored.source = "other ranks"
+        context.restored.rolled_forward = False
+        return FoundElsewhere(choice.attempt, choice.step, context.restored.restores, mine, files)
     place, own = choice.source[context.world.rank], slots[context.world.rank]
-    context.restored_from = "parity" if place is None else context.world.topology.node_names[place[0]]
-    context.rolled_forward = not context.world.any_of(own.committed)
-    if not context.rolled_forward:
+    context.restored.source = "parity" if place is None else context.world.topology.node_names[place[0]]
+    context.restored.rolled_forward = not context.world.any_of(own.committed)
+    if not context.restored.rolled_forward:
         give_receipts(own)
     return mine[context.world.rank]
 
@@ -164,15 +164,15 @@ def count(context: Context, home: Slot) -> None:
     """
     header = home.header
     assert header is not None
-    if header.attempt == context.counted:
+    if header.attempt == context.restored.counted:
         return
-    context.counted = header.attempt
-    home.record_restores(header.attempt, context.restores)
-    if context.restores > 1 and context.world.rank == 0:
+    context.restored.counted = header.attempt
+    home.record_restores(header.attempt, context.restored.restores)
+    if context.restored.restores > 1 and context.world.rank == 0:
         log.warning(
             "step %d was restored %d times now and nothing newer was committed since: if training always fails at the "
             "same place, Checkpointer(skip_stuck=%d) takes the step before it",
-            header.step, context.restores, context.restores,
+            header.step, context.restored.restores, context.restored.restores,
         )  # fmt: skip
 
 
@@ -495,7 +495,7 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
                                            "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
         world_size, mark = told.world_size, told.mark
     drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
-                             verdict=lambda: context.restored_verdict)  # fmt: skip
+                             verdict=lambda: context.restored.verdict)  # fmt: skip
     return drains.begin(drain_input)
 
 

@@ -59,21 +59,21 @@ def protect_left(context: Context) -> tuple[int | None, int]:
     then the attempt counts as committed only when they are. Until then the attempt before is kept. Return step and
     generation of what counts as committed; None and 0: nothing does.
     """
-    world, pool, attempt = context.world, context.pool, context.left
+    world, pool, attempt = context.world, context.pool, context.left.attempt
     home = next((slot for slot in pool.own if slot.header is not None and slot.header.attempt == attempt), None)
     if not world.all_of(home is not None) or home is None or attempt is None:
         pool.free_older(attempt or Attempt(bytes(16), 0))
         return None, 0
     is_whole = context.protection.is_complete(pool, attempt)
     agreed = world.agree(any_of={"seen": home.committed}, all_of={"whole": is_whole})
-    context.rolled_forward = not agreed.seen
+    context.restored.rolled_forward = not agreed.seen
     if agreed.whole:
         give_receipts(home, *context.protection.kept(pool, attempt))
         pool.free_older(attempt)
     else:
         heal_or_remember(context, home)
     assert home.header is not None
-    counts = context.unhealed is None or not context.rolled_forward
+    counts = context.unhealed is None or not context.restored.rolled_forward
     return (home.header.step, attempt.generation) if counts else (None, 0)
 
 
@@ -86,7 +86,7 @@ def heal(context: Context, home: Slot) -> None:
     world, pool, protection = context.world, context.pool, context.protection
     header = home.header
     assert header is not None
-    if not context.rolled_forward:
+    if not context.restored.rolled_forward:
         pool.drop_stale()
     lacking = protection.missing(pool, header.attempt)
     some_lack = world.any_of(lacking)

@@ -67,7 +67,7 @@ class Save:
     """One save that the courier is working on."""
 
     def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
-        self.request, self.trainer, self.step = request, trainer, request.step
+        self.request, self.trainer = request, trainer
         self.attempt = Attempt(bytes(16), 0)  # its number, which the ranks agree on when they announce it
         leased = context.pool.leased(request.lease)
         for slot in leased:
@@ -76,14 +76,10 @@ class Save:
         self.slot: Slot | None
         self.share: Slot | None
         self.slot, self.share = leased or (None, None)
-        # plan, inode, checks, problem: of the request; made or found later if it says so
-        self.plan, self.inode, self.checks, self.problem = request.plan, request.inode, request.checks, request.problem
-        self.is_settled = not request.is_unsettled
         self.skipped = False  # whether all ranks skip it because the slots of one rank are busy
-        # mends: whether damage at rest is repaired before it; the same on all ranks
         # drain_asked: whether a drain was asked for: at first on this rank, and on any rank once that was agreed on
         # drains_idle: whether no drain is running: at first on this rank, and on any rank once that was agreed on
-        self.drains_idle, self.drain_asked, self.mends = True, False, False
+        self.drains_idle, self.drain_asked = True, False
         # whether it is an older checkpoint that was put together again: what is newer in memory stays
         self.is_restored = is_restored
         # is_given_up: whether it may be overwritten at once, because an older step is kept
@@ -96,9 +92,9 @@ class Save:
     @property
     def extents(self) -> Extents | None:
         """The extents of what this rank sends; None: nothing."""
-        if self.plan is None or self.problem is not None or self.request.skip:
+        if self.request.plan is None or self.request.problem is not None or self.request.skip:
             return None
-        return self.plan.layout.extents
+        return self.request.plan.layout.extents
 
 
 def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda: None) -> None:
@@ -110,7 +106,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
         OneAhead: the other ranks come to this save with their next one: run it once more.
-        MendFirst: on all ranks, with ``save.mends``: repair first, and then run it once more.
+        MendFirst: on all ranks, unless it is restored: repair first, and then run it once more.
     """
     error: MlflashError | None = None
     with save.times.of("deferred"):
@@ -133,7 +129,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         error = error or late
         context.pool.end_lease(save.request.lease, [slot.inode for slot in context.pool.leased(save.request.lease)])
     if committed:
-        save.due = context.certification.committed(Saved(save.attempt, save.step), save.is_suspect)
+        save.due = context.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect)
         save.is_given_up = save.attempt not in context.certification.held
     if taken := context.pool.leased(save.request.lease):
         context.pool.release(save.attempt, taken, committed, context.certification.held)
@@ -155,32 +151,34 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
 
 def _settle(save: Save, context: Context) -> None:
     """Agree on what is shared in a new structure."""
+    request = save.request
     replicas = context.sharers
     if replicas is None:
         return
-    able = save.problem is None
-    leaves = save.trainer.shareable() if able and not save.is_settled else None
+    able = request.problem is None
+    leaves = save.trainer.shareable() if able and request.is_unsettled else None
     made: dict[int, int] = {}
 
     def digests(keys: Collection[int]) -> dict[int, int]:
         _locally(save, lambda: made.update(save.trainer.digests(keys)))
         return made
 
-    settled = replicas.settle(leaves, digests, able, save.step)
+    settled = replicas.settle(leaves, digests, able, request.step)
     context.tell_trainer()
-    if able and not save.is_settled:
+    if able and request.is_unsettled:
         _locally(save, lambda: _lay_out(save))
         if not settled:
             replicas.version += 1  # so that the next save asks again
-    save.is_settled = True
+    request.is_unsettled = False
 
 
 def _lay_out(save: Save) -> None:
-    save.plan = save.trainer.lay_out()
+    save.request.plan = save.trainer.lay_out()
 
 
 def _announce(save: Save, context: Context) -> bool:
     """Tell the other ranks; return False if some rank's structure is new and must be settled first."""
+    request = save.request
     world, pool = context.world, context.pool
     save.times.begin_announcing()
     _locally(save, context.memory.renew)
@@ -188,22 +186,22 @@ def _announce(save: Save, context: Context) -> bool:
     demand = context.protection.offer(pool, extents)
     if extents is not None and save.slot is not None:
         own = [(save.slot, pool.own, extents)]
-        if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
-            own.append((save.share, pool.shares, save.plan.share_extents))
+        if save.share is not None and request.plan is not None and request.plan.share_extents is not None:
+            own.append((save.share, pool.shares, request.plan.share_extents))
         demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
-        if save.request.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
+        if request.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
             demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
-    step = save.step
-    settled = save.is_settled or save.problem is not None
+    step = request.step
+    settled = not request.is_unsettled or request.problem is not None
     told = world.agree(
         all_of={"settled": settled, "drains_idle": save.drains_idle},
-        any_of={"grows": grow, "skips": save.request.skip, "drain_asked": save.drain_asked, "damaged": context.damaged,
-                "failed": save.problem is not None},
+        any_of={"grows": grow, "skips": request.skip, "drain_asked": save.drain_asked, "damaged": context.damaged,
+                "failed": request.problem is not None},
         min_of={"low": step}, max_of={"high": step, "newest": context.generation},
     )  # fmt: skip
     save.times.announced()
-    if save.mends and told.damaged:
+    if told.damaged and not save.is_restored:
         raise MendFirst
     if not told.settled:
         return False
@@ -214,7 +212,7 @@ def _announce(save: Save, context: Context) -> bool:
     if falls_in and step > told.low:
         raise OneAhead
     if told.failed and not falls_in:
-        world.raise_together(save.problem)
+        world.raise_together(request.problem)
     if told.low != told.high:
         unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
                                 found=f"steps {told.low} to {told.high}, {step} here")  # fmt: skip
@@ -223,7 +221,7 @@ def _announce(save: Save, context: Context) -> bool:
     save.skipped = told.skips
     reach("protect.announced")
     if told.grows and not told.skips:
-        context.make_room(demand, context.pool.leased(save.request.lease) if save.request.waits_for_room else [])
+        context.make_room(demand, context.pool.leased(request.lease) if request.waits_for_room else [])
     return True
 
 
@@ -251,43 +249,43 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
     try:
         work()
     except MlflashError as error:
-        save.problem = save.problem or error
+        save.request.problem = save.request.problem or error
     except Exception as error:  # from torch, a device or an adapter
-        save.problem = save.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
+        save.request.problem = save.request.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
 
 def _protect(save: Save, context: Context) -> None:
-    world = context.world
-    assert save.slot is not None and save.plan is not None
+    world, request = context.world, save.request
+    assert save.slot is not None and request.plan is not None
     looks = save.looks = ValueLooks(context, save.attempt.generation)
-    if save.request.waits_for_room:
+    if request.waits_for_room:
         with save.times.of("copy"):
-            _locally(save, lambda: _stage(save, context.pool.files_of(save.request.lease)))
-    if save.problem is None:
+            _locally(save, lambda: _stage(save, context.pool.files_of(request.lease)))
+    if request.problem is None:
         with save.times.of("deferred"):
             _locally(save, lambda: _finish_deferred(save))
     _confirm(save, context)
-    look = looks.of_slot(save.plan, save.slot)
+    look = looks.of_slot(request.plan, save.slot)
     source = Source(
-        save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace, look
+        save.slot, request.plan.layout.extents, lambda check: _header(save, context, check), context.pace, look
     )
     start = time.perf_counter()
     whole = context.protection.protect(context.pool, source, save.attempt)
     peers = [rank for rank in context.protection.group if rank != world.rank]
-    context.recorder.protected(save.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
+    context.recorder.protected(request.step, time.perf_counter() - start, request.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
-    if save.problem is None and not whole:
-        save.problem = SaveFailed("its copies or parity did not arrive whole")
-        save.problem.follows = True
-    if save.problem is None and (gone := _gone(save, context)):
-        save.problem = SaveFailed(f"somebody has removed {', '.join(gone)} from {context.memory.path}")
+    if request.problem is None and not whole:
+        request.problem = SaveFailed("its copies or parity did not arrive whole")
+        request.problem.follows = True
+    if request.problem is None and (gone := _gone(save, context)):
+        request.problem = SaveFailed(f"somebody has removed {', '.join(gone)} from {context.memory.path}")
     findings = looks.findings
-    tell(context, save.step, findings)
-    if save.problem is not None:
-        save.problem.rank, save.problem.node = world.rank, world.node_name
+    tell(context, request.step, findings)
+    if request.problem is not None:
+        request.problem.rank, request.problem.node = world.rank, world.node_name
     save.times.protected()
     durations = context.recorder.compare(world.size, save.attempt.generation, save.times.took)
-    *least, not_suspect = world.least_or_raise([*durations, int(not findings)], save.problem)
+    *least, not_suspect = world.least_or_raise([*durations, int(not findings)], request.problem)
     save.is_suspect = not not_suspect
     context.recorder.compared(least, world.topology.name_of)
     reach("commit.agreed")
@@ -296,7 +294,7 @@ def _protect(save: Save, context: Context) -> None:
     _record(save, context, [*context.protection.kept(context.pool, save.attempt), *_shares(save)])
     reach("commit.recorded")
     is_held = save.is_suspect and context.certification.has_better
-    context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.unusable)))
+    context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.left.unusable)))
 
 
 def _gone(save: Save, context: Context) -> list[str]:
@@ -309,7 +307,7 @@ def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:
     """Write the receipt, and the verdict on the values, into slots that hold the attempt."""
     for slot in slots:
         if slot is not save.share:
-            slot.record_commit(save.attempt, save.step)
+            slot.record_commit(save.attempt, save.request.step)
         if context.examiner.is_on:
             slot.record_verdict(save.attempt, Verdict.SUSPECT if save.is_suspect else Verdict.PASSED)
 
@@ -319,31 +317,32 @@ def _shares(save: Save) -> list[Slot]:
 
 
 def _stage(save: Save, files: Sequence[SlotFile]) -> None:
-    save.inode, save.checks, _ = save.trainer.stage(files)
+    save.request.inode, save.request.checks, _ = save.trainer.stage(files)
     save.trainer.handed_over()
 
 
 def _finish_deferred(save: Save) -> None:
     problem, checks = save.trainer.finish_deferred()
     _note(save, problem)
-    save.checks = {**save.checks, **checks}
+    save.request.checks = {**save.request.checks, **checks}
 
 
 def _note(save: Save, problem: MlflashError | None) -> None:
-    save.problem = save.problem or problem
+    save.request.problem = save.request.problem or problem
 
 
 def _confirm(save: Save, context: Context) -> None:
     """Seal this rank's share, if all ranks that hold it hold the same."""
+    request = save.request
     replicas = context.sharers
     if replicas is None:
         return
-    plan, share = save.plan, save.share
+    plan, share = request.plan, save.share
     checks: dict[int, int] = {}
-    if plan is not None and share is not None and plan.share_extents is not None and save.problem is None:
-        _locally(save, lambda: checks.update(all_checks(plan, share, save.checks)))
-    unlike = replicas.confirm(plan, checks if save.problem is None else None, save.step)
-    save.problem = save.problem or unlike
+    if plan is not None and share is not None and plan.share_extents is not None and request.problem is None:
+        _locally(save, lambda: checks.update(all_checks(plan, share, request.checks)))
+    unlike = replicas.confirm(plan, checks if request.problem is None else None, request.step)
+    request.problem = request.problem or unlike
     reach("share.agreed")
     if plan is not None and share is not None and (extents := plan.share_extents) is not None:
         assert save.looks is not None
@@ -355,7 +354,7 @@ def _confirm(save: Save, context: Context) -> None:
 
 def _share_header(save: Save, context: Context, check: int) -> Header | None:
     header = _header(save, context, check)
-    plan = save.plan
+    plan = save.request.plan
     if header is None or plan is None or plan.sharing is None or plan.share_extents is None:
         return None
     return dataclasses.replace(
@@ -364,22 +363,23 @@ def _share_header(save: Save, context: Context, check: int) -> Header | None:
 
 
 def _header(save: Save, context: Context, check: int) -> Header | None:
+    request = save.request
     with save.times.of("deferred"):
         _note(save, save.trainer.is_changed())
     if context.config.on_suspect == "raise" and save.looks is not None and (findings := save.looks.findings):
         _note(save, SuspectState(f"its values are suspect: {in_words(findings)}", tensor=findings[0].tensor))
-    if save.problem is not None or save.plan is None or save.slot is None:
+    if request.problem is not None or request.plan is None or save.slot is None:
         return None  # staging failed, or the save was given up: the slot must never look whole
-    if save.slot.segment is None or save.slot.segment.inode != save.inode:
-        save.problem = SaveFailed("the file of the slot was replaced after the state was copied to it")
+    if save.slot.segment is None or save.slot.segment.inode != request.inode:
+        request.problem = SaveFailed("the file of the slot was replaced after the state was copied to it")
         return None
     world = context.world
     return Header(
-        attempt=save.attempt, step=save.step, rank=world.rank, world_size=world.size, node_index=world.node_index,
-        local_rank=world.local_rank, manifest_nbytes=save.plan.manifest_nbytes, extents=save.plan.layout.extents,
+        attempt=save.attempt, step=request.step, rank=world.rank, world_size=world.size, node_index=world.node_index,
+        local_rank=world.local_rank, manifest_nbytes=request.plan.manifest_nbytes, extents=request.plan.layout.extents,
         table_check=check, unix_ns=time.time_ns(), node=world.node_name, scheme=context.protection.scheme,
         job=context.config.job, group=context.protection.group,
-        shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by, mark=context.config.mark,
+        shared_by=-1 if request.plan.sharing is None else request.plan.sharing.by, mark=context.config.mark,
     )  # fmt: skip
 
 
@@ -426,7 +426,6 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drain
     """
     start, world, recorder = time.perf_counter(), context.world, context.recorder
     save = Save(request, trainer, context)
-    save.mends = True
     try:
         while True:
             if context.unhealed is not None:
@@ -445,13 +444,13 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drain
                     raise
         if save.is_given_up and world.rank == 0:
             log.warning("step %d is not kept because its values are suspect, and memory keeps the good step before it; "
-                        "mark_good(%d) accepts the values", save.step, save.step)  # fmt: skip
+                        "mark_good(%d) accepts the values", request.step, request.step)  # fmt: skip
         if save.due is not None and certify(context, save.due):
             drains.certified(save.due.attempt)
         replicas = context.replicas
         is_there = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
-        if replicas is not None and is_there and save.slot is not None and save.plan is not None:
-            replicas.compare(save.slot, save.plan, save.step)
+        if replicas is not None and is_there and save.slot is not None and request.plan is not None:
+            replicas.compare(save.slot, request.plan, request.step)
     except MlflashError as error:
         recorder.failed(request.step, error)
         raise
@@ -470,7 +469,7 @@ def _committed(save: Save, context: Context, drains: CommitListener) -> None:
         context.unhealed = None  # a newer step has full redundancy
     drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
     recorder.holds(context.pool.nbytes)
-    recorder.committed(save.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)
+    recorder.committed(save.request.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)
 
 
 # What is suspect in the values of a save, checked while their checksums are made

@@ -52,15 +52,32 @@ class TrainerEnd(Protocol):
 
 
 @dataclasses.dataclass
+class Left:
+    """What earlier runs have left in memory, according to headers."""
+
+    step: int | None = None
+    attempt: Attempt | None = None  # the newest of as many ranks as now
+    unusable: bool = False  # whether there is a committed step that cannot be restored
+
+
+@dataclasses.dataclass
+class Restored:
+    """What this run has restored last."""
+
+    source: str = ""  # the node whose memory had the state of this rank, or how it was made; "" before a restore
+    rolled_forward: bool = False  # whether no rank saw its commit: its copies may never have been made
+    restores: int = 0  # how many runs have restored it, including this one
+    verdict: Verdict = Verdict.UNKNOWN
+    counted: Attempt | None = None  # the attempt in whose slot that number was written
+
+
+@dataclasses.dataclass
 class Context:
     """What saving and restoring work with.
 
     Attributes:
         replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
-        rolled_forward: whether no rank saw the commit of the restored attempt. Its copies may never have been made.
         unhealed: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
-        left_step: the step that earlier runs have left in memory, according to headers; None if there is none.
-        left: the newest attempt of as many ranks that earlier couriers have left in memory; None if there is none.
         looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
             only intact one.
     """
@@ -79,17 +96,11 @@ class Context:
     replicas: ReplicatedTensors | None = None
     run_id: bytes = b""
     generation: int = 0  # number of the newest known attempt; the next one is larger
-    restored_from: str = ""  # node whose memory had the state that this rank restored; "" before a restore
-    rolled_forward: bool = False
+    restored: Restored = dataclasses.field(default_factory=Restored)
     unhealed: Slot | None = None
-    restores: int = 0  # how many runs have restored the attempt that this run restored, including this run
-    restored_verdict: Verdict = Verdict.UNKNOWN
-    counted: Attempt | None = None
     left_at: int | None = None  # this rank's step when the ranks last were found to save different steps; None: never
     floor: int = 0  # attempts with a smaller generation are skipped, because this run goes back to a fresh start
-    left_step: int | None = None
-    left: Attempt | None = None
-    unusable: bool = False  # whether memory has a committed step that cannot be restored, according to headers
+    left: Left = dataclasses.field(default_factory=Left)
     looked: bool = False
     gives_way: bool = False
     damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
@@ -237,7 +248,7 @@ class Context:
 
     def leave_alone(self) -> None:
         """Leave every file that holds something alone until a newer step is committed. Collective over the world."""
-        self.unusable, self.gives_way = True, False
+        self.left.unusable, self.gives_way = True, False
         here = self.world.node_index
         self.pool.aside = {file for node, file in (one.place for one in self.find_traces()) if node == here}
         self.adopt(of_headers([], here), None)

@@ -108,13 +108,13 @@ def _assemble(
                       certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
-    context.generation, context.floor, context.unusable = left.newest, left.floor, left.unusable
+    context.generation, context.floor, context.left.unusable = left.newest, left.floor, left.unusable
     if left.whole is not None:
-        context.left_step = left.whole.step
+        context.left.step = left.whole.step
     context.gives_way, pool.aside = not left.unusable, left.aside
     context.adopt(left.found, left.choice)
     if left.choice is not None and left.choice.world_size == world.size:
-        context.left = left.choice.attempt
+        context.left.attempt = left.choice.attempt
     if config.certify_after and world.rank == 0:
         log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
                  "keep the certified step%s", config.certify_after, config.slots,

@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "told-before-agreed", "the snapshot says committed when this rank is done", "saving/commit.py",
         '    reach("protect.sealed")\n',
-        '    reach("protect.sealed")\n    save.trainer.ended(save.problem, False)\n',
+        '    reach("protect.sealed")\n    save.trainer.ended(request.problem, False)\n',
     ),
     Mutant(
         "failure-counts-as-commit", "after a save that failed on all ranks, its slots are held and older ones freed",
@@ -86,8 +86,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation-reused", "a run numbers its attempts from 1 again", "startup/start.py",
-        "    context.generation, context.floor, context.unusable = left.newest, ",
-        "    context.generation, context.floor, context.unusable = 0, ",
+        "    context.generation, context.floor, context.left.unusable = left.newest, ",
+        "    context.generation, context.floor, context.left.unusable = 0, ",
     ),
     # Slots
     Mutant(
@@ -194,7 +194,7 @@ MUTANTS = [
     ),
     Mutant(
         "mend-not-agreed", "only the rank that has damage repairs first", "saving/commit.py",
-        "    if save.mends and told.damaged:\n", "    if save.mends and context.damaged:\n",
+        "    if told.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
     ),
     Mutant(
         "damage-for-ever", "damage that was repaired is reported again", "restoring/heal.py",
