@@ -9,49 +9,21 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..errors import ConfigError, DeadlineExceeded, MlflashError, WorldMismatch, text_of
 from ..mpi.nonblocking import Agreement
 from ..placement.topology import Topology
 from .client import Client
 
+if TYPE_CHECKING:
+    from ..mpi.world import World
+
 T = TypeVar("T")
 U = TypeVar("U")
 
-
-class Collectives(Protocol):
-    """What ranks do together. `Ranks` does it for trainers, `World` where MPI may be called."""
-
-    rank: int
-    size: int
-    timeout_s: float
-
-    @property
-    def node_name(self) -> str: ...
-
-    def agree(self, *, all_of: Mapping[str, object] = ..., any_of: Mapping[str, object] = ...,
-              min_of: Mapping[str, int] = ..., max_of: Mapping[str, int] = ...) -> SimpleNamespace:  # fmt: skip
-        """See `Agreement.agree`."""
-
-    def least_of(self, values: Sequence[int]) -> list[int]:
-        """Take the minimum of each number over all ranks. Collective over the world."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Give every rank the value of every rank. Collective over the world."""
-
-    def broadcast(self, value: Any, root: int) -> Any:
-        """Give every rank the value of one rank. Collective over the world."""
-
-    def raise_together(self, error: MlflashError | None) -> None:
-        """If any rank has an error, raise it on all ranks. Collective over the world."""
-
-    def renew_deadline(self) -> None:
-        """Start the deadline anew, because all ranks make progress."""
-
-    def tell_doing(self, what: str) -> None:
-        """Note what this rank does, for ranks that wait for it, such as "restoring"; "" at its end."""
+Collectives: TypeAlias = "Ranks | World"
+"""What ranks do together. `Ranks` does it for trainers, `World` where MPI may be called."""
 
 
 class Ranks(Agreement):
