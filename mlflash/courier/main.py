@@ -319,7 +319,7 @@ class Link:
 
 
 class RemoteTrainer:
-    """The trainer as a session sees it: see `startup.context.TrainerEnd` and `records.Trainer`.
+    """The trainer as a session sees it: see `records.Trainer`.
 
     Args:
         job: that it is in the middle of; 0: none.

@@ -23,7 +23,7 @@ from ..restoring.from_memory import heal_newest, scavenge
 from ..restoring.heal import heal_or_remember, mend, protect_left
 from ..restoring.scrubber import Scrubber
 from ..saving import commit
-from ..startup.context import Context, TrainerEnd
+from ..startup.context import Context
 from ..startup.start import make
 from ..version import __version__
 from ..wireup import mpi_library
@@ -55,7 +55,7 @@ class Session(RestoreSession):
         self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
         self._trains_on = trains_on
 
-    def attach(self, trainer: TrainerEnd) -> None:
+    def attach(self, trainer: Trainer) -> None:
         """Set the trainer that is told about changes from now on."""
         self.context.trainer = trainer
 

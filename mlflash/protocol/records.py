@@ -117,7 +117,19 @@ class SaveRequest:
 
 
 class Trainer(Shareable, Protocol):
-    """What the courier asks the trainer in the middle of a save. None of it is collective."""
+    """What the courier tells its trainer, and what it asks it in the middle of a save. None of it is collective."""
+
+    def update(self, files: Sequence[SlotFile]) -> None:
+        """Note the files of own slots."""
+
+    def freed(self) -> None:
+        """Note that own slots may be free."""
+
+    def told_sharing(self, sharing: SharingNews) -> None: ...
+
+    def told_unhealed(self, is_unhealed: bool) -> None: ...
+
+    # In the middle of a save
 
     def lay_out(self) -> Plan:
         """Lay the state out, after the ranks have agreed."""

@@ -20,9 +20,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from ..crash_points import reach
+from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.own_slots import SlotFile
 from ..memory.slot import Attempt, Header, Slot, Verdict
@@ -43,24 +43,6 @@ class OneAhead(Exception):
 
 class MendFirst(Exception):
     """Some rank has damage at rest: all ranks must repair it before this save."""
-
-
-class CommitListener(Protocol):
-    """What a save needs to know of drains."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether no drain is running on this rank."""
-
-    @property
-    def asked(self) -> bool:
-        """Whether somebody has asked for a drain on this node."""
-
-    def certified(self, attempt: Attempt) -> None:
-        """Note that an attempt is certified."""
-
-    def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
-        """Count a checkpoint that was just committed, and begin to drain it if it is due. Collective."""
 
 
 class Save:
@@ -418,7 +400,7 @@ class PhaseTimes:
         self.took["checksums"] = max(0.0, time.perf_counter() - self._since - self.took["transfer"])
 
 
-def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drains: CommitListener,
+def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drains: DrainQueue,
                  heal: Callable[[Slot], None], mend: Callable[[], None]) -> None:  # fmt: skip
     """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
 
@@ -463,7 +445,7 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drain
         recorder.seconds["protect and commit"] += time.perf_counter() - start
 
 
-def _committed(save: Save, context: Context, drains: CommitListener) -> None:
+def _committed(save: Save, context: Context, drains: DrainQueue) -> None:
     recorder = context.recorder
     if not save.is_given_up:
         context.unhealed = None  # a newer step has full redundancy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from ..config import Config
 from ..crash_points import reach
@@ -16,13 +15,13 @@ from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import Inventory, of_headers
 from ..memory.memory_limits import available, headroom
 from ..memory.node_directory import NodeDirectory, file_number
-from ..memory.own_slots import SlotFile
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
 from ..memory.slot_pool import SlotPool, assign, unmap
 from ..mpi.nonblocking import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
 from ..placement.redundancy_scheme import Scheme
+from ..protocol.records import Trainer
 from ..redundancy import deduplication
 from ..redundancy.deduplication import Share, Shareable, SharingNews
 from ..redundancy.protection import Protection
@@ -35,20 +34,6 @@ from .choose_checkpoint import Choice, find_traces, take_stock
 log = logging.getLogger("mlflash")
 
 _FILES_NAMED = 3  # kinds of files of others that an error names
-
-
-class TrainerEnd(Protocol):
-    """Notices from the courier to its trainer. None of them is collective."""
-
-    def update(self, files: Sequence[SlotFile]) -> None:
-        """Note the files of own slots."""
-
-    def freed(self) -> None:
-        """Note that own slots may be free."""
-
-    def told_sharing(self, sharing: SharingNews) -> None: ...
-
-    def told_unhealed(self, is_unhealed: bool) -> None: ...
 
 
 @dataclasses.dataclass
@@ -104,7 +89,7 @@ class Context:
     looked: bool = False
     gives_way: bool = False
     damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
-    trainer: TrainerEnd | None = None
+    trainer: Trainer | None = None
     _told: tuple[SharingNews, bool] = (SharingNews(), False)
 
     @property
