@@ -443,8 +443,9 @@ class Client:
         if self.is_closed or self._is_freed or self.start is None or self._starting is None:
             return
         self._link.send_first(self._opened())
-        if not self._starting.woken.is_set():  # its constructor waits for that
+        if not self._starting.woken.is_set():  # its constructor waits for that, perhaps for other ranks
             self._send_again()
+            self._wait_up()
             return
         end = time.monotonic() + self._config.timeout_s
         while self.trainer is None:  # its constructor makes that
@@ -466,6 +467,18 @@ class Client:
             elif method == "protect_left":
                 self._find_committed(*job.result)
         self._send_again()
+
+    def _wait_up(self) -> None:
+        """Wait until the next courier has its MPI and answers."""
+        call = PendingCall(self, Call(self.number, self._link.number(), "tell_doing", ("",)))
+        self._asked[call.number] = call
+        self._link.send_first(call)
+        is_there = call.woken.wait(self._config.timeout_s)
+        del self._asked[call.number]
+        if not is_there:
+            raise DeadlineExceeded("the next courier has not started in time")
+        if call.error is not None:
+            raise call.error
 
     def _send_again(self) -> None:
         """Send the jobs that are kept, which the last courier has not ended."""

@@ -15,7 +15,7 @@ import pytest
 import small_blocks
 from harness import SUPPORT, Launch, Result
 from processes import left_here
-from waiting import until
+from waiting import PATIENCE_S, until
 
 from mlflash.doctor import couriers
 from mlflash.launcher.processes import mpiexec
@@ -118,6 +118,14 @@ def test_couriers_that_cannot_start_mpi_are_not_started_again_and_say_so_on_all_
     assert len(failed) == 2 and all("could not start MPI" in record["why"] for record in failed), result.log
     assert all("MLFLASH_INTERFACE names the one to use" in record["why"] for record in failed)
     assert result.log.count("Fatal error in internal_Init") == 2, "once on each rank"
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_whose_couriers_all_die_at_once_is_told_to_all_after_some_tries(jobs: Jobs, dies: int) -> None:
+    result = jobs.run(2, "fail_to_start", dies=dies)
+    failed = {record["rank"]: record for record in result.of("failed")}
+    assert len(failed) == 2 and all(record["seconds"] < PATIENCE_S / 2 for record in failed.values()), result.log
+    assert "could not be started" in failed[dies]["why"], failed
 
 
 def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path) -> None:

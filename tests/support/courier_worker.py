@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -275,7 +277,21 @@ def later(settings: dict[str, Any]) -> None:
     note("end", rank=RANK)
 
 
-def fail_to_start(settings: dict[str, Any]) -> None:
+def fail_to_start(settings: dict[str, Any], dies: int | None = None) -> None:
+    """Find no courier; ``dies``: the rank of which each courier is killed soon after it is forked."""
+    fork = ZygoteClient.fork
+
+    def killed(zygote: ZygoteClient, *args: Any) -> int:
+        os.kill(pid := fork(zygote, *args), signal.SIGSTOP)
+        threading.Timer(0.1, kill, (pid,)).start()
+        return pid
+
+    def kill(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    if dies == RANK:
+        ZygoteClient.fork = killed  # type: ignore[method-assign]
     logging.getLogger("mlflash").addHandler(_Note())
     start = time.monotonic()
     try:
