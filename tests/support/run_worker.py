@@ -43,6 +43,10 @@ class Sums:
         except ConnectionRefusedError:
             return None
 
+    @staticmethod
+    def Abort(code: int) -> None:
+        sys.exit(code)
+
     def allreduce(self, mine: float) -> float:
         if self.rank:
             self._others[0].send(mine)
@@ -77,7 +81,7 @@ def main() -> None:
             if COMM.rank == 1 and first and step == options.get("hang_at"):
                 hang()
             if COMM.rank == 1 and (first or options.get("always")) and step == options.get("fail_at"):
-                sys.exit(7)
+                COMM.Abort(7)
             total = COMM.allreduce(float(state["weights"].sum()))
             state["weights"] *= 1 + 1e-9 * total
             state["sums"][step % 50] = total
