@@ -55,7 +55,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     start = _start(ranks.index(rank), len(ranks), group, process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started)
-    drains = Drains(courier, trainer.ranks, config.directory is not None)
+    drains = Drains(courier, trainer.ranks, config)
     courier.drain_moved, courier.drains_lost = drains.moved, drains.lost
     courier.trainer = trainer
     if started.goes_on:  # a rank that had started before this one has lost its courier, and does the same

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..config import Config
 from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot import Attempt
@@ -111,8 +112,9 @@ class Drain:
 class Drains:
     """The drains of this rank."""
 
-    def __init__(self, courier: Client, ranks: Ranks, has_directory: bool):
-        self._courier, self._ranks, self._has_directory = courier, ranks, has_directory
+    def __init__(self, courier: Client, ranks: Ranks, config: Config):
+        self._courier, self._ranks, self._config = courier, ranks, config
+        self._has_directory = config.directory is not None
         self.last: Drain | None = None
         self._number = 0  # the courier's number of it; 0: none, or that courier has ended
         self.restored: int | None = None  # the step that was restored last; None before the first
@@ -125,7 +127,7 @@ class Drains:
         """Note how far the drain is that the courier has numbered so; a new number: it has just begun."""
         drain = self.last
         if drain is None or number != self._number:
-            self.last = drain = Drain(state["step"], patience_s=self._ranks.timeout_s)
+            self.last = drain = Drain(state["step"], patience_s=self._config.timeout_s)
             self._number = number
         for name in ("path", "nbytes", "written", "progress", "moved", "silent"):
             setattr(drain, name, state[name])
