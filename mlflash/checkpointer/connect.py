@@ -56,8 +56,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started)
     drains = Drains(courier, trainer.ranks, config)
-    courier.drain_moved, courier.drains_lost = drains.moved, drains.lost
-    courier.trainer = trainer
+    courier.attach(trainer, drains.moved, drains.lost)
     if started.goes_on:  # a rank that had started before this one has lost its courier, and does the same
         courier.call("protect_left")
     _say(trainer)

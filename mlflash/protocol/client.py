@@ -41,7 +41,6 @@ _ANEW = "the couriers of this run were started anew during this call"
 _ANSWER_S = 10.0  # limit for answers outside of jobs, and for an error after its deadline
 _CLOSE_S = 3.0  # limit to close a session that is abandoned or has no courier any more
 _LOOK_S = 0.2
-_NAP_S = 0.01
 _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
@@ -58,11 +57,10 @@ class Client:
         broken: why the courier has stopped working; None while it works.
         trainer: what the courier updates; None: it is not made yet.
         start: how this Checkpointer was introduced to its courier; None: it was not, or its courier was lost.
-        drain_moved, drains_lost: told how far a drain is, by its number; that the courier has ended.
     """
 
     drain_moved: Callable[[int, Mapping[str, Any]], None]
-    drains_lost: Callable[[], None]
+    _drains_lost: Callable[[], None]
 
     def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
         self._link, self._config, self.number = link, config, link.number()
@@ -74,6 +72,7 @@ class Client:
         self._left_at: int | None = None  # the newest step whose save has ended
         self._generation = 0  # generation of the newest attempt that has ended
         self.trainer: TrainerContext | None = None
+        self._has_trainer = Event()
         self.start: Start | None = None
         self._starting: PendingCall | None = None  # the job that introduces it for the first time
         self._jobs: dict[int, PendingCall] = {}
@@ -104,6 +103,13 @@ class Client:
         self._link.queue.put(self._opened())
         started: Started = self._result_of(job)
         return started
+
+    def attach(self, trainer: TrainerContext, drain_moved: Callable[[int, Mapping[str, Any]], None],
+               drains_lost: Callable[[], None]) -> None:  # fmt: skip
+        """Set what the courier updates: it tells how far a drain is, by its number; or that it has ended."""
+        self.drain_moved, self._drains_lost = drain_moved, drains_lost
+        self.trainer = trainer
+        self._has_trainer.set()
 
     @property
     def is_stuck(self) -> bool:
@@ -198,10 +204,13 @@ class Client:
 
     def ask(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Call a method that is no job and is answered at once. Raises DeadlineExceeded or Closed if it is not."""
+        return self._ask(self._link.queue.put, method, args, timeout_s)
+
+    def _ask(self, send: Callable[[PendingCall], None], method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         call = PendingCall(self, Call(self.number, self._link.number(), method, args), is_kept=True)
         self._asked[call.number] = call
         try:
-            self._link.queue.put(call)
+            send(call)
             end = time.monotonic() + timeout_s
             self._link.check()
             while not call.woken.wait(_LOOK_S):
@@ -445,13 +454,13 @@ class Client:
         self._link.send_first(self._opened())
         if not self._starting.woken.is_set():  # its constructor waits for that, perhaps for other ranks
             self._send_again()
-            self._wait_up()
+            self._ask(self._link.send_first, "tell_doing", ("",), self._config.timeout_s)  # it has its MPI, and answers
             return
         end = time.monotonic() + self._config.timeout_s
-        while self.trainer is None:  # its constructor makes that
+        while not self._has_trainer.wait(_LOOK_S):  # its constructor makes that
             if self.is_closed or time.monotonic() > end:
                 return
-            time.sleep(_NAP_S)
+        assert self.trainer is not None
         start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._interrupted_unit, goes_on=True)
         for method, args in (("start", (start,)), ("protect_left", ())):
             job = self.job(method, *args)
@@ -467,18 +476,6 @@ class Client:
             elif method == "protect_left":
                 self._find_committed(*job.result)
         self._send_again()
-
-    def _wait_up(self) -> None:
-        """Wait until the next courier has its MPI and answers."""
-        call = PendingCall(self, Call(self.number, self._link.number(), "tell_doing", ("",)))
-        self._asked[call.number] = call
-        self._link.send_first(call)
-        is_there = call.woken.wait(self._config.timeout_s)
-        del self._asked[call.number]
-        if not is_there:
-            raise DeadlineExceeded("the next courier has not started in time")
-        if call.error is not None:
-            raise call.error
 
     def _send_again(self) -> None:
         """Send the jobs that are kept, which the last courier has not ended."""
@@ -500,7 +497,7 @@ class Client:
 
     def _lose_drains(self) -> None:
         if self.trainer is not None:
-            self.drains_lost()
+            self._drains_lost()
 
     def _refuse(self, job: PendingCall, why: str = "mlflash stopped after an earlier error") -> None:
         self.refuse(job, Closed(why, found=self.broken))

@@ -348,10 +348,14 @@ def _read_parts(fd: int) -> tuple[dict[str, Any] | str | None, ...]:
     text = b""
     for _ in range(_READS):
         before, text = text, os.pread(fd, 2 * PART_NBYTES, 0)
-        parts = read_part(text[:PART_NBYTES], TrainerPart), read_part(text[PART_NBYTES:], CourierPart)
-        if text == before and not any(isinstance(part, str) for part in parts):
-            break
-    return parts
+        parts = _parts_of(text) if text == before else ("",)
+        if not any(isinstance(part, str) for part in parts):
+            return parts
+    return _parts_of(text)
+
+
+def _parts_of(text: bytes) -> tuple[dict[str, Any] | str | None, ...]:
+    return read_part(text[:PART_NBYTES], TrainerPart), read_part(text[PART_NBYTES:], CourierPart)
 
 
 def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | None, list[str]]:

@@ -216,7 +216,8 @@ class EpochAgreement:
     def _gather(self, number: int, end: float) -> None:
         """Wait for all ranks, and publish the epoch. Called on rank 0."""
         prefix, before = below(number), below(number - 1)
-        if number > 1 and self.store.look(f"{before}all", left_s(end)) is None:  # the store is a new one
+        last = self.store.look(f"{before}all", left_s(end)) if number > 1 else None
+        if number > 1 and last is None:  # the store is a new one
             self.store.put(f"{before}all", _PASSED, left_s(end))
         self.store.get(f"{prefix}node/{self._size - 1}", left_s(end))  # by then most have come
         there = self.store.below(f"{prefix}node/", left_s(end))
@@ -229,9 +230,9 @@ class EpochAgreement:
         nodes = [numbers[name] for name, _, _ in known]
         freed = sorted({one for _, _, those in known for one in those})
         # All ranks have come here, so none needs the keys of the last epoch.
-        if (last := self.store.look(f"{before}all", left_s(end))) is not None:
-            if last != _PASSED:
-                self.store.delete(f"{json.loads(last)[0]}/", left_s(end))
+        if number > 1:
+            if (ended := json.loads(last or _PASSED)) is not None:
+                self.store.delete(f"{ended[0]}/", left_s(end))
             self.store.delete(before, left_s(end))
         reads = cross_memory.is_whole(nodes, [reach for _, reach, _ in known])
         self.store.put(f"{prefix}all", json.dumps([new_epoch_name(number), blocks(nodes), reads, freed]), left_s(end))
