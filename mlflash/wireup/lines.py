@@ -1,0 +1,199 @@
+"""Lines of JSON between two processes: how they are written and read, and a port for them, in asyncio.
+
+A port is for processes that know its token: the first message of a connection is an object with ``token``. All other
+connections are strangers. A port has only so many of them at a time, each only for so long, because whoever reaches a
+port can connect to it a thousand times and say nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+STRANGERS = 64
+"""Number of strangers that a port has at a time, if its owner says nothing else."""
+_STRANGER_NBYTES = 1 << 12  # of the first message
+_UNSENT_NBYTES = 1 << 26  # of what a connection has not read
+
+
+class BadLine(ValueError):
+    """The bytes received are no message: too long, or no JSON."""
+
+
+def pack(message: object) -> bytes:
+    """The bytes as which a message is sent."""
+    return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+class Lines:
+    """The messages in the bytes of one stream, as they arrive.
+
+    Args:
+        largest_nbytes: of one message; may be changed between two of them.
+    """
+
+    def __init__(self, largest_nbytes: int):
+        self.largest_nbytes = largest_nbytes
+        self._begun = bytearray()
+
+    def add(self, received: bytes) -> Iterator[Any]:
+        """Yield the messages that are complete with these bytes.
+
+        Raises:
+            BadLine: the rest of the stream cannot be read.
+        """
+        first, *others = received.split(b"\n")
+        self._begun += first
+        for rest in others:
+            line, self._begun = self._begun, bytearray(rest)
+            self._check(line)
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise BadLine(f"bytes that are no JSON: {bytes(line[:80])!r}") from error
+            yield message
+        self._check(self._begun)
+
+    def _check(self, line: bytearray) -> None:
+        if len(line) > self.largest_nbytes:
+            raise BadLine(f"a message of more than {self.largest_nbytes} bytes")
+
+
+class Connection(asyncio.Protocol):
+    """One end of a connection, in an event loop.
+
+    Attributes:
+        heard: called with each message. An exception of the kinds that a senseless message causes (KeyError, TypeError,
+            ValueError) ends the connection.
+        lost: called once, with the reason, when the connection has ended.
+    """
+
+    def __init__(self, heard: Callable[[Any], None], lost: Callable[[str], None], largest_nbytes: int):
+        self.heard, self.lost, self.lines = heard, lost, Lines(largest_nbytes)
+        self._transport: asyncio.Transport | None = None
+        self._why = "the other end closed it"
+        self.is_open = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast("asyncio.Transport", transport)
+        sock: socket.socket = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            # A node that has lost power sends nothing any more: its connection ends after a minute.
+            for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3),
+                                  (socket.TCP_NODELAY, 1)):  # fmt: skip
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        try:
+            for message in self.lines.add(data):
+                if not self.is_open:
+                    return
+                self.heard(message)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            self.close(f"it sent something senseless: {error!r:.200}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self.is_open = False
+        self.lost(str(error) if error is not None else self._why)
+
+    def send(self, message: object) -> None:
+        """Send a message, without waiting. If the connection is lost, `lost` tells, and not this call."""
+        self.send_packed(pack(message))
+
+    def send_packed(self, line: bytes) -> None:
+        """Send bytes of `pack`, which may go to many connections."""
+        if self._transport is None or not self.is_open:
+            return
+        self._transport.write(line)
+        if self._transport.get_write_buffer_size() > _UNSENT_NBYTES:
+            self.close("it does not read what it is sent")
+
+    def close(self, why: str = "it was closed here") -> None:
+        """End the connection at once, without what was not sent yet."""
+        self._why, self.is_open = why, False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def end(self) -> None:
+        """End the connection when everything is sent. Nothing is heard any more."""
+        self._why, self.is_open = "it was closed here", False
+        if self._transport is not None:
+            self._transport.close()
+
+
+class Port:
+    """A port for processes that know a token. `close` it.
+
+    Args:
+        token: without it, a connection is closed without an answer.
+        known: called with a connection that has sent the token, and that first message. It sets ``heard`` and ``lost``.
+        largest_nbytes: of a message.
+        strangers, stranger_s: how many connections may not have sent the token, and for how long each. The oldest is
+            closed for the next.
+    """
+
+    def __init__(self, token: str, known: Callable[[Connection, dict[str, Any]], None], largest_nbytes: int,
+                 strangers: int = STRANGERS, stranger_s: float = 10.0):  # fmt: skip
+        self._token, self._known, self._largest_nbytes = token, known, largest_nbytes
+        self._most, self._stranger_s = strangers, stranger_s
+        self._strangers: dict[Connection, asyncio.TimerHandle] = {}  # oldest first
+        self._server: asyncio.Server | None = None
+        self.address: tuple[str, int] = ("", 0)
+
+    async def listen(self, listener: socket.socket) -> None:
+        """Accept connections, from now on. The socket is closed in the end."""
+        self.address = listener.getsockname()[:2]
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._accept, sock=listener, backlog=1 << 14)
+
+    def close(self) -> None:
+        """Accept no more connections, and close the strangers."""
+        if self._server is not None:
+            self._server.close()
+        for stranger in list(self._strangers):
+            stranger.close()
+
+    def _accept(self) -> Connection:
+        stranger = Connection(lambda message: self._meet(stranger, message), lambda why: self._forget(stranger),
+                              _STRANGER_NBYTES)  # fmt: skip
+        while len(self._strangers) >= self._most:
+            oldest = next(iter(self._strangers))
+            self._forget(oldest)
+            oldest.close()
+        loop = asyncio.get_running_loop()
+        self._strangers[stranger] = loop.call_later(self._stranger_s, stranger.close)
+        return stranger
+
+    def _meet(self, stranger: Connection, hello: Any) -> None:
+        given = hello["token"] if isinstance(hello, dict) else ""
+        if not isinstance(given, str) or not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise ValueError("not the token of this port")
+        self._forget(stranger)
+        stranger.lines.largest_nbytes = self._largest_nbytes
+        self._known(stranger, hello)
+
+    def _forget(self, stranger: Connection) -> None:
+        if (timer := self._strangers.pop(stranger, None)) is not None:
+            timer.cancel()
+
+
+def listener_at(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """Listen at an address of this machine, IPv4 or IPv6; "": at all of them. All nodes may connect at once.
+
+    Raises OSError: the port is taken.
+    """
+    backlog = 1 << 14  # somaxconn of the kernel is the limit
+    if not host:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=backlog)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
