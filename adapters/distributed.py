@@ -32,7 +32,7 @@ from mlflash.protocol import linked
 from mlflash.wireup.interfaces import own_address
 from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
 from mlflash.wireup.program_mpi import share, world_of
-from mlflash.wireup.rendezvous import rendezvous
+from mlflash.wireup.rendezvous import meeting_of
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -118,8 +118,11 @@ def init_process_group(
 
 def _init_launched(backend: str | None, comm: Any, host: str | None, is_off: bool, more: dict[str, Any],
                    given: dict[str, Any]) -> None:  # fmt: skip
-    if comm is None and _has_ranks_of_torchrun(is_off):
+    if comm is None and _has_ranks_of_torchrun():
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
+    elif comm is None and is_off and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # all that torch needs
+        me = launched(os.environ)
+        _init(backend, me.local_rank or 0, **more, **given | {"rank": me.rank, "world_size": me.size})
     else:
         ranks = _without_couriers(comm) if is_off else _of_couriers(comm)
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
@@ -168,11 +171,10 @@ def _check(backend: Any, comm: Any) -> None:
 # How the ranks find each other
 
 
-def _has_ranks_of_torchrun(is_off: bool) -> bool:
+def _has_ranks_of_torchrun() -> bool:
     """Whether torch can take all that it needs from the environment."""
-    if not all(name in os.environ for name in _BY_TORCHRUN):
-        return False
-    return is_off or (linked.find() is None and launched(os.environ).launcher == "torchrun")
+    has_all = all(name in os.environ for name in _BY_TORCHRUN)
+    return has_all and linked.find() is None and launched(os.environ).launcher == "torchrun"
 
 
 def _of_couriers(comm: Any) -> _Ranks:
@@ -194,8 +196,9 @@ def _without_couriers(comm: Any) -> _Ranks:
         return _Ranks(comm.rank, comm.size, socket.gethostname(), comm.bcast)
     here = own_address(is_on_one_host(os.environ, me), os.environ)
     place = Path(tempfile.gettempdir(), f"mlflash-{os.getuid()}")  # not in memory; made only if needed
-    meet = lambda text: rendezvous(os.environ, me, text, place, _TIMEOUT.total_seconds()) if me.size > 1 else text
-    return _Ranks(me.rank, me.size, here, meet)
+    share = meeting_of(os.environ, me, place, _TIMEOUT.total_seconds()).share
+    assert share is not None, "MASTER_ADDR and MASTER_PORT need no meeting"
+    return _Ranks(me.rank, me.size, here, lambda text: share(text, _TIMEOUT.total_seconds()))
 
 
 def _config() -> Config:

@@ -19,7 +19,7 @@ _COMMANDS = {
     "plan": ("commands.plan:plan", "Compare redundancy schemes and compute how often to save."),
     "template": ("commands.template:template", "Write a batch script for Slurm and a training script."),
     "run": ("commands.run:run", "Start a job and restart it after a failure."),
-    "courier": ("commands.courier:courier", "Start couriers that outlive a killed Slurm job step."),
+    "agent": ("commands.agent:agent", "Keep couriers alive when a Slurm job step is killed."),
     "demo": ("commands.demo:demo", "Kill a node of a small training and compare the weights."),
     "status": ("commands.status:status", "Show what is in memory and which losses it survives."),
     "top": ("commands.top:top", "Watch a running job in the terminal."),

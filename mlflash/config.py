@@ -34,7 +34,8 @@ FRESH = "MLFLASH_FRESH"
 PREFER_CERTIFIED = "MLFLASH_PREFER_CERTIFIED"
 """Environment name of the rule that a restore takes what is certified."""
 _OTHER_VARIABLES = tuple(
-    f"MLFLASH_{name}" for name in ("COMPLETE", "INTERFACE", "ISAL", "KEPT", "LIBMPI", "PRESUMED", "RUN", "TRACEBACK")
+    f"MLFLASH_{name}"
+    for name in ("AGENT", "COMPLETE", "INTERFACE", "ISAL", "KEPT", "LIBMPI", "PRESUMED", "RUN", "TOKEN", "TRACEBACK")
 )
 _OTHER_ARGUMENTS = ("comm", "replicated", "process_group")  # of Checkpointer
 _NOT_SETTINGS = ("MLFLASH_TEST_", "MLFLASH_BENCH_")

@@ -118,7 +118,7 @@ def inventories(topology: Topology, placement: Placement) -> list[Inventory]:
 
 
 def wire_up(nodes: int) -> Start:
-    """Start all ranks at once, in a process that has loaded nothing else, so that its memory is that of the store."""
+    """Start all ranks at once, in a process that has loaded nothing else, so that its memory is that of the hub."""
     program = f"import json, wireup; print(json.dumps(wireup.wire_up({nodes}, {PER_NODE})))"
     done = subprocess.run([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
     return Start(*json.loads(done.stdout))
@@ -175,8 +175,8 @@ def main() -> int:
             question.add(planning(ranks, scheme))
     for nodes in args.nodes:
         start = wire_up(nodes)
-        note = f"{start.store_s:.2f} s, {start.store_mib:.0f} MiB; a node {start.node_s * 1e3:.0f} ms"
-        case = "Wire-up: CPU time and memory of the store, and CPU time of a node's ranks"
+        note = f"{start.hub_s:.2f} s, {start.hub_mib:.0f} MiB; a node {start.node_s * 1e3:.0f} ms"
+        case = "Wire-up: CPU time and memory of the hub, and CPU time of a node's agent"
         question.add([Row(what=f"{nodes * PER_NODE:,} ranks on {nodes} nodes", case=case, note=note)])
     return question.run([Part(size, agreement) for size in ([2] if args.quick else [2, 4, 8])])
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FINE, WRONG = 0, 1
 _ENTRY = "mlflash.command_line.run_on_ranks:run_in_courier"
 _MEET_S = 120.0
-_LOOK_S = 600.0  # between two checks that the zygote is alive; its end is noticed at once
+_LOOK_S = 600.0
 
 
 def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> NoReturn:
@@ -90,8 +90,8 @@ def _abort(world: World | None) -> None:
 
 def main() -> int:
     """Run a module as one of the ranks, and return the exit code of its courier."""
+    from ..wireup.agent_client import AgentLost, AgentRefused
     from ..wireup.launch import CourierEnded, Couriers
-    from ..wireup.zygote_client import ZygoteLost, ZygoteRefused
 
     if len(sys.argv) < 3 or sys.argv[1] != "-m":
         print("usage: python -m mlflash.command_line.run_on_ranks -m MODULE ARGUMENTS", file=sys.stderr)
@@ -104,9 +104,8 @@ def main() -> int:
             if couriers.size > 1:
                 couriers.wait_up(_MEET_S)
             while end is None:  # the program has its own deadlines
-                with contextlib.suppress(DeadlineExceeded):
-                    end = couriers.zygote.wait(couriers.courier.pid, _LOOK_S)
-    except (MlflashError, CourierEnded, ZygoteLost, ZygoteRefused) as error:
+                end = couriers.wait_end(_LOOK_S)
+    except (MlflashError, CourierEnded, AgentLost, AgentRefused) as error:
         print(f"Error: {' '.join(sys.argv[2:4])} cannot use MPI on this rank: {error}", file=sys.stderr)
         return WRONG
     return 128 + end.signal if end.signal is not None else end.status or 0

@@ -6,22 +6,20 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 from ..command_line import shell_completion
 from ..config import DISABLE, is_enabled, job_name
-from ..errors import ConfigError, LaunchFailed, MpiUnavailable
+from ..errors import ConfigError, LaunchFailed
+from ..launcher.agents import SILENCE_S, Agents, ChooseGuard
 from ..launcher.first_node_guard import Guard
-from ..launcher.kept_ranks import KeptBySteps, OnKeptHosts
-from ..launcher.launch_system import Launcher, RunLog, RunOptions, Start
+from ..launcher.kept_ranks import KeepingAgents
+from ..launcher.launch_system import RunLog, RunOptions, System
 from ..launcher.membership import Deadlines
-from ..launcher.on_hosts import OnHosts
-from ..launcher.on_slurm import CourierHosts, OnSlurm, own_id
-from ..launcher.processes import find_mpiexec
-from ..launcher.ranks_by_ssh import OnSsh
+from ..launcher.on_slurm import OnSlurm, own_id
+from ..launcher.on_ssh import OnSsh
 from ..launcher.supervisor import Supervisor
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
@@ -60,42 +58,36 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--hang-timeout", type=click.FloatRange(0), default=1800, show_default=True, metavar="SECONDS",
               help="Restart the ranks if they save nothing for this long. 0: never.")  # fmt: skip
 @click.option("--look-every", type=click.FloatRange(0.5), default=15, show_default=True, metavar="SECONDS",
-              help="Time between two checks of the nodes. Each is a short job step next to the ranks.")  # fmt: skip
+              help="Time between two checks of the nodes.")  # fmt: skip
 @click.option("--grace", type=click.FloatRange(0), default=60, show_default=True, metavar="SECONDS",
               help="Time for one more checkpoint after a signal that ends the run.")  # fmt: skip
 @click.option("--gpus", type=click.IntRange(0), default=0, help="Number of GPUs that must respond on each node.")
 @click.option("--interface", default="", metavar="NAME", help="Network interface that must be up on each node.")
 @click.option("--journal", "run_log", type=click.Path(dir_okay=False, path_type=Path), default=Path("run.jsonl"),
               show_default=True, help="File to append events of the run to.")  # fmt: skip
-@click.option("--launcher", "kind", type=click.Choice(["srun", "mpiexec", "ssh"]),
-              help="Program that starts the ranks. ssh needs no mpiexec.  [default: srun in a Slurm allocation, else "
-              "mpiexec, else ssh]")  # fmt: skip
-@click.option("--mpi", default="", metavar="TYPE", help="srun: value of its --mpi: pmi2, pmix, cray_shasta, ...")
-@click.option("--srun-args", default="", metavar="WORDS", help="More arguments for srun or mpiexec.")
-@click.option("--hosts", default="", metavar="A,B,C",
-              help="mpiexec, ssh: all nodes, spares included.  [default: this node]")  # fmt: skip
-@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM",
-              help="mpiexec, ssh: program for the remote shell.")  # fmt: skip
+@click.option("--launcher", "kind", type=click.Choice(["srun", "ssh"]),
+              help="Program that starts the agent of each node.  [default: srun in a Slurm allocation, else "
+              "ssh]")  # fmt: skip
+@click.option("--srun-args", default="", metavar="WORDS", help="More arguments for srun.")
+@click.option("--hosts", default="", metavar="A,B,C", help="ssh: all nodes, spares included.  [default: this node]")
+@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="ssh: program for the remote shell.")
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=shell_completion.files)
 def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: int | None, max_restarts: int,
         directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
-        look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None, mpi: str,
+        look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None,
         srun_args: str, hosts: str, rsh: str, keep_alive: bool, lost_after: float, leave_within: float,
         ready_within: float, argv: tuple[str, ...]) -> None:  # fmt: skip
     """Start the command ARGV on all ranks, and restart it after a failure with spares in place of lost nodes.
 
     \b
-    mlflash run -N 8 -d DIR --mpi pmi2 -- python train.py
+    mlflash run -N 8 -d DIR -- python train.py
     mlflash run -N 2 --hosts n1,n2,n3 -d DIR -- python train.py
 
     `mlflash template` writes a batch script that calls it. Exits with 0 if all ranks ended well, else with the exit
     code of the last run.
     """
-    names = hosts.split(",") if hosts else ["localhost"]
     journal = RunLog(run_log)
-    if keep_alive and kind is None and "SLURM_JOB_ID" not in os.environ:
-        kind = "ssh"
-    launcher = _launcher(kind, mpi, shlex.split(srun_args), names, rsh)
+    system = _system(kind, shlex.split(srun_args), hosts.split(",") if hosts else ["localhost"], rsh)
     if directory is not None and "://" not in directory:
         directory = str(Path(directory).absolute())
     try:
@@ -113,53 +105,33 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             argv, nodes, ranks_per_node or _tasks_per_node(), min_nodes or 0, max_restarts, name, memory, directory,
             keep_memory, hang_timeout, look_every, grace, gpus, interface,
         )  # fmt: skip
+        everywhere = system.hosts()
+        if spares is not None and not keep_alive and len(everywhere) < nodes + spares:
+            raise click.UsageError(
+                f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {len(everywhere)}"
+            )
         deadlines = Deadlines(lost_after, leave_within, ready_within)
-        train = _kept(launcher, names, rsh, spares or 0, deadlines, journal) if keep_alive else None
-        supervisor = Supervisor(launcher, options, journal, train)
-        for number in _SIGNALS:
-            signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
-        if spares is not None and not keep_alive and (there := len(launcher.hosts())) < nodes + spares:
-            raise click.UsageError(f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {there}")
-        with ExitStack() as beside:
-            if isinstance(launcher, OnSlurm):
-                beside.enter_context(Guard(launcher, options, run_log))
-                beside.enter_context(CourierHosts(launcher, options))
+        guard: ChooseGuard = Guard(system, options, run_log) if isinstance(system, OnSlurm) else lambda hosts: None
+        couriers = {"couriers": {"job": name, "memory": memory}} if is_enabled(os.environ) else {}
+        with Agents(system, everywhere, lost_after if keep_alive else SILENCE_S, couriers, guard) as agents:
+            train = KeepingAgents(agents, spares or 0, deadlines, journal).start if keep_alive else None
+            supervisor = Supervisor(agents, options, journal, train)
+            for number in _SIGNALS:
+                signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
             code = supervisor.run()
         sys.exit(code)
-    except (LaunchFailed, MpiUnavailable) as error:
+    except LaunchFailed as error:
         raise click.ClickException(str(error)) from None
 
 
-def _launcher(kind: str | None, mpi: str, extra: list[str], hosts: list[str], rsh: str) -> Launcher:
-    if kind is None:
-        kind = "srun" if "SLURM_JOB_ID" in os.environ else _without_slurm(rsh)
-    if kind == "srun":
+def _system(kind: str | None, extra: list[str], hosts: list[str], rsh: str) -> System:
+    if kind == "srun" or (kind is None and "SLURM_JOB_ID" in os.environ):
         if "SLURM_JOB_ID" not in os.environ:
             raise click.UsageError("--launcher srun works inside an allocation of Slurm: in a batch script, or salloc")
-        return OnSlurm(own_id(os.environ), mpi, extra)
-    if kind == "mpiexec":
-        return OnHosts(hosts, rsh, extra)
+        return OnSlurm(own_id(os.environ), extra)
     if extra:
-        raise click.UsageError("--srun-args are for srun or mpiexec, but ssh starts these ranks")
+        raise click.UsageError("--srun-args are for srun, but ssh starts these agents")
     return OnSsh(hosts, rsh)
-
-
-def _kept(launcher: Launcher, names: list[str], rsh: str, spares: int, deadlines: Deadlines, journal: RunLog) -> Start:
-    if isinstance(launcher, OnSlurm):
-        return KeptBySteps(launcher, spares, deadlines, journal).train
-    if isinstance(launcher, OnSsh):
-        return OnKeptHosts(names, rsh, spares, deadlines, journal).train
-    raise click.UsageError("--keep-alive does not work with mpiexec, which ends all ranks together: use --launcher ssh "
-                           "or Slurm")  # fmt: skip
-
-
-def _without_slurm(rsh: str) -> str:
-    try:
-        find_mpiexec()
-    except MpiUnavailable:
-        click.echo(f"mlflash run: there is no mpiexec, so {Path(rsh).name} starts the ranks", err=True)
-        return "ssh"
-    return "mpiexec"
 
 
 def _tasks_per_node() -> int:

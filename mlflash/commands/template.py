@@ -89,7 +89,6 @@ def _words(context: click.Context, option: click.Parameter, text: Any) -> Any:
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each node.  [default: --gpus-per-node, or 1]")
 @click.option("--gpus-per-node", type=click.IntRange(0), help="GPUs of each node.  [default: none]")
 @click.option("--time", metavar="TIME", callback=_time, help="Time limit, as for sbatch.  [default: the partition's]")
-@click.option("--mpi", metavar="TYPE", default="pmi2", show_default=True, callback=_word, help="Value of srun --mpi.")
 @click.option("--job-name", metavar="NAME", callback=_word,
               help="Name in squeue and of the output file.  [default: the template's name]")  # fmt: skip
 @click.option("--directory", "-d", type=click.Path(), callback=_words, metavar="DIR",
@@ -142,7 +141,7 @@ def packaged(name: str) -> str:
 
 
 def values_of(name: str, output: Path, *, nodes: int, spares: int, ranks_per_node: int | None,
-              gpus_per_node: int | None, mpi: str, job_name: str | None, directory: str | None,
+              gpus_per_node: int | None, job_name: str | None, directory: str | None,
               srun_args: str | None, script: str | None, arguments: tuple[str, ...], **given: str | None,
               ) -> dict[str, str | None]:  # fmt: skip
     """Return the value of each word between two @ in a template, quoted for a shell. None: it is left out."""
@@ -170,7 +169,6 @@ def values_of(name: str, output: Path, *, nodes: int, spares: int, ranks_per_nod
         "spares": str(spares),
         "ranks-per-node": str(ranks_per_node or gpus_per_node or 1),
         "gpus-per-node": str(gpus_per_node) if gpus_per_node else None,
-        "mpi": mpi,
         "directory": shlex.quote(os.path.abspath(directory)),
         "train": shlex.quote(str(home / "train.py")),
         "script": shlex.quote(os.path.abspath(script or home / "train.py")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -19,9 +20,9 @@ from ..command_line import choose_job
 from ..command_line.options import directory_option, job_option, memory_option, settings
 from ..command_line.output import answer
 from ..errors import MlflashError
-from ..launcher.launch_system import Launcher
-from ..launcher.on_hosts import OnHosts
+from ..launcher.agents import Agents
 from ..launcher.on_slurm import OnSlurm, hosts_of, own_id
+from ..launcher.on_ssh import OnSsh
 from ..live_monitor.rank_status import Look, jobs_everywhere, look_everywhere, look_here
 from ..memory.node_directory import jobs_of
 from ..telemetry.heartbeat import live_jobs
@@ -33,7 +34,7 @@ _DRAW_S = 0.25
 @directory_option
 @job_option
 @memory_option
-@click.option("--hosts", default="", metavar="A,B,C", help="Ask these nodes with a remote shell.")
+@click.option("--hosts", default="", metavar="A,B,C", help="Ask these nodes, on which a remote shell starts an agent.")
 @click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="Program for the remote shell.")
 @click.option("--slurm-job", default="", metavar="ID",
               help="Ask all nodes of this Slurm job.  [default: the job that this command runs in]")  # fmt: skip
@@ -53,32 +54,33 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
     mlflash top --hosts n1,n2
     """
     given = settings(memory, job, directory)
-    launcher, nodes = (None, []) if here else _others(hosts, rsh, slurm_job)
-    if launcher is None:
-        jobs = live_jobs(memory) or jobs_of(memory)
-    else:
-        jobs = [job] if job else jobs_everywhere(launcher, nodes, memory)
-    name = choose_job.decide(jobs, os.environ, job, given.directory, memory)
+    with contextlib.ExitStack() as opened:
+        agents = None if here else _others(hosts, rsh, slurm_job)
+        if agents is None:
+            jobs = live_jobs(memory) or jobs_of(memory)
+        else:
+            opened.enter_context(agents)
+            jobs = [job] if job else jobs_everywhere(agents, memory)
+        name = choose_job.decide(jobs, os.environ, job, given.directory, memory)
 
-    def look() -> Look:
-        return look_here(memory, name) if launcher is None else look_everywhere(launcher, nodes, memory, name)
+        def look() -> Look:
+            return look_here(memory, name) if agents is None else look_everywhere(agents, memory, name)
 
-    if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _print_once(name, look(), as_json)
-    else:
-        # Each request to other nodes is a Slurm job step or a remote shell.
-        _watch(name, look, every or (1.0 if launcher is None else 5.0))
+        if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            _print_once(name, look(), as_json)
+        else:
+            _watch(name, look, every or (1.0 if agents is None else 5.0))
 
 
-def _others(hosts: str, rsh: str, slurm_job: str) -> tuple[Launcher | None, list[str]]:
+def _others(hosts: str, rsh: str, slurm_job: str) -> Agents | None:
     if hosts:
-        return OnHosts(hosts.split(","), rsh), hosts.split(",")
+        return Agents(OnSsh(hosts.split(","), rsh), hosts.split(","))
     job = slurm_job or (own_id(os.environ) if "SLURM_JOB_ID" in os.environ else "")
     if not job:
-        return None, []
+        return None
     os.environ["SLURM_JOB_ID"] = job  # srun needs it outside of the job, or inside of another one
     if nodes := hosts_of(job):
-        return OnSlurm(job), [*nodes]
+        return Agents(OnSlurm(job), nodes)
     raise click.ClickException(f"Slurm knows no nodes of job {job}")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config import DISABLE
 from ..errors import pip_install
 from ..human_readable.wording import last_words
-from ..memory.courier_process import parent_and_trainer
+from ..memory.courier_process import trainer_of, works_for
 from ..wireup.launcher_variables import as_torchrun, without_rank
 from ..wireup.mpi_library import LIBRARY
 from .findings import Finding, fine, warning
@@ -37,22 +37,19 @@ except Exception as error:
 """
 
 
-def running() -> dict[int, tuple[int, int]]:
-    """Find the couriers and zygotes of this user on this node: the parent and the trainer of each."""
+def running() -> dict[int, int]:
+    """Find the couriers of this user on this node, and for whom each works: itself, if its trainer has ended."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
-            if path.stat().st_uid == os.getuid() and (pids := parent_and_trainer(path)) is not None:
-                found[int(path.name)] = pids
+            if path.stat().st_uid == os.getuid() and trainer_of(path) is not None:
+                found[int(path.name)] = works_for(int(path.name))
     return found
 
 
 def couriers_here(_: object) -> Iterator[Finding]:
-    """Look for couriers and zygotes on this node that have lost their trainer."""
-    processes = running()
-    left = {pid for pid, (parent, trainer) in processes.items() if parent not in processes and parent != trainer}
-    if left:
-        left |= {pid for pid, (parent, _) in processes.items() if parent in left}
+    """Look for couriers on this node that have lost their trainer."""
+    if left := [pid for pid, trainer in running().items() if trainer == pid]:
         yield warning("couriers here", "processes {pids} remain, but their trainers have ended",
                       f"they end within {_SOON_S} s after they have committed the last save; if not: kill -9 {{pids}}",
                       pids=" ".join(map(str, sorted(left))))  # fmt: skip

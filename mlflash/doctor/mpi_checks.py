@@ -15,13 +15,13 @@ import numpy as np
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import is_enabled
-from ..errors import pip_install
+from ..errors import WorldMismatch, pip_install
 from ..human_readable.wording import many
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
 from ..placement.node import Node
 from ..wireup.launcher_variables import Launched
-from ..wireup.rendezvous import way
+from ..wireup.rendezvous import meeting_of
 from . import couriers
 from .context import Context
 from .findings import Finding, fine, warning, wrong
@@ -61,7 +61,11 @@ def pmi_of(library: str) -> str:
 
 def world_size(context: Context) -> Iterator[Finding]:
     """Compare the size of MPI's world with the number of processes that were started. Then try couriers."""
-    meeting = way(context.environment, context.launched)
+    try:
+        place = Path(context.settings.memory, f"mlflash-{os.getuid()}")
+        meeting = meeting_of(context.environment, context.launched, place, 0.0).how
+    except WorldMismatch:
+        meeting = ""
     yield judge_size(context.launched, context.mpi.COMM_WORLD.size, version_of(context.mpi), meeting)
     if context.rank == 0 and os.path.isdir(context.settings.memory):  # `nodes` reports a missing one
         yield couriers.try_couriers(context.environment, context.settings.memory)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot import Attempt
-from ..protocol.client import Client
 from ..protocol.ranks import Ranks
 from ..storage.store import Store
 from .file_index import Stored
+
+if TYPE_CHECKING:
+    from ..protocol.client import Client
 
 _NAP_S = 0.02
 

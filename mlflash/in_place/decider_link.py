@@ -1,7 +1,7 @@
-"""The connection of a training process to `launcher.kept_ranks`, which decides which process has which rank.
+"""The connection of a training process to its agent, and so to `mlflash run`, which decides who has which rank.
 
-A thread receives messages, and callers can wait for what it receives. When a rank is lost, this thread calls all
-functions in `on_lost` with the number of the round. They must end whatever the training waits in.
+`launcher.kept_ranks` has the messages. When a rank is lost, the thread that receives them calls all functions in
+`on_lost` with the number of the round. They must end whatever the training waits in.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ import logging
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..errors import ConfigError, DeadlineExceeded, MlflashError
-from ..events import News
-from ..wireup.frames import BadFrame, Frames, pack
 from ..wireup.launcher_variables import KEPT
+from ..wireup.line_client import LineClient
 
 log = logging.getLogger("mlflash")
 
 _CONNECT_S = 60.0
-_LARGEST_NBYTES = 1 << 16
 _link: DeciderLink | None = None
 registered_groups: list[Groups] = []
 
@@ -49,32 +46,28 @@ class DeciderLink:
     """The connection. Not collective; any thread.
 
     Args:
-        told: ``address``, ``token``, ``name`` of this process, and ``size``, the number of ranks.
+        told: the ``socket`` of the agent, ``name`` of this process, and ``size``, the number of ranks.
     """
 
     def __init__(self, told: Mapping[str, Any]):
         self.size: int = told["size"]
-        self._sock = socket.create_connection(tuple(told["address"]), _CONNECT_S)
-        self._sock.settimeout(None)
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._news = News()
         self._seat: Seat | None = None
         self._over, self._why = 0, ""  # the last round that has ended, and why
         self._texts: dict[tuple[int, str], str] = {}
-        self._has_ended = False
         self.heard_at = 0.0
         """When it was heard that the last round is over, by time.monotonic."""
         self.on_lost: list[Callable[[int], None]] = []
-        self.say({"token": told["token"], "name": told["name"]})
-        threading.Thread(target=self._listen, name="mlflash-decider", daemon=True).start()
-        os.register_at_fork(after_in_child=self._sock.close)
+        self._lines = LineClient(_connect(told["socket"]), "mlflash run", self._take)
+        self._news = self._lines.news
+        self.say({"name": told["name"]})
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._lines.why is not None
 
     def say(self, message: dict[str, Any]) -> None:
-        """Send a message. If nobody receives it any more, it is dropped: the host is about to kill this process."""
-        try:
-            self._sock.sendall(pack(message))
-        except OSError as error:
-            log.debug("cannot send to mlflash run, which assigns the ranks: %s", error)
+        """Send a message. If nobody receives it any more, it is dropped: the agent is about to kill this process."""
+        self._lines.say(message)
 
     def seat(self, after: int) -> Seat:
         """Wait for the rank that this process has in a round after the given one, however long it takes."""
@@ -112,18 +105,6 @@ class DeciderLink:
             return told
         raise RoundOver(f"round {number} is over: {self._why or 'mlflash run has ended'}")
 
-    def _listen(self) -> None:
-        frames = Frames(_LARGEST_NBYTES)
-        try:
-            while received := self._sock.recv(1 << 16):
-                frames.add(received)
-                for message in frames.messages():
-                    self._take(message)
-        except (OSError, BadFrame) as error:
-            log.debug("lost the connection to mlflash run: %s", error)
-        self._has_ended = True
-        self._news.tell()
-
     def _take(self, message: dict[str, Any]) -> None:
         lost: int | None = None
         match message:
@@ -146,6 +127,13 @@ class DeciderLink:
                 call(lost)
             except Exception:
                 log.exception("could not interrupt a wait of the training")
+
+
+def _connect(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(_CONNECT_S)
+    sock.connect(f"\0{name}")
+    return sock
 
 
 def decider() -> DeciderLink | None:

@@ -16,8 +16,9 @@ from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config, from_environment
 from ..crash_points import reach
 from ..protocol import linked
-from ..wireup.launch import Meeting
-from ..wireup.zygote_client import ZygoteClient
+from ..wireup.agent_client import AgentClient
+from ..wireup.launcher_variables import Launched
+from ..wireup.rendezvous import Meeting
 from . import forked_spare
 from .decider_link import DeciderLink, RoundOver, Seat, check_groups, decider, registered_groups
 
@@ -74,7 +75,7 @@ class _Rounds:
     def __init__(self, link: DeciderLink, train: Callable[[Checkpointer, int], Any], state: Any, settings: Any):
         self._link, self._train, self._state, self._settings = link, train, state, settings
         self._ckpt: Checkpointer | None = None
-        self._zygote: ZygoteClient | None = None  # for the next round; it has imported everything by then
+        self._agent: AgentClient | None = None  # it stays from round to round, as it has imported everything
         self._number = 0  # the round to which all this belongs
         self._interrupting = threading.Lock()
 
@@ -82,7 +83,7 @@ class _Rounds:
         check_groups()
         link = self._link
         if "RANK" not in os.environ:
-            self._zygote = linked.start_zygote(link.size)
+            self._agent = linked.find_agent(self._config(), link.size)
             forked_spare.is_ready()
         link.on_lost.append(self._interrupt)
         link.say({"ready": True})
@@ -107,8 +108,8 @@ class _Rounds:
             self._leave(seat)
             times.note("leave")
             after = seat.round
-        if self._zygote is not None:
-            self._zygote.stop(0)
+        if self._agent is not None:
+            self._agent.close()
         return result
 
     def _round(self, seat: Seat, times: _Times) -> Any:
@@ -131,8 +132,8 @@ class _Rounds:
             raise SystemExit(1)
         reach("round.restored")
         self._link.check(seat.round)
-        if self._zygote is None:
-            self._zygote = linked.start_zygote(seat.size)
+        if self._agent is None or self._agent.is_lost:
+            self._agent = linked.find_agent(self._config(), seat.size)
         self._link.say({"trains": seat.round, "step": step or 0, "times": times.took})
         result = self._train(ckpt, step or 0)
         self._link.check(seat.round)
@@ -148,13 +149,14 @@ class _Rounds:
             one.take(seat.rank)
         self._link.say({"here": seat.round})
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
-        zygote, self._zygote = self._zygote or linked.start_zygote(seat.size), None
         meeting = Meeting(
-            lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
-            lambda: self._link.check(seat.round),
+            Launched(seat.rank, seat.size, None, "mlflash run"),
+            "mlflash run",
             _MARGIN * seat.ready_s,  # a process may have to begin its program anew
+            lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
+            check=lambda: self._link.check(seat.round),
         )
-        linked.link_anew(self._config(), zygote, meeting)
+        linked.link_anew(self._config(), meeting)
         meeting.check()  # an interruption a moment earlier would have found nothing to interrupt
         times.note("couriers")
         reach("round.couriers")

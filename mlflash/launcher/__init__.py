@@ -3,6 +3,7 @@
 In come hosts or a Slurm allocation with the command of a rank, and out comes the exit code of the training. This room
 imports `telemetry` to read what ranks report. It starts no MPI in its own process.
 
-It starts ranks by srun (`on_slurm`), by mpiexec (`on_hosts`) or by ssh alone (`ranks_by_ssh`, with a `host_agent` on
-each host). If the other processes stay when one is lost (`kept_ranks`), `membership` decides which has which rank.
+ssh (`on_ssh`) or srun (`on_slurm`) starts an agent on each node, and `agents` talks to them. They start the ranks
+(`started_ranks`). If the other processes stay when one is lost (`kept_ranks`), `membership` decides which one has which
+rank.
 """

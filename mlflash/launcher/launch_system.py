@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import queue
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from ..events import Queue
-from .processes import KILL_WAIT_S, kill
+from ..agent.ranks import LOST
+from ..errors import LaunchFailed
+from .processes import KILL_WAIT_S
 
-T = TypeVar("T")
+Process = subprocess.Popen[bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,57 +72,21 @@ class Ranks(Protocol):
         """Exit code as in a shell; None while it runs."""
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        """End all ranks that can be reached, and what started them; SIGKILL comes ``wait_s`` after SIGTERM."""
-
-
-class Step(Ranks):
-    """The ranks that one process has started (see `Ranks`): that process, and how to end it."""
-
-    def __init__(self, process: subprocess.Popen[Any]):
-        self._process = process
-
-    def poll(self) -> int | None:
-        code = self._process.poll()
-        return None if code is None else code if code >= 0 else 128 - code
-
-    def signal(self, number: int) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        self.signal(signal.SIGTERM)
-        try:
-            self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            kill(self._process)
-
-
-class Patience:
-    """How long to wait for answers: until a deadline, or a shorter time once half of them have arrived."""
-
-    def __init__(self, hosts: int, timeout_s: float, behind_s: float | None):
-        self._half, self._behind_s = (hosts + 1) // 2, behind_s
-        self._end = time.monotonic() + timeout_s
-
-    def answered(self, count: int) -> None:
-        if self._behind_s is not None and count >= self._half:
-            self._end, self._behind_s = min(self._end, time.monotonic() + self._behind_s), None
-
-    def received(self, answers: Queue[T]) -> Iterator[T]:
-        while (left_s := self._end - time.monotonic()) > 0:
-            try:
-                answer = answers.get(timeout=left_s)
-            except queue.Empty:
-                return
-            yield answer
+        """End all ranks that can be reached; SIGKILL comes ``wait_s`` after SIGTERM."""
 
 
 Start = Callable[[NodeAssignment, Sequence[str], Mapping[str, str]], Ranks]
-"""`Launcher.start`, or a function that does the same."""
+"""`agents.Agents.start`, or a function that does the same."""
 
 
-class Launcher(Protocol):
-    """A system that starts processes."""
+class System(Protocol):
+    """The system that has the nodes, and that starts agents on them: Slurm, or a remote shell.
+
+    Attributes:
+        program: what starts agents, for messages.
+    """
+
+    program: str
 
     def hosts(self) -> list[str]:
         """All nodes, including spares, in order. Raises LaunchFailed if the nodes cannot be found out."""
@@ -137,21 +99,32 @@ class Launcher(Protocol):
         """The given nodes on which no new run should start, with the reason. A run that is there may go on."""
         return {}
 
-    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
-        """Start a program on all ranks. ``env`` is added to the environment of this process."""
+    def own_address(self) -> str:
+        """The address of this host at which agents reach `mlflash run`."""
 
-    def with_mpi(self, words: Sequence[str]) -> list[str]:
-        """The command with which `start` runs ``python WORDS`` on each rank, for a program that uses MPI."""
-        return [sys.executable, "-m", "mpi4py", *words]
+    def address_of(self, host: str) -> str:
+        """The name or address at which ranks reach a node."""
 
-    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
-                ) -> dict[str, str]:  # fmt: skip
-        """Run a program once on each of the given nodes, in addition to the ranks. Return its output where it ended.
+    def start_agents(
+        self, hosts: list[str], greeting: Mapping[str, Any], **more: Any
+    ) -> list[tuple[list[str], Process]]:
+        """Start an agent on each of these nodes. Return the processes that do it, each with its nodes.
 
         Args:
-            behind_s: how much longer to wait for the others once half of the nodes have answered; None: no limit but
-                the deadline.
+            greeting: what each agent must know (see `agent.main`); nobody else may.
+            more: for `processes.spawn`.
         """
+
+    def end_agents(self, process: Process) -> None:
+        """End a process of `start_agents` that has not ended by itself, with its agents."""
+
+
+class NodeLost(LaunchFailed):
+    """A node has no agent; ``code`` is the exit code of what should have started it."""
+
+    def __init__(self, why: str, code: int = LOST):
+        super().__init__(why)
+        self.code = code
 
 
 # The options of `mlflash run`.

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import logging
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..errors import LaunchFailed
-from ..telemetry.heartbeat import SHOW_STACKS, has_own_courier, is_without_courier, why_unread
+from ..telemetry.heartbeat import has_own_courier, is_without_courier, why_unread
 from ..version import __version__
-from ..wireup.own_process import running
-from .launch_system import Launcher, NodeAssignment
+from .agents import Agents
+from .launch_system import NodeAssignment
 
 log = logging.getLogger("mlflash")
 
@@ -26,8 +23,6 @@ Heartbeat = dict[str, Any]  # what a rank reported last, see `mlflash.telemetry.
 LOOK_S = 20.0  # deadline of a look at the nodes, in seconds
 _BEHIND_S = 8.0  # a node that answers this much later than most others counts as silent
 _STACKS_S = 1.0
-_LOOKS = 10_000  # after so many looks, they become half as frequent
-_STUCK_S = 3 * LOOK_S  # limit for a look and everything that it waits for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +74,15 @@ def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: f
     return found | {"outage_s": round(saved - before.last_beat, 3)} | dict(zip(names, spans, strict=True))
 
 
-def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Ask nodes for their status (see `node_status`).
+def ask(agents: Agents, hosts: Sequence[str], what: str, **fields: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Ask nodes for their status or jobs (see `agent.status`).
 
-    Return the status of each node that answers as it should, and messages about what cannot be read.
+    Return the answer of each node that answers as it should, and messages about what cannot be read.
     """
-    argv = [*running("mlflash.launcher.node_status"), *words]
     said: dict[str, dict[str, Any]] = {}
     unread: list[str] = []
-    for host, text in launcher.on_each(hosts, argv, LOOK_S, _BEHIND_S).items():
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if wrong := _why_unread(document, len(words) > 1):
+    for host, document in agents.ask(hosts, what, LOOK_S, _BEHIND_S, **fields).items():
+        if wrong := _why_unread(document, what == "status"):
             unread.append(f"the status of {host} {wrong}")
             continue
         unread += [f"{host}: {one}" for one in document.get("unread", [])]
@@ -107,7 +97,7 @@ def _why_unread(document: Any, of_job: bool) -> str:
         kinds = {"free": int, "gpus": int, "gpu_error": str, "interface": bool | None, "heartbeats": list,
                  "steps": list}  # fmt: skip
     if not isinstance(document, dict):
-        return "cannot be read: it is not what mlflash.launcher.node_status prints"
+        return "cannot be read: it is not what mlflash.agent.status says"
     if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name, ...), kind)]:
         version = document.get("version", "unknown")
         return f"cannot be read: written by version {version} (this is {__version__}; {', '.join(wrong[:3])})"
@@ -118,22 +108,26 @@ def _why_unread(document: Any, of_job: bool) -> str:
 class Looks:
     """The last look at each node."""
 
-    def __init__(self, launcher: Launcher, memory: str, job: str, gpus: int, interface: str):
-        self._launcher, self._gpus, self._interface = launcher, gpus, interface
-        self._words = [memory, job, *([interface] if interface else [])]
+    def __init__(self, agents: Agents, memory: str, job: str, gpus: int, interface: str):
+        self._agents, self._gpus, self._interface = agents, gpus, interface
+        self._of_job: dict[str, Any] = {"memory": memory, "job": job}
         self._said: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
         self._asked = 0  # looks so far
         self._last: dict[str, int] = {}  # number of the last look at each node: looks may overlap
+
+    def clean(self, hosts: Sequence[str]) -> None:
+        """Delete what the job holds in the memory of nodes."""
+        cleaned = self._agents.ask(hosts, "clean", LOOK_S, **self._of_job)
+        if left := [host for host in hosts if host not in cleaned]:
+            log.warning("the slots stay in the memory of %s, because cleaning it failed", ", ".join(left))
 
     def look(self, hosts: Sequence[str]) -> None:
         """Ask nodes for their status. Forget nodes that do not answer, unless a later look has already an answer."""
         self._asked += 1
         this = self._asked
         try:
-            told, unread = ask(self._launcher, hosts, *self._words)
-        except LaunchFailed as error:
-            told, unread = {}, [f"the nodes cannot be asked for their status: {error}"]
+            told, unread = ask(self._agents, hosts, "status", **self._of_job, interface=self._interface)
         except Exception as error:  # a bug of mlflash must not end the job, and must not be silent
             told, unread = {}, [f"the nodes cannot be asked for their status: {error!r}"]
         unread += [
@@ -151,14 +145,6 @@ class Looks:
             if host in told:
                 said[host] = told[host]
         self._said = said
-
-    def every(self, seconds: float) -> float:
-        """How long to wait for the next look, in seconds: twice as long after each 10,000 looks.
-
-        A look is a step of a Slurm job, and a job may have 40,000 steps (MaxStepCount). With one look each 15 s they
-        would be used up after a week, and no rank could be started any more. So they last for 26 days.
-        """
-        return seconds * 2.0 ** (self._asked // _LOOKS)
 
     def silent(self, hosts: Sequence[str]) -> list[str]:
         return [host for host in hosts if host not in self._said]
@@ -192,33 +178,9 @@ class Looks:
             mine = [heartbeat for heartbeat in heartbeats if heartbeat["run"] == run]
             pids = [one["pid"] for one in mine if one["alive"]]
             pids += [one["courier_pid"] for one in mine if has_own_courier(one) and one["courier_alive"]]
-            if pids := [str(pid) for pid in pids if pid]:  # 0: of another pid namespace
-                try:
-                    self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)
-                except LaunchFailed as error:
-                    log.warning("the ranks on %s could not be told to print their stacks: %s", host, error)
+            if pids := [pid for pid in pids if pid]:  # 0: of another pid namespace
+                self._agents.ask([host], "stacks", LOOK_S, pids=pids)
         time.sleep(_STACKS_S)
-
-
-class Beside:
-    """A look that runs on a thread, while its caller goes on.
-
-    The thread is a daemon, so that a look that hangs does not keep `mlflash run` from ending.
-    """
-
-    def __init__(self, looks: Looks, hosts: Sequence[str]):
-        self._begun, self._said = time.monotonic(), False
-        self._thread = threading.Thread(target=looks.look, args=(hosts,), name="mlflash-look", daemon=True)
-        self._thread.start()
-
-    def done(self) -> bool:
-        if not self._thread.is_alive():
-            return True
-        if not self._said and time.monotonic() - self._begun > _STUCK_S:
-            self._said = True
-            log.warning("a look at the nodes has not ended in %g s: until it does, mlflash run does not see whether "
-                        "ranks hang or nodes are silent", _STUCK_S)  # fmt: skip
-        return False
 
 
 class Watch:

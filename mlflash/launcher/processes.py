@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import logging
@@ -11,19 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import LaunchFailed, MpiUnavailable, pip_install
-from ..human_readable.wording import last_words
 from ..memory.courier_process import read_stat
 
 log = logging.getLogger("mlflash")
 
 KILL_WAIT_S = 10.0
-_READ_S = 1.0  # limit for the rest of what an ended process has printed to be read
 
 
 @functools.cache
@@ -83,25 +79,6 @@ def ask_within(
             if pipe is not None:
                 pipe.close()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-class LastLines:
-    """The last lines that a process prints as errors, which a thread reads as long as it runs."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        self._lines = collections.deque[str](maxlen=20)
-        assert process.stderr is not None
-        self._thread = threading.Thread(target=self._read, args=(process.stderr,), name="mlflash-errors", daemon=True)
-        self._thread.start()
-
-    def _read(self, source: IO[str]) -> None:
-        with source:
-            self._lines.extend(source)
-
-    def text(self) -> str:
-        """The last one that says something, once the process has ended."""
-        self._thread.join(_READ_S)
-        return last_words("".join(self._lines))
 
 
 def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
 
-from ..config import DISABLE, FRESH, PREFER_CERTIFIED
+from ..config import FRESH, PREFER_CERTIFIED
 from ..errors import LaunchFailed
 from ..human_readable.wording import listed, many
 from ..wireup.own_process import running
-from .launch_system import Launcher, NodeAssignment, Ranks, RunLog, RunOptions, Start, assign_nodes, reassign_nodes
-from .node_watch import LOOK_S, Beside, Failure, Looks, Watch, certified, failure, is_suspect, recovery, unrestorable
+from .agents import Agents
+from .launch_system import NodeAssignment, Ranks, RunLog, RunOptions, Start, assign_nodes, reassign_nodes
+from .node_watch import Failure, Looks, Watch, certified, failure, is_suspect, recovery, unrestorable
 from .processes import KILL_WAIT_S
 
 log = logging.getLogger("mlflash")
@@ -101,19 +102,19 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs a job. ``train``: starts the ranks that train; None: `Launcher.start` does."""
+    """Runs a job. ``train``: starts the ranks that train; None: `Agents.start` does."""
 
-    def __init__(self, launcher: Launcher, options: RunOptions, run_log: RunLog, train: Start | None = None):
-        self._launcher, self._options, self._run_log = launcher, options, run_log
-        self._train = launcher.start if train is None else train
+    def __init__(self, agents: Agents, options: RunOptions, run_log: RunLog, train: Start | None = None):
+        self._agents, self._options, self._run_log = agents, options, run_log
+        self._train = agents.start if train is None else train
         self._restarts = Restarts(options.max_restarts)
-        self._looks = Looks(launcher, options.memory, options.job, options.gpus, options.interface)
+        self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
         self._failure: Failure | None = None  # how the start before this one ended
         self.told = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
         """Run until the end."""
-        everywhere = self._launcher.hosts()
+        everywhere = self._agents.hosts()
         seats = assign_nodes(
             self._fit(everywhere), self._options.nodes, self._options.ranks_per_node, self._options.least
         )
@@ -150,8 +151,6 @@ class Supervisor:
         self._say(f"start {self._restarts.done + 1}: {many(seats.ranks, 'rank')} on {on}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
-        # Open MPI passes only the variables that it is told to other nodes.
-        env |= {name: os.environ[name] for name in (DISABLE, FRESH) if name in os.environ}
         env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
         step = self._train(seats, self._options.argv, env)
         watch = Watch(self._looks, run, seats, self._options.hang_timeout_s)
@@ -163,7 +162,7 @@ class Supervisor:
             if outcome.hangs:
                 self._looks.show_stacks(seats.hosts, run)
         finally:
-            # If a node is lost, the other ranks wait for it, and srun waits for them.
+            # If a node is lost, the other ranks wait for it.
             step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
         noticed = time.time()
         self._looks.look([host for host in seats.hosts if host not in outcome.lost])
@@ -181,24 +180,27 @@ class Supervisor:
     def _watch(self, step: Ranks, began: NodeAssignment, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node that it does not replace, or must end by a signal."""
         next_gone = next_look = time.monotonic() + GONE_S
-        look: Beside | None = None
+        look: threading.Thread | None = None
         while (code := step.poll()) is None:
             now, seats = time.monotonic(), step.seats(began)
             if self.told:
                 return self._last_checkpoint(step, seats)
             if now > next_gone and not step.replaces:
                 next_gone = now + GONE_S
-                if lost := self._launcher.gone(seats.hosts):
+                if lost := self._agents.system.gone(seats.hosts):
                     return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
-            if look is not None and look.done():
+            if look is not None and not look.is_alive():
                 look = None
                 if (outcome := self._judge(step, seats, watch)) is not None:
                     return outcome
             if look is None and now > next_look:
-                next_look = now + self._looks.every(self._options.look_every_s)
-                look = Beside(self._looks, seats.hosts)
+                next_look = now + self._options.look_every_s
+                look = threading.Thread(target=self._looks.look, args=(seats.hosts,), name="mlflash-look", daemon=True)
+                look.start()
             time.sleep(_NAP_S)
-        return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(step.seats(began).hosts))
+        return Outcome(
+            "" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.seats(began).hosts)
+        )
 
     def _judge(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome | None:
         """What the status of the nodes means for a run that goes on; None: it goes on."""
@@ -226,8 +228,8 @@ class Supervisor:
 
     def _fit(self, hosts: Sequence[str]) -> list[str]:
         """The nodes that can train: they are in service, they answer, and their status is good."""
-        gone = self._launcher.gone(hosts)
-        unwanted = self._launcher.unwanted(hosts)
+        gone = self._agents.system.gone(hosts)
+        unwanted = self._agents.system.unwanted(hosts)
         for host, state in gone.items():
             self._say(f"{host} is {state}")
         there = [host for host in hosts if host not in gone]
@@ -246,10 +248,10 @@ class Supervisor:
         if leaving and self._options.directory:
             self._say(f"{', '.join(leaving)} leaves: the newest checkpoint in memory is copied to "
                       f"{self._options.directory} first")  # fmt: skip
-            scavenge(self._launcher, self._options, there)
+            scavenge(self._agents, self._options, there)
 
     def _finish(self, hosts: Sequence[str], code: int, why: str) -> int:
-        scavenged = wind_up(self._launcher, self._looks, self._options, hosts)
+        scavenged = wind_up(self._agents, self._looks, self._options, hosts)
         if scavenged is False:
             there = ", ".join(self._looks.holding(hosts))
             self._say(
@@ -280,27 +282,24 @@ class Supervisor:
 # The end of a job: copy the newest checkpoint in memory to the directory, then clean the memory of the nodes.
 
 
-def wind_up(launcher: Launcher, looks: Looks, options: RunOptions, hosts: Sequence[str]) -> bool | None:
+def wind_up(agents: Agents, looks: Looks, options: RunOptions, hosts: Sequence[str]) -> bool | None:
     """Scavenge what the nodes hold in memory and clean their memory. No rank may still run there."""
-    gone = launcher.gone(hosts)
+    gone = agents.system.gone(hosts)
     there = [host for host in hosts if host not in gone]
     looks.look(there)
     holding = looks.holding(there)
-    scavenged = scavenge(launcher, options, holding) if options.directory and holding else None
+    scavenged = scavenge(agents, options, holding) if options.directory and holding else None
     if holding and not options.keep_memory and scavenged is not False:
-        clean = [*running("mlflash"), "clean", options.job, "--memory", options.memory]
-        try:
-            launcher.on_each(holding, clean, LOOK_S)
-        except LaunchFailed as error:
-            log.warning("the slots stay in the memory of the nodes, because cleaning it failed: %s", error)
+        looks.clean(holding)
     return scavenged
 
 
-def scavenge(launcher: Launcher, options: RunOptions, hosts: Sequence[str]) -> bool:
+def scavenge(agents: Agents, options: RunOptions, hosts: Sequence[str]) -> bool:
     """Copy the newest checkpoint in the memory of these nodes to the directory. Return whether that succeeded."""
-    words = ["-m", "mlflash", "scavenge", str(options.directory), "--job", options.job, "--memory", options.memory]
+    words = [*running("mlflash.command_line.run_on_ranks"), "-m", "mlflash", "scavenge", str(options.directory),
+             "--job", options.job, "--memory", options.memory]  # fmt: skip
     try:
-        step = launcher.start(NodeAssignment(tuple(hosts), 1), launcher.with_mpi(words), {})
+        step = agents.start(NodeAssignment(tuple(hosts), 1), words, {})
     except LaunchFailed as error:
         log.warning("the newest checkpoint in memory cannot be copied to %s: %s", options.directory, error)
         return False

@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import LaunchFailed
-from ..launcher.launch_system import Launcher
+from ..launcher.agents import Agents
 from ..launcher.node_watch import ask
 from ..telemetry.heartbeat import read_heartbeats
 
@@ -25,7 +24,7 @@ class Look:
     heartbeats: tuple[Heartbeat, ...] = ()  # the newest of each rank, by rank
     free: tuple[tuple[str, int], ...] = ()  # free bytes of memory, by host
     silent: tuple[str, ...] = ()  # hosts that did not answer
-    wrong: str = ""  # why no host could be asked
+    wrong: str = ""  # why there is no newer look
     unread: tuple[str, ...] = ()  # why some heartbeats could not be read
 
     @property
@@ -53,22 +52,20 @@ def look_here(memory: str, job: str) -> Look:
     return Look(at, _newest(heard.heartbeats), free, unread=tuple(heard.unread))
 
 
-def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: str) -> Look:
+def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
     """Ask nodes, as `mlflash run` does."""
-    at = time.time()
-    try:
-        answers, unread = ask(launcher, hosts, memory, job)
-    except LaunchFailed as error:
-        return Look(at, silent=tuple(hosts), wrong=str(error))
+    at, hosts = time.time(), agents.hosts()
+    answers, unread = ask(agents, hosts, "status", memory=memory, job=job, interface="")
     heartbeats = [heartbeat for document in answers.values() for heartbeat in document["heartbeats"]]
     free = tuple((host, int(document["free"])) for host, document in answers.items())
     silent = tuple(host for host in hosts if host not in answers)
     return Look(at, _newest(heartbeats), free, silent, unread=tuple(unread))
 
 
-def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
-    """Ask nodes which jobs of this user are alive there. LaunchFailed: no node can be asked."""
-    return sorted({job for document in ask(launcher, hosts, memory)[0].values() for job in document["jobs"]})
+def jobs_everywhere(agents: Agents, memory: str) -> list[str]:
+    """Ask nodes which jobs of this user are alive there."""
+    answers, _ = ask(agents, agents.hosts(), "jobs", memory=memory)
+    return sorted({job for document in answers.values() for job in document["jobs"]})
 
 
 def _newest(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:

@@ -1,53 +1,61 @@
-"""Finds zygotes and couriers among the processes of a node; their command line says whose they are."""
+"""Finds couriers and agents among the processes of a node; their names say what they are, and whose."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-_ZYGOTE = b"mlflash.wireup.zygote"
+AGENT = "mlflash-agent"
+"""The name of an agent's process."""
+_COURIER = "courier-"
 _PROC = Path("/proc")
 
 
-def parent_and_trainer(process: Path) -> tuple[int, int] | None:
-    """Return who started a zygote or a courier, and for which trainer; None: it is neither, or has ended.
+def name_of_courier(trainer: int) -> str:
+    """The name of a courier's process. It has at most 15 characters: the kernel keeps no more."""
+    return f"{_COURIER}{trainer}"
 
-    A courier has the command line of the zygote that it was forked from. A zygote that a host has started (`mlflash
-    courier`) counts as its trainer's child as long as the trainer runs.
-    """
+
+def trainer_of(process: Path) -> int | None:
+    """The trainer of a courier, by the number that it has there; None: this is no courier, or has ended."""
     try:
-        owner = _told(process)
-        if owner is None:
-            return None
-        trainer, _, is_hosted = owner.partition(":")
-        parent = read_stat(process).parent
-        if _in_its_namespace(process.parent / str(parent)) == int(trainer):  # it may be in a container of its own
-            return parent, parent
-        if is_hosted and (process.parent / trainer).exists() and _told(process.parent / str(parent)) is None:
-            parent = int(trainer)
-        return parent, int(trainer)
-    except (OSError, ValueError, IndexError):
+        name = read_stat(process).name
+    except OSError:
         return None
-
-
-def _in_its_namespace(process: Path) -> int | None:
-    """The pid of a process in its own pid namespace, if it has another one here; None: it has none."""
-    lines = (process / "status").read_text().splitlines() if (process / "status").exists() else []
-    numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
-    return int(numbers[-1]) if len(numbers) > 1 else None
-
-
-def _told(process: Path) -> str | None:
-    """Whose zygote or courier a process is, according to its command line; None: it is neither."""
-    words = (process / "cmdline").read_bytes().split(b"\0")
-    return words[words.index(_ZYGOTE) + 2].decode() if _ZYGOTE in words[:6] else None
+    said = name.removeprefix(_COURIER)
+    return int(said) if said != name and said.isdecimal() else None
 
 
 def works_for(pid: int, proc: Path = _PROC) -> int:
     """The process that a process works for: a courier works for its trainer, any other or orphaned one for itself."""
-    found = parent_and_trainer(proc / str(pid))
-    zygote = found and parent_and_trainer(proc / str(found[0]))
-    return zygote[1] if zygote and zygote[0] == zygote[1] else pid
+    trainer = trainer_of(proc / str(pid))
+    if trainer is None:
+        return pid
+    if _own_number(proc / str(pid)) is None:
+        return trainer if _runs(proc / str(trainer)) else pid
+    try:  # it is in a container, where its trainer has another number than here
+        where = (proc / str(pid) / "ns" / "pid").readlink()
+        there = [one for one in proc.glob("[0-9]*") if _own_number(one) == trainer]
+        return next((int(one.name) for one in there if (one / "ns" / "pid").readlink() == where and _runs(one)), pid)
+    except OSError:
+        return pid
+
+
+def _runs(process: Path) -> bool:
+    try:
+        return read_stat(process).state not in "ZX"
+    except OSError:
+        return False
+
+
+def _own_number(process: Path) -> int | None:
+    """The pid of a process in its own pid namespace, if it has another one here; None: it has none, or has ended."""
+    try:
+        lines = (process / "status").read_text().splitlines()
+    except OSError:
+        return None
+    numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+    return int(numbers[-1]) if len(numbers) > 1 else None
 
 
 def process_named(pid: int) -> str:

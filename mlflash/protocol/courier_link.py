@@ -27,12 +27,11 @@ from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..events import Event
 from ..wireup import program_mpi
+from ..wireup.agent_client import AgentClient, AgentLost, AgentRefused, Departure, HubLost
 from ..wireup.courier_cores import to_list
-from ..wireup.epoch_agreement import Departure, RankDeparted
-from ..wireup.launch import CourierEnded, Couriers, Meeting, StartFailed, check_start
+from ..wireup.launch import CourierEnded, Couriers, RankDeparted, StartFailed
 from ..wireup.launcher_variables import KEPT, Launched
-from ..wireup.store_client import StoreLost
-from ..wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
+from ..wireup.rendezvous import Meeting
 from .channel import Broken, Call, Channel, PendingCall, Reply
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class CourierLink:
         comm: of mpi4py, whose ranks they are; None: all ranks of the job.
     """
 
-    def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient,
+    def __init__(self, config: Config, directory: Path | None, agent: AgentClient,
                  meeting: Meeting | None = None, comm: Any = None):  # fmt: skip
         self._is_job = comm is None or program_mpi.is_whole(comm, os.environ)
         self._group = None if comm is None else comm.Get_group()
@@ -78,7 +77,7 @@ class CourierLink:
         self._closing, self._is_failing = Event(), False
         self._down = threading.Lock()  # held while items are added to `_held` or taken from it
         self._going_down = threading.Lock()
-        self._restarting = threading.Lock()  # held by the thread that uses the zygote
+        self._restarting = threading.Lock()  # held by the thread that starts couriers
         self._held: list[PendingCall] | None = None  # items that wait for the next courier; None: there is one
         self.freed: list[str] = []  # sessions whose communicators are freed on all ranks
         self._losses = self._in_vain = 0  # couriers that have ended; the last ones in a row that were never up
@@ -92,8 +91,8 @@ class CourierLink:
         self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
         timeout_s = config.timeout_s if meeting is None else meeting.timeout_s
         end = time.monotonic() + timeout_s
-        self.couriers = Couriers(ENTRY, os.environ, timeout_s, directory=directory, zygote=zygote, meeting=meeting,
-                                 own_cores=True)  # fmt: skip
+        self.couriers = Couriers(ENTRY, os.environ, timeout_s, job=config.job, memory=config.memory,
+                                 directory=directory, agent=agent, own_cores=True, meeting=meeting)  # fmt: skip
         try:
             self._next_epoch(end - time.monotonic())
         except BaseException:
@@ -147,7 +146,7 @@ class CourierLink:
     def _listen(self) -> None:
         running = self.couriers.courier
         self.channel, self.pid = Channel(running.trainer), running.pid
-        where = "where its trainer runs" if running.cores is None else f"on cores {to_list(running.cores)}"
+        where = f"on cores {to_list(running.cores)}" if running.cores else "where its trainer runs"
         self.is_a = f"process (pid {running.pid}, {where}; {self.couriers.met})"
         threading.Thread(target=self._receive, args=(self.channel,), name="mlflash-receive", daemon=True).start()
 
@@ -193,7 +192,7 @@ class CourierLink:
         try:
             self._go_down(why)
             self.couriers.announce_end(_ANNOUNCE_S)
-        except StoreLost:  # then all ranks know
+        except (HubLost, AgentLost):  # then all ranks know
             pass
         except (OSError, DeadlineExceeded) as error:
             self._lose(_ended(f"{why}; and the other ranks could not be told: {error}"))
@@ -206,14 +205,14 @@ class CourierLink:
             if channel is not self.channel:
                 return True
             try:
-                check_start(self.couriers.courier, self.couriers.zygote)
+                self.couriers.check_start()
                 return False
             except StartFailed as error:
                 with contextlib.suppress(OSError, DeadlineExceeded):  # first, because `_lose` may end this process
                     self.couriers.depart(f"{_NO_MPI}: {error}", _ANNOUNCE_S, ends_job=False)
                 self._lose(Closed(_NO_MPI, found=str(error)), is_own=True)
                 return True
-            except (OSError, ValueError, DeadlineExceeded):  # it is being closed, or the zygote has ended, too
+            except (OSError, ValueError, DeadlineExceeded):  # it is being closed, or the agent has ended, too
                 return False
 
     def _go_down(self, why: str) -> None:
@@ -230,7 +229,7 @@ class CourierLink:
         """Whenever a courier has ended on any rank, start the next one."""
         try:
             while True:
-                with contextlib.suppress(StoreLost):  # it ends with the zygote of rank 0; the next epoch replaces it
+                with contextlib.suppress(HubLost, AgentLost):  # the next epoch replaces what was lost
                     self.couriers.wait_for_end()
                 if self.is_closing:
                     return
@@ -242,7 +241,7 @@ class CourierLink:
         except RankDeparted as departed:
             self._part(departed.departure)
         except Exception as error:
-            is_own = isinstance(error, (ZygoteLost, ZygoteRefused, CourierEnded))
+            is_own = isinstance(error, (AgentLost, AgentRefused, CourierEnded))
             self._lose(_ended(f"the next one could not be started: {text_of(error)}"), is_own)
 
     def _fail(self, print_it: Callable[..., object], pid: int, kind: type[BaseException], error: BaseException,
@@ -288,7 +287,7 @@ class CourierLink:
             try:
                 self.couriers.next_epoch(timeout_s, self.freed.copy())
                 return
-            except (ZygoteLost, ZygoteRefused, CourierEnded, StoreLost):  # a zygote was killed meanwhile, say
+            except (AgentLost, AgentRefused, CourierEnded, HubLost):  # an agent was killed meanwhile, say
                 if self.is_closing or not self._may_try_again():
                     raise
 
@@ -318,7 +317,7 @@ class CourierLink:
         self._in_vain += 1
         if self._in_vain > _IN_VAIN:
             return False
-        with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):
+        with contextlib.suppress(OSError, DeadlineExceeded):
             self.couriers.announce_end(_ANNOUNCE_S)
         return True
 
@@ -373,11 +372,8 @@ class CourierLink:
         self._lose(Closed(str(why)))
         self.couriers.give_up()
 
-    def abandon(self, timeout_s: float) -> set[str]:
-        """Give up after `interrupt`; afterwards no thread uses the connection any more.
-
-        Return shared memory of MPI that others still map and that nobody may remove later.
-        """
+    def abandon(self, timeout_s: float) -> None:
+        """Give up after `interrupt`; afterwards no thread uses the connection any more."""
         self.queue.put(None)
         self._sender.join(timeout_s)
         is_alone = self._restarting.acquire(timeout=timeout_s)  # a thread that starts the next courier gives up, too
@@ -385,7 +381,6 @@ class CourierLink:
         if is_alone:
             self._restarting.release()
         self._unhook()
-        return self.couriers.zygote.left
 
     def _unhook(self) -> None:
         if sys.excepthook is self._hook:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..memory.slot import Attempt
 from ..redundancy.rank_checkpoint import ShareFiles
 from ..state.shards import box, cut
-from .client import Client
 from .ranks import Ranks
 from .wanted_parts import WantedPart
+
+if TYPE_CHECKING:
+    from .client import Client
 
 _LANDING_NBYTES = 64 << 20  # the largest size of a round
 

@@ -14,18 +14,17 @@ from typing import Any
 from ..config import Config
 from ..errors import MlflashError, MpiUnavailable, pip_install
 from ..memory import user_directory
-from ..wireup import mpich_segments, program_mpi
-from ..wireup.launch import Meeting
+from ..wireup import program_mpi
+from ..wireup.agent_client import AgentClient, AgentLost, AgentRefused
+from ..wireup.courier_cores import own_seat
 from ..wireup.launcher_variables import Launched
 from ..wireup.mpi_library import LIBRARY, needs_launcher
-from ..wireup.rendezvous import who_am_i
-from ..wireup.zygote_client import ZygoteClient, ZygoteLost
+from ..wireup.rendezvous import Meeting, who_am_i
 from .courier_link import ENTRY, CourierLink
 
-_ZYGOTE_S = 60.0  # limit for its imports, which may come from a slow file system
+_AGENT_S = 60.0  # limit for the imports of an agent, which may come from a slow file system
 _links: list[CourierLink] = []  # in the same order on all ranks that have them
-_making: ZygoteClient | None = None  # its courier is being started; other ranks may be lost meanwhile
-_left: set[str] = set()  # shared memory that others still mapped when the last connection was given up
+_making: AgentClient | None = None  # its courier is being started; other ranks may be lost meanwhile
 
 
 def find(comm: Any = None) -> CourierLink | None:
@@ -47,16 +46,34 @@ def link(config: Config, comm: Any = None) -> CourierLink:
     """
     if (found := find(comm)) is None:
         me = who_am_i(os.environ) if comm is None else Launched(comm.rank, comm.size, None, "MPI")
-        zygote = start_zygote(me.size)  # first, because it imports while this process goes on
-        found = _made(config, _meeting_place(config.memory, config.job), zygote, _meeting(config, comm, me), comm)
+        found = _made(config, _meeting_place(config.memory, config.job), me.size, _meeting(config, comm, me), comm)
         _links.append(found)
     found.check()
     return found
 
 
-def start_zygote(size: int) -> ZygoteClient:
-    """Start the process that forks the couriers of this process, for a job of so many ranks."""
-    return ZygoteClient([ENTRY], os.environ, mpi=size > 1)
+def find_agent(config: Config, size: int) -> AgentClient:
+    """Connect to the agent that forks the couriers of this process, for a job of so many ranks; start it if needed.
+
+    Raises MpiUnavailable: there is no MPI for couriers, or one that only its own launcher can start.
+    """
+    seat = own_seat(os.environ).to_text()
+    try:
+        agent = AgentClient(ENTRY, os.environ, _AGENT_S, job=config.job, memory=config.memory, mpi=size > 1, seat=seat)
+    except (AgentLost, AgentRefused) as error:
+        raise MpiUnavailable(
+            f"couriers cannot be started: {error}. If there is no MPI: {pip_install('mpich')}, or name the library of "
+            f"your cluster's MPI in {LIBRARY}"
+        ) from error
+    if needs_launcher(agent.vendor):
+        agent.close()
+        raise MpiUnavailable(
+            f"couriers need an MPI that starts without its launcher: {pip_install('mpich')}, or name the library "
+            f"of your cluster's MPICH, Cray MPICH or Intel MPI in {LIBRARY}. The program itself may use "
+            f"{agent.vendor}, and its launcher",
+            found=agent.vendor,
+        )
+    return agent
 
 
 def _meeting(config: Config, comm: Any, me: Launched) -> Meeting | None:
@@ -65,62 +82,52 @@ def _meeting(config: Config, comm: Any, me: Launched) -> Meeting | None:
     if world is None:
         return None
     share: Callable[[str | None, float], str] = lambda text, left: program_mpi.share(world, text, left)
-    return Meeting(share, lambda: None, config.timeout_s, "the program's MPI" if comm is None else "comm=", me)
+    return Meeting(me, "the program's MPI" if comm is None else "comm=", config.timeout_s, share)
 
 
-def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
+def link_anew(config: Config, meeting: Meeting) -> None:
     """Make a new connection of this process after `leave`. Collective over the current ranks.
 
     `interrupt` ends it early, if ``check`` of the meeting raises by then.
 
     Raises:
-        MpiUnavailable: the process that starts couriers has ended.
+        MpiUnavailable: the agent of this node cannot be started.
         DeadlineExceeded: some ranks did not come in time.
     """
-    global _making
-    _making = zygote
     try:
-        _links[:] = [_made(config, None, zygote, meeting)]
+        _links[:] = [_made(config, None, meeting.me.size, meeting)]
     finally:
-        _making = None
+        _set_making(None)
 
 
-def _made(config: Config, directory: Path | None, zygote: ZygoteClient, meeting: Meeting | None,
+def _made(config: Config, directory: Path | None, size: int, meeting: Meeting | None,
           comm: Any = None) -> CourierLink:  # fmt: skip
+    agent = find_agent(config, size)
+    _set_making(agent)
     try:
-        vendor = zygote.vendor(_ZYGOTE_S)
-        if needs_launcher(vendor):
-            raise MpiUnavailable(
-                f"couriers need an MPI that starts without its launcher: {pip_install('mpich')}, or name the library "
-                f"of your cluster's MPICH, Cray MPICH or Intel MPI in {LIBRARY}. The program itself may use {vendor}, "
-                "and its launcher",
-                found=vendor,
-            )
-        return CourierLink(config, directory, zygote, meeting, comm)
-    except BaseException as error:
-        zygote.stop(0)
-        if not isinstance(error, ZygoteLost):
-            raise
-        raise MpiUnavailable(
-            "couriers cannot be started, and the output above says why. If there is no MPI: "
-            f"{pip_install('mpich')}, or name the library of your cluster's MPI in {LIBRARY}",
-            found=str(error),
-        ) from error
+        return CourierLink(config, directory, agent, meeting, comm)
+    except BaseException:
+        agent.close()
+        raise
+
+
+def _set_making(agent: AgentClient | None) -> None:
+    global _making
+    _making = agent
 
 
 def interrupt(why: MlflashError) -> None:
     """Fail everything that waits for the courier of this process, permanently. Not collective; any thread."""
-    if (zygote := _making) is not None:  # the zygote of rank 0 has the store at which all ranks meet
-        zygote.process.kill()
+    if (agent := _making) is not None:
+        agent.close()
     for one in _links:
         one.interrupt(why)
 
 
 def leave(timeout_s: float = 10.0) -> None:
     """Give up the connections of this process, after `interrupt`."""
-    global _left
     while _links:
-        _left = mpich_segments.remove_unmapped(_left | _links.pop().abandon(timeout_s))
+        _links.pop().abandon(timeout_s)
 
 
 def _meeting_place(memory: str, job: str) -> Path | None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from ..errors import ConfigError, DeadlineExceeded, MlflashError, WorldMismatch, text_of
 from ..mpi.nonblocking import Agreement
 from ..placement.topology import Topology
-from .client import Client
 
 if TYPE_CHECKING:
     from ..mpi.world import World
+    from .client import Client
 
 T = TypeVar("T")
 U = TypeVar("U")

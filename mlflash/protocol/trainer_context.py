@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..memory.copy_threads import CopyThreads
@@ -13,8 +13,10 @@ from ..memory.own_slots import OwnSlots, SlotFile
 from ..redundancy.deduplication import SharingNews, key_of
 from ..state.leaves import Leaf
 from ..telemetry.recorder import TrainerRecorder
-from .client import Client
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from .client import Client
 
 
 @dataclasses.dataclass

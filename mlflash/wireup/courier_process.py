@@ -1,8 +1,9 @@
-"""What a forked courier does before and after its entry point, from the zygote's fork to its end.
+"""What a forked courier does before and after its entry point, from the agent's fork to its end.
 
-It keeps three descriptors of the zygote: the socket to its trainer, the socket over which MPI starts (if it may start
-MPI), and a pipe to the zygote. It also keeps a pidfd of its trainer, because the death of a trainer that has forked
-others does not close the socket.
+It keeps three descriptors of the agent: the socket to its trainer, the socket over which MPI starts (if it may start
+MPI), and a pipe to the agent. It also keeps a pidfd of its trainer, because the death of a trainer that has forked
+others does not close the socket. Everything else that a child of its trainer would have, it gets from there, too:
+output, environment, working directory, umask and cores (`Inherited`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
 from . import cross_memory
-from .frames import pack
+from .lines import pack
 from .mpich_segments import mapped_by
-from .own_process import end_with
+from .own_process import end_with, set_name
 
 log = logging.getLogger("mlflash")
+
+NOT_UP, ABORTS = "MPI was not up", "MPI_Abort"
+"""How the reasons of an agent begin to kill a courier that would have ended by itself."""
 
 
 @dataclasses.dataclass
@@ -35,44 +39,62 @@ class Courier:
     nodes: tuple[int, ...]  # of each rank, any numbers
     trainer: socket.socket
     trainer_pidfd: int  # readable when the trainer has ended
-    reports_fd: int  # a pipe to the zygote
+    reports_fd: int  # a pipe to the agent
     has_mpi: bool = True  # the only rank of a world may not initialize MPI, and does not need it
-    trains_on: frozenset[int] = frozenset()  # the cores that its trainer had when the zygote was started
+    trains_on: frozenset[int] = frozenset()  # the cores that its trainer had at its start
     cores: frozenset[int] = frozenset()  # for this process; empty: those of the trainer
 
     def tell_mpi_is_up(self) -> None:
-        """Tell the zygote that MPI is initialized, and what to remove if this process is killed.
+        """Tell the agent that MPI is initialized, and what to remove if this process is killed.
 
         Call it right after MPI_Init.
         """
         os.write(self.reports_fd, pack({"mapped": sorted(mapped_by("self"))}))
 
 
+@dataclasses.dataclass
+class Inherited:
+    """What a courier has from its trainer, as if that had forked it."""
+
+    trainer: socket.socket  # the courier's end of the connection to it
+    trainer_pidfd: int
+    pid: int  # of the trainer
+    output: tuple[int, int]  # descriptors of standard output and standard error
+    environment: Mapping[str, str]
+    directory: str
+    umask: int
+    cores: frozenset[int]
+
+
 def run(
     entry: Callable[[Courier], object],
     courier: Courier,
+    inherited: Inherited,
     pmi: socket.socket | None,
-    zygote_pid: int,
+    agent_pid: int,
     reads: bool,
 ) -> NoReturn:
     """Be a courier in a process that was just forked, and end.
 
     The process ends with status 0 when the entry point returns, with that of a SystemExit, and with 1 after any other
-    exception, which is printed. No cleanup of the zygote runs in it.
+    exception, which is printed. No cleanup of the agent runs in it.
     """
     status = 1
     try:
+        for given, fd in zip(inherited.output, (1, 2), strict=True):
+            os.dup2(given, fd)
         kept = {0, 1, 2, courier.trainer.fileno(), courier.trainer_pidfd, courier.reports_fd}
-        _leave(zygote_pid, kept if pmi is None else kept | {pmi.fileno()})
+        _leave(agent_pid, kept if pmi is None else kept | {pmi.fileno()})
+        _inherit(inherited)
         if pmi is not None:
             os.environ.update(cross_memory.settings(reads, os.environ))
             os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
-        if courier.cores:  # before any thread starts, because threads inherit the cores
+        if cores := courier.cores or inherited.cores:  # before any thread starts, because threads inherit them
             try:
-                os.sched_setaffinity(0, courier.cores)
+                os.sched_setaffinity(0, cores)
             except OSError as problem:  # the cgroup may have changed: the courier runs on the cores of its trainer
                 log.debug("the courier of rank %d cannot run on the cores %s: %s", courier.rank,
-                          sorted(courier.cores), problem.strerror)  # fmt: skip
+                          sorted(cores), problem.strerror)  # fmt: skip
         entry(courier)
         status = 0
     except SystemExit as ended:
@@ -91,13 +113,24 @@ def run(
 def ignore_signals_of_the_step() -> None:
     """Ignore what a scheduler sends to all processes of a step: it is meant for the trainers.
 
-    Zygotes and couriers end when their trainer does, and couriers commit what they were given first.
+    Agents and couriers end when their trainers do, and couriers commit what they were given first.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _leave(zygote_pid: int, kept: Collection[int]) -> None:
+def _inherit(inherited: Inherited) -> None:
+    os.environ.clear()
+    os.environ.update(inherited.environment)
+    os.umask(inherited.umask)
+    set_name(f"courier-{inherited.pid}")  # see `memory.courier_process`
+    try:
+        os.chdir(inherited.directory)
+    except OSError:  # it was removed; a trainer that goes on there needs no other
+        os.chdir("/")
+
+
+def _leave(agent_pid: int, kept: Collection[int]) -> None:
     os.setsid()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         try:
@@ -109,9 +142,9 @@ def _leave(zygote_pid: int, kept: Collection[int]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # A courier whose MPI fails because another node has died must not leave its memory in the working directory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # If the zygote ends, nobody would notice the end of this process or remove what it leaves.
-    end_with(zygote_pid)
-    # Close the descriptors, not the socket objects: the zygote's frames, which never return here, still refer to those.
+    # If the agent ends, nobody would notice the end of this process or remove what it leaves.
+    end_with(agent_pid)
+    # Close the descriptors, not the socket objects: the agent's frames, which never return here, still refer to those.
     for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
         if fd not in kept:
             try:

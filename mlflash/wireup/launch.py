@@ -1,11 +1,11 @@
-"""What a trainer starts to have couriers: a zygote, a store that all ranks reach, and one courier after the other.
+"""What a trainer starts to have couriers: the agent of its node, and one courier after the other.
 
-Each trainer makes one `Couriers`, for its whole life. The zygote of rank 0 serves the key-value store. The ranks learn
-its address once (`rendezvous`), and agree on everything else through it (`epoch_agreement`). If a rank leaves the job,
-it or its zygote tells the others (`epoch_agreement`). A job of one rank has no store and no MPI, only a courier.
+Each trainer makes one `Couriers`, for its whole life. The agent of rank 0 is the hub at which the agents of all nodes
+meet. The ranks learn its address once (`rendezvous`), and agree on everything else through it. If a rank leaves the
+job, it or its agent tells the others. A job of one rank has no hub and no MPI, only a courier.
 
-If a zygote is killed, its courier ends, and the next epoch replaces both. The new zygote of rank 0 serves an empty
-store at the same address with the same token, and the other ranks connect again.
+If an agent is killed, the couriers of its node end, and the next epoch has another one. The next agent of rank 0 is a
+hub at the same address with the same token, and the other agents connect again.
 """
 
 from __future__ import annotations
@@ -13,29 +13,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
-import os
-import select
+import itertools
+import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
-from ..events import Event
 from ..placement.node import this_node
-from . import courier_cores
-from .epoch_agreement import Departure, Epoch, EpochAgreement, below
+from . import courier_cores, cross_memory
+from .agent_client import AgentClient, AgentLost, AgentRefused, CourierEnd, Departure, HubLost
+from .courier_process import ABORTS, NOT_UP
 from .interfaces import own_address
-from .launcher_variables import Launched, is_on_one_host, launched
-from .pmi_server import ABORTS, new_epoch_name
-from .rendezvous import rendezvous, way, who_am_i
-from .store_client import left_s
-from .zygote import NOT_UP
-from .zygote_client import CourierEnd, ZygoteClient, ZygoteLost
+from .launcher_variables import is_on_one_host, launched
+from .rendezvous import Meeting, meeting_of, new_token, who_am_i
 
-_REAPED_S = 5.0  # limit for a courier to end, and for its zygote to report how
+_REAPED_S = 5.0  # limit for a courier to end, and for its agent to report how
+_WITHDRAWN_S = 6.0  # limit for the agent to say who has not come
+_PAUSE_S = 0.02
 
 
 class CourierEnded(ConnectionError):
@@ -44,6 +41,14 @@ class CourierEnded(ConnectionError):
 
 class StartFailed(CourierEnded):
     """The first courier of a trainer has ended by itself before its MPI was up. The next one would do the same."""
+
+
+class RankDeparted(ConnectionError):
+    """A rank has left the job, so there is no next epoch of its couriers."""
+
+    def __init__(self, departure: Departure):
+        super().__init__(str(departure))
+        self.departure = departure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,60 +60,7 @@ class RunningCourier:
     nodes: tuple[int, ...]  # of each rank, numbered as they first appear
     trainer: socket.socket  # the trainer's end of the socket to it
     pid: int
-    pidfd: int  # readable when it has ended
-    cores: frozenset[int] | None = None  # that it was told to use; None: those of this process
-
-    def close(self) -> None:
-        """Close the socket and the pidfd, only once: `Couriers` does so before the next epoch."""
-        self.trainer.close()
-        os.close(self.pidfd)
-
-
-def ended(end: CourierEnd) -> CourierEnded:
-    """An error that says how a courier has ended."""
-    how = f"exited with {end.status}" if end.signal is None else f"was killed by signal {end.signal}"
-    why = f", since {end.why}" if end.why else ""
-    return CourierEnded(f"courier {end.pid} of rank {end.rank} {how}{why}; its output may say more")
-
-
-def check_start(running: RunningCourier, zygote: ZygoteClient) -> None:
-    """Check whether a courier that has closed its socket had reached MPI.
-
-    This only checks the first courier of a trainer. Later ones may have ended for other reasons. Raises StartFailed: it
-    has ended by itself before MPI was up.
-    """
-    if running.number > 1 or zygote.is_up(running.pid):
-        return
-    poll = select.poll()
-    poll.register(running.pidfd, select.POLLIN)
-    if poll.poll(_REAPED_S * 1000):
-        end = zygote.wait(running.pid, _REAPED_S)
-        # The zygote kills a courier whose MPI has reported an abort, or has not come up. It has ended by itself.
-        by_itself = end.signal is None or (end.why or "").startswith((ABORTS, NOT_UP))
-        if not zygote.is_up(running.pid) and by_itself:
-            raise StartFailed(str(ended(end)))
-
-
-log = logging.getLogger("mlflash")
-
-
-@dataclasses.dataclass(frozen=True)
-class Meeting:
-    """How ranks meet that already know who they are.
-
-    Attributes:
-        share: gives rank 0's text to all ranks, within a number of seconds.
-        check: raises if the ranks have changed, so that waiting is useless.
-        timeout_s: how long everything may take, in seconds.
-        how: how they meet, in words.
-        me: this rank; None: as `who_am_i` finds.
-    """
-
-    share: Callable[[str | None, float], str]
-    check: Callable[[], None]
-    timeout_s: float
-    how: str = "mlflash run"
-    me: Launched | None = None
+    cores: frozenset[int]  # that it was told to use; none: those of this process
 
 
 class Couriers:
@@ -120,13 +72,15 @@ class Couriers:
     Args:
         entry_point: ``module:function`` that each courier runs, importable without the trainer's script.
         environment: of this process, with the variables of its launcher.
+        timeout_s: for the agent to start, and for the ranks to meet, in seconds.
+        job, memory: which agent of this node it is, see `agent_process.names_of`.
         node: sets apart ranks of one host, as if they were on several; "": they are on one node.
         directory: a private directory of this user, where ranks of one host may meet; None: they meet by MASTER_ADDR.
         host: the address of rank 0's host at which the other ranks reach it; None: find it out.
         output: where couriers print to, open until `close`; None: where this process prints to.
-        zygote: of this process, with that entry point; None: start it here.
+        agent: a connection of this process, with that entry point; None: make one.
         own_cores: whether couriers get cores on which no trainer runs.
-        meeting: how the ranks meet; None: as `rendezvous` finds possible.
+        meeting: how the ranks meet; None: as `meeting_of` finds possible.
 
     Attributes:
         met: how the ranks found each other, in words.
@@ -135,9 +89,10 @@ class Couriers:
     Raises:
         DeadlineExceeded: some ranks, those in ``ranks``, have not come.
         WorldMismatch: the ranks cannot find each other, or contradict each other.
-        UnsafePath: the directory is somebody else's, or open to others.
-        ZygoteLost: the zygote could not start; its output says why.
-        ZygoteRefused: the zygote could not fork, or could not serve the store.
+        UnsafePath: a directory or a secret is somebody else's, or open to others.
+        AgentLost: the agent could not start; its output says why.
+        AgentRefused: it cannot fork, or cannot be the hub.
+        HubLost: the agent of rank 0 cannot be reached.
     """
 
     def __init__(
@@ -146,36 +101,41 @@ class Couriers:
         environment: Mapping[str, str],
         timeout_s: float,
         *,
+        job: str = "",
+        memory: str = "",
         node: str = "",
         directory: Path | None = None,
         host: str | None = None,
         output: IO[Any] | None = None,
-        zygote: ZygoteClient | None = None,
+        agent: AgentClient | None = None,
         own_cores: bool = False,
         meeting: Meeting | None = None,
     ):
-        self._me = who_am_i(environment) if meeting is None or meeting.me is None else meeting.me
-        self.rank, self.size = self._me.rank, self._me.size
-        how = way(environment, self._me) if meeting is None else meeting.how
-        self.met = f"{self.size} ranks met by {how}" if self.size > 1 else "one rank"
-        self._entry_point, self._node, self._own_cores = entry_point, " ".join(this_node(name=node)), own_cores
-        self._seat = courier_cores.own_seat(environment).to_text() if own_cores else ""
+        self._meeting = meeting or meeting_of(environment, who_am_i(environment), directory, timeout_s)
+        self.rank, self.size = self._meeting.me.rank, self._meeting.me.size
+        self.met = f"{self.size} ranks met by {self._meeting.how}" if self.size > 1 else "one rank"
+        self._node, self._environment = " ".join(this_node(name=node)), environment
+        seat = courier_cores.own_seat(environment).to_text() if own_cores else ""
+        self._new_agent = functools.partial(AgentClient, entry_point, environment, job=job, memory=memory,
+                                            mpi=self.size > 1, seat=seat, output=output)  # fmt: skip
         self.freed: frozenset[str] = frozenset()
         self._number = 0  # the newest epoch
+        self._channels = 0  # connections that were made to couriers
         self._running: RunningCourier | None = None
-        self._agreement: EpochAgreement | None = None  # if there are several ranks
-        self._ended = Event()  # used if there is no store
+        self._member = secrets.token_hex(8)
+        self._token = ""
+        self._listens: tuple[str, int] = ("", 0)  # the hub, on rank 0
+        self._places: Sequence[tuple[str, int]] = ()  # where the hub is
+        self._shared = itertools.count()
         self._has_departed = self._is_given_up = False
-        with contextlib.ExitStack() as failed:
-            self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)
-            self.zygote = self._start_zygote() if zygote is None else zygote
-            failed.callback(self.close)
+        end = time.monotonic() + timeout_s
+        self.agent = agent or self._new_agent(timeout_s)
+        try:
             if self.size > 1:
-                found: Callable[[str | None, float], str] = lambda text, left: rendezvous(
-                    environment, self._me, text, directory, left
-                )
-                self._meet(environment, meeting or Meeting(found, lambda: None, timeout_s), host, timeout_s)
-            failed.pop_all()
+                self._meet(host, end)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def courier(self) -> RunningCourier:
@@ -184,217 +144,255 @@ class Couriers:
             raise CourierEnded("there is no courier: no epoch was started, or the last one could not be")
         return self._running
 
-    def _meet(self, environment: Mapping[str, str], meeting: Meeting, host: str | None, timeout_s: float) -> None:
-        end, text = time.monotonic() + timeout_s, None
-        if self.rank == 0:
-            here = host or own_address(self._are_on_one_host(environment), environment)
-            (address, port), token = self.zygote.serve(here, self.size, timeout_s)
-            text = f"{address},{port},{token}"
-        told = meeting.share(text, left_s(end)).split(",")
-        if len(told) != 3 or not told[1].isdecimal():
-            raise WorldMismatch("rank 0 sent no address of a key-value store", found=str(told)[:80])
-        store = told[0], int(told[1])
+    # Meeting
 
-        def check() -> None:
-            self._check()
-            meeting.check()
+    def _meet(self, host: str | None, end: float) -> None:
+        meeting, ports = self._meeting, self._meeting.ports
+        if ports is not None:
+            self._token, self._places = ports.token, ports.places
+            if self.rank == 0:
+                self._serve(ports.hosts, ports.ports, end)
+                self._places = [(own_address(self._are_on_one_host(), self._environment), self._listens[1])]
+        else:
+            assert meeting.share is not None
+            text = None
+            if self.rank == 0:
+                self._token = new_token()
+                address, port = self._serve([host or own_address(self._are_on_one_host(), self._environment)], [0], end)
+                text = f"{address},{port},{self._token}"
+            told = meeting.share(text, left_s(end)).split(",")
+            if len(told) != 3 or not told[1].isdecimal():
+                raise WorldMismatch("rank 0 sent no address of its agent", found=str(told)[:80])
+            self._token, self._places = told[2], [(told[0], int(told[1]))]
+        self._take_seat(end)
 
-        self._agreement = EpochAgreement(self.rank, self.size, self._node, self._seat, store, told[2], end, check)
+    def _serve(self, hosts: Sequence[str], ports: Sequence[int], end: float) -> tuple[str, int]:
+        """Have the agent of rank 0 be the hub."""
+        host, port = self.agent.ask("serve", left_s(end), hosts=[*hosts], ports=[*ports], token=self._token,
+                                    size=self.size)  # fmt: skip
+        self._listens = str(host), int(port)
+        return self._listens
 
-    def _are_on_one_host(self, environment: Mapping[str, str]) -> bool:
+    def _take_seat(self, end: float) -> None:
+        """Have the agent connect to the hub, where this rank gets its seat."""
+        timeout_s = left_s(end)
+        try:
+            place = self.agent.ask("meet", timeout_s + _WITHDRAWN_S, self._check, rank=self.rank, size=self.size,
+                                   member=self._member, places=[[*one] for one in self._places], token=self._token,
+                                   within_s=timeout_s)  # fmt: skip
+        except HubLost as lost:
+            where = "" if self._meeting.ports is None else f", {self._meeting.ports.where}"
+            raise DeadlineExceeded(
+                f"waited {self._meeting.timeout_s:g} s for the agent of rank 0{where}; last: {lost}", rank=self.rank,
+                ranks=[0],
+            ) from lost  # fmt: skip
+        self._places = [(str(place[0]), int(place[1]))]
+
+    def _are_on_one_host(self) -> bool:
         """Whether the launcher says that all these ranks, which may be some of its own, are on this host."""
         try:
-            whole = launched(environment)
+            whole = launched(self._environment)
         except WorldMismatch:  # variables were set for a part of the ranks
             return False
         is_part = whole.size > self.size
-        return is_on_one_host(environment, whole if is_part else self._me)
+        return is_on_one_host(self._environment, whole if is_part else self._meeting.me)
+
+    @property
+    def host(self) -> str:
+        """The numeric address at which all ranks reach the host of rank 0."""
+        return self._places[0][0] if self._places else own_address(True, {})
+
+    # Epochs
 
     def next_epoch(self, timeout_s: float, freed: Sequence[str] = ()) -> RunningCourier:
         """Have a courier forked, in a world of MPI with those of all other ranks, after the end of the last one.
 
-        Collective. A courier that still runs is killed first, and its socket and pidfd are closed. The call returns
-        when the courier is forked; `wait_up` waits for its MPI. If that is not up ``timeout_s`` after the fork, the
-        courier is killed. After DeadlineExceeded the call may be made again. ``freed``: what this rank has seen freed.
+        Collective. A courier that still runs is killed first, and its socket is closed. The call returns when the
+        courier is forked; `wait_up` waits for its MPI. If that is not up ``timeout_s`` after the fork, the courier is
+        killed. After DeadlineExceeded the call may be made again. ``freed``: what this rank has seen freed.
 
         Raises:
             DeadlineExceeded: some ranks, those in ``ranks``, have not called it.
-            CourierEnded: the courier has ended at once.
             RankDeparted: a rank has left the job.
-            ZygoteLost, ZygoteRefused: the zygote of this rank cannot start, fork, or serve the store again.
+            AgentLost, AgentRefused: the agent of this rank cannot start, fork, or be the hub again.
         """
         end = time.monotonic() + timeout_s
-        try:
-            self._end_courier(timeout_s)
-            self.zygote.ask(0, left_s(end))  # a rank that could not fork must not say that it has come
-        except ZygoteLost:
-            self._check()
-            self._replace_zygote(end)
-        agreement, store, token = self._agreement, None, ""
-        epoch: Epoch | None = None
-        while epoch is None:
-            number = self._number + 1
-            if agreement is None:
-                epoch = Epoch(new_epoch_name(number), (0,))
-            else:
-                epoch, store, token = agreement.agree(number, end, timeout_s, freed), agreement.address, agreement.token
-            self._number = number
-        self.freed = epoch.freed
-        cores = self._choose_cores(end)
-        mine, its = socket.socketpair()
-        with contextlib.ExitStack() as failed, its:
-            failed.callback(mine.close)
-            pid = self.zygote.fork(
-                self._entry_point, epoch.name, self.rank, epoch.nodes, store, token, its.fileno(),
-                left_s(end), timeout_s, cores, epoch.reads,
-            )  # fmt: skip
-            pidfd = self._open(pid, left_s(end))
+        if self._running is not None:
+            self._running.trainer.close()
+            self._running = None
+        self._check()
+        if self.agent.is_lost:
+            self._replace_agent(end)
+        mine = [self._node, cross_memory.reach(), [*freed]]
+        with contextlib.ExitStack() as failed:
+            self._channels += 1
+            channel = self.agent.channel(self._channels)
+            failed.callback(channel.close)
+            left = left_s(end)
+            try:
+                told = self.agent.ask("next", left, self._check, channel=self._channels, last=self._number, mine=mine,
+                                      within_s=left, up_s=timeout_s)  # fmt: skip
+            except (DeadlineExceeded, HubLost) as error:
+                raise self._late(timeout_s) from error
+            if "departed" in told:
+                raise RankDeparted(Departure(**told["departed"]))
             failed.pop_all()
-        self._running = RunningCourier(number, epoch.name, epoch.nodes, mine, pid, pidfd, cores)
+        self._number, self.freed = told["number"], frozenset(told["freed"])
+        self.agent.hub_lost = None
+        self._running = RunningCourier(self._number, told["epoch"], tuple(told["nodes"]), channel, told["pid"],
+                                       frozenset(told["cores"]))  # fmt: skip
         return self._running
+
+    def _late(self, timeout_s: float) -> DeadlineExceeded:
+        """The error of a wait for the other ranks."""
+        missing: list[int] | None = []
+        if self.size > 1:
+            try:
+                missing = self.agent.ask("withdraw", _WITHDRAWN_S)
+            except (AgentRefused, DeadlineExceeded):
+                missing = None
+        late = f"{len(missing)} of {self.size} have not come" if missing else "all have come, but too late"
+        return DeadlineExceeded(
+            f"waited {timeout_s:g} s for all ranks to start epoch {self._number + 1} of their couriers: "
+            + ("the host of rank 0, at which they meet, does not answer" if missing is None else late),
+            rank=self.rank,
+            ranks=[0] if missing is None else missing,
+        )
+
+    def _replace_agent(self, end: float) -> None:
+        """Start the agent of this node anew, or find the one that another trainer has started."""
+        self.agent.close()
+        self.agent = self._new_agent(left_s(end))
+        while self.size > 1 and self.rank == 0:
+            try:
+                self._serve(self._listens[:1], self._listens[1:], end)
+                break
+            except AgentRefused:  # the last one has not quite ended
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_PAUSE_S)
+        if self.size > 1:
+            self._take_seat(end)
 
     def announce_end(self, timeout_s: float) -> None:
         """Tell all ranks that this epoch is over, because this rank's courier has ended. Not collective; any thread.
 
         Raises:
-            StoreLost, DeadlineExceeded: they could not be told.
+            HubLost, AgentLost, DeadlineExceeded: they could not be told.
         """
-        if self._agreement is None:
-            self._ended.set()
-        elif self._number:
-            self._agreement.put([(below(self._number) + "ended", str(self.rank))], timeout_s)
+        self.agent.ask("over", timeout_s)
 
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
         """Tell all ranks that this one leaves the job permanently. Not collective; any thread.
 
-        ``ends_job``: whether the other ranks must end, too. Raises StoreLost or DeadlineExceeded: they could not be
-        told.
+        ``ends_job``: whether the other ranks must end, too. Raises HubLost, AgentLost or DeadlineExceeded: they could
+        not be told.
         """
-        if self._agreement is not None:
-            self._has_departed = True
-            self._agreement.put(Departure(self.rank, why, ends_job).puts(self._number), timeout_s)
-
-    @property
-    def host(self) -> str:
-        """The numeric address at which all ranks reach the host of rank 0."""
-        return self._agreement.address[0] if self._agreement is not None else own_address(True, {})
+        self._has_departed = True
+        self.agent.ask("depart", timeout_s, why=why, ends_job=ends_job)
 
     def share(self, text: str | None, timeout_s: float) -> str:
         """Give rank 0's text to all ranks. Collective; one thread may do this in parallel to that of the epochs.
 
         Raises:
-            StoreLost, DeadlineExceeded: rank 0 has ended, or did not come.
+            HubLost, AgentLost, DeadlineExceeded: rank 0 has ended, or did not come.
         """
-        if self._agreement is None:
+        if self.size == 1:
             return text or ""
-        return self._agreement.share(text, timeout_s)
+        key = f"shared/{next(self._shared)}"
+        told: str = self.agent.ask("share", timeout_s, key=key, text=text if self.rank == 0 else None)
+        return told
 
     def wait_for_end(self) -> None:
-        """Wait until a rank has announced the end of this epoch, see `EpochAgreement.wait_for_end`."""
-        if self._agreement is None:
-            self._ended.wait()
-            self._ended.clear()
-        else:
-            self._agreement.wait_for_end(self._number)
+        """Wait until a rank has announced the end of this epoch, however long that takes.
+
+        Raises RankDeparted, HubLost or AgentLost: nobody can announce anything.
+        """
+        agent, epoch = self.agent, self.courier.epoch
+        agent.wait_for(lambda: epoch in agent.over or bool(agent.departed) or agent.hub_lost is not None)
+        if agent.departed:
+            raise RankDeparted(agent.departed[0])
+        if epoch not in agent.over:
+            raise HubLost(agent.hub_lost or "")
 
     def wait_up(self, timeout_s: float) -> None:
         """Wait until the newest courier has initialized MPI. Not collective, but MPI_Init is.
 
         Raises:
-            DeadlineExceeded: it takes too long; ``ranks`` are those whose couriers were not forked.
+            DeadlineExceeded: it takes too long.
             CourierEnded: it has ended.
-            ZygoteLost: the zygote of this rank has ended.
+            AgentLost: the agent of this rank has ended.
         """
-        courier = self.courier
-        try:
-            is_up = self.zygote.wait_up(courier.pid, timeout_s)
-        except DeadlineExceeded as exceeded:
-            agreement = self._agreement
-            missing = (agreement.missing(f"{courier.epoch}/started/") if agreement is not None else None) or []
-            if self.rank in missing:  # this rank was forked, so the keys that tell it were deleted: the last one is up
-                missing = []
-            which = f"; no courier was forked on {len(missing)} of {self.size} ranks" if missing else ""
-            raise DeadlineExceeded(f"{exceeded.message}{which}", rank=self.rank, ranks=missing) from None
-        if not is_up:
-            raise ended(self.zygote.ended[courier.pid])
+        epoch, agent = self.courier.epoch, self.agent
+        if not agent.wait_for(lambda: epoch in agent.up or epoch in agent.ended, timeout_s):
+            raise DeadlineExceeded(f"waited {timeout_s:g} s for courier {self.courier.pid} to initialize MPI",
+                                   rank=self.rank, ranks=[])  # fmt: skip
+        if epoch not in agent.up:
+            raise self.ended(agent.ended[epoch])
+
+    def wait_end(self, timeout_s: float) -> CourierEnd | None:
+        """Wait for the end of the newest courier; None: it still runs. Raises AgentLost."""
+        epoch, agent = self.courier.epoch, self.agent
+        return agent.ended[epoch] if agent.wait_for(lambda: epoch in agent.ended, timeout_s) else None
+
+    def check_start(self) -> None:
+        """Check whether a courier that has closed its socket had reached MPI.
+
+        This only checks the first courier of a trainer. Later ones may have ended for other reasons. Raises
+        StartFailed: it has ended by itself before MPI was up. AgentLost: nobody knows.
+        """
+        running = self.courier
+        if running.number > 1 or running.epoch in self.agent.up or (end := self.wait_end(_REAPED_S)) is None:
+            return
+        # The agent kills a courier whose MPI has reported an abort, or has not come up. It has ended by itself.
+        by_itself = end.signal is None or (end.why or "").startswith((ABORTS, NOT_UP))
+        if running.epoch not in self.agent.up and by_itself:
+            raise StartFailed(str(self.ended(end)))
+
+    def ended(self, end: CourierEnd) -> CourierEnded:
+        """An error that says how the newest courier has ended."""
+        how = f"exited with {end.status}" if end.signal is None else f"was killed by signal {end.signal}"
+        why = f", since {end.why}" if end.why else ""
+        return CourierEnded(f"courier {self.courier.pid} of rank {self.rank} {how}{why}; its output may say more")
+
+    # The end
 
     def give_up(self) -> None:
-        """End all waits for other ranks, and kill the zygote. `close` must follow. Any thread."""
+        """End all waits for other ranks, and kill the courier. `close` must follow. Any thread."""
         self._is_given_up = True
-        self.zygote.process.kill()
+        self.agent.tell("kill")
+        self.agent.tell("close", tells=False)
+        self.agent.close()
 
     def _check(self) -> None:
         if self._is_given_up:
             raise CourierEnded("these couriers were given up")
+        self._meeting.check()
 
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
-        """End the courier, if there is one, and the zygote.
+        """End the courier, if there is one.
 
-        On rank 0 this ends the store: no rank can start an epoch any more. If they have not ended by themselves after
-        ``timeout_s``, they are killed. Without ``kill`` the courier is only told that nothing more comes, and in the
-        end all ranks hear that this one has left the job.
+        On rank 0 this ends the hub: no rank can start an epoch any more. If the courier has not ended by itself after
+        ``timeout_s``, it is killed. Without ``kill`` the courier is only told that nothing more comes, and in the end
+        all ranks hear that this one has left the job.
         """
-        if self._running is not None and not kill:
+        if kill:
+            self.agent.tell("kill")
+        elif self._running is not None:
             with contextlib.suppress(OSError):
                 self._running.trainer.shutdown(socket.SHUT_WR)
-        self.zygote.stop(timeout_s, kill, tell=not kill and not self._has_departed)
-        if self._agreement is not None:
-            self._agreement.close()
+        try:
+            self.agent.ask("close", timeout_s, tells=not kill and not self._has_departed)
+        except DeadlineExceeded:
+            self.agent.tell("kill")
+        except (AgentLost, AgentRefused):
+            pass
+        self.agent.close()
         if self._running is not None:
-            self._running.close()
+            self._running.trainer.close()
             self._running = None
-        self._ended.set()  # nobody waits for it any more
 
-    # One epoch
 
-    def _end_courier(self, timeout_s: float) -> None:
-        if self._running is None:
-            return
-        end = time.monotonic() + timeout_s
-        if self._running.pid in self.zygote.running:
-            self.zygote.kill(self._running.pid, timeout_s)
-            self.zygote.wait(self._running.pid, left_s(end))
-        self._running.close()
-        self._running = None
-
-    def _replace_zygote(self, end: float) -> None:
-        if self._running is not None:  # the kernel kills the courier; only then can its shared memory be removed
-            poll = select.poll()
-            poll.register(self._running.pidfd, select.POLLIN)
-            poll.poll(left_s(end) * 1000)
-            self._running.close()
-            self._running = None
-        self.zygote.stop(0)
-        self.zygote = self._start_zygote()
-        self._check()
-        if self.rank == 0 and self._agreement is not None:
-            host, port = self._agreement.address
-            self.zygote.serve(host, self.size, left_s(end), port, self._agreement.token)
-        self.zygote.ask(0, left_s(end))
-
-    def _choose_cores(self, end: float) -> frozenset[int] | None:
-        """Choose the cores of the next courier. If they are unknown or invalid, it runs where its trainer does."""
-        if not self._own_cores:
-            return None
-        try:
-            alone = {str(self.rank): self._seat}
-            told = alone if self._agreement is None else self._agreement.seats(self._number, end)
-            return courier_cores.choose_among(told, str(self.rank))
-        except ValueError as problem:
-            log.debug("no cores are chosen for the courier of rank %d: %s", self.rank, problem)
-            return None
-
-    def _open(self, pid: int, timeout_s: float) -> int:
-        """Open a pidfd of a courier. Its number is not reused before its zygote, which has not yet, reaps it."""
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            pidfd = -1
-        try:
-            if pidfd >= 0 and self.zygote.ask(pid, timeout_s)["running"]:
-                return pidfd
-            raise ended(self.zygote.wait(pid, timeout_s))
-        except BaseException:
-            if pidfd >= 0:
-                os.close(pidfd)
-            raise
+def left_s(end: float) -> float:
+    """Seconds left of a deadline, by time.monotonic."""
+    return max(0.0, end - time.monotonic())

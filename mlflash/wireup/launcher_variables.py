@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import WorldMismatch
 
+AGENT = "MLFLASH_AGENT"
+"""How the agent of a node reaches `mlflash run`. It is removed before ranks are started."""
 KEPT = "MLFLASH_KEPT"
-"""Set if this process goes on when others are lost: how to reach the service that decides which one has which rank."""
+"""Set if this process goes on when others are lost: how to reach the agent, and who this process is."""
 PRESUMED = "MLFLASH_PRESUMED"
 """The rank that a waiting process expects to get."""
 SEED = "mlflash-seed"

@@ -17,6 +17,7 @@ from ..events import News
 from .lines import BadLine, Lines, pack
 
 _LARGEST_NBYTES = 1 << 26
+_LOOK_S = 1.0  # between two checks whether a wait is useless
 
 
 class Lost(ConnectionError):
@@ -24,7 +25,11 @@ class Lost(ConnectionError):
 
 
 class Refused(OSError):
-    """The other end says why it does not do what it was asked to do."""
+    """The other end says why it does not do what it was asked to do. ``answer``: all that it says."""
+
+    def __init__(self, answer: dict[str, Any]):
+        super().__init__(answer["error"])
+        self.answer = answer
 
 
 class LineClient:
@@ -63,12 +68,13 @@ class LineClient:
             if data:
                 self._sock.sendall(data)
 
-    def ask(self, what: str, timeout_s: float, check: Callable[[], None] = lambda: None, look_s: float = 1.0,
-            **fields: Any) -> Any:  # fmt: skip
+    def ask(self, what: str, timeout_s: float, check: Callable[[], None] = lambda: None,
+            descriptors: Sequence[int] = (), **fields: Any) -> Any:  # fmt: skip
         """Ask, and wait for the answer.
 
         Args:
-            check: called each ``look_s`` seconds; what it raises ends the wait.
+            check: called each second; what it raises ends the wait.
+            descriptors: sent with the question.
 
         Raises:
             Lost: the connection has ended.
@@ -79,9 +85,9 @@ class LineClient:
         self._answers[number] = None
         end = time.monotonic() + timeout_s
         try:
-            self.say({"id": number, "do": what, **fields})
+            self.say({"id": number, "do": what, **fields}, descriptors)
             while not self.news.wait_for(lambda: self._answers[number] is not None or self.why is not None,
-                                         max(0.0, min(look_s, end - time.monotonic()))):  # fmt: skip
+                                         max(0.0, min(_LOOK_S, end - time.monotonic()))):  # fmt: skip
                 check()
                 if time.monotonic() >= end:
                     raise DeadlineExceeded(f"waited {max(0.0, timeout_s):g} s for {self._peer} to answer: {what}")
@@ -91,7 +97,7 @@ class LineClient:
         if answer is None:
             raise Lost(f"{self._peer} has ended: {self.why}")
         if "error" in answer:
-            raise Refused(answer["error"])
+            raise Refused(answer)
         return answer["is"]
 
     def close(self) -> None:

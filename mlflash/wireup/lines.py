@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import json
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ STRANGERS = 64
 """Number of strangers that a port has at a time, if its owner says nothing else."""
 _STRANGER_NBYTES = 1 << 12  # of the first message
 _UNSENT_NBYTES = 1 << 26  # of what a connection has not read
+_PART_NBYTES = 1 << 16
 
 
 class BadLine(ValueError):
@@ -76,11 +78,16 @@ class Connection(asyncio.Protocol):
         self.heard, self.lost, self.lines = heard, lost, Lines(largest_nbytes)
         self._transport: asyncio.Transport | None = None
         self._why = "the other end closed it"
+        self._unsent: deque[memoryview] = deque()  # many connections may share what is in it
+        self._is_writable, self._is_ending = True, False
         self.is_open = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast("asyncio.Transport", transport)
+        if not self.is_open and not self._is_ending:  # it was closed before
+            self._transport.abort()
+            return
         sock: socket.socket = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             # A node that has lost power sends nothing any more: its connection ends after a minute.
@@ -88,6 +95,7 @@ class Connection(asyncio.Protocol):
                                   (socket.TCP_NODELAY, 1)):  # fmt: skip
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._send()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -110,23 +118,43 @@ class Connection(asyncio.Protocol):
 
     def send_packed(self, line: bytes) -> None:
         """Send bytes of `pack`, which may go to many connections."""
-        if self._transport is None or not self.is_open:
-            return
-        self._transport.write(line)
-        if self._transport.get_write_buffer_size() > _UNSENT_NBYTES:
-            self.close("it does not read what it is sent")
+        if self.is_open:
+            self._unsent.append(memoryview(line))
+            self._send()
+            if sum(map(len, self._unsent)) > _UNSENT_NBYTES:
+                self.close("it does not read what it is sent")
+
+    def _send(self) -> None:
+        """Give the transport, which copies it, only as much as it can send soon."""
+        while self._unsent and self._is_writable and self._transport is not None:
+            part = self._unsent[0][:_PART_NBYTES]
+            self._unsent[0] = self._unsent[0][_PART_NBYTES:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
+            self._transport.write(part)
+        if not self._unsent and self._is_ending and self._transport is not None:
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._is_writable = False
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._is_writable = True
+        self._send()
 
     def close(self, why: str = "it was closed here") -> None:
         """End the connection at once, without what was not sent yet."""
         self._why, self.is_open = why, False
+        self._unsent.clear()
         if self._transport is not None:
             self._transport.abort()
 
     def end(self) -> None:
         """End the connection when everything is sent. Nothing is heard any more."""
-        self._why, self.is_open = "it was closed here", False
-        if self._transport is not None:
-            self._transport.close()
+        self._why, self.is_open, self._is_ending = "it was closed here", False, True
+        self._send()
 
 
 class Port:
@@ -152,7 +180,9 @@ class Port:
         """Accept connections, from now on. The socket is closed in the end."""
         self.address = listener.getsockname()[:2]
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, sock=listener, backlog=1 << 14)
+        # asyncio accepts so many at once, before it calls `_accept`.
+        self._server = await loop.create_server(self._accept, sock=listener, backlog=self._most)
+        listener.listen(1 << 14)
 
     def close(self) -> None:
         """Accept no more connections, and close the strangers."""

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 
 LIBRARY = "MLFLASH_LIBMPI"
 """The path of the MPI library of couriers."""
+FOUND = "MPI4PY_LIBMPI"
+"""The path that mpi4py loads; the agent notes there what it has chosen."""
 _NAME = "libmpi.so.12"
 _NO_PMI = ("Open MPI",)  # names of mpi4py
 
@@ -41,5 +43,5 @@ def describe() -> str:
     name, version = mpi.get_vendor()
     lines = [line.partition(":") for line in mpi.Get_library_version().splitlines()]
     device = next((value.strip() for key, _, value in lines if key.strip() == "MPICH Device"), "")
-    path = os.environ.get("MPI4PY_LIBMPI", "")
+    path = os.environ.get(FOUND, "")
     return f"{name} {'.'.join(map(str, version))}" + (f" ({device})" if device else "") + (f", {path}" if path else "")

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from ..errors import DeadlineExceeded, MpiUnavailable, WorldMismatch
 from .launcher_variables import Launched
-from .pmi_server import PmiError, parse
+from .pmi_lines import PmiError, parse
 from .program_mpi import uses_mpi
 
 _KEY = "mlflash-rendezvous"

@@ -1,52 +1,95 @@
-"""How the ranks of a job find each other without MPI: rank 0 has a short text, and all ranks get it.
+"""How the ranks of a job find each other without MPI.
 
 They use the first of these ways that the job has:
 
 1. torch.distributed, if the program has initialized it: its store, of whatever kind (`torch_store`);
 2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``. MPI can be started by
    it no more then (`refuse_mpi`);
-3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of 16 ports that follow from MASTER_PORT (torch or
-   torchrun listens on MASTER_PORT itself, and other jobs of the host on the ports after it), and gives the text to
-   every rank that knows the launch, by a key-value store for this purpose;
-4. a socket in a private directory, if all ranks are on one host and the launcher has a name for the launch: prterun
-   and srun.
+3. MASTER_ADDR and MASTER_PORT: the agent of rank 0 listens on the first free one of 16 ports that follow from
+   MASTER_PORT (torch or torchrun listens on MASTER_PORT itself, and other jobs of the host on the ports after it). Its
+   token follows from a secret that only this user knows (`secret`);
+4. a file in a private directory, if all ranks are on one host and the launcher has a name for the launch: prterun and
+   srun.
 
-All ranks choose the same way, because they have the same launcher and run the same program.
+By the other ways rank 0 gives all ranks a short text: the address of its agent, and a token. All ranks choose the same
+way, because they have the same launcher and run the same program.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import hashlib
+import dataclasses
+import functools
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
 from . import pmi_client, torch_store
-from .key_value_store import KeyValueStore, listen
 from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
 from .own_process import opened
 from .pmi_client import refuse_mpi
-from .store_client import StoreClient, StoreLost, left_s
+from .secret import token_of
 
-_PREFIX = "mlflash"
 _PORTS = 16
 _BELOW = 7000
 """How far the ports are below MASTER_PORT, which usually is 29500. Jobs of a host count upward from there, toward the
 ports that the kernel gives to connections."""
 _LAST_RESERVED = 1023  # only root may use ports up to this one
-_ANSWER_S = 2.0  # limit for a new connection to say which launch it is of, and for rank 0 to answer
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 _HELP = (
     "set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port, the same on all ranks, or call "
     "torch.distributed.init_process_group before"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ports:
+    """Where the agent of rank 0 listens, as all ranks know.
+
+    Attributes:
+        hosts: addresses of its host at which it may listen, the best one first; "": at all.
+        places: addresses and ports at which other ranks look for it.
+        token: that only ranks of this user and launch know.
+        where: the same in words.
+    """
+
+    hosts: Sequence[str]
+    places: Sequence[tuple[str, int]]
+    token: str
+    where: str
+
+    @property
+    def ports(self) -> list[int]:
+        """The ports, in the order in which they are tried."""
+        return list(dict.fromkeys(port for _, port in self.places))
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """How ranks meet that already know who they are.
+
+    Attributes:
+        me: this rank.
+        how: how they meet, in words.
+        timeout_s: how long everything may take, in seconds.
+        share: gives rank 0's text to all ranks, within a number of seconds.
+        ports: if they need no text.
+        check: raises if the ranks have changed, so that waiting is useless.
+    """
+
+    me: Launched
+    how: str
+    timeout_s: float
+    share: Callable[[str | None, float], str] | None = None
+    ports: Ports | None = None
+    check: Callable[[], None] = lambda: None
 
 
 def who_am_i(environment: Mapping[str, str]) -> Launched:
@@ -70,47 +113,30 @@ def who_am_i(environment: Mapping[str, str]) -> Launched:
     return me
 
 
-def way(environment: Mapping[str, str], me: Launched) -> str:
-    """How ranks find each other without MPI, in words; "" if they cannot. The same on all ranks; not collective."""
-    if me.size == 1:
-        return "there is one rank"
-    if _torch_distributed() is not None:
-        return "the store of torch.distributed"
-    if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
-        return f"the PMI of {me.launcher}"
-    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        return "MASTER_ADDR and MASTER_PORT"
-    if name_of_launch(environment, me) is not None and is_on_one_host(environment, me):
-        return "a socket in this user's directory"
-    return ""
+def meeting_of(environment: Mapping[str, str], me: Launched, directory: Path | None, timeout_s: float) -> Meeting:
+    """How the ranks that were launched find each other without MPI. Not collective, and the same on all ranks.
 
-
-def rendezvous(
-    environment: Mapping[str, str], me: Launched, text: str | None, directory: Path | None, timeout_s: float
-) -> str:
-    """Give rank 0's text to all ranks, by the `way` of this job. Collective over the ranks that were launched.
-
-    Args:
-        text: on rank 0, of letters, digits and ``.,:-``; None on others.
-        directory: a private directory of this user, made if needed; for ranks on one host. None: not this way.
+    ``directory``: private to this user, made if needed; for ranks on one host. None: not this way.
 
     Raises:
-        DeadlineExceeded: some ranks have not come.
         WorldMismatch: they cannot find each other; the message says what to set.
-        UnsafePath: the directory is somebody else's, or open to others.
+        UnsafePath: the secret of this user is open to others.
     """
+    if me.size == 1:
+        return Meeting(me, "one rank", timeout_s, lambda text, _: text or "")
     torch = _torch_distributed()
     if torch is not None:
         store = torch.distributed_c10d._get_default_store()
-        return torch_store.share(torch, store, me.rank, me.size, text, timeout_s)
+        share = functools.partial(torch_store.share, torch, store, me.rank, me.size)
+        return Meeting(me, "the store of torch.distributed", timeout_s, share)
     if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
-        refuse_mpi()
-        return pmi_client.share(environment, me, text, timeout_s)
+        return Meeting(me, f"the PMI of {me.launcher}", timeout_s, functools.partial(_by_pmi, environment, me))
     if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        return _by_ports(environment, me, text, timeout_s)
+        return Meeting(me, "MASTER_ADDR and MASTER_PORT", timeout_s, ports=_ports(environment, me, directory))
     name = name_of_launch(environment, me)
     if name is not None and directory is not None and is_on_one_host(environment, me):
-        return _by_directory(directory, name, me, text, timeout_s)
+        share = functools.partial(_by_file, directory, f"{name} {me.size}", me)
+        return Meeting(me, "a file in this user's directory", timeout_s, share)
     advice = f"start them by srun --mpi=pmi2, or {_HELP}" if me.launcher == "srun" else _HELP
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     raise WorldMismatch(
@@ -120,7 +146,9 @@ def rendezvous(
     )
 
 
-# torch.distributed
+def _by_pmi(environment: Mapping[str, str], me: Launched, text: str | None, timeout_s: float) -> str:
+    refuse_mpi()
+    return pmi_client.share(environment, me, text, timeout_s)
 
 
 def _torch_distributed() -> Any:
@@ -133,27 +161,23 @@ def _torch_distributed() -> Any:
 # Ports that follow from MASTER_PORT
 
 
-def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, timeout_s: float) -> str:
+def _ports(environment: Mapping[str, str], me: Launched, directory: Path | None) -> Ports:
     host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise WorldMismatch("MASTER_PORT is no port", expected="1 to 65535", found=port[:80])
     ports = ports_of(int(port))
-    where = f"at ports {ports[0]} to {ports[-1]} of {host}"
-    launch = _digest(port, str(me.size), environment.get("TORCHELASTIC_RUN_ID", ""))
-    if text is None:
-        return ask([(host, number) for number in ports], where, launch, me.rank, timeout_s)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise WorldMismatch(f"MASTER_ADDR is no host: {error}", rank=me.rank, found=host[:80]) from error
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    one_host = is_on_one_host(environment, me)
+    token = token_of(environment, directory if one_host else None, port, str(me.size),
+                     environment.get("TORCHELASTIC_RUN_ID", ""))  # fmt: skip
     # If all ranks are on this host, only this host listens. Otherwise MASTER_ADDR may mean something else here.
-    why = ""
-    for address in [host, ""] if is_on_one_host(environment, me) else [""]:
-        for number in ports:
-            try:
-                listener = _listen_at(address, number)
-            except OSError as error:
-                why = str(error)
-            else:
-                give(listener, launch, me.size, text, timeout_s)
-                return text
-    raise WorldMismatch(f"rank 0 cannot listen {where}, where the other ranks look for it: {why}", rank=0)
+    places = [(address, number) for number in ports for address in addresses]
+    return Ports([*addresses, ""] if one_host else [""], places, token,
+                 f"at ports {ports[0]} to {ports[-1]} of {host}")  # fmt: skip
 
 
 def ports_of(port: int) -> range:
@@ -163,88 +187,36 @@ def ports_of(port: int) -> range:
     return range(first, first + _PORTS)
 
 
-def _listen_at(host: str, port: int) -> socket.socket:
-    if not host:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
-    address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
-    return listen(str(address[0]), port)
+# A file
 
 
-# A directory
-
-
-def _by_directory(directory: Path, name: str, me: Launched, text: str | None, timeout_s: float) -> str:
-    launch = _digest(name, str(me.size))
+def _by_file(directory: Path, launch: str, me: Launched, text: str | None, timeout_s: float) -> str:
+    """Give rank 0's text to all ranks of a host, by a file that only this user can read."""
+    end, pause_s = time.monotonic() + timeout_s, _PAUSE_S
+    name = "launch-" + launch.replace("/", "-").replace(" ", "-")
     with opened(directory) as folder:
-        path = f"{folder}/{launch}"  # short enough for a socket, wherever the directory is
-        if text is None:
-            return ask([path], f"at a socket in {directory}", launch, me.rank, timeout_s)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            new = f"{path}.{secrets.token_hex(4)}"
-            listener.bind(new)
-            listener.listen(1024)
-            os.rename(new, path)  # replaces what a killed rank 0 has left
-            try:
-                give(listener, launch, me.size, text, timeout_s)
-            finally:
-                os.unlink(path)
-        return text
-
-
-# A store that all ranks find
-
-
-def give(listener: socket.socket, launch: str, size: int, text: str, timeout_s: float) -> None:
-    """Give a text to all other ranks, and return when all have it. Collective, with `ask` on the others.
-
-    ``launch``: 32 hexadecimal digits that only this launch has; no secret. Raises DeadlineExceeded, with the ranks that
-    have not come.
-    """
-    end = time.monotonic() + timeout_s
-    with contextlib.closing(KeyValueStore(listener, launch, stranger_s=_ANSWER_S)) as store:
-        store.put("text", text)
-        while len(got := store.below("got/")) < size - 1:
+        path = f"{folder}/{name}"
+        if text is not None:
+            with open(os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(text)
+            os.rename(f"{path}.new", path)
+            atexit.register(_remove, directory.absolute() / name, os.getpid())
+            return text
+        while True:
+            with contextlib.suppress(FileNotFoundError), open(path) as file:
+                return file.read()
             if time.monotonic() >= end:
-                missing = [rank for rank in range(1, size) if str(rank) not in got]
-                raise DeadlineExceeded(
-                    f"waited {timeout_s:g} s for the other ranks to ask rank 0 where its key-value store is: "
-                    f"{len(missing)} of {size} have not come",
-                    rank=0,
-                    ranks=missing,
-                )
-            store.step(min(left_s(end), _ANSWER_S))
+                raise DeadlineExceeded(f"waited {timeout_s:g} s for rank 0 to say in {directory} where its agent is",
+                                       rank=me.rank, ranks=[0])  # fmt: skip
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def ask(addresses: Sequence[tuple[str, int] | str], where: str, launch: str, rank: int, timeout_s: float) -> str:
-    """Ask rank 0 for its text until it answers. Collective, with `give` on rank 0.
-
-    ``addresses``, ``where``: where rank 0 may listen, in the order in which it tries them, and the same in words.
-    Raises DeadlineExceeded.
-    """
-    end = time.monotonic() + timeout_s
-    pause_s, why = _PAUSE_S, "it was not tried"
-    while True:
-        for address in addresses:
-            if not (left := left_s(end)):
-                raise DeadlineExceeded(
-                    f"waited {timeout_s:g} s for rank 0 to say where its key-value store is, {where}; last: {why}",
-                    rank=rank,
-                    ranks=[0],
-                )
-            try:
-                with contextlib.closing(StoreClient(address, launch)) as store:
-                    text = store.get("text", min(left, _ANSWER_S))
-                    with contextlib.suppress(StoreLost, DeadlineExceeded):  # rank 0 has heard of it or given up
-                        store.put(f"got/{rank}", "", min(left, _ANSWER_S))
-                    return text
-            except (OSError, DeadlineExceeded) as error:
-                why = str(error)
-        time.sleep(min(pause_s, left_s(end)))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+def _remove(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
 
 
-def _digest(*words: str) -> str:
-    """A text that only this launch has; it is no secret."""
-    return hashlib.sha256("\0".join([_PREFIX, str(os.geteuid()), *words]).encode()).hexdigest()[:32]
+def new_token() -> str:
+    """Make a token, which only those know that are given it."""
+    return secrets.token_hex(16)

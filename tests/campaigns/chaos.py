@@ -46,9 +46,9 @@ FLIP = "kill all, flip a bit"
 UNCOVERED = "lose both partners"
 TRAINER = "kill a trainer"  # its courier commits what it has
 COURIER = "kill a courier, go on"
-ZYGOTE = "kill a zygote, go on"
+AGENT = "kill an agent, go on"
 _WEIGHTS = {KILL: 14, LOSE: 18, POWER: 14, STOP: 14, STOP_KILL: 8, EARLY: 10, EARLY_LOSE: 12, FLIP: 10, UNCOVERED: 3,
-            TRAINER: 14, COURIER: 14, ZYGOTE: 6}  # fmt: skip
+            TRAINER: 14, COURIER: 14, AGENT: 6}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Chaos:
                 job.until_save(what.rank, EVERY)
                 take(what.after_save_s)
         self.refuse_complaints(job)
-        if what.kind in (STOP, COURIER, ZYGOTE):
+        if what.kind in (STOP, COURIER, AGENT):
             self.disturb(job, what)
             return job
         kind, hit = what.kind, {what.rank}
@@ -288,7 +288,7 @@ class Chaos:
             job.signal({what.rank}, signal.SIGSTOP)
             job.pause(what.stop_s)
         else:
-            job.kill_part(what.rank, "courier" if what.kind == COURIER else "zygote")
+            job.kill_part(what.rank, "courier" if what.kind == COURIER else "agent")
         at, stopped_at = job.reached(), time.monotonic()
         job.signal({what.rank}, signal.SIGCONT)
         job.until(f"a commit after: {what.kind}", lambda: (job.committed() or 0) > at, CATCH_UP_S)

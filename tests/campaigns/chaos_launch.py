@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import Cluster, Launch
-from processes import state
+from processes import is_agent, parent_of, state
 from waiting import take, until
 
-from mlflash.memory.courier_process import parent_and_trainer
+from mlflash.memory.courier_process import trainer_of
 
 DAMAGED = ("cannot be restored from", "rebuilt from parity", "parity cannot be used", "is damaged and will be made")
 FAILED = "the courier failed"
@@ -89,12 +89,14 @@ class Attacked:
         return found
 
     def parts(self, rank: int) -> dict[str, int]:
-        """The processes of a rank: its trainer, its zygote, and its courier where there is one."""
+        """The processes of a rank: its trainer, its agent, and its courier where there is one."""
         found = {}
         for pid, its in self.processes().items():
-            if its == rank:
-                parents = parent_and_trainer(Path(f"/proc/{pid}"))
-                found["trainer" if parents is None else "zygote" if parents[0] == parents[1] else "courier"] = pid
+            if its == rank and not is_agent(pid):
+                is_courier = trainer_of(Path(f"/proc/{pid}")) is not None
+                found["courier" if is_courier else "trainer"] = pid
+                if is_courier:
+                    found["agent"] = parent_of(pid)
         return found
 
     def kill_part(self, rank: int, part: str) -> None:

@@ -1,4 +1,4 @@
-"""`mlflash run` on nodes that crash, by mpiexec or ssh: the job goes on with a spare, and ends with the same bits."""
+"""`mlflash run` on nodes that crash: the job goes on with a spare, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cluster.jobs import NETMODS
 from cluster.nodes import HEAD, Nodes
-from run_results import WORKER, Launched, uninterrupted, uninterrupted_without_mpi
+from run_results import WORKER, Launched, uninterrupted
 from waiting import until
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
@@ -24,16 +24,15 @@ HANG_S = 20  # runs that do not hang must have saved for the first time by then
 
 
 class Run(Launched):
-    """`mlflash run` on the head, told of some hosts. ``by_ssh``: its ranks use no MPI, and no mpiexec starts them."""
+    """`mlflash run` on the head, told of some hosts."""
 
-    def __init__(self, nodes: Nodes, *options: object, hosts: int = 4, by_ssh: bool = False, **training: object):
+    def __init__(self, nodes: Nodes, *options: object, hosts: int = 4, **training: object):
         out, self.nodes, self.directory = nodes.path / "out", nodes, nodes.path / "pfs"
         names = ",".join(f"host{n}" for n in range(1, hosts + 1))
         training = {"pause": 0.03, **training}
         told = ["--hosts", names, "--rsh", nodes.shell, "--look-every", 2, "--directory", self.directory, "--journal",
                 out / "run.jsonl", *options]  # fmt: skip
-        python = [sys.executable] if by_ssh else [sys.executable, "-m", "mpi4py"]
-        words = [MLFLASH, "run", *told, "--", *python, WORKER, self.directory, out, LAST, json.dumps(training)]
+        words = [MLFLASH, "run", *told, "--", sys.executable, WORKER, self.directory, out, LAST, json.dumps(training)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | ENV
         super().__init__(out, nodes.command(HEAD, ["env", f"TMPDIR={out}", *map(str, words)]), environment)
 
@@ -77,10 +76,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return uninterrupted(tmp_path_factory.mktemp("uninterrupted"), 3, LAST)
 
 
-@pytest.fixture(scope="module")
-def expected_without_mpi(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The same of ranks that do not use MPI."""
-    return uninterrupted_without_mpi(tmp_path_factory.mktemp("uninterrupted"), 3, LAST)
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def check_replaced(run: Run, expected: list[str]) -> None:
@@ -94,12 +91,14 @@ def check_replaced(run: Run, expected: list[str]) -> None:
     assert not any(run.memory(host) for host in ("host1", "host3", "host4")), "the nodes were not cleaned"
 
 
+@pytest.mark.usefixtures("without_mpiexec")
+@pytest.mark.parametrize("power_cut", [False, True])
 def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
-    start: Any, nodes: Nodes, expected: list[str]
+    start: Any, nodes: Nodes, expected: list[str], power_cut: bool
 ) -> None:
     run = start("-N", 3, hold_at=20)
     run.wait_for_step(15)
-    nodes.crash("host2")
+    nodes.crash("host2", power_cut)
     run.go_on()
     check_replaced(run, expected)
     first, second = run.events("start")
@@ -107,35 +106,24 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
     failed, ended = run.events("end")
     assert failed["why"] and ended["why"] == "" and 0 <= ended["steps_lost"] <= 2
     assert min(ended[name] for name in ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s", "outage_s")) > 0
-
-
-@pytest.mark.usefixtures("without_mpiexec")
-@pytest.mark.parametrize("power_cut", [False, True])
-def test_without_an_mpiexec_ssh_starts_the_ranks_and_a_spare_takes_the_place_of_a_lost_node(
-    start: Any, nodes: Nodes, expected_without_mpi: list[str], power_cut: bool
-) -> None:
-    run = start("-N", 3, by_ssh=True, hold_at=20)
-    run.wait_for_step(15)
-    nodes.crash("host2", power_cut)
-    run.go_on()
-    check_replaced(run, expected_without_mpi)
-    assert "there is no mpiexec, so ssh starts the ranks" in run.log()
     for host in ("host1", "host3", "host4"):
         until(lambda host=host: not nodes.running(host), f"nothing is left on {host}")
 
 
-@pytest.mark.usefixtures("without_mpiexec")
-def test_a_rank_that_ssh_has_started_and_that_is_killed_is_started_again(
-    start: Any, nodes: Nodes, expected_without_mpi: list[str]
+@pytest.mark.parametrize("killed", ["rank", "agent"])
+def test_a_rank_that_is_killed_is_started_again_and_so_is_an_agent(
+    start: Any, nodes: Nodes, expected: list[str], killed: str
 ) -> None:
-    run = start("-N", 3, "--launcher", "ssh", by_ssh=True, hold_at=20)
+    run = start("-N", 3, hold_at=20)
     run.wait_for_step(19)
     (trainer,) = nodes.running("host2", str(WORKER))
-    os.kill(trainer, signal.SIGKILL)
+    os.kill(trainer if killed == "rank" else parent(trainer), signal.SIGKILL)
     assert run.wait() == 0, run.log()
-    assert [end["digest"] for end in run.ends()] == expected_without_mpi and len(run.events("start")) == 2
-    assert run.events("end")[0]["why"] == "exit code 137" and run.events("end")[1]["source"] == "memory"
-    assert "there is no mpiexec" not in run.log() and run.events("finish")[0]["scavenged"] is True
+    assert [end["digest"] for end in run.ends()] == expected and len(run.events("start")) == 2
+    assert [end["node"] for end in run.ends()] == ["host1", "host2", "host3"]
+    code = 128 + signal.SIGKILL if killed == "rank" else 255
+    assert run.events("end")[0]["why"] == f"exit code {code}" and run.events("end")[1]["source"] == "memory"
+    assert run.events("finish")[0]["scavenged"] is True
 
 
 @pytest.mark.parametrize("power_cut", [False, True])

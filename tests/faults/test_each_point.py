@@ -300,7 +300,7 @@ def _state(out: Path, trainers: Sequence[int]) -> str:
 
 
 def _started_in(root: Path) -> list[int]:
-    """Zygotes and couriers whose records are below a directory; a forked trainer has the environment of its parent."""
+    """Agents and couriers whose records are below a directory; a forked trainer has the environment of its parent."""
     mark, pids = f"OUT={root}".encode(), []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it ended meanwhile

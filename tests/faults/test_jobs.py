@@ -192,7 +192,7 @@ def test_where_nothing_can_be_restored_it_ends_with_the_reasons_and_leaves_memor
         slot.write_bytes(raw)
     before = {slot: slot.read_bytes() for slot in shm.glob("mlflash-*/j/slot-*")}
     program = "import mlflash; mlflash.Checkpointer(redundancy='none').restore({})"
-    command = [sys.executable, "-m", "mlflash", "run", "-N", "1", "--launcher", "mpiexec", "--job", "j", "--memory",
+    command = [sys.executable, "-m", "mlflash", "run", "-N", "1", "--job", "j", "--memory",
                str(shm), "--look-every", "0.5", "--", sys.executable, "-c", program]  # fmt: skip
     ended = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert ended.returncode == 65, ended.stdout + ended.stderr

@@ -75,9 +75,9 @@ def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, rank
 
 
 @pytest.mark.parametrize("kills", [
-    "zygote 0", pytest.param("zygote 1", marks=pytest.mark.gate), "first zygote 0", "first zygote 1",
+    "agent 0", pytest.param("agent 1", marks=pytest.mark.gate), "first agent 0", "first agent 1",
 ])  # fmt: skip
-def test_a_zygote_that_is_killed_again_while_the_next_one_starts_ends_no_saving(jobs: Jobs, kills: str) -> None:
+def test_an_agent_that_is_killed_again_while_the_next_one_starts_ends_no_saving(jobs: Jobs, kills: str) -> None:
     result = jobs.run(2, kills=kills)
     again = result.of("again")
     assert len(again) == len(result.of("end")) == 2 and len({record["step"] for record in again}) == 1, result.log
@@ -102,7 +102,7 @@ def test_a_courier_takes_at_most_60_mb_besides_slots(jobs: Jobs, ranks: int, red
     assert len(weights) == ranks
     for weight in weights:
         assert weight["slots"] > 3 << 24, "too little was saved to show anything"
-        assert weight["courier"]["pss"] < LARGEST and weight["zygote"]["rss"] < LARGEST, weight
+        assert weight["courier"]["pss"] < LARGEST and weight["agent"]["rss"] < LARGEST, weight
         # With parity, the blocks that are being coded are in memory besides: twice three of each lane, and no slot.
         blocks = 12 << 20 if redundancy == "xor:3" else 0
         assert weight["courier"]["rss"] < LARGEST + blocks, weight
@@ -134,7 +134,7 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
     until(lambda: len(up()) == 2 or not job.running, "both ranks to save")
     ranks = up()
     assert len(ranks) == 2, job.records()
-    pids = {record[name] for record in ranks for name in ("zygote", "courier")}
+    pids = {record["courier"] for record in ranks}
     assert couriers.running().keys() >= pids
     words = lambda: {word for found in couriers.couriers_here(None) for word in found.fill(found.text).split()}
     assert not words() & {str(pid) for pid in pids}
@@ -155,13 +155,13 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
         for record in ranks:
             os.kill(record["courier"], signal.SIGCONT)
         job.kill()
-    until(lambda: not couriers.running().keys() & pids, "couriers and zygotes to end")
+    until(lambda: not couriers.running().keys() & pids, "couriers to end")
     assert live_jobs(str(shm)) == []
 
 
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
     assert len(jobs.run(2, "cycle", times=25).of("end")) == 2
-    assert not left_here(), "zygotes or couriers"
+    assert not left_here(), "agents or couriers"
 
 
 def test_mpi_that_is_started_where_it_cannot_be_any_more_is_refused_and_it_says_what_to_do(jobs: Jobs) -> None:

@@ -27,7 +27,7 @@ LAUNCHERS = ["hydra", "prterun", "none"]
 ENDS = ["killed", "killed with children", "raises", "exits", "exits at once", "executes", "hung up", "terminal closed"]
 DEATHS = [
     *(("trainer", how) for how in [*ENDS, "stopped"]),
-    *((who, how) for who in ("courier", "zygote") for how in ("killed", "stopped")),
+    *((who, how) for who in ("courier", "agent") for how in ("killed", "stopped")),
 ]
 IN_THE_GATE = [("trainer", "killed", "hydra"), ("courier", "killed", "none")]
 

@@ -31,7 +31,7 @@ def start(shm: Path) -> Iterator[Any]:
     yield begin
     for one in started:
         one.close()
-    until(lambda: not left_here(), "zygotes and couriers to end")
+    until(lambda: not left_here(), "agents and couriers to end")
 
 
 @pytest.mark.parametrize("how", ["raises", "interrupted"])

@@ -12,19 +12,23 @@ from waiting import PATIENCE_S
 
 pytestmark = needs.MPI
 TRAIN = """
-import os, pathlib, sys, threading
+import os, pathlib, signal, sys
 import numpy as np
 import mlflash
 from mlflash.protocol import linked
+from mlflash.wireup.agent_client import AgentRefused
+from mlflash.wireup.launch import Couriers
 
 LAST, OUT = 30, pathlib.Path(sys.argv[1])
 state = {"w": np.zeros(1000), "step": 0}
 
 
-def lose_each_zygote():
-    while True:
-        for link in linked._links:
-            link.couriers.zygote.process.kill()
+def lose_the_courier():
+    def refuse(*_):
+        raise AgentRefused("it cannot fork")
+
+    Couriers.next_epoch = refuse
+    os.kill(linked._links[0].couriers.courier.pid, signal.SIGKILL)
 
 
 def train(ckpt, step):
@@ -32,7 +36,7 @@ def train(ckpt, step):
     for step in range(step + 1, LAST + 1):
         if (rank, step) == (1, 5) and not (OUT / "doomed").exists():
             (OUT / "doomed").write_text(str(os.getpid()))
-            threading.Thread(target=lose_each_zygote, daemon=True).start()
+            lose_the_courier()
         state["w"] += step
         state["step"] = step
         try:

@@ -58,14 +58,15 @@ def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(start: St
 
 
 def test_a_courier_that_waits_in_init_is_killed_in_time(start: Start, tmp_path: Path) -> None:
-    """Though its trainer lives; the zygote ends with the trainer."""
+    """Though its trainer lives; the agent ends with the last trainer."""
     ranks = start(2, "alone_in_init")
     until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), "both have waited")
     waited = said(tmp_path, 0)
-    zygote, courier = waited["pids"]
+    agent, courier = waited["pids"]
     assert "to initialize MPI" in waited["error"]
     until(lambda: not lives(courier), "the courier is gone")
-    assert lives(zygote)
-    ranks.processes[0].kill()
-    until(lambda: not lives(zygote), "the zygote is gone")
+    assert lives(agent)
+    for process in ranks.processes:
+        process.kill()
+    until(lambda: not lives(agent), "the agent is gone")
     assert not [name for name in named_after(waited["epoch"], 0) if (SHM / name).exists()]

@@ -146,7 +146,7 @@ raise SystemExit(0 if start == 2 else 9)
 def test_mlflash_run_goes_back_to_the_certified_step_where_what_was_saved_last_is_nan(
     shm: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "mlflash", "run", "-N", "1", "--launcher", "mpiexec", "--job", "j", "--memory",
+    command = [sys.executable, "-m", "mlflash", "run", "-N", "1", "--job", "j", "--memory",
                str(shm), "--look-every", "0.5", "--", sys.executable, "-c", PROGRAM]  # fmt: skip
     ended = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -24,18 +24,16 @@ from scheduler import Process, Scheduler
 from mlflash.courier import main as courier_main
 from mlflash.errors import DeadlineExceeded
 from mlflash.protocol import channel, courier_link, linked
-from mlflash.wireup.epoch_agreement import Departure, RankDeparted
-from mlflash.wireup.launch import CourierEnded, Meeting, StartFailed
-from mlflash.wireup.rendezvous import who_am_i
-from mlflash.wireup.store_client import StoreLost
-from mlflash.wireup.zygote_client import ZygoteLost
+from mlflash.wireup.agent_client import AgentLost, Departure, HubLost
+from mlflash.wireup.launch import CourierEnded, RankDeparted, StartFailed
+from mlflash.wireup.rendezvous import Meeting, who_am_i
 
 if TYPE_CHECKING:
     from history import History
 
 _FIRST_FD = 1_000_000  # numbers of simulated descriptors
 _LOOK_S = 1.0  # between two checks whether a wait is useless
-_LINGERS_S = 4.0  # from the end of a trainer to that of its zygote
+_LINGERS_S = 4.0  # from the end of a trainer to that of its agent
 _TOLD_S = 0.01  # until other ranks hear of an end, at the least
 
 
@@ -192,7 +190,7 @@ class World:
 
 
 class Store:
-    """The store of rank 0, at which the trainers of one meeting agree on epochs.
+    """The hub of rank 0, at which the trainers of one meeting agree on epochs.
 
     Attributes:
         departures: ranks that have left the job.
@@ -235,60 +233,53 @@ class Store:
 WORLD = World()
 
 
-class Zygote:
-    """Stands for `mlflash.wireup.zygote_client.ZygoteClient`.
+class Agent:
+    """Stands for `mlflash.wireup.agent_client.AgentClient`.
 
     Attributes:
-        process: itself, which can be killed.
-        at_end: called when it has ended.
+        is_lost: whether it was closed.
+        at_end: called then.
     """
 
     def __init__(self) -> None:
-        self.left: set[str] = set()
-        self.process, self.is_over = self, False
+        self.is_lost = False
         self.at_end: list[Any] = []
 
     def check(self) -> None:
-        if self.is_over:
-            raise ZygoteLost("the zygote has ended")
+        if self.is_lost:
+            raise AgentLost("the agent has ended")
 
-    def vendor(self, _: float) -> str:
-        self.check()
-        return "MPICH"
-
-    def kill(self) -> None:
-        if not self.is_over:
-            self.is_over = True
+    def close(self) -> None:
+        if not self.is_lost:
+            self.is_lost = True
             for call in self.at_end:
                 call()
-
-    def stop(self, _: float) -> None:
-        self.kill()
 
 
 class Couriers:
     """Stands for `mlflash.wireup.launch.Couriers`."""
 
-    def __init__(self, entry_point: str, environment: Any, timeout_s: float, *, zygote: Zygote,
+    def __init__(self, entry_point: str, environment: Any, timeout_s: float, *, agent: Agent,
                  meeting: Meeting | None = None, **more: Any):  # fmt: skip
         self._trainer = WORLD.kernel.current.process  # type: ignore[union-attr]
-        me = who_am_i(environment) if meeting is None or meeting.me is None else meeting.me
+        me = who_am_i(environment) if meeting is None else meeting.me
         self.rank, self.size = me.rank, me.size
         self.met, self.freed, self._number = "simulated", frozenset[str](), 0
         self._running: Any = None
         self._is_given_up = False
-        self.zygote, text = zygote, ""
+        self.agent, text = agent, ""
         self._check_meeting = meeting.check if meeting is not None else lambda: None
         try:
             if meeting is not None:
-                self.zygote.check()
+                self.agent.check()
+                assert meeting.share is not None
                 text = meeting.share(None if self.rank else f"store {len(WORLD.stores)}", timeout_s)
             self._store = WORLD.stores.setdefault(text, Store(len(WORLD.stores)))
             WORLD.newest[self._trainer] = self
-            self._watch_zygote()
+            self._watch_agent()
             self._check()
         except BaseException:
-            self.zygote.kill()
+            self.agent.close()
             raise
 
     @property
@@ -297,21 +288,21 @@ class Couriers:
             raise CourierEnded("there is no courier")
         return self._running
 
-    def _watch_zygote(self) -> None:
-        self.zygote.at_end.append(self._end_courier)
+    def _watch_agent(self) -> None:
+        self.agent.at_end.append(self._end_courier)
         if self.rank == 0:
-            self.zygote.at_end.append(self._store.lose)
+            self.agent.at_end.append(self._store.lose)
 
     def _check(self) -> None:
         if self._is_given_up:
             raise CourierEnded("these couriers were given up")
         self._check_meeting()
 
-    def _replace_zygote(self) -> None:
+    def _replace_agent(self) -> None:
         if self._is_given_up:
             raise CourierEnded("these couriers were given up")
-        self.zygote = Zygote()
-        self._watch_zygote()
+        self.agent = Agent()
+        self._watch_agent()
         self._store.is_lost &= self.rank != 0
 
     def next_epoch(self, timeout_s: float, freed: Any = ()) -> None:
@@ -319,8 +310,8 @@ class Couriers:
         self._kill()
         end = kernel.now + timeout_s
         kernel.point("epoch")
-        if self.zygote.is_over:
-            self._replace_zygote()
+        if self.agent.is_lost:
+            self._replace_agent()
         epoch = store.epochs.setdefault(number, Epoch(number))
         epoch.came[self.rank] = list(freed)
         store.tell()
@@ -338,7 +329,7 @@ class Couriers:
             self._make(epoch)
         self.freed = frozenset(name for names in epoch.came.values() for name in names)
         self._number = number
-        self.zygote.check()
+        self.agent.check()
         self._fork(epoch)
 
     def _make(self, epoch: Epoch) -> None:
@@ -363,7 +354,7 @@ class Couriers:
         WORLD.trainers[pidfd] = trainer
         machine.MPI.worlds[courier] = network.world(courier)
         running = SimpleNamespace(
-            number=epoch.number, trainer=ours, pid=courier.pid, cores=None, process=courier, is_up=False
+            number=epoch.number, trainer=ours, pid=courier.pid, cores=frozenset(), process=courier, is_up=False
         )
         forked = SimpleNamespace(trainer=theirs, trainer_pidfd=pidfd, has_mpi=True, trains_on=frozenset(),
                                  tell_mpi_is_up=lambda: setattr(running, "is_up", True))  # fmt: skip
@@ -398,7 +389,7 @@ class Couriers:
             self._store.check()
             self._check()
             if self._store.is_lost:
-                raise StoreLost("the store has ended")
+                raise HubLost("the hub has ended")
             self._store.wait(WORLD.kernel.now + _LOOK_S)
 
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
@@ -406,7 +397,7 @@ class Couriers:
 
     def give_up(self) -> None:
         self._is_given_up = True
-        self.zygote.kill()
+        self.agent.close()
 
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
         if self._running is not None and not kill:
@@ -418,21 +409,20 @@ class Couriers:
             WORLD.kernel.after(_TOLD_S, lambda: self._store.depart(ending))
         self._kill()
         if kill:
-            self.zygote.kill()
+            self.agent.close()
 
-
-def _check_start(running: Any, zygote: Any) -> None:
-    if running.number == 1 and not running.is_up:
-        raise StartFailed("the first courier has ended before MPI was up")
+    def check_start(self) -> None:
+        if self.courier.number == 1 and not self.courier.is_up:
+            raise StartFailed("the first courier has ended before MPI was up")
 
 
 def install() -> None:
     """Replace what would start real couriers, once."""
-    courier_link.Couriers, courier_link.check_start = Couriers, _check_start  # type: ignore[misc,assignment]
+    courier_link.Couriers = Couriers  # type: ignore[misc,assignment]
     channel.socket = Sockets  # type: ignore[assignment]
     courier_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
     courier_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
-    linked.start_zygote = lambda size: Zygote()  # type: ignore[assignment,return-value]
+    linked.find_agent = lambda config, size: Agent()  # type: ignore[assignment,return-value]
 
 
 def begin(kernel: Scheduler, history: History) -> None:

@@ -1,6 +1,6 @@
 """Recovery in place: real trainers in `keep_alive`, the real `Membership`, and messages between them that take a while.
 
-Simulated is what lies between: `launcher.kept_ranks`, an agent on each host, and the host's file locks.
+Simulated is what lies between: `launcher.kept_ranks`, the agent of each host, and the host's file locks.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import couriers
@@ -29,8 +27,8 @@ from mlflash.crash_points import POINTS
 from mlflash.launcher.kept_ranks import how_it_ended
 from mlflash.launcher.membership import Deadlines, Member, Membership
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.wireup.frames import Frames, pack
 from mlflash.wireup.launcher_variables import KEPT
+from mlflash.wireup.lines import Lines, pack
 
 if TYPE_CHECKING:
     from history import History
@@ -52,8 +50,9 @@ class _Trainers(couriers.Socket):
     def settimeout(self, _: None) -> None:
         pass
 
-    def setsockopt(self, *_: int) -> None:
-        pass
+    def sendmsg(self, parts: list[bytes], _: object) -> int:
+        self.sendall(parts[0])
+        return len(parts[0])
 
 
 class _Line(couriers.Socket):
@@ -63,11 +62,10 @@ class _Line(couriers.Socket):
 
     def __init__(self, supervisor: Supervisor):
         super().__init__(supervisor.kernel, supervisor.delay)
-        self._supervisor, self._frames = supervisor, Frames(1 << 16)
+        self._supervisor, self._received = supervisor, Lines(1 << 16)
 
     def _arrive(self, data: bytes, fds: list[int] | None = None) -> None:
-        self._frames.add(data)
-        for message in self._frames.messages():
+        for message in self._received.add(data):
             self._supervisor.take(self, message)
 
 
@@ -111,7 +109,7 @@ class Supervisor:
         self._launch.trainers.append(process)
         self.processes[name], self._host_of[process] = process, host
         environment = process.globals[os, "environ"]
-        environment[KEPT] = json.dumps({"address": ["supervisor", 1], "token": "t", "name": name, "size": size})
+        environment[KEPT] = json.dumps({"socket": "supervisor", "name": name, "size": size})
         process.at_death.append(lambda: self._died(name, host))
         return process
 
@@ -126,13 +124,13 @@ class Supervisor:
         return ours
 
     def take(self, line: _Line, message: dict[str, Any]) -> None:
-        """Do what `MemberService` does with a message of a process."""
+        """Do what `KeptRanks` does with a message of a process."""
         membership, name, now = self.membership, line.name, self.kernel.now
         self.kernel.note(f"supervisor hears {name} {message}")
         if self._is_closed or (name and self._host_of[self.processes[name]] in self._dead):
             return
         match message:
-            case {"token": _, "name": str(name)}:
+            case {"name": str(name)}:
                 line.name, self._lines[name] = name, line
                 for told in self._untold.pop(name, []):
                     self.tell(name, told)
@@ -374,10 +372,7 @@ _LOCKS: dict[tuple[int, int, int], Process] = {}
 
 def install() -> None:
     """Replace the connection to the supervisor, and locks of files: they would not exclude simulated processes."""
-    decider_link.socket = SimpleNamespace(  # type: ignore[assignment]
-        create_connection=lambda address, timeout_s: couriers.WORLD.history.supervisor.connect(),
-        IPPROTO_TCP=socket.IPPROTO_TCP, TCP_NODELAY=socket.TCP_NODELAY,
-    )  # fmt: skip
+    decider_link._connect = lambda name: couriers.WORLD.history.supervisor.connect()  # type: ignore[assignment]
     close = NodeDirectory.close
 
     def try_lock(held: NodeDirectory, start: int, length: int) -> bool:

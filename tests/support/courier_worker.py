@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,7 +23,8 @@ from traps import set_traps
 from waiting import PATIENCE_S, hang, until
 
 import mlflash
-from mlflash.wireup.zygote_client import ZygoteClient
+from mlflash.wireup.agent_client import AgentClient
+from mlflash.wireup.launch import Couriers, RunningCourier
 
 RANK = int(os.environ.get("RANK") or os.environ.get("PMI_RANK", "0"))
 
@@ -37,9 +39,9 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def train(settings: dict[str, Any], kills: str = "") -> None:
-    """Restore, save three steps, and lose a courier or a zygote: see `_lose_the_courier`."""
+    """Restore, save three steps, and lose a courier or an agent: see `_lose_the_courier`."""
     logging.getLogger("mlflash").addHandler(_Note())
-    if kills == f"first zygote {RANK}":
+    if kills == f"first agent {RANK}":
         _kill_at_the_first_fork()
     with mlflash.Checkpointer(**settings) as ckpt:
         state = state_at(0)
@@ -56,31 +58,31 @@ def train(settings: dict[str, Any], kills: str = "") -> None:
 
 
 def _kill_at_the_first_fork() -> None:
-    """Kill the first zygote when it would fork the first courier."""
-    fork = ZygoteClient.fork
+    """Kill the first agent when it would fork the first courier."""
+    channel = AgentClient.channel
 
-    def killed(zygote: ZygoteClient, *args: Any) -> int:
-        ZygoteClient.fork = fork  # type: ignore[method-assign]
-        zygote.process.kill()
-        return fork(zygote, *args)
+    def killed(agent: AgentClient, number: int) -> socket.socket:
+        AgentClient.channel = channel  # type: ignore[method-assign]
+        os.kill(agent.pid, signal.SIGKILL)
+        return channel(agent, number)
 
-    ZygoteClient.fork = killed  # type: ignore[method-assign]
+    AgentClient.channel = killed  # type: ignore[method-assign]
 
 
 def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
     """Kill the courier of rank 1, "twice" the next one too before it is up; save until a step is committed again.
 
-    "zygote 0" kills the zygote of that rank, and its next two while they start; "first zygote 0" was killed before.
+    "agent 0" kills the agent of that rank, and its next two while they start; "first agent 0" was killed before.
     """
     start = time.perf_counter()
     if kills == "busy":  # in the middle of a save, as a rule
         ckpt.save(99, state_at(99))
-    if kills == f"zygote {RANK}":
-        zygote = lambda: ckpt._courier._link.couriers.zygote.process.pid
+    if kills == f"agent {RANK}":
+        agent = lambda: ckpt._courier._link.couriers.agent.pid
         for _ in range(3):
-            os.kill(last := zygote(), signal.SIGKILL)
-            until(lambda last=last: zygote() != last, "the next zygote", look_s=0.0005)
-    elif RANK == 1 and "zygote" not in kills:
+            os.kill(last := agent(), signal.SIGKILL)
+            until(lambda last=last: agent() != last, "the next agent", look_s=0.0005)
+    elif RANK == 1 and "agent" not in kills:
         os.kill(first := ckpt._courier._link.pid, signal.SIGKILL)
         if kills == "twice":
             until(lambda: ckpt._courier._link.pid != first, "the next courier", look_s=0.0005)
@@ -102,7 +104,7 @@ def mpi_fails(settings: dict[str, Any], point: str) -> None:
 
 
 def weigh(settings: dict[str, Any]) -> None:
-    """Say what courier and zygote take of memory, after saves of more than what MPI keeps of one."""
+    """Say what courier and agent take of memory, after saves of more than what MPI keeps of one."""
     with mlflash.Checkpointer(**settings) as ckpt:
         state = {"a": np.random.default_rng(RANK).standard_normal(2 << 20), "step": 0}
         ckpt.restore(state)
@@ -110,7 +112,7 @@ def weigh(settings: dict[str, Any]) -> None:
             ckpt.save(step, state).wait()
         link = ckpt._courier._link
         note("weight", rank=RANK, slots=sum(slot["nbytes"] for slot in ckpt.report()["slots"]),
-             courier=resident(link.pid), zygote=resident(link.couriers.zygote.process.pid))  # fmt: skip
+             courier=resident(link.pid), agent=resident(link.couriers.agent.pid))  # fmt: skip
 
 
 def stay(settings: dict[str, Any]) -> None:
@@ -118,7 +120,7 @@ def stay(settings: dict[str, Any]) -> None:
     with mlflash.Checkpointer(**settings) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         link = ckpt._courier._link
-        note("up", rank=RANK, trainer=os.getpid(), zygote=link.couriers.zygote.process.pid, courier=link.pid,
+        note("up", rank=RANK, trainer=os.getpid(), agent=link.couriers.agent.pid, courier=link.pid,
              is_a=ckpt.report()["courier"])  # fmt: skip
         hang()
 
@@ -279,19 +281,19 @@ def later(settings: dict[str, Any]) -> None:
 
 def fail_to_start(settings: dict[str, Any], dies: int | None = None) -> None:
     """Find no courier; ``dies``: the rank of which each courier is killed soon after it is forked."""
-    fork = ZygoteClient.fork
+    next_epoch = Couriers.next_epoch
 
-    def killed(zygote: ZygoteClient, *args: Any) -> int:
-        os.kill(pid := fork(zygote, *args), signal.SIGSTOP)
-        threading.Timer(0.1, kill, (pid,)).start()
-        return pid
+    def killed(couriers: Couriers, *args: Any) -> RunningCourier:
+        os.kill((running := next_epoch(couriers, *args)).pid, signal.SIGSTOP)
+        threading.Timer(0.1, kill, (running.pid,)).start()
+        return running
 
     def kill(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
     if dies == RANK:
-        ZygoteClient.fork = killed  # type: ignore[method-assign]
+        Couriers.next_epoch = killed  # type: ignore[method-assign]
     logging.getLogger("mlflash").addHandler(_Note())
     start = time.monotonic()
     try:

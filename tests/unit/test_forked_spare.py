@@ -13,8 +13,8 @@ from processes import killed_in_the_end
 from unit.kept_job import is_gone
 from waiting import PATIENCE_S, until
 
+from mlflash.agent.ranks import is_stopped
 from mlflash.in_place import forked_spare
-from mlflash.launcher import host_agent
 
 PROGRAM = """
 import os, random, signal, sys, threading, time
@@ -98,8 +98,8 @@ def test_who_kills_the_seed_kills_the_child(child: tuple[subprocess.Popen[str], 
 
 def test_a_stopped_child_counts_as_its_seed_does(child: tuple[subprocess.Popen[str], int]) -> None:
     seed, pid = child
-    assert not host_agent._is_stopped(seed.pid)
+    assert not is_stopped(seed.pid)
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: host_agent._is_stopped(seed.pid), "the agent to see that it is stopped")
+    until(lambda: is_stopped(seed.pid), "the agent to see that it is stopped")
     os.kill(pid, signal.SIGCONT)
-    until(lambda: not host_agent._is_stopped(seed.pid), "the agent to see that it goes on")
+    until(lambda: not is_stopped(seed.pid), "the agent to see that it goes on")

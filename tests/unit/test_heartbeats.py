@@ -155,15 +155,15 @@ class Nodes:
 
     def __init__(self, shm: Path):
         self._shm = shm
-        self.kills: list[Sequence[str]] = []
+        self.kills: list[list[int]] = []
 
-    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float, behind_s: float = 0) -> dict[str, str]:
-        if argv[0] == "kill":
-            self.kills.append(argv)
+    def ask(self, hosts: list[str], what: str, timeout_s: float, behind_s: float = 0, **fields: Any) -> dict[str, Any]:
+        if what == "stacks":
+            self.kills.append(fields["pids"])
             return {}
         found = read_heartbeats(str(self._shm), "j")
         rest = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": []}
-        return {"a": json.dumps(rest | {"heartbeats": found.heartbeats, "unread": found.unread})}
+        return {"a": rest | {"heartbeats": found.heartbeats, "unread": found.unread}}
 
 
 def test_two_processes_write_their_parts_at_the_same_time_and_readers_find_both_whole(
@@ -205,7 +205,7 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
     watch = Watch(looks, "r", NodeAssignment(("a",), 4), 0)
     looks.look(["a"])
     looks.show_stacks(["a"], "r")
-    assert nodes.kills == [["kill", f"-{heartbeat.SHOW_STACKS}", str(os.getpid()), str(courier.pid)]]
+    assert nodes.kills == [[os.getpid(), courier.pid]]
     assert watch.dead() == "" and "courier" not in caplog.text
     courier.kill()
     said = heard(shm)
@@ -220,7 +220,7 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
         assert watch.dead() == ""
     assert caplog.text.count(f"a: the courier of rank 1 (pid {courier.pid}) died, and its trainer goes on") == 1
     looks.show_stacks(["a"], "r")
-    assert nodes.kills[-1][2:] == [str(os.getpid())]
+    assert nodes.kills[-1] == [os.getpid()]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a container is made by root")

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,23 +15,28 @@ from pathlib import Path
 
 import pytest
 from processes import described, killed_in_the_end, left_here, started_by
-from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, parent, speak
+from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, parent
 from waiting import until
 
-from mlflash.launcher.kept_ranks import KeptRanks, OnKeptHosts
+from mlflash.launcher.agents import Agents
+from mlflash.launcher.kept_ranks import KeepingAgents, KeptRanks
 from mlflash.launcher.launch_system import NodeAssignment, RunLog
 from mlflash.launcher.membership import Deadlines
-from mlflash.wireup.frames import pack
+from mlflash.launcher.on_ssh import OnSsh
+from mlflash.wireup.lines import pack
 
 LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
 SUPERVISOR = """
 import sys, threading
-from mlflash.launcher.kept_ranks import OnKeptHosts
+from mlflash.launcher.agents import Agents
+from mlflash.launcher.kept_ranks import KeepingAgents
 from mlflash.launcher.membership import Deadlines
 from mlflash.launcher.launch_system import NodeAssignment, RunLog
-launcher = OnKeptHosts(["a", "b"], {shell!r}, 0, Deadlines(2.0), RunLog(None))
-ranks = launcher.train(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
-threading.Event().wait()
+from mlflash.launcher.on_ssh import OnSsh
+with Agents(OnSsh(["a", "b"], {shell!r}), ["a", "b"], 2.0) as agents:
+    keeping = KeepingAgents(agents, 0, Deadlines(2.0), RunLog(None))
+    keeping.start(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
+    threading.Event().wait()
 """
 Start = Callable[..., KeptRanks]
 
@@ -53,18 +59,19 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def start(tmp_path: Path, shell: str) -> Iterator[Start]:
     """Starts a program on hosts, of which some have ranks; nothing of it is left in the end."""
-    before, started = mine(), list[KeptRanks]()
+    before, started, opened = mine(), list[KeptRanks](), list[Agents]()
     seen: set[int] = set()
 
     def begin(hosts: str, spare_hosts: str = "", per_node: int = 1, spares: int = 0, lost_s: float = LATER_S,
               program: str = RANK) -> KeptRanks:  # fmt: skip
         names = [*hosts.split(","), *filter(None, spare_hosts.split(","))]
-        launcher = OnKeptHosts(names, shell, spares, Deadlines(lost_s), RunLog(tmp_path / "run.jsonl"))
+        opened.append(Agents(OnSsh(names, shell), names, lost_s).__enter__())
+        launcher = KeepingAgents(opened[-1], spares, Deadlines(lost_s), RunLog(tmp_path / "run.jsonl"))
         argv = [sys.executable, "-c", program, str(tmp_path)]
-        started.append(launcher.train(NodeAssignment(tuple(hosts.split(",")), per_node), argv, {}))
+        started.append(launcher.start(NodeAssignment(tuple(hosts.split(",")), per_node), argv, {}))
         Said(tmp_path).seats(1)
         seen.update(started_by({os.getpid()}))
-        membership = started[-1]._service.membership
+        membership = started[-1].membership
         until(lambda: membership._phase == "training", "all to have begun: who is lost before that is not replaced")
         return started[-1]
 
@@ -73,6 +80,8 @@ def start(tmp_path: Path, shell: str) -> Iterator[Start]:
     for ranks in started:
         ranks.end(0)
         assert ranks.poll() is not None
+    for agents in opened:
+        agents.close()
     all_gone(*seen)
     until(lambda: not left_here(), lambda: f"the end of {sorted(map(described, left_here()))}")
     until(lambda: mine() <= before, lambda: f"the end of {mine() - before}")
@@ -138,29 +147,44 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     end_well(ranks, tmp_path)
 
 
+def speak(address: tuple[str, int] | str, said: bytes) -> None:
+    """Connect, say something, and wait until the other end has no more of that."""
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as sock:
+        sock.settimeout(60.0)
+        sock.connect(address)
+        sock.sendall(said)
+        try:
+            while sock.recv(4096):
+                pass
+        except ConnectionResetError:  # there was more than it has read
+            pass
+
+
 def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = start("a,b", "c")
     said = Said(tmp_path)
     until(lambda: len(said.begun()) == 3, "the spare")
-    right = {"token": ranks._service.token, "name": "b#0"}
-    wrong = ({"token": "0" * 32, "name": "b#0"}, {"token": "\N{SNOWMAN}", "host": "a"}, {"token": None, "host": "a"},
+    agents, token = ranks._agents.address, ranks._agents.token
+    wrong = ({"token": "0" * 32, "host": "b"}, {"token": "\N{SNOWMAN}", "host": "a"}, {"token": None, "host": "a"},
+             {"token": token, "host": "a"}, {"token": token, "host": "nobody"}, {"token": token},
              {"ended": "a#0", "code": 1}, [], 7, None, "token")  # fmt: skip
     for message in wrong:
-        speak(ranks, pack(message) + pack({"left": 1}) + pack({"ended": "a#0", "code": 1}))
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 99, b"\0\0\0\4{]\0\xff", b"\0\0\xff\xff" + b"[" * 0xFFFF):
-        speak(ranks, garbage)
-    for odd in ({"left": "x"}, {"left": []}, {"trains": 1}, {"text": 1, "what": "port"}, 7):
-        speak(ranks, pack(right) + pack(odd))
-    speak(ranks, pack({"token": ranks._service.token, "name": "nobody"}) + pack({"ready": True}))
-    assert said.seats(1) and not said.of("heard") and ranks.poll() is None
+        speak(agents, pack(message) + pack({"from": "b#0", "says": {"left": 1}}) + pack({"ended": "a#0", "code": 1}))
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 99 + b"\n", b"{]\0\n", b"[" * 0xFFFF):
+        speak(agents, garbage)
+    (environment,) = (Path(f"/proc/{pid}/environ").read_bytes() for pid in [said.seats(1)[1]])
+    (kept,) = (word for word in environment.split(b"\0") if word.startswith(b"MLFLASH_KEPT="))
+    socket_of_b = "\0" + json.loads(kept.partition(b"=")[2])["socket"]
+    for stranger in ({"name": "nobody"}, {"left": 1}, [], 7, "b#0"):
+        speak(socket_of_b, pack(stranger) + pack({"left": 1}))
     before = said.seats(1)
+    (tmp_path / "odd").touch()
+    until(lambda: len(said.of("odd")) == 2, "what both ranks say that nobody understands")
+    until(lambda: "sent a message that cannot be read" in capfd.readouterr().err, "a word of that")
+    assert not said.of("heard") and ranks.poll() is None
     os.kill(before[0], signal.SIGKILL)
     assert said.seats(2) == [said.begun()["c#0"], before[1]]
     end_well(ranks, tmp_path)
-    assert (
-        "an unknown process sent a message that cannot be read: ValueError('not the token of this job')"
-        in capfd.readouterr().err
-    )
 
 
 SILENT = """
@@ -181,7 +205,7 @@ def test_a_thousand_silent_connections_keep_no_rank_from_being_replaced(start: S
         said = Said(tmp_path)
         until(lambda: len(said.begun()) == 3, "the spare")
         first, second = said.seats(1)
-        words = [sys.executable, "-c", SILENT, *map(str, ranks._service.address)]
+        words = [sys.executable, "-c", SILENT, *map(str, ranks._agents.address)]
         with killed_in_the_end(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
             assert stranger.stdout and stranger.stdout.readline() == b"there 0\n"
             os.kill(second, signal.SIGKILL)

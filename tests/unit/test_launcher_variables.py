@@ -69,7 +69,7 @@ def test_what_contradicts_itself_is_refused(environment: dict[str, str], text: s
         launched(environment)
 
 
-def test_a_zygote_knows_of_no_launcher_and_sees_no_gpu() -> None:
+def test_an_agent_knows_of_no_launcher_and_sees_no_gpu() -> None:
     tuning = {
         "MPIR_CVAR_CH4_NETMOD": "ofi",
         "UCX_TLS": "tcp",

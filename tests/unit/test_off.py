@@ -49,7 +49,7 @@ assert not mlflash.Checkpointer().enabled
 SAID = "mlflash is off (MLFLASH_DISABLE=1): nothing is saved in memory, and nothing is restored from there\n"
 DISABLED = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI", "SLURM"))}
 DISABLED |= {"MLFLASH_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-RUN = ["-m", "mlflash", "run", "-N", "1", "--launcher", "mpiexec", "--job", "j", "--max-restarts", "0"]
+RUN = ["-m", "mlflash", "run", "-N", "1", "--job", "j", "--max-restarts", "0"]
 
 
 def run(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:

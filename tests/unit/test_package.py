@@ -28,7 +28,7 @@ REPO = Path(__file__).parents[2]
 
 ROOT = REPO / "mlflash"
 
-MAY_IMPORT_MPI = {"mpi/world.py", "wireup/zygote.py"}
+MAY_IMPORT_MPI = {"mpi/world.py", "agent/fork_server.py"}
 MAY_IMPORT_TORCH = {"state", "storage", "saving", "exports", "inspection", "commands", "doctor", "demo"}
 
 

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import until
 
-from mlflash.wireup.key_value_store import KeyValueStore, listen
-from mlflash.wireup.pmi_server import PmiServer
+from mlflash.agent.pmi_server import NodeEpoch, PmiServer
 from mlflash.wireup.process_mapping import blocks, mapping, nodes_of
-from mlflash.wireup.store_client import StoreClient
 
 
 def read_as_mpich(text: str, size: int) -> list[int]:
@@ -41,52 +38,75 @@ def test_any_nodes_come_back(nodes: list[int]) -> None:
     assert nodes_of(blocks(nodes), len(nodes)) == numbered
 
 
-class Client:
-    """An MPI process of two on a node, as the server sees it, and the event loop that both stand in."""
+class Node:
+    """The MPI processes of a node, as its agent sees them. ``fences``: what was said at each barrier."""
 
-    def __init__(self, store: KeyValueStore, rank: int):
-        self.store = store
-        self.asking = StoreClient(store.address, store.token)
+    def __init__(self, ranks: int):
+        self.fences: list[tuple[int, dict[str, str]]] = []
+        self.epoch = NodeEpoch("e1", [0] * ranks, ranks, lambda number, puts: self.fences.append((number, puts)))
+        self.clients = [Client(self.epoch) for _ in range(ranks)]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+class Client:
+    """An MPI process, as the server sees it."""
+
+    def __init__(self, epoch: NodeEpoch):
         self.sock, its = socket.socketpair()
         self.sock.setblocking(False)
-        self.server = PmiServer(its, "e1", rank, [0, 0], self.asking)
-        self.received = b""
-
-    def turn(self) -> None:
-        self.store.step()
-        self.asking.step()
-        if self.server.fileno() >= 0:
-            self.server.receive()
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            self.received += self.sock.recv(1 << 16)
+        self.server = PmiServer(its, epoch)
 
     def say(self, line: str) -> None:
         self.sock.sendall(line.encode() + b"\n")
+        self.server.receive()
+
+    def heard(self) -> str:
+        """What has come since the last time."""
+        with contextlib.suppress(BlockingIOError):
+            return self.sock.recv(1 << 16).decode()
+        return ""
 
     def ask(self, line: str) -> str:
         self.say(line)
-        until(lambda: self.turn() or b"\n" in self.received or self.server.error, "an answer")
         assert self.server.error is None, self.server.error
-        answer, _, self.received = self.received.partition(b"\n")
-        return answer.decode()
-
-    def error(self) -> str:
-        until(lambda: self.turn() or self.server.error, "an error")
-        return str(self.server.error)
+        return self.heard().removesuffix("\n")
 
     def close(self) -> None:
         self.server.close()
-        self.asking.close()
         self.sock.close()
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
-    store = KeyValueStore(listen())
-    client = Client(store, 0)
-    yield client
-    client.close()
-    store.close()
+def node() -> Iterator[Node]:
+    node = Node(2)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def client(node: Node) -> Client:
+    return node.clients[0]
+
+
+def test_what_a_rank_puts_all_get_after_the_barrier_of_all_nodes(node: Node) -> None:
+    one, other = node.clients
+    get = "cmd=get kvsname=e1 key={}"
+    assert one.ask("cmd=put kvsname=e1 key=a value=1") == "cmd=put_result rc=0 msg=success"
+    assert one.ask("cmd=barrier_in") == "" and not node.fences
+    assert other.ask("cmd=barrier_in") == "" and node.fences == [(1, {"a": "1"})]
+    node.epoch.fenced(1, {"a": "1", "b": "of another node"})
+    assert [client.heard() for client in node.clients] == ["cmd=barrier_out rc=0\n"] * 2
+    assert other.ask(get.format("a")) == "cmd=get_result rc=0 msg=success value=1"
+    assert one.ask(get.format("b")) == "cmd=get_result rc=0 msg=success value=of another node"
+    assert one.ask(get.format("c")) == "cmd=get_result rc=-1 msg=key_not_found value=unknown"
+    assert one.ask(get.format("PMI_process_mapping")) == "cmd=get_result rc=0 msg=success value=(vector,(0,1,2))"
+    one.ask("cmd=put kvsname=e1 key=d value=2")
+    for client in node.clients:
+        client.ask("cmd=barrier_in")
+    assert node.fences[1:] == [(2, {"d": "2"})], "only what is new"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +124,7 @@ def client() -> Iterator[Client]:
 )
 def test_what_is_no_pmi_ends_the_process_that_sent_it(client: Client, line: str, why: str) -> None:
     client.say(line)
-    assert re.search(why, client.error())
+    assert re.search(why, str(client.server.error))
     assert client.server.fileno() == -1
 
 
@@ -122,14 +142,11 @@ line = st.binary(max_size=60) | st.builds(
 @settings(max_examples=60)
 @given(st.lists(line, max_size=6))
 def test_no_process_can_break_the_server(lines: list[bytes]) -> None:
-    store = KeyValueStore(listen())
-    client, other = Client(store, 0), Client(store, 1)
+    node = Node(2)
+    client, other = node.clients
     try:
         client.sock.sendall(b"\n".join([*lines, b""]))
-        for _ in range(5):
-            client.turn()
+        client.server.receive()
         assert other.ask("cmd=put kvsname=e1 key=x value=y") == "cmd=put_result rc=0 msg=success"
     finally:
-        client.close()
-        other.close()
-        store.close()
+        node.close()

@@ -1,8 +1,8 @@
-"""How ranks find each other without MPI: each way, what else may listen there, and what is said when none fits."""
+"""How ranks find each other without MPI: each way, what they know, and what is said when none fits."""
 
 from __future__ import annotations
 
-import socket
+import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,38 +12,35 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from mlflash.errors import UnsafePath, WorldMismatch
-from mlflash.wireup.frames import pack
+from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
 from mlflash.wireup.launcher_variables import Launched
-from mlflash.wireup.rendezvous import ask, give, rendezvous, way, who_am_i
+from mlflash.wireup.rendezvous import meeting_of, ports_of, who_am_i
+from mlflash.wireup.secret import TOKEN, token_of
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+PORTS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    mine = "1" * 32
-    with ThreadPoolExecutor(3) as ranks:
-        giver = ranks.submit(give, listener, mine, 3, TEXT, PATIENCE_S)
-        strangers = [socket.create_connection(address, PATIENCE_S) for _ in range(70)]  # some are closed for the next
-        for sent in (pack("2" * 32), pack([mine]), pack([1, "get", "text"]), b"GET / HTTP"):
-            with socket.create_connection(address, PATIENCE_S) as sock:
-                sock.sendall(sent)
-                try:
-                    assert sock.recv(1) == b""
-                except ConnectionError:
-                    pass
-        silent = socket.create_server(("127.0.0.1", 0))
-        addresses = [silent.getsockname(), address]
-        askers = [ranks.submit(ask, addresses, "here", mine, rank, PATIENCE_S) for rank in (1, 2)]
-        assert [asker.result(PATIENCE_S) for asker in askers] == [TEXT, TEXT] and giver.result(PATIENCE_S) is None
-    for sock in [*strangers, silent]:
-        sock.close()
+def share(environment: dict[str, str], me: Launched, text: str | None, directory: Path) -> str:
+    how = meeting_of(environment, me, directory, PATIENCE_S).share
+    assert how is not None
+    return how(text, PATIENCE_S)
 
 
-# A directory
+def test_ranks_of_one_host_meet_by_a_file_that_only_this_user_can_read(tmp_path: Path) -> None:
+    place = tmp_path / "private"
+    ranks = [Launched(rank, 3, rank, "prterun") for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        askers = [threads.submit(share, PRTERUN, me, None, place) for me in ranks[1:]]
+        assert share(PRTERUN, ranks[0], TEXT, place) == TEXT
+        assert [asker.result(PATIENCE_S) for asker in askers] == [TEXT, TEXT]
+    (file,) = place.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    late = meeting_of({**PRTERUN, "PMIX_NAMESPACE": "another launch"}, ranks[1], place, PATIENCE_S).share
+    assert late is not None
+    with pytest.raises(DeadlineExceeded, match="for rank 0 to say in"):
+        late(None, 0.02)
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
@@ -51,9 +48,9 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(0o755)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(UnsafePath, match="nobody else may enter it"):
-        rendezvous(PRTERUN, me, TEXT, tmp_path / "open", PATIENCE_S)
+        share(PRTERUN, me, TEXT, tmp_path / "open")
     with pytest.raises(UnsafePath, match="cannot be opened as a directory"):
-        rendezvous(PRTERUN, me, TEXT, tmp_path / "link", PATIENCE_S)
+        share(PRTERUN, me, TEXT, tmp_path / "link")
 
 
 @pytest.mark.parametrize(
@@ -62,18 +59,60 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
         ({}, "hydra"),
         ({"PMIX_NAMESPACE": "x", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "prterun"),  # not on one host
         ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}, "srun"),
-        ({"MASTER_ADDR": "host"}, "torchrun"),
+        ({"MASTER_ADDR": "localhost"}, "torchrun"),
         ({"PMI_FD": "999", "PMI_RANK": "0", "PMI_SIZE": "3"}, "hydra"),  # which something has closed
     ],
 )
-def test_where_no_way_fits_it_is_said_what_to_set(environment: dict[str, str], launcher: str, tmp_path: Path) -> None:
-    me = Launched(0, 3, None, launcher)
-    assert way(environment, me) == ""
-    assert way({**environment, "MASTER_ADDR": "host", "MASTER_PORT": "1"}, me) == "MASTER_ADDR and MASTER_PORT"
-    assert way(environment, Launched(0, 1, None, launcher)) == "there is one rank"
+def test_where_no_way_fits_it_is_said_what_to_set(
+    environment: dict[str, str], launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    me, place = Launched(0, 3, None, launcher), tmp_path / "private"
+    assert meeting_of({**environment, **PORTS}, me, place, PATIENCE_S).how == "MASTER_ADDR and MASTER_PORT"
+    assert meeting_of(environment, Launched(0, 1, None, launcher), place, PATIENCE_S).how == "one rank"
     with pytest.raises(WorldMismatch, match="set MASTER_ADDR to the name of rank 0's host and MASTER_PORT") as caught:
-        rendezvous(environment, Launched(0, 3, None, launcher), TEXT, tmp_path / "private", PATIENCE_S)
+        meeting_of(environment, me, place, PATIENCE_S)
     assert ("MASTER_ADDR" in str(caught.value.found)) == ("MASTER_ADDR" not in environment)
+
+
+# MASTER_PORT, and the secret of a user
+
+
+def test_all_ranks_of_a_launch_know_ports_and_token_and_no_other_launch_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def ports(rank: int, size: int = 4, port: str = "29500", **more: str) -> Any:
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+        return meeting_of(environment, Launched(rank, size, None, "torchrun"), tmp_path / "private", PATIENCE_S).ports
+
+    mine = ports(0)
+    assert mine == ports(3) and mine.ports == list(range(22500, 22516)) and mine.hosts == [""]
+    assert mine.places[0] == ("127.0.0.1", 22500)
+    others = [ports(0, size=5), ports(0, port="29501"), ports(0, TORCHELASTIC_RUN_ID="x"), ports(0, **{TOKEN: "told"})]
+    assert len({mine.token, *(other.token for other in others)}) == 5
+    assert ports(1, LOCAL_WORLD_SIZE="4").hosts == ["127.0.0.1", ""], "only this host listens"
+    for wrong in ("0", "65536", "-1", "x", ""):
+        with pytest.raises(WorldMismatch, match="MASTER_PORT is no port"):
+            ports(0, port=wrong)
+    assert [ports_of(port)[0] for port in (29500, 8000, 7001, 65535)] == [22500, 8001, 7002, 58535]
+
+
+def test_a_secret_is_made_once_and_only_its_user_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(lambda _: token_of({}, None, "launch"), range(8)))) == 1
+    file = tmp_path / ".config" / "mlflash" / "token"
+    assert [*file.parent.iterdir()] == [file] and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert token_of({}, tmp_path / "memory", "launch") != token_of({}, None, "launch"), "each place has its own"
+    file.chmod(0o640)
+    with pytest.raises(UnsafePath, match="nobody else may read it"):
+        token_of({}, None, "launch")
+    assert token_of({TOKEN: "told"}, None, "launch") == token_of({TOKEN: "told"}, tmp_path, "launch")
+    monkeypatch.setenv("HOME", "/proc/none")
+    with pytest.raises(UnsafePath, match="Set MLFLASH_TOKEN to the same text on all ranks"):
+        token_of({}, None, "launch")
 
 
 # torch.distributed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from hypothesis import strategies as st
 
 from mlflash.commands.run import run
 from mlflash.launcher import first_node_guard
+from mlflash.launcher.agents import Agents
 from mlflash.launcher.launch_system import NodeAssignment, reassign_nodes
 from mlflash.launcher.node_watch import Looks, Watch, ask
-from mlflash.launcher.on_hosts import OnHosts
 from mlflash.launcher.on_slurm import is_lost
+from mlflash.launcher.on_ssh import OnSsh
 from mlflash.launcher.supervisor import Restarts
 
 HOSTS = [f"n{number}" for number in range(8)]
@@ -114,24 +114,25 @@ class Nodes:
     """A launcher whose nodes say what a test says."""
 
     def __init__(self) -> None:
-        self.said: dict[str, str] = {}
+        self.said: dict[str, Any] = {}
         self.during = lambda: None  # happens while nodes are looked at
 
-    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float, behind_s: float) -> dict[str, str]:
+    def ask(self, hosts: list[str], what: str, timeout_s: float, behind_s: float, **fields: Any) -> dict[str, Any]:
         said = {host: self.said[host] for host in hosts if host in self.said}
         self.during()
         return said
 
 
-def say(*heartbeats: dict[str, Any]) -> str:
-    return json.dumps({"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": [], "heartbeats": heartbeats})
+def say(*heartbeats: dict[str, Any]) -> dict[str, Any]:
+    return {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": [], "heartbeats": [*heartbeats]}
 
 
 def test_a_look_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("tokenize", "json", "mlflash"):
         (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w')\nraise SystemExit(3)\n")
-    said, unread = ask(OnHosts(["localhost"]), ["localhost"], str(tmp_path), "j")
+    with Agents(OnSsh(["localhost"]), ["localhost"]) as agents:
+        said, unread = ask(agents, ["localhost"], "status", memory=str(tmp_path), job="j", interface="")
     assert said["localhost"]["steps"] == [] and not unread and not (tmp_path / "ran").exists()
 
 
@@ -151,7 +152,7 @@ def test_ranks_are_dead_when_two_looks_in_a_row_say_so() -> None:
     looks = Looks(nodes, "/dev/shm", "job", 0, "")  # type: ignore[arg-type]
     watch = Watch(looks, "r", NodeAssignment(("a", "b"), 1), 0)
 
-    def look(**said: str) -> str:
+    def look(**said: Any) -> str:
         nodes.said = said
         looks.look(["a", "b"])
         return watch.dead()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
 
-from mlflash.launcher import node_watch, processes, supervisor
-from mlflash.launcher.launch_system import RunLog, RunOptions, Step
-from mlflash.launcher.node_watch import Beside, Looks
+from mlflash.launcher import processes, supervisor
+from mlflash.launcher.launch_system import Ranks, RunLog, RunOptions
 from mlflash.launcher.processes import ask_within
 
 END_S = 60
@@ -61,11 +57,10 @@ def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[byt
 def test_a_launcher_that_sigkill_does_not_end_is_named_and_left_behind(
     unkillable: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    step = Step(unkillable)
-    step.end(0.1)
-    step.end(0.1)  # once more, as at the end of the job
+    processes.end_session(unkillable, 0.1)
+    processes.end_session(unkillable, 0.1)  # once more, as at the end of the job
     assert f"process {unkillable.pid} (python" in caplog.text, caplog.text
-    assert "in state" in caplog.text and "is left behind" in caplog.text and step.poll() is None
+    assert "in state" in caplog.text and "is left behind" in caplog.text and unkillable.poll() is None
 
 
 def test_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
@@ -86,11 +81,22 @@ def test_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
 SOUND: dict[str, Any] = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "heartbeats": [], "steps": []}
 
 
-class Nodes:
-    """A launcher of one node, and what it says: each time the next thing, and at the end the last one again."""
+class Step(Ranks):
+    def __init__(self, process: subprocess.Popen[bytes]):
+        self._process = process
 
-    def __init__(self, *said: Callable[[], str]):
-        self._said, self.looks = list(said), 0
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def end(self, wait_s: float = 0.0) -> None:
+        processes.end_session(self._process)
+
+
+class Nodes:
+    """One node, and what it says: each time the next thing, and at the end the last one again. It is a system, too."""
+
+    def __init__(self, *said: Callable[[], Any]):
+        self._said, self.looks, self.system = list(said), 0, self
         self.process: subprocess.Popen[bytes] | None = None
 
     def hosts(self) -> list[str]:
@@ -105,13 +111,13 @@ class Nodes:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
         return Step(self.process)
 
-    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float, behind_s: float) -> dict[str, str]:
+    def ask(self, hosts: list[str], what: str, timeout_s: float, behind_s: float, **fields: Any) -> dict[str, Any]:
         said = self._said.pop(0) if len(self._said) > 1 else self._said[0]
         self.looks += 1
         return {"a": said()}
 
 
-def fail() -> str:
+def fail() -> None:
     raise RuntimeError("the cable")
 
 
@@ -120,19 +126,18 @@ def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
 ) -> None:
     monkeypatch.setattr(supervisor, "GONE_S", 0.0)
 
-    def end() -> str:
+    def end() -> dict[str, Any]:
         assert nodes.process is not None and nodes.process.stdin is not None
         nodes.process.stdin.close()
-        return json.dumps(SOUND)
+        return SOUND
 
     nodes = Nodes(
-        lambda: json.dumps(SOUND),
+        lambda: SOUND,
         fail,
-        lambda: "[" * 100_000,
-        lambda: "[]",
-        lambda: json.dumps(SOUND | {"heartbeats": [{"version": "9.9"}]}),
-        lambda: json.dumps({"version": "8.8"}),
-        lambda: json.dumps(SOUND | {"unread": ["pulse-0000 cannot be read"]}),
+        list,
+        lambda: SOUND | {"heartbeats": [{"version": "9.9"}]},
+        lambda: {"version": "8.8"},
+        lambda: SOUND | {"unread": ["pulse-0000 cannot be read"]},
         end,
     )
     options = RunOptions(["cat"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 0.01, 0, 0, "")
@@ -141,20 +146,3 @@ def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
                  "cannot be read: written by version 9.9", "cannot be read: written by version 8.8",
                  "a: pulse-0000 cannot be read"):  # fmt: skip
         assert caplog.text.count(text) == 1, caplog.text
-
-
-def test_a_look_that_does_not_end_is_told_of_and_keeps_nothing_from_ending(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(node_watch, "_STUCK_S", 0.0)
-    over = threading.Event()
-    nodes = Nodes(lambda: str(over.wait(END_S)))
-    look = Beside(Looks(nodes, "/dev/shm", "j", 0, ""), ["a"])  # type: ignore[arg-type]
-    try:
-        until(lambda: not look.done() and "has not ended" in caplog.text, "a warning", END_S)
-        assert not look.done() and caplog.text.count("has not ended") == 1
-        (thread,) = (thread for thread in threading.enumerate() if thread.name == "mlflash-look")
-        assert thread.daemon
-    finally:
-        over.set()
-    until(look.done, "the end of the look", END_S)

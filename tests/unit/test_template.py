@@ -56,7 +56,7 @@ def test_what_is_not_given_is_left_out_and_off_the_cluster_that_is_a_warning(
     assert "there is no sbatch here" in shown.stderr and "--account, --partition, --time\n" in shown.stderr
     assert shown.stdout.endswith(f"written: train.sbatch and train.py; next: sbatch {tmp_path}/job/train.sbatch\n")
     assert (tmp_path / "job" / "train.py").read_text() == (REPO / "slurm" / "train.py").read_text()
-    assert f"\ndirectory={tmp_path}/job/train-checkpoints\n" in text and "\n  --mpi pmi2\n" in text
+    assert f"\ndirectory={tmp_path}/job/train-checkpoints\n" in text
     assert run("train", "-o", tmp_path / "b", "--account", "a", "--partition", "p", "--time", 60).stderr == ""
     (tmp_path / "sbatch").touch(mode=0o755)
     assert run("train", "--output", tmp_path / "c").stderr == "", "Slurm itself says what it requires"
@@ -72,7 +72,7 @@ def test_ranks_are_as_many_as_gpus_if_they_are_not_given(tmp_path: Path) -> None
 @pytest.mark.parametrize(("arguments", "text"), [
     (["--account", "proj 42"], "--account"), (["--account", "x\n#SBATCH --uid=0"], "--account"),
     (["--account", "-x"], "--account"), (["--partition", "a b"], "--partition"), (["--job-name", "a/b"], "--job-"),
-    (["--mpi", "pmi2; true"], "--mpi"), (["--time", "soon"], "--time"), (["--time", "6:59"], "7 minutes"),
+    (["--account", "me; true"], "--account"), (["--time", "soon"], "--time"), (["--time", "6:59"], "7 minutes"),
     (["--directory", "/a\nb"], "--directory"), (["--directory", "s3://a/b"], "a path"), (["--", "a\nb"], "unprintable"),
     (["--srun-args", "--x='"], "--srun-args"), (["--script", "/nowhere.py"], "--script does not exist"),
 ])  # fmt: skip
@@ -128,7 +128,7 @@ printf '%s\\0' "$@" > "$OUT"
 def filled(name: str, folder: Path) -> str:
     """What `mlflash template` writes into a folder for these arguments."""
     options = ["--nodes", 8, "--directory", folder / "run42", "--account", "proj42", "--partition", "gpu",
-               "--gpus-per-node", 8, "--time", "2-00:00:00", "--mpi", "pmix"]  # fmt: skip
+               "--gpus-per-node", 8, "--time", "2-00:00:00"]  # fmt: skip
     words = {"nemo": ("--log", "$directory", "--flash", "$flash"), "megatron": ("--tensor-model-parallel-size", "8")}
     if name in words:
         (folder / "pretrain.py").touch()
@@ -191,7 +191,7 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
     assert directory.is_dir() and found["run_log"] == directory / "run.jsonl" and str(directory) in found["argv"]
     assert found["nodes"] + found["spares"] == int(told["nodes"]) and found["spares"] == 1
     assert found["gpus"] == int(told["gpus-per-node"]) == int(told["ntasks-per-node"])
-    assert found["argv"][:2] == ("python", f"{tmp_path}/train.py") and found["mpi"] == "pmix"
+    assert found["argv"][:2] == ("python", f"{tmp_path}/train.py")
     assert found["directory"] == str(directory / "mlflash" if name in ("nemo", "megatron") else directory)
     assert found["grace"] < int(told["signal"].rpartition("@")[2]) / 2
     if name in ("nemo", "megatron"):

@@ -44,7 +44,7 @@ count() { cat "$2"* 2> /dev/null | grep -c "$1"; }
 named() { squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format "%i %j" | grep -w "$1" | cut -d" " -f1; }
 """
 BY_HAND = f"""{FUNCTIONS}
-step --mpi=none "$MLFLASH" courier > hosts &
+step --mpi=none "$MLFLASH" agent > hosts &
 until [ "$(count "start here now" hosts)" = 2 ]; do sleep 0.1; done
 OUT=$PWD/out1 step --mpi=pmi2 "$PYTHON" "$TRAINER" "$DIES" &
 until [ "$(count '"victim"' out1/rank)" = 2 ]; do sleep 0.1; done
@@ -56,14 +56,13 @@ scancel --signal=TERM "$SLURM_JOB_ID.0"
 wait
 """
 BY_RUN = f"""{FUNCTIONS}
-options="-N2 --ranks-per-node=1 --mpi=pmi2 --job=j --keep-memory --max-restarts=0"
+options="-N2 --ranks-per-node=1 --job=j --keep-memory --max-restarts=0"
 OUT=$PWD/out1 "$MLFLASH" run $options "$PYTHON" "$TRAINER" "$DIES" &
 until [ "$(count '"victim"' out1/rank)" = 2 ]; do sleep 0.1; done
 OUT=$PWD/out1 step --mpi=none "$PYTHON" "$KILL_ALL"
-until [ -z "$(named mlflash-1)" ]; do sleep 0.1; done
 touch "out1/go on"
 wait $!
-[ -z "$(named mlflash-couriers)" ] || exit 9
+[ "$(squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format "%j" | grep -c mlflash-)" = 0 ] || exit 9
 OUT=$PWD/out2 "$MLFLASH" run $options "$PYTHON" "$TRAINER" "$RESTORES"
 """
 
@@ -85,11 +84,11 @@ def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_kil
     restored = [record for record in map(json.loads, lines) if record["event"] == "restored"]
     assert [(record["step"], record["same"]) for record in restored] == [(2, True)] * 2, job.output()
     for host in slurm.nodes.names:
-        until(lambda host=host: not slurm.nodes.running(host, "mlflash.wireup.zygote"), f"no courier is left on {host}")
+        until(lambda host=host: not slurm.nodes.running(host, "mlflash.agent.main"), f"no courier is left on {host}")
 
 
 @pytest.mark.parametrize(("who", "how"), [("trainer", "killed"), ("trainer", "raises"), ("courier", "killed"),
-                                          ("zygote", "killed")])  # fmt: skip
+                                          ("agent", "killed")])  # fmt: skip
 def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm: Slurm, who: str, how: str) -> None:
     """As tests/programs/test_deaths.py has it under other launchers, with the two ranks on two nodes."""
     settings = {"memory": "/dev/shm", "job": f"{who}-{how}", "timeout_s": PATIENCE_S}
@@ -110,7 +109,7 @@ def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm:
     again = [record for record in launch(f"{who}-{how}-again") if record["event"] == "restored"]
     assert [(record["step"], record["same"]) for record in again] == [(newest, True)] * 2
     for host in slurm.nodes.names:
-        until(lambda host=host: not slurm.nodes.running(host, "mlflash.wireup.zygote"), f"no courier is left on {host}")
+        until(lambda host=host: not slurm.nodes.running(host, "mlflash.agent.main"), f"no courier is left on {host}")
         assert "mpich" not in slurm.nodes.run(host, "ls", "/dev/shm")
 
 

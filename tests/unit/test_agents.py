@@ -1,13 +1,14 @@
-"""Ranks that a remote shell starts: what they get, how they end together, and that nothing of them is left."""
+"""Ranks that agents start: what they get, how they end together, and that nothing of them is left."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +20,13 @@ from unit.kept_job import SHELL, code_of, is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import LaunchFailed
-from mlflash.launcher import ranks_by_ssh
-from mlflash.launcher.host_agent import Spec
+from mlflash.launcher import agents, started_ranks
+from mlflash.launcher.agents import Agents
 from mlflash.launcher.launch_system import NodeAssignment
-from mlflash.launcher.ranks_by_ssh import OnSsh, RanksBySsh, address_of
+from mlflash.launcher.on_ssh import OnSsh, address_of
+from mlflash.launcher.started_ranks import StartedRanks
+from mlflash.wireup.lines import pack
+from mlflash.wireup.own_process import running
 
 # A shell may take a signal just before it waits for a command, and hear it after that.
 LISTENS = """
@@ -38,13 +42,14 @@ with open(sys.argv[1] + os.environ["RANK"], "w") as said:
 raise SystemExit(3)
 """
 SUPERVISOR = """
+from mlflash.launcher.agents import Agents
 from mlflash.launcher.launch_system import NodeAssignment
-from mlflash.launcher.ranks_by_ssh import OnSsh
-ranks = OnSsh(["a"], {shell!r}).start(NodeAssignment(("a",), 2), {argv!r}, {{}})
-ranks._over.wait()
+from mlflash.launcher.on_ssh import OnSsh
+with Agents(OnSsh(["a"], {shell!r}), ["a"]) as agents:
+    agents.start(NodeAssignment(("a",), 2), {argv!r}, {{}})._over.wait()
 """
 
-Start = Callable[..., RanksBySsh]
+Start = Callable[..., StartedRanks]
 
 
 @pytest.fixture
@@ -55,20 +60,23 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     shell.chmod(0o700)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    started: list[RanksBySsh] = []
-    launchers: dict[tuple[str, ...], OnSsh] = {}
+    started: list[StartedRanks] = []
+    launchers: dict[tuple[str, ...], Agents] = {}
 
-    def begin(hosts: str, program: str, per_node: int = 1, **env: str) -> RanksBySsh:
+    def begin(hosts: str, program: str, per_node: int = 1, **env: str) -> StartedRanks:
         names = tuple(hosts.split(","))
-        launcher = launchers.setdefault(names, OnSsh(names, str(shell)))
+        if names not in launchers:
+            launchers[names] = opened.enter_context(Agents(OnSsh(names, str(shell)), names))
+        launcher = launchers[names]
         whole = f"echo $$ > {tmp_path}/new-$RANK; mv {tmp_path}/new-$RANK {tmp_path}/pid-$RANK\n{program}"
         started.append(launcher.start(NodeAssignment(names, per_node), ["sh", "-c", whole], env))
         return started[-1]
 
-    yield begin
-    for ranks in started:
-        ranks.end(0)
-        assert ranks.poll() is not None
+    with contextlib.ExitStack() as opened:
+        yield begin
+        for ranks in started:
+            ranks.end(0)
+            assert ranks.poll() is not None
 
 
 def pid_of(folder: Path, what: str) -> int:
@@ -141,28 +149,30 @@ def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
     start: Start, tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if host == "dark":
-        monkeypatch.setattr(ranks_by_ssh, "ANSWER_S", 1.0)
-        monkeypatch.setattr(ranks_by_ssh, "_OTHERS_S", 0.2)
+        monkeypatch.setattr(agents, "ANSWER_S", 1.0)
+        monkeypatch.setattr(started_ranks, "ANSWER_S", 1.0)
     code = code_of(start(f"a,{host}", "echo started"))
     said = capfd.readouterr()
     expected = {
-        "dark": "no answer from (a, )?dark within 1 s",
+        "dark": "no (answer from|ranks on) (a, )?dark.* within 1 s",
         "gone": "no ranks on gone: ssh ended with exit code 255",
     }
     assert code == 255 and re.search(expected[host], said.err) and "started" not in said.out
     assert not (tmp_path / "pid-0").exists()
-    assert is_gone(pid_of(tmp_path, f"shell-{host}"))
+    pid = pid_of(tmp_path, f"shell-{host}")
+    until(lambda: is_gone(pid), "the end of the shell")
 
 
 def test_what_cannot_be_started_is_said_with_the_host(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launcher = OnSsh(["a"], str(tmp_path / "ssh"))
-    ranks = launcher.start(NodeAssignment(("a",), 1), ["/no/such/program"], {})
-    assert code_of(ranks) == 127 and "/no/such/program cannot be started: No such file" in capfd.readouterr().err
+    with Agents(OnSsh(["a"], str(tmp_path / "ssh")), ["a"]) as launcher:
+        ranks = launcher.start(NodeAssignment(("a",), 1), ["/no/such/program"], {})
+        assert code_of(ranks) == 127
+    assert "no rank on a: /no/such/program cannot be started: No such file" in capfd.readouterr().err
     monkeypatch.setattr(os, "getcwd", lambda: "/not/there")
     assert code_of(start("a", "true")) == 1
-    assert "the working directory /not/there: No such file" in capfd.readouterr().err
+    assert "no rank on a: there is no directory /not/there for its ranks" in capfd.readouterr().err
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here").rmdir()
@@ -210,14 +220,68 @@ sleep 1000 & echo $! > {tmp_path}/child-$RANK; wait; exec sleep 1000"""
 
 
 def test_an_agent_that_hears_nothing_any_more_kills_its_ranks(tmp_path: Path) -> None:
-    words = (
-        "import os, mlflash.launcher.host_agent as it\nit.SILENCE_S = 1.0\nos._exit(it.HostAgent(it._Sweeper()).run())"
-    )
-    spec = Spec(["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000"], {}, str(tmp_path), 0, 1, 1, [])
-    with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
-        assert agent.stdin is not None and agent.stderr is not None
-        for order in (dataclasses.asdict(spec), {"start": {}}):
-            agent.stdin.write(json.dumps(order).encode() + b"\n")
-        agent.stdin.flush()
-        assert agent.wait(PATIENCE_S) == 255 and b"nothing was heard from `mlflash run` for 1 s" in agent.stderr.read()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told = {"address": listener.getsockname(), "token": secrets.token_hex(16), "host": "a", "lost_s": 1.25}
+        words = running("mlflash.agent.main")
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+            assert agent.stdin is not None and agent.stderr is not None
+            agent.stdin.write(json.dumps(told).encode() + b"\n")
+            agent.stdin.flush()
+            sock, _ = listener.accept()
+            with sock, sock.makefile() as lines:
+                assert json.loads(lines.readline()) == {"token": told["token"], "host": "a"}
+                start = {"id": 1, "do": "start", "name": "a#0", "directory": str(tmp_path), "kept": 0}
+                program = f"echo $$ > {tmp_path}/pid; exec sleep 1000"
+                sock.sendall(pack({**start, "argv": ["sh", "-c", program], "environment": {"LOCAL_RANK": "0"}}))
+                assert agent.wait(PATIENCE_S) == 255
+            assert b"nothing was heard from `mlflash run` for 1 s" in agent.stderr.read()
     assert is_gone(pid_of(tmp_path, "pid"))
+
+
+def test_the_token_of_the_agents_is_in_no_environment_and_no_command_line(start: Start, tmp_path: Path) -> None:
+    ranks = start("a", f"echo $PPID > {tmp_path}/agent; exec sleep 1000")
+    for pid in (pid_of(tmp_path, "pid-0"), pid_of(tmp_path, "agent")):
+        for what in ("environ", "cmdline"):
+            assert ranks._agents.token.encode() not in Path(f"/proc/{pid}/{what}").read_bytes()
+
+
+def test_output_that_nobody_reads_holds_up_ranks_and_no_signs_of_life(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    printed = agents._write
+    monkeypatch.setattr(agents, "_write", lambda fd, text: printed(write, text))
+    ranks = start("a", f"yes | head -c 30000000; echo > {tmp_path}/through; exec sleep 1000")
+    unread = 0
+    until(lambda: ranks._agents._nodes["a"].heard, "the agent")
+    while unread < 30_000_000:
+        assert not (tmp_path / "through").exists() or unread > 20_000_000
+        unread += len(os.read(read, 1 << 20))
+    until((tmp_path / "through").exists, "all to be printed")
+    os.close(read)
+    os.close(write)
+
+
+def test_an_agent_that_is_killed_is_started_again_for_the_next_start(start: Start, tmp_path: Path) -> None:
+    first = start("a", f"echo $PPID > {tmp_path}/agent; exec sleep 1000")
+    agent = pid_of(tmp_path, "agent")
+    rank = pid_of(tmp_path, "pid-0")
+    os.kill(agent, signal.SIGKILL)
+    assert code_of(first) == 255
+    until(lambda: is_gone(rank), "the end of its rank")
+    assert code_of(start("a", "exit 5")) == 5
+
+
+def test_a_node_whose_status_hangs_is_silent_and_its_ranks_go_on(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with Agents(OnSsh(["localhost"]), ["localhost"], 1.0) as launcher:
+        ranks = launcher.start(NodeAssignment(("localhost",), 1), ["sleep", "1000"], {})
+        told = {"memory": str(tmp_path), "job": "j", "interface": ""}
+        assert launcher.ask(["localhost"], "status", 3.0, **told) == {}, "it is said within three lost_s"
+        assert ranks.poll() is None
+        ranks.end()
+        assert ranks.poll() == 128 + signal.SIGTERM
