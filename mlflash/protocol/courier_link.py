@@ -86,13 +86,13 @@ class CourierLink:
         self._hook_before = sys.excepthook
         self._hook = functools.partial(self._fail, sys.excepthook, os.getpid())
         self.is_kept = KEPT in os.environ  # after a loss the other processes continue, and so does this one
-        if not self.is_kept:
-            sys.excepthook = self._hook
         self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
         timeout_s = config.timeout_s if meeting is None else meeting.timeout_s
         end = time.monotonic() + timeout_s
         self.couriers = Couriers(ENTRY, os.environ, timeout_s, job=config.job, memory=config.memory,
                                  directory=directory, agent=agent, own_cores=True, meeting=meeting)  # fmt: skip
+        if not self.is_kept:
+            sys.excepthook = self._hook
         try:
             self._next_epoch(end - time.monotonic())
         except BaseException:

@@ -22,7 +22,7 @@ from typing import NoReturn
 from . import cross_memory
 from .lines import pack
 from .mpich_segments import mapped_by
-from .own_process import end_with, set_name
+from .own_process import end_with, forget_memory_policy, set_name
 
 log = logging.getLogger("mlflash")
 
@@ -123,6 +123,7 @@ def _inherit(inherited: Inherited) -> None:
     os.environ.clear()
     os.environ.update(inherited.environment)
     os.umask(inherited.umask)
+    forget_memory_policy()
     set_name(f"courier-{inherited.pid}")  # see `memory.courier_process`
     try:
         os.chdir(inherited.directory)

@@ -17,7 +17,7 @@ import itertools
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -127,7 +127,7 @@ class Couriers:
         self._listens: tuple[str, int] = ("", 0)  # the hub, on rank 0
         self._places: Sequence[tuple[str, int]] = ()  # where the hub is
         self._shared = itertools.count()
-        self._has_departed = self._is_given_up = False
+        self._has_met = self._has_departed = self._is_given_up = False
         end = time.monotonic() + timeout_s
         self.agent = agent or self._new_agent(timeout_s)
         try:
@@ -151,27 +151,40 @@ class Couriers:
         if ports is not None:
             self._token, self._places = ports.token, ports.places
             if self.rank == 0:
-                self._serve(ports.hosts, ports.ports, end)
+                self._with_an_agent(lambda: self._serve(ports.hosts, ports.ports, end), end)
                 self._places = [(own_address(self._are_on_one_host(), self._environment), self._listens[1])]
         else:
             assert meeting.share is not None
             text = None
             if self.rank == 0:
                 self._token = new_token()
-                address, port = self._serve([host or own_address(self._are_on_one_host(), self._environment)], [0], end)
-                text = f"{address},{port},{self._token}"
+                here = host or own_address(self._are_on_one_host(), self._environment)
+                self._with_an_agent(lambda: self._serve([here], [0], end), end)
+                text = f"{here},{self._listens[1]},{self._token}"
             told = meeting.share(text, left_s(end)).split(",")
             if len(told) != 3 or not told[1].isdecimal():
                 raise WorldMismatch("rank 0 sent no address of its agent", found=str(told)[:80])
             self._token, self._places = told[2], [(told[0], int(told[1]))]
-        self._take_seat(end)
+        self._with_an_agent(lambda: self._take_seat(end), end)
+        self._has_met = True
 
-    def _serve(self, hosts: Sequence[str], ports: Sequence[int], end: float) -> tuple[str, int]:
+    def _with_an_agent(self, work: Callable[[], None], end: float) -> None:
+        """Do something with the agent, and with the next one if that is killed meanwhile."""
+        while True:
+            with contextlib.suppress(AgentLost):
+                if self.agent.is_lost:
+                    self._replace_agent(end)
+                work()
+                return
+            self._check()
+            if time.monotonic() > end:
+                raise AgentLost("agents of this node have ended again and again")
+
+    def _serve(self, hosts: Sequence[str], ports: Sequence[int], end: float) -> None:
         """Have the agent of rank 0 be the hub."""
         host, port = self.agent.ask("serve", left_s(end), hosts=[*hosts], ports=[*ports], token=self._token,
                                     size=self.size)  # fmt: skip
         self._listens = str(host), int(port)
-        return self._listens
 
     def _take_seat(self, end: float) -> None:
         """Have the agent connect to the hub, where this rank gets its seat."""
@@ -263,7 +276,7 @@ class Couriers:
         """Start the agent of this node anew, or find the one that another trainer has started."""
         self.agent.close()
         self.agent = self._new_agent(left_s(end))
-        while self.size > 1 and self.rank == 0:
+        while self._listens[1]:  # on rank 0
             try:
                 self._serve(self._listens[:1], self._listens[1:], end)
                 break
@@ -271,7 +284,7 @@ class Couriers:
                 if time.monotonic() > end:
                     raise
             time.sleep(_PAUSE_S)
-        if self.size > 1:
+        if self._has_met:
             self._take_seat(end)
 
     def announce_end(self, timeout_s: float) -> None:

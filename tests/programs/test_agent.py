@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -25,6 +26,7 @@ from mlflash.wireup import agent_process
 from mlflash.wireup.agent_client import AgentClient, AgentRefused, HubLost
 from mlflash.wireup.launch import Couriers
 from mlflash.wireup.launcher_variables import Launched
+from mlflash.wireup.own_process import forget_memory_policy
 from mlflash.wireup.rendezvous import Meeting
 
 pytestmark = needs.MPI
@@ -59,19 +61,22 @@ def test_couriers_are_like_children_of_their_trainer_and_import_nothing_of_the_w
         "import os, sys\n"
         "def run(courier):\n"
         "    name = open('/proc/self/comm').read().strip()\n"
-        "    print(courier.rank, os.environ['WHOSE'], os.getcwd(), oct(os.umask(0)), name)\n"
+        "    policy = open('/proc/self/numa_maps').readline().split()[1]\n"
+        "    print(courier.rank, os.environ['WHOSE'], os.getcwd(), oct(os.umask(0)), name, policy)\n"
         "    print('wrong', file=sys.stderr)\n"
     )
     monkeypatch.setenv("WHOSE", "mine")
     before = os.umask(0o027)
+    ctypes.CDLL(None).syscall(238, 2, ctypes.byref(ctypes.c_ulong(1)), 64)  # as `numactl --membind=0` does
     try:
         with open(tmp_path / "output", "w") as output:
             agent = start(tmp_path, source, mpi=False, output=output)
         assert run(agent).status == 0
     finally:
         os.umask(before)
+        forget_memory_policy()
     said = (tmp_path / "output").read_text()
-    assert said == f"0 mine {tmp_path}/work 0o27 courier-{os.getpid()}\nwrong\n"
+    assert said == f"0 mine {tmp_path}/work 0o27 courier-{os.getpid()} default\nwrong\n"
     assert run(agent, 2).status == 0, "another one"
     agent.close()
     until(lambda: not is_agent(agent.pid), "the end of the agent without trainers")

@@ -76,6 +76,7 @@ def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, rank
 
 @pytest.mark.parametrize("kills", [
     "agent 0", pytest.param("agent 1", marks=pytest.mark.gate), "first agent 0", "first agent 1",
+    "meeting agent 0", "meeting agent 1",
 ])  # fmt: skip
 def test_an_agent_that_is_killed_again_while_the_next_one_starts_ends_no_saving(jobs: Jobs, kills: str) -> None:
     result = jobs.run(2, kills=kills)

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,7 +22,6 @@ from traps import set_traps
 from waiting import PATIENCE_S, hang, until
 
 import mlflash
-from mlflash.wireup.agent_client import AgentClient
 from mlflash.wireup.launch import Couriers, RunningCourier
 
 RANK = int(os.environ.get("RANK") or os.environ.get("PMI_RANK", "0"))
@@ -42,7 +40,9 @@ def train(settings: dict[str, Any], kills: str = "") -> None:
     """Restore, save three steps, and lose a courier or an agent: see `_lose_the_courier`."""
     logging.getLogger("mlflash").addHandler(_Note())
     if kills == f"first agent {RANK}":
-        _kill_at_the_first_fork()
+        _kill_the_agent_at("next_epoch")
+    if kills == f"meeting agent {RANK}":
+        _kill_the_agent_at("_take_seat")
     with mlflash.Checkpointer(**settings) as ckpt:
         state = state_at(0)
         start = ckpt.restore(state)
@@ -57,22 +57,23 @@ def train(settings: dict[str, Any], kills: str = "") -> None:
         note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report(), survives=ckpt.survives)
 
 
-def _kill_at_the_first_fork() -> None:
-    """Kill the first agent when it would fork the first courier."""
-    channel = AgentClient.channel
+def _kill_the_agent_at(name: str) -> None:
+    """Kill the agent when this method would need it for the first time."""
+    method = getattr(Couriers, name)
 
-    def killed(agent: AgentClient, number: int) -> socket.socket:
-        AgentClient.channel = channel  # type: ignore[method-assign]
-        os.kill(agent.pid, signal.SIGKILL)
-        return channel(agent, number)
+    def killed(couriers: Couriers, *args: Any) -> Any:
+        setattr(Couriers, name, method)
+        os.kill(couriers.agent.pid, signal.SIGKILL)
+        return method(couriers, *args)
 
-    AgentClient.channel = killed  # type: ignore[method-assign]
+    setattr(Couriers, name, killed)
 
 
 def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
     """Kill the courier of rank 1, "twice" the next one too before it is up; save until a step is committed again.
 
-    "agent 0" kills the agent of that rank, and its next two while they start; "first agent 0" was killed before.
+    "agent 0" kills the agent of that rank, and its next two while they start; "first agent 0" and "meeting agent 0"
+    were killed before.
     """
     start = time.perf_counter()
     if kills == "busy":  # in the middle of a save, as a rule
