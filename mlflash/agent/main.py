@@ -19,7 +19,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..wireup.agent_process import kept_names, listen, peer_uid
 from ..wireup.courier_process import ignore_signals_of_the_step
@@ -27,9 +27,11 @@ from ..wireup.launcher_variables import AGENT
 from ..wireup.lines import STRANGERS, BadLine, Connection, Lines
 from ..wireup.own_process import set_name
 from .fork_server import ForkServer, Refused
-from .ranks import Ranks
 from .seat import Seat
 from .world import World
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 _LARGEST_NBYTES = 1 << 22  # of a first message, which contains an environment
 _HELLO_S = 10.0  # limit for the first message to arrive
@@ -190,7 +192,8 @@ class _Stranger:
                 self._agent.hear(self._sock, hello, self._descriptors)
             except (KeyError, TypeError, ValueError, asyncio.InvalidStateError):  # nothing that a trainer says
                 self._sock.close()
-            self._agent.met(self)
+            finally:
+                self._agent.met(self)
 
     def close(self) -> None:
         """End the connection."""
@@ -220,6 +223,8 @@ async def _run_with_ranks(listeners: Sequence[socket.socket], ranks: Ranks, gree
 
 def _serve_run() -> int:
     """Be the agent of `mlflash run` on this node."""
+    from .ranks import Ranks  # only here, because couriers have in memory what their agent has imported
+
     text = os.environ.pop(AGENT, "") or sys.stdin.readline()
     greeting = {"host": os.environ.get("SLURMD_NODENAME", ""), **json.loads(text)}
     ranks, listeners = Ranks(), list[socket.socket]()

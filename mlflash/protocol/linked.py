@@ -94,26 +94,20 @@ def link_anew(config: Config, meeting: Meeting) -> None:
         MpiUnavailable: the agent of this node cannot be started.
         DeadlineExceeded: some ranks did not come in time.
     """
-    try:
-        _links[:] = [_made(config, None, meeting.me.size, meeting)]
-    finally:
-        _set_making(None)
+    _links[:] = [_made(config, None, meeting.me.size, meeting)]
 
 
 def _made(config: Config, directory: Path | None, size: int, meeting: Meeting | None,
           comm: Any = None) -> CourierLink:  # fmt: skip
-    agent = find_agent(config, size)
-    _set_making(agent)
+    global _making
+    _making = agent = find_agent(config, size)
     try:
         return CourierLink(config, directory, agent, meeting, comm)
     except BaseException:
         agent.close()
         raise
-
-
-def _set_making(agent: AgentClient | None) -> None:
-    global _making
-    _making = agent
+    finally:
+        _making = None
 
 
 def interrupt(why: MlflashError) -> None:

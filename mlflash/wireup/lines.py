@@ -19,7 +19,7 @@ STRANGERS = 64
 """Number of strangers that a port has at a time, if its owner says nothing else."""
 _STRANGER_NBYTES = 1 << 12  # of the first message
 _UNSENT_NBYTES = 1 << 26  # of what a connection has not read
-_PART_NBYTES = 1 << 16
+_PART_NBYTES = 1 << 14  # given to a transport at a time, and kept by it
 
 
 class BadLine(ValueError):
@@ -85,6 +85,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_PART_NBYTES)
         if not self.is_open and not self._is_ending:  # it was closed before
             self._transport.abort()
             return

@@ -1,14 +1,17 @@
-"""A rank of `mlflash run --keep-alive` whose couriers cannot be started any more is a lost rank."""
+"""Lost ranks of `mlflash run --keep-alive`: one whose couriers cannot be started any more, and a killed one."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import needs
 from waiting import PATIENCE_S
+
+from mlflash.courier import main
 
 pytestmark = needs.MPI
 TRAIN = """
@@ -36,7 +39,7 @@ def train(ckpt, step):
     for step in range(step + 1, LAST + 1):
         if (rank, step) == (1, 5) and not (OUT / "doomed").exists():
             (OUT / "doomed").write_text(str(os.getpid()))
-            lose_the_courier()
+            os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == "killed" else lose_the_courier()
         state["w"] += step
         state["step"] = step
         try:
@@ -53,18 +56,32 @@ steps = mlflash.keep_alive(train, state, timeout_s=30.0, redundancy="copy")
 """
 
 
-def test_a_rank_whose_couriers_cannot_be_started_is_replaced(shm: Path, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def run(shm: Path, folder: Path, how: str) -> str:
+    """Let a run lose rank 1 and come to its end; return what it printed."""
+    script = folder / "train.py"
     script.write_text(TRAIN)
     options = ["-N", "1", "--ranks-per-node", "2", "--keep-alive", "--spares", "1", "--job", "kept"]
-    words = ["run", *options, "--", "python", script, tmp_path]
+    words = ["run", *options, "--", "python", script, folder, how]
     env = {**os.environ, "MLFLASH_MEMORY": str(shm), "OMP_NUM_THREADS": "1",
            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "mlflash", *map(str, words)], cwd=tmp_path, env=env, text=True,
+    done = subprocess.run([sys.executable, "-m", "mlflash", *map(str, words)], cwd=folder, env=env, text=True,
                           capture_output=True, timeout=2 * PATIENCE_S, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "This process ends, and another one takes rank 1" in done.stderr
-    assert "rank 1 was lost (its process ended with code 1); all train on after step" in done.stderr
-    ends = [(tmp_path / f"end-{rank}").read_text().split() for rank in range(2)]
+    ends = [(folder / f"end-{rank}").read_text().split() for rank in range(2)]
     assert [end[1:] for end in ends] == [["465", "31"]] * 2
-    assert ends[1][0] != (tmp_path / "doomed").read_text()
+    assert ends[1][0] != (folder / "doomed").read_text()
+    return done.stderr
+
+
+def test_a_rank_whose_couriers_cannot_be_started_is_replaced(shm: Path, tmp_path: Path) -> None:
+    said = run(shm, tmp_path, "cannot start couriers")
+    assert "This process ends, and another one takes rank 1" in said
+    assert "rank 1 was lost (its process ended with code 1); all train on after step" in said
+
+
+def test_a_killed_rank_is_replaced_before_any_courier_of_the_last_round_would_end_by_itself(
+    shm: Path, tmp_path: Path
+) -> None:
+    said = run(shm, tmp_path, "killed")
+    (seconds,) = re.findall(r"rank 1 was lost \(.* signal 9\); all train on after step \d+, ([\d.]+) s later", said)
+    assert float(seconds) < main.ORPHAN_S
