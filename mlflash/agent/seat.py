@@ -42,7 +42,7 @@ from ..wireup.lines import STRANGERS, Connection, listener_at
 from ..wireup.own_process import allow
 from .fork_server import ENDS_S, End, ForkedCourier, Order, Refused
 from .hub import Hub, new_epoch_name
-from .world import Begun, Departed, HubLost, World
+from .world import Begun, Departed, HubLost, NobodyThere, World
 
 if TYPE_CHECKING:
     from .main import Agent
@@ -130,7 +130,7 @@ class Seat:
                       ) -> list[Any]:  # fmt: skip
         """Find the hub, and take a seat there."""
         self.rank, self.size, self.member = rank, size, member
-        end, pause_s, why = self._loop.time() + within_s, _PAUSE_S, "it was not tried"
+        end, pause_s, why = self._loop.time() + within_s, _PAUSE_S, ""
         while (left_s := end - self._loop.time()) > 0:
             for host, port in places:
                 world = self._agent.world((host, port), token, size)
@@ -138,6 +138,8 @@ class Seat:
                     await asyncio.wait_for(world.enter(self), left_s)
                     self._world = world
                     return [host, port]
+                except NobodyThere as error:
+                    why = why or str(error)
                 except (HubLost, Refused, asyncio.TimeoutError) as error:
                     why = str(error) or f"{world} does not answer"
             await asyncio.sleep(pause_s)

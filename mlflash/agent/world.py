@@ -27,6 +27,10 @@ class HubLost(ConnectionError):
     """The hub cannot be reached, or no longer."""
 
 
+class NobodyThere(HubLost):
+    """Nobody listens where the hub may be."""
+
+
 class Departed(Exception):
     """A rank has left the job, so there is no next epoch: ``departure`` says which and why."""
 
@@ -109,11 +113,11 @@ class World:
         try:
             transport, _ = await asyncio.get_running_loop().create_connection(lambda: link, *self.address)
         except OSError as error:
-            raise HubLost(f"nobody listens at {self}: {error.strerror or error}") from None
+            raise NobodyThere(f"nobody listens at {self}: {error.strerror or error}") from None
         sock = transport.get_extra_info("socket")
         if sock.getsockname() == sock.getpeername():  # TCP can connect a port to itself
             link.close()
-            raise HubLost(f"nobody listens at {self}")
+            raise NobodyThere(f"nobody listens at {self}")
         self._link = link
         link.send({"token": self.token})
 

@@ -29,10 +29,12 @@ from .courier_process import ABORTS, NOT_UP
 from .interfaces import own_address
 from .launcher_variables import is_on_one_host, launched
 from .rendezvous import Meeting, meeting_of, new_token, who_am_i
+from .secret import TOKEN
 
 _REAPED_S = 5.0  # limit for a courier to end, and for its agent to report how
 _WITHDRAWN_S = 6.0  # limit for the agent to say who has not come
 _PAUSE_S = 0.02
+_KNOWN = f"ranks know each other by {TOKEN}, or by a file in a home directory that all nodes share"
 
 
 class CourierEnded(ConnectionError):
@@ -194,7 +196,7 @@ class Couriers:
                                    member=self._member, places=[[*one] for one in self._places], token=self._token,
                                    within_s=timeout_s)  # fmt: skip
         except HubLost as lost:
-            where = "" if self._meeting.ports is None else f", {self._meeting.ports.where}"
+            where = "" if self._meeting.ports is None else f", {self._meeting.ports.where} ({_KNOWN})"
             raise DeadlineExceeded(
                 f"waited {self._meeting.timeout_s:g} s for the agent of rank 0{where}; last: {lost}", rank=self.rank,
                 ranks=[0],
@@ -266,7 +268,7 @@ class Couriers:
                 missing = None
         late = f"{len(missing)} of {self.size} have not come" if missing else "all have come, but too late"
         return DeadlineExceeded(
-            f"waited {timeout_s:g} s for all ranks to start epoch {self._number + 1} of their couriers: "
+            f"waited {timeout_s:.3g} s for all ranks to start epoch {self._number + 1} of their couriers: "
             + ("the host of rank 0, at which they meet, does not answer" if missing is None else late),
             rank=self.rank,
             ranks=[0] if missing is None else missing,
