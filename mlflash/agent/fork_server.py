@@ -81,7 +81,9 @@ class ForkedCourier:
         self._loop.add_reader(self._pidfd, self._reap)
         self._loop.add_reader(reports_fd, self._hear)
         if pmi is not None:
-            self._loop.add_reader(pmi.fileno(), self._answer, pmi, pmi.fileno())
+            fd = pmi.fileno()
+            pmi.closing = lambda: self._lose_pmi(pmi, fd)
+            self._loop.add_reader(fd, pmi.receive)
             self._timer = self._loop.call_later(order.up_s, self.kill, f"{NOT_UP} {order.up_s:g} s after it was forked")
 
     def kill(self, why: str | None = None) -> None:
@@ -103,10 +105,8 @@ class ForkedCourier:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self.kill, why)
 
-    def _answer(self, pmi: PmiServer, fd: int) -> None:
-        pmi.receive()
-        if not pmi.is_open:
-            self._loop.remove_reader(fd)
+    def _lose_pmi(self, pmi: PmiServer, fd: int) -> None:
+        self._loop.remove_reader(fd)  # before another descriptor has this number
         if pmi.error is not None and self.why is None:
             self.kill(pmi.error)
 
@@ -138,8 +138,6 @@ class ForkedCourier:
         if self._timer is not None:
             self._timer.cancel()
         if self._pmi is not None:
-            if self._pmi.is_open:
-                self._loop.remove_reader(self._pmi.fileno())
             self._pmi.close()
         self.end = End(status if status >= 0 else None, -status if status < 0 else None,
                        self.why or (self._pmi.error if self._pmi is not None else None))  # fmt: skip
@@ -231,9 +229,14 @@ class ForkServer:
                 kept.callback(ours.close)
                 pmi = PmiServer(ours, epoch)
             pid = self._fork(order, reporting_fd, its)
+            try:
+                courier = ForkedCourier(pid, order, pmi, reports_fd, segments, up,
+                                        lambda end: self._forget(courier, ended, end))  # fmt: skip
+            except BaseException:  # there is no descriptor for its pidfd, say
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                raise
             kept.pop_all()
-        courier = ForkedCourier(pid, order, pmi, reports_fd, segments, up,
-                                lambda end: self._forget(courier, ended, end))  # fmt: skip
         self.couriers.add(courier)
         return courier
 

@@ -6,12 +6,12 @@ The agent of each node has one connection, whose first message has the token (`w
 |--------------------------------------------------|-------------------------------------------------------------|
 | ``{"id", "do": "seat", "rank", "member"}``       | answered ``{"id", "is": true}``: this agent has that rank   |
 | ``{"do": "join", "rank", "last", "mine"}``       | the rank wants an epoch after number ``last``               |
-| ``{"do": "withdraw", "rank"}``                   | it does not wait for one any more                           |
-| ``{"id", "do": "missing"}``                      | answered with the ranks that have not joined                |
+| ``{"id", "do": "withdraw", "rank", "member"}``   | it does not wait for one any more. Answered with the ranks  |
+|                                                  | that have not joined, [] if an epoch has begun              |
 | ``{"do": "fence", "epoch", "number", "ranks",``  | so many ranks of the node have reached this fence of their  |
 | ``"puts"}``                                      | MPI, and have put these keys and values before              |
 | ``{"do": "over", "epoch"}``                      | a courier of the epoch has ended                            |
-| ``{"do": "depart", "departure"}``                | a rank has left the job permanently                         |
+| ``{"do": "depart", "departure", "member"}``      | a rank has left the job permanently                         |
 | ``{"do": "share", "key", "text"}``               | rank 0 gives a text to all                                  |
 | ``{"id", "do": "shared", "key"}``                | answered with that text, as soon as there is one            |
 
@@ -113,16 +113,18 @@ class Hub:
                 node.send({"id": number} | self._seat(node, rank, member))
             case {"do": "join", "rank": int(rank), "last": int(last), "mine": list(mine)}:
                 self._join(node, rank, last, mine)
-            case {"do": "withdraw", "rank": int(rank)}:
-                self._joined.pop(rank, None)
-            case {"do": "missing", "id": number}:
-                node.send({"id": number, "is": sorted({*range(self.size)} - self._joined.keys())})
+            case {"do": "withdraw", "id": number, "rank": int(rank), "member": str(member)}:
+                is_waiting = self._is_member(rank, member) and self._joined.pop(rank, None) is not None
+                missing = sorted({*range(self.size)} - self._joined.keys() - {rank}) if is_waiting else []
+                node.send({"id": number, "is": missing})
             case {"do": "fence", "epoch": str(epoch), "number": int(number), "ranks": int(ranks), "puts": dict(puts)}:
                 self._fence(node, epoch, number, ranks, puts)
             case {"do": "over", "epoch": str(epoch)}:
                 self._end_epoch(epoch)
-            case {"do": "depart", "departure": {"rank": int(), "why": str(), "ends_job": bool()} as departure}:
-                self.depart(departure)
+            case {"do": "depart", "departure": {"rank": int(rank), "why": str(), "ends_job": bool()} as departure,
+                  "member": str(member)}:  # fmt: skip
+                if self._is_member(rank, member):
+                    self.depart(departure)
             case {"do": "share", "key": str(key), "text": str(text)}:
                 self._texts[key] = text
                 for asker, number in self._asked.pop(key, []):
@@ -134,6 +136,10 @@ class Hub:
                     self._asked.setdefault(key, []).append((node, number))
             case _:
                 raise ValueError(f"no message of an agent: {str(message)[:80]}")
+
+    def _is_member(self, rank: int, member: str) -> bool:
+        """Whether this is a rank of this launch: an agent may still have one of the launch before."""
+        return rank in self._seats and self._seats[rank][1] == member
 
     def _seat(self, node: Connection, rank: int, member: str) -> dict[str, Any]:
         if not 0 <= rank < self.size:

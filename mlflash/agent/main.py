@@ -70,12 +70,14 @@ class Agent:
     def world(self, address: tuple[str, int], token: str, size: int) -> World:
         """The connection of this node to a hub."""
         key = address, token
-        if key not in self._worlds:
+        if key not in self._worlds or self._worlds[key].is_stale:
             self._worlds[key] = World(address, token, size, self._forget)
         return self._worlds[key]
 
     def _forget(self, world: World) -> None:
-        self._worlds.pop((world.address, world.token), None)
+        key = world.address, world.token
+        if self._worlds.get(key) is world:
+            del self._worlds[key]
 
     def left(self, seat: Seat) -> None:
         """Forget a trainer, and end after the last one."""

@@ -102,6 +102,8 @@ class PmiServer:
         self._received = bytearray()
         self._waits = False  # at a barrier
         self.is_open = True
+        self.closing: Callable[[], None] = lambda: None
+        """Called before the socket is closed."""
         sock.setblocking(False)
 
     def fileno(self) -> int:
@@ -110,7 +112,9 @@ class PmiServer:
 
     def close(self) -> None:
         """Close the socket. If the process still needs it, it gets an error."""
-        self.is_open = False
+        if self.is_open:
+            self.is_open = False
+            self.closing()
         self._sock.close()
 
     def receive(self) -> None:

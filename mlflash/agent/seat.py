@@ -16,7 +16,7 @@ and ``pid``, or with ``error``. Then come questions with ``id`` and ``do``:
 |                | ``within_s`` ``up_s``             | ``departed``                                                   |
 | ``"withdraw"`` |                                   | it does not wait for the next epoch any more. The ranks that   |
 |                |                                   | have not joined; null: the hub does not answer                 |
-| ``"over"``     |                                   | true; all ranks are told that the epoch is over                |
+| ``"over"``     | ``epoch``                         | true; all ranks are told that it is over                       |
 | ``"depart"``   | ``why`` ``ends_job``              | true; all ranks are told that this one leaves                  |
 | ``"share"``    | ``key`` ``text``                  | the text of rank 0, which only that rank gives                 |
 | ``"kill"``     |                                   | true; then ``ended`` follows, if there is a courier            |
@@ -51,6 +51,7 @@ _OTHER_DESCRIPTORS = 192  # of an agent that is a hub, besides one for each node
 _CHANNEL_S = 10.0  # limit for the connection of a courier to come
 _ASKED_S = 5.0  # limit for the hub to answer what is missing
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2  # between two attempts to find the hub
+_ATTEMPT_S = 1.0  # limit for the first one at each place; then twice as long each time
 
 
 class Seat:
@@ -70,7 +71,7 @@ class Seat:
         self._courier: ForkedCourier | None = None
         self._courier_ended = asyncio.Event()
         self._epoch = ""  # the last one
-        self._has_departed = self._is_over = False
+        self._has_departed = self._is_over = self._has_left = False
         self._tells = True
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop.add_reader(self._trainer_pidfd, self._lose_trainer, "it has ended")
@@ -130,12 +131,14 @@ class Seat:
                       ) -> list[Any]:  # fmt: skip
         """Find the hub, and take a seat there."""
         self.rank, self.size, self.member = rank, size, member
-        end, pause_s, why = self._loop.time() + within_s, _PAUSE_S, ""
-        while (left_s := end - self._loop.time()) > 0:
+        end, pause_s, limit_s, why = self._loop.time() + within_s, _PAUSE_S, _ATTEMPT_S, ""
+        while self._loop.time() < end:
             for host, port in places:
                 world = self._agent.world((host, port), token, size)
                 try:
-                    await asyncio.wait_for(world.enter(self), left_s)
+                    await asyncio.wait_for(world.enter(self), max(0.0, min(limit_s, end - self._loop.time())))
+                    if self._is_over:
+                        world.leave(self)
                     self._world = world
                     return [host, port]
                 except NobodyThere as error:
@@ -143,7 +146,7 @@ class Seat:
                 except (HubLost, Refused, asyncio.TimeoutError) as error:
                     why = str(error) or f"{world} does not answer"
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s, limit_s = min(2 * pause_s, _LONGEST_PAUSE_S), 2 * limit_s
         raise HubLost(why)
 
     async def do_share(self, key: str, text: str | None) -> str:
@@ -155,26 +158,31 @@ class Seat:
         shared: str = await world.ask("shared", key=key)
         return shared
 
-    async def do_over(self) -> bool:
-        """Tell all ranks that the epoch is over."""
-        if self._world is None:
-            self.over(self._epoch)
-        else:
-            self._world.tell("over", epoch=self._epoch)
+    async def do_over(self, epoch: str) -> bool:
+        """Tell all ranks that an epoch is over."""
+        self._end_epoch(epoch)
         return True
+
+    def _end_epoch(self, epoch: str) -> None:
+        if self._world is None:
+            self.over(epoch)
+        else:
+            self._world.tell("over", epoch=epoch)
 
     async def do_depart(self, why: str, ends_job: bool) -> bool:
         """Tell all ranks that this one leaves."""
-        self._depart(why, ends_job)
+        if not self._depart(why, ends_job):
+            raise HubLost("there is no connection to the hub")
         return True
 
-    def _depart(self, why: str, ends_job: bool) -> None:
-        self._has_departed = True
+    def _depart(self, why: str, ends_job: bool) -> bool:
         departure = {"rank": self.rank, "why": why, "ends_job": ends_job}
         if self._hub is not None:
             self._hub.depart(departure)
-        elif self._world is not None:
-            self._world.tell("depart", departure=departure)
+        elif self._world is not None and not self._world.tell("depart", departure=departure, member=self.member):
+            return False
+        self._has_departed = True
+        return True
 
     def _met(self) -> World:
         if self._world is None:
@@ -191,9 +199,15 @@ class Seat:
             begun = Begun(new_epoch_name(last + 1), last + 1, (0,), True, mine[2])
         else:
             begun = await self._join(self._world, last, mine, end)
-        with await asyncio.wait_for(self.channel(channel), _CHANNEL_S) as its:
-            self._drop_channels(channel)
-            return self._fork(begun, its, up_s)
+        try:
+            with await asyncio.wait_for(self.channel(channel), _CHANNEL_S) as its:
+                self._drop_channels(channel)
+                if self._is_over:
+                    raise Refused("its trainer has ended")
+                return self._fork(begun, its, up_s)
+        except BaseException:  # the other ranks must not wait for its MPI
+            self._end_epoch(begun.name)
+            raise
 
     def channel(self, number: int) -> asyncio.Future[socket.socket]:
         """The connection of the trainer for a courier, when it has come."""
@@ -203,11 +217,13 @@ class Seat:
         """Forget connections up to a number, and close those that no courier has had."""
         for number in [number for number in self._channels if number <= last]:
             channel = self._channels.pop(number)
-            if channel.done() and number < last:
+            if channel.done() and not channel.cancelled() and number < last:
                 channel.result().close()
 
     async def _join(self, world: World, last: int, mine: list[Any], end: float) -> Begun:
         while True:
+            if world.departed is not None:
+                raise Departed(world.departed)
             self._next = self._loop.create_future()
             try:
                 await world.connected(end)
@@ -227,8 +243,8 @@ class Seat:
         inherited = Inherited(channel, self._trainer_pidfd, hello["pid"], self._output, environment,
                               hello["directory"], hello["umask"], frozenset(hello["cores"]))  # fmt: skip
         order = Order(hello["entry"], name, self.rank, begun.nodes, begun.reads, cores, up_s, inherited)
-        self._courier_ended.clear()
         self._courier = self._agent.forks.fork(order, begun.here, self._note_up, self._note_end)
+        self._courier_ended.clear()
         self._epoch = name
         return {"epoch": name, "number": begun.number, "nodes": [*begun.nodes], "freed": begun.freed,
                 "pid": self._courier.pid, "cores": sorted(cores)}  # fmt: skip
@@ -243,9 +259,12 @@ class Seat:
         return frozenset()
 
     def begin(self, begun: Begun) -> None:
-        """Note that an epoch has begun."""
+        """Note that an epoch has begun. If the trainer waits no more for it, it is over for all."""
         if self._next is not None and not self._next.done():
+            self._epoch = begun.name
             self._next.set_result(begun)
+        else:
+            self._end_epoch(begun.name)
 
     def over(self, epoch: str) -> None:
         """Note that an epoch is over."""
@@ -262,20 +281,21 @@ class Seat:
         """Note that the hub was lost."""
         if self._next is not None and not self._next.done():
             self._next.set_exception(lost)
-        self._say({"lost": str(lost)})
+        else:
+            self._say({"lost": str(lost)})
 
     async def do_withdraw(self) -> list[int] | None:
         """Wait no more for the next epoch."""
         world = self._met()
-        world.tell("withdraw", rank=self.rank)
         if self._next is not None and not self._next.done():
             self._next.set_exception(Refused("it was withdrawn"))
         elif self._courier is not None and self._courier.end is None:  # the epoch had just begun
             self._courier.kill()
-            world.tell("over", epoch=self._epoch)
+            self._end_epoch(self._epoch)
         with contextlib.suppress(HubLost, asyncio.TimeoutError):
-            missing: list[int] = await asyncio.wait_for(world.ask("missing"), _ASKED_S)
-            return [rank for rank in missing if rank != self.rank]
+            asked = world.ask("withdraw", rank=self.rank, member=self.member)
+            missing: list[int] = await asyncio.wait_for(asked, _ASKED_S)
+            return missing
         return None
 
     # The courier
@@ -325,6 +345,9 @@ class Seat:
             self._leave()
 
     def _leave(self) -> None:
+        if self._has_left:
+            return
+        self._has_left = True
         if self._tells and self._epoch and not self._has_departed:
             self._depart("its process has ended", ends_job=False)
         if self._world is not None:

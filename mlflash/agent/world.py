@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..wireup.lines import Connection
 from ..wireup.process_mapping import Block, nodes_of
 from .fork_server import Refused
-from .pmi_server import Fence, NodeEpoch
+from .pmi_server import NodeEpoch
 
 if TYPE_CHECKING:
     from .seat import Seat
 
 _LARGEST_NBYTES = 1 << 28  # of a message: what all ranks have put
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2  # between two attempts to connect
+_ATTEMPT_S = 5.0  # limit for one
 _ONLY_HERE = (
     "this is an address of each host's own. If rank 0 is on another host, that found no address of its own to name: "
     "MLFLASH_INTERFACE says which interface to use"
@@ -67,23 +69,28 @@ class World:
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._epoch: NodeEpoch | None = None
-        self._departed: dict[str, Any] | None = None
+        self.departed: dict[str, Any] | None = None  # the first departure that was told
+        self._has_been_connected = False
 
     def __str__(self) -> str:
         return f"{self.address[0]} port {self.address[1]}"
 
     # The hub
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether its hub was lost. At its address there may be that of another launch by now."""
+        return self._has_been_connected and self._link is None
+
     async def enter(self, seat: Seat) -> None:
         """Give a rank its seat at the hub. Raises HubLost; Refused: another launch has it."""
-        self.seats[seat.rank] = seat
         try:
             async with self._connecting:
                 await self._connect()
             await self._take_seat(seat)
-        except BaseException:
-            self.leave(seat)
-            raise
+            self.seats[seat.rank] = seat
+        finally:
+            self._look_empty()
 
     async def connected(self, end: float) -> None:
         """Wait until the hub is connected, and all ranks of this node have their seats there.
@@ -93,32 +100,45 @@ class World:
         pause_s, loop = _PAUSE_S, asyncio.get_running_loop()
         while True:
             try:
-                async with self._connecting:
-                    if self._link is None:
-                        await self._connect()
-                        for seat in list(self.seats.values()):
-                            await self._take_seat(seat)
+                await asyncio.wait_for(self._connect_seats(), min(_ATTEMPT_S, max(0.0, end - loop.time())))
                 return
-            except HubLost as lost:
+            except (HubLost, asyncio.TimeoutError) as lost:
                 if loop.time() >= end:
                     hint = f"; {_ONLY_HERE}" if self.address[0].startswith("127.") else ""
                     raise HubLost(f"{lost}{hint}") from lost
             await asyncio.sleep(max(0.0, min(pause_s, end - loop.time())))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    async def _connect_seats(self) -> None:
+        async with self._connecting:
+            if self._link is None:
+                await self._connect()
+                for seat in list(self.seats.values()):
+                    await self._take_seat(seat)
+
     async def _connect(self) -> None:
         if self._link is not None:
             return
-        link = Connection(self._take, self._lose, _LARGEST_NBYTES)
+        loop, link = asyncio.get_running_loop(), Connection(self._take, self._lose, _LARGEST_NBYTES)
+        sock: socket.socket | None = None
         try:
-            transport, _ = await asyncio.get_running_loop().create_connection(lambda: link, *self.address)
-        except OSError as error:
-            raise NobodyThere(f"nobody listens at {self}: {error.strerror or error}") from None
-        sock = transport.get_extra_info("socket")
-        if sock.getsockname() == sock.getpeername():  # TCP can connect a port to itself
-            link.close()
-            raise NobodyThere(f"nobody listens at {self}")
-        self._link = link
+            # The loop would look a name up on a thread, and a process with threads cannot fork couriers.
+            (family, kind, protocol, _, (host, *rest)), *_ = socket.getaddrinfo(
+                *self.address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, (str(host).partition("%")[0], *rest))
+            if sock.getsockname() == sock.getpeername():  # TCP can connect a port to itself
+                raise NobodyThere(f"nobody listens at {self}")
+            await loop.create_connection(lambda: link, sock=sock)
+        except BaseException as error:
+            if sock is not None:
+                sock.close()
+            if isinstance(error, OSError) and not isinstance(error, HubLost):
+                raise NobodyThere(f"nobody listens at {self}: {error.strerror or error}") from None
+            raise
+        self._link, self._has_been_connected = link, True
         link.send({"token": self.token})
 
     async def _take_seat(self, seat: Seat) -> None:
@@ -139,10 +159,11 @@ class World:
             raise Refused(told["error"])
         return told["is"]
 
-    def tell(self, what: str, **fields: Any) -> None:
-        """Tell the hub something. It is dropped if there is no connection: whoever needs it notices the loss."""
+    def tell(self, what: str, **fields: Any) -> bool:
+        """Tell the hub something. Return whether there is a connection: whoever needs it notices the loss."""
         if self._link is not None:
             self._link.send({"do": what, **fields})
+        return self._link is not None
 
     def _take(self, message: dict[str, Any]) -> None:
         if "id" in message:
@@ -157,7 +178,7 @@ class World:
             for seat in list(self.seats.values()):
                 seat.over(message["over"])
         elif "departed" in message:
-            self._departed = self._departed or message["departed"]
+            self.departed = self.departed or message["departed"]
             for seat in list(self.seats.values()):
                 seat.departed(message["departed"])
 
@@ -167,7 +188,7 @@ class World:
         for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(lost)
-        if self._departed is None:
+        if self.departed is None:
             for seat in list(self.seats.values()):
                 seat.hub_lost(lost)
 
@@ -177,7 +198,10 @@ class World:
         nodes = tuple(nodes_of([Block(*block) for block in blocks], self.size))
         here = list(self.seats.values())
         count = len(here)
-        fence: Fence = lambda barrier, puts: self.tell("fence", epoch=name, number=barrier, ranks=count, puts=puts)
+
+        def fence(barrier: int, puts: dict[str, str]) -> None:
+            self.tell("fence", epoch=name, number=barrier, ranks=count, puts=puts)
+
         self._epoch = NodeEpoch(name, nodes, count, fence)
         for seat in here:
             seat.begin(Begun(name, number, nodes, reads, freed, self._epoch))
@@ -186,6 +210,10 @@ class World:
         """Forget a rank of this node, and the hub with the last one."""
         if self.seats.get(seat.rank) is seat:
             del self.seats[seat.rank]
+            self.tell("withdraw", id=0, rank=seat.rank, member=seat.member)
+        self._look_empty()
+
+    def _look_empty(self) -> None:
         if not self.seats:
             if self._link is not None:
                 self._link.end()

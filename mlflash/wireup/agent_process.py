@@ -70,31 +70,28 @@ def connect(names: Sequence[str], environment: Mapping[str, str]) -> tuple[socke
     agent, if it is started. Raises OSError: no process can be started.
     """
     for other in names[1:]:
-        with contextlib.suppress(ConnectionRefusedError):
-            sock = connect_again(other)
-            if peer_uid(sock) == os.geteuid():
-                return sock, other
-            sock.close()
+        with contextlib.suppress(OSError):
+            return connect_again(other), other
     name, end = names[0], time.monotonic() + _TAKEN_S
     while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            sock = connect_again(name)
-            if peer_uid(sock) == os.geteuid():
-                return sock, name
-            sock.close()
-            name = f"mlflash-{secrets.token_hex(16)}"
-        with socket.socket(socket.AF_UNIX) as listener:
-            try:
-                listen(listener, name)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                if time.monotonic() > end:  # whoever has it does not listen
-                    name = f"mlflash-{secrets.token_hex(16)}"
-                time.sleep(_PAUSE_S)
-                continue
-            _start(listener, environment)
+        try:
             return connect_again(name), name
+        except ConnectionRefusedError:
+            with socket.socket(socket.AF_UNIX) as listener:
+                try:
+                    listen(listener, name)
+                except OSError:  # somebody else has just taken the name
+                    pass
+                else:
+                    _start(listener, environment)
+                    return connect_again(name), name
+        except PermissionError:
+            end = 0.0
+        except OSError:  # too many others wait there
+            pass
+        if time.monotonic() > end:  # whoever has it is not an agent of this user, or does not accept
+            name, end = f"mlflash-{secrets.token_hex(16)}", float("inf")
+        time.sleep(_PAUSE_S)
 
 
 def listen(listener: socket.socket, name: str) -> None:
@@ -104,10 +101,20 @@ def listen(listener: socket.socket, name: str) -> None:
 
 
 def connect_again(name: str) -> socket.socket:
-    """Connect to the agent of this name. Raises ConnectionRefusedError: it is not there."""
+    """Connect to the agent of this name.
+
+    Raises:
+        ConnectionRefusedError: it is not there.
+        PermissionError: another user listens there.
+        OSError: it has no room for a connection now.
+    """
     sock = socket.socket(socket.AF_UNIX)
     try:
+        sock.setblocking(False)  # who has taken the name may accept nobody
         sock.connect(f"\0{name}")
+        sock.setblocking(True)
+        if peer_uid(sock) != os.geteuid():
+            raise PermissionError(errno.EPERM, "another user listens there")
     except BaseException:
         sock.close()
         raise

@@ -160,7 +160,7 @@ class Couriers:
             text = None
             if self.rank == 0:
                 self._token = new_token()
-                here = host or own_address(self._are_on_one_host(), self._environment)
+                here = _numeric(host) if host else own_address(self._are_on_one_host(), self._environment)
                 self._with_an_agent(lambda: self._serve([here], [0], end), end)
                 text = f"{here},{self._listens[1]},{self._token}"
             told = meeting.share(text, left_s(end)).split(",")
@@ -243,7 +243,7 @@ class Couriers:
             self._channels += 1
             channel = self.agent.channel(self._channels)
             failed.callback(channel.close)
-            left = left_s(end)
+            left, self.agent.hub_lost = left_s(end), None
             try:
                 told = self.agent.ask("next", left, self._check, channel=self._channels, last=self._number, mine=mine,
                                       within_s=left, up_s=timeout_s)  # fmt: skip
@@ -253,7 +253,6 @@ class Couriers:
                 raise RankDeparted(Departure(**told["departed"]))
             failed.pop_all()
         self._number, self.freed = told["number"], frozenset(told["freed"])
-        self.agent.hub_lost = None
         self._running = RunningCourier(self._number, told["epoch"], tuple(told["nodes"]), channel, told["pid"],
                                        frozenset(told["cores"]))  # fmt: skip
         return self._running
@@ -295,7 +294,7 @@ class Couriers:
         Raises:
             HubLost, AgentLost, DeadlineExceeded: they could not be told.
         """
-        self.agent.ask("over", timeout_s)
+        self.agent.ask("over", timeout_s, epoch=self.courier.epoch)
 
     def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
         """Tell all ranks that this one leaves the job permanently. Not collective; any thread.
@@ -406,6 +405,11 @@ class Couriers:
         if self._running is not None:
             self._running.trainer.close()
             self._running = None
+
+
+def _numeric(host: str) -> str:
+    """An address of a host: agents look up no names. Raises OSError: it has none."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def left_s(end: float) -> float:
