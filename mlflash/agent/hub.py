@@ -17,7 +17,7 @@ The agent of each node has one connection, whose first message has the token (`w
 
 Messages to all agents: ``{"epoch": {"name", "number", "blocks", "reads", "freed"}}`` when all ranks have joined;
 ``{"fenced": name, "number", "puts"}`` to the nodes of a fence that all ranks have reached; ``{"over": name}``, which
-also follows if the connection to a node ends; ``{"departed": departure}``.
+also follows if a rank takes its seat again; ``{"departed": departure}``.
 
 ``member`` is a word that a trainer has made for itself. A rank has one: another trainer that says it has that rank
 comes from another launch, and is refused.
@@ -63,7 +63,6 @@ class Hub:
         self._epoch = ""
         self._fences: dict[int, _Fence] = {}
         self._departed: dict[str, Any] | None = None
-        self._gone: set[int] = set()  # ranks that have departed
         self._texts: dict[str, str] = {}
         self._asked: dict[str, list[tuple[Connection, int]]] = {}  # key → who waits for the text
         self._nodes: list[Connection] = []
@@ -79,7 +78,6 @@ class Hub:
 
     def depart(self, departure: dict[str, Any]) -> None:
         """Tell all nodes that a rank has left the job. The first one is told again to whoever joins later."""
-        self._gone.add(departure["rank"])
         self._departed = self._departed or departure
         self._tell_all({"departed": departure})
 
@@ -100,12 +98,11 @@ class Hub:
         if node not in self._nodes:
             return
         self._nodes.remove(node)
-        mine = {rank for rank, (its, _) in self._seats.items() if its is node}
-        for rank in mine:
-            self._seats[rank] = None, self._seats[rank][1]
-            self._joined.pop(rank, None)
-        if mine - self._gone:
-            self._end_epoch(self._epoch)
+        # The epoch goes on: if the whole node is lost, the others have nobody to begin another one with.
+        for rank, (its, member) in list(self._seats.items()):
+            if its is node:
+                self._seats[rank] = None, member
+                self._joined.pop(rank, None)
 
     def _take(self, node: Connection, message: dict[str, Any]) -> None:
         match message:
@@ -144,12 +141,11 @@ class Hub:
     def _seat(self, node: Connection, rank: int, member: str) -> dict[str, Any]:
         if not 0 <= rank < self.size:
             return {"error": f"there are {self.size} ranks here, and no rank {rank}"}
-        before, taken_by = self._seats.get(rank, (None, member))
-        if taken_by != member:
+        if rank in self._seats and not self._is_member(rank, member):
             return {"error": f"rank {rank} is there already: these are the ranks of another launch"}
-        self._seats[rank] = node, member
-        if before not in (None, node):  # its agent has died, with its courier
+        if rank in self._seats:  # its agent has died, with its courier, or has lost the connection
             self._end_epoch(self._epoch)
+        self._seats[rank] = node, member
         return {"is": True}
 
     # Epochs
