@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -68,10 +67,9 @@ class ForkedCourier:
 
     def __init__(self, pid: int, order: Order, pmi: PmiServer | None, reports_fd: int, segments: set[str],
                  up: Callable[[], None], ended: Callable[[End], None]):  # fmt: skip
-        self.pid, self.order, self.segments = pid, order, segments
+        self.pid, self.segments = pid, segments
         self.is_up = pmi is None
         self.why: str | None = None
-        self.up_at = 0.0  # by time.monotonic
         self.end: End | None = None
         self._pmi, self._reports_fd, self._reports = pmi, reports_fd, Lines(_LARGEST_NBYTES)
         self._up, self._ended = up, ended
@@ -122,7 +120,7 @@ class ForkedCourier:
         try:
             for report in self._reports.add(reported):
                 self.segments |= {name for name in report["mapped"] if mpich_segments.is_segment(name)}
-                self.is_up, self.up_at = True, time.monotonic()
+                self.is_up = True
                 if self._timer is not None:
                     self._timer.cancel()
                 self._up()
@@ -162,7 +160,6 @@ class ForkServer:
     """The couriers of a node. Close it when the last one has ended."""
 
     def __init__(self) -> None:
-        self.couriers: set[ForkedCourier] = set()
         self._entries: dict[str, Entry] = {}
         self._vendor: str | None = None
         self.found: dict[str, str] = {}  # the variable for couriers that says which MPI they have
@@ -237,7 +234,6 @@ class ForkServer:
                 os.waitpid(pid, 0)
                 raise
             kept.pop_all()
-        self.couriers.add(courier)
         return courier
 
     def _fork(self, order: Order, reporting_fd: int, its: socket.socket | None) -> int:
@@ -255,7 +251,6 @@ class ForkServer:
         return pid
 
     def _forget(self, courier: ForkedCourier, ended: Callable[[End], None], end: End) -> None:
-        self.couriers.discard(courier)
         self._segments = mpich_segments.remove_unmapped(self._segments | courier.segments)
         ended(end)
 

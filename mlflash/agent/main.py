@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..memory.courier_process import AGENT as NAME
 from ..wireup.agent_process import kept_names, listen, peer_uid
 from ..wireup.courier_process import ignore_signals_of_the_step
 from ..wireup.launcher_variables import AGENT
@@ -230,7 +231,7 @@ def _serve_run() -> int:
     text = os.environ.pop(AGENT, "") or sys.stdin.readline()
     greeting = {"host": os.environ.get("SLURMD_NODENAME", ""), **json.loads(text)}
     ranks, listeners = Ranks(), list[socket.socket]()
-    set_name("mlflash-agent")
+    set_name(NAME)
     with contextlib.ExitStack() as opened:
         if (told := greeting.get("couriers")) is not None:
             environment = {**os.environ, "MLFLASH_JOB": told["job"]}
@@ -248,7 +249,7 @@ def main(arguments: list[str]) -> NoReturn:
         sys.exit(_serve_run())
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who has started this process may have blocked some signals
     ignore_signals_of_the_step()
-    set_name("mlflash-agent")
+    set_name(NAME)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (1, 2):  # whoever reads the output of the first trainer must not wait for the agent
         os.dup2(nothing, fd)

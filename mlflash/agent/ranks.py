@@ -25,7 +25,6 @@ import secrets
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Collection
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..memory.courier_process import read_stat
+from ..wireup.agent_process import peer_uid
 from ..wireup.launcher_variables import KEPT, SEED, without_rank
 from ..wireup.lines import Connection
 from ..wireup.own_process import end_with, running
@@ -55,7 +55,6 @@ _RANK_NBYTES = 1 << 16  # largest size of a message of a rank
 _PORTS, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel gives to connections
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _PASSED_ON = _SIGNALS[:-1]
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 class _Rank:
@@ -425,8 +424,7 @@ class _OfThisUser(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(peer)[1] != os.geteuid():
+        if peer_uid(transport.get_extra_info("socket")) != os.geteuid():
             self.close()
 
 

@@ -36,6 +36,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+from ..memory.courier_process import name_of_courier
 from ..wireup import courier_cores
 from ..wireup.courier_process import Inherited
 from ..wireup.lines import STRANGERS, Connection, listener_at
@@ -62,7 +63,7 @@ class Seat:
         out, err, self._trainer_pidfd = descriptors
         self._output, self._hello = (out, err), hello
         self.vendor = agent.forks.prepare(hello["entry"], hello["mpi"])
-        self.rank, self.size, self.member, self.cores = 0, 1, "", str(hello["seat"])
+        self.rank, self.member, self.cores = 0, "", str(hello["seat"])
         self._channels: dict[int, asyncio.Future[socket.socket]] = {}  # by number: to its couriers
         self._connection: Connection | None = None
         self._world: World | None = None
@@ -130,7 +131,7 @@ class Seat:
     async def do_meet(self, rank: int, size: int, member: str, places: list[list[Any]], token: str, within_s: float
                       ) -> list[Any]:  # fmt: skip
         """Find the hub, and take a seat there."""
-        self.rank, self.size, self.member = rank, size, member
+        self.rank, self.member = rank, member
         end, pause_s, limit_s, why = self._loop.time() + within_s, _PAUSE_S, _ATTEMPT_S, ""
         while self._loop.time() < end:
             for host, port in places:
@@ -240,7 +241,7 @@ class Seat:
         cores = self._choose_cores()
         hello, name = self._hello, begun.name
         environment = hello["environment"] | self._agent.forks.found
-        inherited = Inherited(channel, self._trainer_pidfd, hello["pid"], self._output, environment,
+        inherited = Inherited(channel, self._trainer_pidfd, name_of_courier(hello["pid"]), self._output, environment,
                               hello["directory"], hello["umask"], frozenset(hello["cores"]))  # fmt: skip
         order = Order(hello["entry"], name, self.rank, begun.nodes, begun.reads, cores, up_s, inherited)
         self._courier = self._agent.forks.fork(order, begun.here, self._note_up, self._note_end)
@@ -258,11 +259,16 @@ class Seat:
                 return courier_cores.choose_among(told, str(self.rank)) or frozenset()
         return frozenset()
 
+    @property
+    def _waiting(self) -> asyncio.Future[Begun] | None:
+        """The wait of the trainer for an epoch that has not begun."""
+        return self._next if self._next is not None and not self._next.done() else None
+
     def begin(self, begun: Begun) -> None:
         """Note that an epoch has begun. If the trainer waits no more for it, it is over for all."""
-        if self._next is not None and not self._next.done():
+        if (waiting := self._waiting) is not None:
             self._epoch = begun.name
-            self._next.set_result(begun)
+            waiting.set_result(begun)
         else:
             self._end_epoch(begun.name)
 
@@ -273,24 +279,24 @@ class Seat:
 
     def departed(self, departure: dict[str, Any]) -> None:
         """Note that a rank has left the job."""
-        if self._next is not None and not self._next.done():
-            self._next.set_exception(Departed(departure))
+        if (waiting := self._waiting) is not None:
+            waiting.set_exception(Departed(departure))
         self._say({"departed": departure})
 
     def hub_lost(self, lost: HubLost) -> None:
         """Note that the hub was lost."""
-        if self._next is not None and not self._next.done():
-            self._next.set_exception(lost)
+        if (waiting := self._waiting) is not None:
+            waiting.set_exception(lost)
         else:
             self._say({"lost": str(lost)})
 
     async def do_withdraw(self) -> list[int] | None:
         """Wait no more for the next epoch."""
         world = self._met()
-        if self._next is not None and not self._next.done():
-            self._next.set_exception(Refused("it was withdrawn"))
-        elif self._courier is not None and self._courier.end is None:  # the epoch had just begun
-            self._courier.kill()
+        if (waiting := self._waiting) is not None:
+            waiting.set_exception(Refused("it was withdrawn"))
+        elif self._running is not None:  # the epoch had just begun
+            self._running.kill()
             self._end_epoch(self._epoch)
         with contextlib.suppress(HubLost, asyncio.TimeoutError):
             asked = world.ask("withdraw", rank=self.rank, member=self.member)
@@ -309,15 +315,20 @@ class Seat:
         if self._is_over:
             self._leave()
 
+    @property
+    def _running(self) -> ForkedCourier | None:
+        """The courier, if it has not ended."""
+        return self._courier if self._courier is not None and self._courier.end is None else None
+
     async def _end_courier(self) -> None:
-        if self._courier is not None and self._courier.end is None:
-            self._courier.kill()
+        if self._running is not None:
+            self._running.kill()
             await self._courier_ended.wait()
 
     async def do_kill(self) -> bool:
         """Kill the courier."""
-        if self._courier is not None and self._courier.end is None:
-            self._courier.kill()
+        if self._running is not None:
+            self._running.kill()
         return True
 
     async def do_close(self, tells: bool) -> bool:
@@ -339,8 +350,8 @@ class Seat:
             self._connection.close()
         for task in list(self._tasks):
             task.cancel()
-        if self._courier is not None and self._courier.end is None:
-            self._courier.end_within(ENDS_S, f"its trainer ended {ENDS_S:g} s ago")
+        if self._running is not None:
+            self._running.end_within(ENDS_S, f"its trainer ended {ENDS_S:g} s ago")
         else:
             self._leave()
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import agent_process
-from .interfaces import for_mpi
-from .launcher_variables import without_launcher
 from .line_client import LineClient, Lost, Refused
 from .lines import pack
 
@@ -90,7 +88,7 @@ class AgentClient:
         self.departed: list[Departure] = []
         self.hub_lost: str | None = None
         self._owner = os.getpid()
-        own = agent_process.paths(without_launcher(environment)) | for_mpi(environment)
+        own = agent_process.own_environment(environment)
         hello = {"entry": entry_point, "mpi": mpi, "environment": own, "directory": _directory(), "umask": _umask(),
                  "cores": sorted(os.sched_getaffinity(self._owner)), "pid": self._owner, "seat": seat}  # fmt: skip
         names = agent_process.names_of(job, memory, environment)

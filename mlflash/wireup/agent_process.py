@@ -34,8 +34,7 @@ _PAUSE_S = 0.002
 _TAKEN_S = 2.0  # for another process to listen that has just taken the name
 READY = "the agent of this job is ready here"
 """What `mlflash agent` prints when trainers can find it."""
-CREDENTIALS = struct.Struct("3i")
-"""Of SO_PEERCRED: pid, uid, gid."""
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 def names_of(job: str, memory: str, environment: Mapping[str, str]) -> list[str]:
@@ -123,7 +122,7 @@ def connect_again(name: str) -> socket.socket:
 
 def peer_uid(sock: socket.socket) -> int:
     """The user at the other end."""
-    uid: int = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
+    uid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return uid
 
 
@@ -135,13 +134,13 @@ def become(listeners: Sequence[socket.socket], environment: Mapping[str, str]) -
     for listener in listeners:
         listener.set_inheritable(True)
     words = [*_COMMAND, "kept", *(str(listener.fileno()) for listener in listeners)]
-    os.execve(sys.executable, words, paths(without_launcher(environment)) | for_mpi(environment))
+    os.execve(sys.executable, words, own_environment(environment))
 
 
 def _start(listener: socket.socket, environment: Mapping[str, str]) -> None:
     agent = subprocess.Popen(
         [*_COMMAND, str(listener.fileno())],
-        env=paths(without_launcher(environment)) | for_mpi(environment),
+        env=own_environment(environment),
         pass_fds=[listener.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # so that signals of a terminal or launcher to the trainer's group miss it
@@ -150,11 +149,16 @@ def _start(listener: socket.socket, environment: Mapping[str, str]) -> None:
     threading.Thread(target=agent.wait, name="mlflash-agent", daemon=True).start()  # it may end before this process
 
 
-def paths(environment: dict[str, str]) -> dict[str, str]:
-    """Let Python find mlflash where this process finds it, whatever the working directory, and nothing in that."""
+def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """That of an agent and of the couriers of a trainer, from that of the trainer.
+
+    Python finds mlflash where this process finds it, whatever the working directory, and nothing in that.
+    """
+    own = without_launcher(environment)
     root = str(Path(__file__).resolve().parents[2])
     first = str(Path(sys.path[0] or ".").resolve()) if sys.path else ""
-    folders = [os.path.abspath(one) for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
+    folders = [os.path.abspath(one) for one in own.get("PYTHONPATH", "").split(os.pathsep) if one]
     if root in (first, os.getcwd()):  # a checkout, which is not installed
         folders.append(root)
-    return {**environment, **({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}), "PYTHONSAFEPATH": "1"}
+    found = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
+    return {**own, **found, "PYTHONSAFEPATH": "1", **for_mpi(environment)}

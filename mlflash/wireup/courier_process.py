@@ -58,7 +58,7 @@ class Inherited:
 
     trainer: socket.socket  # the courier's end of the connection to it
     trainer_pidfd: int
-    pid: int  # of the trainer
+    name: str  # of the courier's process, which says whose it is
     output: tuple[int, int]  # descriptors of standard output and standard error
     environment: Mapping[str, str]
     directory: str
@@ -124,7 +124,7 @@ def _inherit(inherited: Inherited) -> None:
     os.environ.update(inherited.environment)
     os.umask(inherited.umask)
     forget_memory_policy()
-    set_name(f"courier-{inherited.pid}")  # see `memory.courier_process`
+    set_name(inherited.name)
     try:
         os.chdir(inherited.directory)
     except OSError:  # it was removed; a trainer that goes on there needs no other

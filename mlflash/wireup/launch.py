@@ -94,7 +94,6 @@ class Couriers:
         UnsafePath: a directory or a secret is somebody else's, or open to others.
         AgentLost: the agent could not start; its output says why.
         AgentRefused: it cannot fork, or cannot be the hub.
-        HubLost: the agent of rank 0 cannot be reached.
     """
 
     def __init__(

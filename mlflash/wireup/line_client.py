@@ -42,12 +42,10 @@ class LineClient:
         sock: connected. A child of this process closes it.
         peer: who is at the other end, in words.
         heard: called with each message that is no answer, on the receiving thread.
-        lost: called on that thread when the connection has ended.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, heard: Callable[[dict[str, Any]], None],
-                 lost: Callable[[], None] = lambda: None):  # fmt: skip
-        self._sock, self._peer, self._heard, self._lost = sock, peer, heard, lost
+    def __init__(self, sock: socket.socket, peer: str, heard: Callable[[dict[str, Any]], None]):
+        self._sock, self._peer, self._heard = sock, peer, heard
         self._answers: dict[int, dict[str, Any] | None] = {}  # to the questions that are waited for
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
@@ -119,7 +117,6 @@ class LineClient:
         self.why = self.why or why
         self._sock.close()
         self.news.tell()
-        self._lost()
 
     def _take(self, message: dict[str, Any]) -> None:
         number = message.get("id")
