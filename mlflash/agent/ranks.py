@@ -179,7 +179,7 @@ class Ranks:
         for number in _PASSED_ON:
             self._loop.add_signal_handler(number, self._pass_on, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._lose, "its agent received SIGHUP")
-        self._run.send({"token": greeting["token"], "host": greeting["host"]})
+        await asyncio.wait_for(self._run.introduce(greeting["token"], host=greeting["host"]), _CONNECT_S)
         tasks = [self._loop.create_task(work) for work in (self._watch(), self._keep_status())]
         try:
             code = await self._over

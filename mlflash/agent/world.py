@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections.abc import Callable
@@ -120,26 +121,24 @@ class World:
         if self._link is not None:
             return
         loop, link = asyncio.get_running_loop(), Connection(self._take, self._lose, _LARGEST_NBYTES)
-        sock: socket.socket | None = None
         try:
             # The loop would look a name up on a thread, and a process with threads cannot fork couriers.
             (family, kind, protocol, _, (host, *rest)), *_ = socket.getaddrinfo(
                 *self.address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )
-            sock = socket.socket(family, kind, protocol)
-            sock.setblocking(False)
-            await loop.sock_connect(sock, (str(host).partition("%")[0], *rest))
-            if sock.getsockname() == sock.getpeername():  # TCP can connect a port to itself
-                raise NobodyThere(f"nobody listens at {self}")
-            await loop.create_connection(lambda: link, sock=sock)
-        except BaseException as error:
-            if sock is not None:
-                sock.close()
-            if isinstance(error, OSError) and not isinstance(error, HubLost):
-                raise NobodyThere(f"nobody listens at {self}: {error.strerror or error}") from None
-            raise
+            with contextlib.ExitStack() as failed:
+                sock = failed.enter_context(socket.socket(family, kind, protocol))
+                sock.setblocking(False)
+                await loop.sock_connect(sock, (str(host).partition("%")[0], *rest))
+                await loop.create_connection(lambda: link, sock=sock)
+                failed.pop_all()
+        except OSError as error:
+            raise NobodyThere(f"nobody listens at {self}: {error.strerror or error}") from None
+        try:
+            await link.introduce(self.token)
+        except ConnectionError as error:
+            raise HubLost(f"whoever listens at {self} is not the hub of this launch: {error}") from None
         self._link, self._has_been_connected = link, True
-        link.send({"token": self.token})
 
     async def _take_seat(self, seat: Seat) -> None:
         await self.ask("seat", rank=seat.rank, member=seat.member)

@@ -1,8 +1,17 @@
 """Lines of JSON between two processes: how they are written and read, and a port for them, in asyncio.
 
-A port is for processes that know its token: the first message of a connection is an object with ``token``. All other
-connections are strangers. A port has only so many of them at a time, each only for so long, because whoever reaches a
-port can connect to it a thousand times and say nothing.
+A port is for processes that know its token, and each of the two ends proves to the other that it does, without sending
+it: another user of a host may listen at a port that is known. Three messages do that:
+
+1. ``{"nonce"}``, to the port;
+2. ``{"nonce", "proof"}``, from the port: an HMAC, by the token, of both nonces;
+3. ``{"proof", ...}``, to the port: another HMAC of the same, and what the process has to say first.
+
+Both cover the number of the port, so that nobody who listens at another one can pass them on. A connection that has
+proved nothing is a stranger. A port has only so many of them at a time, each only for so long, because whoever reaches
+a port can connect to it a thousand times and say nothing.
+
+Source: multiprocessing.connection of Python, which has such challenges, for threads.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +28,7 @@ from typing import Any, cast
 STRANGERS = 64
 """Number of strangers that a port has at a time, if its owner says nothing else."""
 _STRANGER_NBYTES = 1 << 12  # of the first message
+_NONCE_NBYTES = 16
 _UNSENT_NBYTES = 1 << 26  # of what a connection has not read
 _PART_NBYTES = 1 << 14  # given to a transport at a time, and kept by it
 
@@ -29,6 +40,22 @@ class BadLine(ValueError):
 def pack(message: object) -> bytes:
     """The bytes as which a message is sent."""
     return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def proof(token: str, side: str, port: int, mine: str, theirs: str) -> str:
+    """What shows that one ``side`` of a connection, "port" or "process", knows the token.
+
+    Args:
+        port: its number.
+        mine, theirs: the nonces of the process and of the port.
+    """
+    said = "\0".join((side, str(port), mine, theirs))
+    return hmac.new(token.encode(), said.encode(), "sha256").hexdigest()
+
+
+def _is_proof(given: object, token: str, side: str, port: int, mine: str, theirs: str) -> bool:
+    expected = proof(token, side, port, mine, theirs)
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
 
 
 class Lines:
@@ -145,6 +172,31 @@ class Connection(asyncio.Protocol):
         self._is_writable = True
         self._send()
 
+    async def introduce(self, token: str, **hello: Any) -> None:
+        """Say ``hello`` to a port, once both ends have proved that they know its token. Then `heard` hears.
+
+        Raises ConnectionError: whoever listens there does not know it, or the connection has ended. `lost` is not
+        called then.
+        """
+        assert self._transport is not None
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        heard, lost, largest_nbytes = self.heard, self.lost, self.lines.largest_nbytes
+        mine, port = secrets.token_hex(_NONCE_NBYTES), self._transport.get_extra_info("peername")[1]
+        self.heard, self.lost, self.lines.largest_nbytes = answers.put_nowait, answers.put_nowait, _STRANGER_NBYTES
+        self.send({"nonce": mine})
+        try:
+            match await answers.get():
+                case {"nonce": str(theirs), "proof": str(given)} if _is_proof(given, token, "port", port, mine, theirs):
+                    self.heard, self.lost, self.lines.largest_nbytes = heard, lost, largest_nbytes
+                    self.send({"proof": proof(token, "process", port, mine, theirs), **hello})
+                case _:
+                    self.close("it does not know the token" if self.is_open else self._why)
+        except BaseException:
+            self.close()
+            raise
+        if not self.is_open:
+            raise ConnectionRefusedError(self._why)
+
     def close(self, why: str = "it was closed here") -> None:
         """End the connection at once, without what was not sent yet."""
         self._why, self.is_open = why, False
@@ -162,11 +214,11 @@ class Port:
     """A port for processes that know a token. `close` it.
 
     Args:
-        token: without it, a connection is closed without an answer.
-        known: called with a connection that has sent the token, and that first message. It sets ``heard`` and ``lost``.
+        token: a connection that does not prove to know it is closed.
+        known: called with a connection that has, and with the message that proved it. It sets ``heard`` and ``lost``.
         largest_nbytes: of a message.
-        strangers, stranger_s: how many connections may not have sent the token, and for how long each. The oldest is
-            closed for the next.
+        strangers, stranger_s: how many connections may have proved nothing, and for how long each. The oldest is closed
+            for the next.
     """
 
     def __init__(self, token: str, known: Callable[[Connection, dict[str, Any]], None], largest_nbytes: int,
@@ -193,7 +245,7 @@ class Port:
             stranger.close()
 
     def _accept(self) -> Connection:
-        stranger = Connection(lambda message: self._meet(stranger, message), lambda why: self._forget(stranger),
+        stranger = Connection(lambda message: self._challenge(stranger, message), lambda why: self._forget(stranger),
                               _STRANGER_NBYTES)  # fmt: skip
         while len(self._strangers) >= self._most:
             oldest = next(iter(self._strangers))
@@ -203,10 +255,19 @@ class Port:
         self._strangers[stranger] = loop.call_later(self._stranger_s, stranger.close)
         return stranger
 
-    def _meet(self, stranger: Connection, hello: Any) -> None:
-        given = hello["token"] if isinstance(hello, dict) else ""
-        if not isinstance(given, str) or not hmac.compare_digest(given.encode(), self._token.encode()):
-            raise ValueError("not the token of this port")
+    def _challenge(self, stranger: Connection, hello: Any) -> None:
+        match hello:
+            case {"nonce": str(its)}:
+                mine, port = secrets.token_hex(_NONCE_NBYTES), self.address[1]
+                stranger.heard = lambda message: self._meet(stranger, message, its, mine)
+                stranger.send({"nonce": mine, "proof": proof(self._token, "port", port, its, mine)})
+            case _:
+                raise ValueError("no nonce")
+
+    def _meet(self, stranger: Connection, hello: Any, its: str, mine: str) -> None:
+        given = hello["proof"] if isinstance(hello, dict) else ""
+        if not _is_proof(given, self._token, "process", self.address[1], its, mine):
+            raise ValueError("it does not know the token")
         self._forget(stranger)
         stranger.lines.largest_nbytes = self._largest_nbytes
         self._known(stranger, hello)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from introduced import introduce
 from processes import described, killed_in_the_end, left_here, started_by
 from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, parent
 from waiting import until
@@ -147,11 +149,13 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     end_well(ranks, tmp_path)
 
 
-def speak(address: tuple[str, int] | str, said: bytes) -> None:
-    """Connect, say something, and wait until the other end has no more of that."""
+def speak(address: tuple[str, int] | str, said: bytes, begin: Callable[[socket.socket], None] = lambda sock: None
+          ) -> None:  # fmt: skip
+    """Connect, begin, say something, and wait until the other end has no more of that."""
     with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as sock:
         sock.settimeout(60.0)
         sock.connect(address)
+        begin(sock)
         sock.sendall(said)
         try:
             while sock.recv(4096):
@@ -165,11 +169,11 @@ def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, cap
     said = Said(tmp_path)
     until(lambda: len(said.begun()) == 3, "the spare")
     agents, token = ranks._agents.address, ranks._agents.token
-    wrong = ({"token": "0" * 32, "host": "b"}, {"token": "\N{SNOWMAN}", "host": "a"}, {"token": None, "host": "a"},
-             {"token": token, "host": "a"}, {"token": token, "host": "nobody"}, {"token": token},
-             {"ended": "a#0", "code": 1}, [], 7, None, "token")  # fmt: skip
+    wrong = ({"token": token, "host": "b"}, {"nonce": None}, {"ended": "a#0", "code": 1}, [], 7, None, "token")
     for message in wrong:
         speak(agents, pack(message) + pack({"from": "b#0", "says": {"left": 1}}) + pack({"ended": "a#0", "code": 1}))
+    for hello in ({"host": "a"}, {"host": "nobody"}, {}):
+        speak(agents, pack({"from": "b#0", "says": {"left": 1}}), functools.partial(introduce, token=token, **hello))
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 99 + b"\n", b"{]\0\n", b"[" * 0xFFFF):
         speak(agents, garbage)
     (environment,) = (Path(f"/proc/{pid}/environ").read_bytes() for pid in [said.seats(1)[1]])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from introduced import introduce
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import DeadlineExceeded
@@ -92,7 +93,7 @@ class Echo:
 
     def client(self, heard: Callable[[dict[str, Any]], None] = lambda message: None) -> LineClient:
         sock = self.connect()
-        sock.sendall(pack({"token": TOKEN}))
+        introduce(sock, TOKEN)
         return LineClient(sock, "the echo", heard)
 
     def close(self) -> None:
@@ -114,15 +115,63 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize("sent", [pack({"token": "u" * 32}), pack([TOKEN]), pack(TOKEN), pack({"token": 7}), pack({}),
-                                  b"GET / HTTP/1.1\r\n\r\n", b"x" * 10_000, b"\n"])  # fmt: skip
-def test_who_does_not_know_the_token_is_closed_without_an_answer(echo: Echo, sent: bytes) -> None:
+NONCE = pack({"nonce": "n"})
+
+
+@pytest.mark.parametrize("sent", [
+    pack({"token": TOKEN}), pack([TOKEN]), pack({"nonce": 7}), pack({}), b"GET / HTTP/1.1\r\n\r\n", b"x" * 9999, b"\n",
+    NONCE + pack({"proof": "0" * 64}), NONCE + pack({"proof": None}), NONCE + pack({"proof": "\N{SNOWMAN}"}),
+    NONCE + pack({}), NONCE + NONCE, NONCE + pack([]),
+])  # fmt: skip
+def test_who_does_not_prove_to_know_the_token_is_closed(echo: Echo, sent: bytes) -> None:
     with echo.connect() as sock:
         sock.sendall(sent)
-        assert is_closed(sock)
+        heard = sock.makefile("rb").readlines() if sent.startswith(NONCE) else []
+        assert len(heard) == sent.startswith(NONCE) and is_closed(sock)
     client = echo.client()
     assert client.ask("add", PATIENCE_S, numbers=[1, 2]) == 3
     client.close()
+
+
+async def _introduced(address: tuple[str, int], token: str) -> Connection:
+    connection = Connection(lambda message: None, lambda why: None, 1 << 20)
+    await asyncio.get_running_loop().create_connection(lambda: connection, *address)
+    await asyncio.wait_for(connection.introduce(token, who="me"), PATIENCE_S)
+    return connection
+
+
+def test_a_process_tells_whoever_does_not_know_its_token_nothing(echo: Echo) -> None:
+    with pytest.raises(ConnectionRefusedError, match="it does not know the token"):
+        asyncio.run(_introduced(echo.port.address, "u" * 32))
+    assert not echo.connections
+
+
+@pytest.mark.parametrize("answer", [b"", b"\n", pack(7), pack({"nonce": "n"}), pack({"nonce": "n", "proof": 1}),
+                                    pack({"proof": "0" * 64}), pack({"nonce": [], "proof": "0" * 64})])  # fmt: skip
+def test_a_thief_at_a_known_port_learns_only_a_nonce(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        introduced = threads.submit(lambda: asyncio.run(_introduced(listener.getsockname(), TOKEN)))
+        thief, _ = listener.accept()
+        with thief, thief.makefile("rb") as heard:
+            assert json.loads(heard.readline()).keys() == {"nonce"}
+            thief.sendall(answer)
+            thief.shutdown(socket.SHUT_WR)
+            assert heard.read() == b""
+        with pytest.raises(ConnectionError):
+            introduced.result(PATIENCE_S)
+
+
+def test_proofs_that_somebody_passes_on_from_another_port_are_refused(echo: Echo) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        introduced = threads.submit(lambda: asyncio.run(_introduced(listener.getsockname(), TOKEN)))
+        thief, _ = listener.accept()
+        with thief, thief.makefile("rb") as heard, echo.connect() as port, port.makefile("rb") as answered:
+            port.sendall(heard.readline())
+            thief.sendall(answered.readline())
+            assert heard.read() == b""
+        with pytest.raises(ConnectionRefusedError):
+            introduced.result(PATIENCE_S)
+    assert not echo.connections
 
 
 def test_a_thousand_silent_strangers_keep_nobody_out() -> None:
@@ -149,7 +198,7 @@ def test_a_stranger_has_only_so_long() -> None:
     known = echo.client()
     with echo.connect() as sock:
         assert is_closed(sock)
-    assert known.ask("add", PATIENCE_S, numbers=[1]) == 1, "who has sent the token stays"
+    assert known.ask("add", PATIENCE_S, numbers=[1]) == 1, "who has proved to know the token stays"
     known.close()
     echo.close()
 

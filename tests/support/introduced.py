@@ -1,0 +1,34 @@
+"""The two sides of an introduction by a token (`mlflash.wireup.lines`), for plain sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+from mlflash.wireup.lines import pack, proof
+
+
+def introduce(sock: socket.socket, token: str, **hello: Any) -> None:
+    """Say ``hello`` to the port at the other end."""
+    sock.sendall(pack({"nonce": "mine"}))
+    theirs = json.loads(_line(sock))["nonce"]
+    sock.sendall(pack({"proof": proof(token, "process", sock.getpeername()[1], "mine", theirs), **hello}))
+
+
+def meet(sock: socket.socket, token: str) -> Any:
+    """Be the port, and return what the process at the other end says."""
+    its, port = json.loads(_line(sock))["nonce"], sock.getsockname()[1]
+    sock.sendall(pack({"nonce": "theirs", "proof": proof(token, "port", port, its, "theirs")}))
+    hello = json.loads(_line(sock))
+    assert hello.pop("proof") == proof(token, "process", port, its, "theirs")
+    return hello
+
+
+def _line(sock: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):  # and not a byte more
+        received = sock.recv(1)
+        assert received, "the other end closed it"
+        line += received
+    return line
