@@ -15,6 +15,8 @@ from cluster.test_couriers import check, trainer
 from harness import SUPPORT
 from waiting import PATIENCE_S, until
 
+from mlflash.wireup.agent_process import READY
+
 
 def run(slurm: Slurm, name: str, options: list[str], *more: str, **trainers: Any) -> Path:
     folder = slurm.path / name
@@ -45,7 +47,7 @@ named() { squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format "%i %j" | gr
 """
 BY_HAND = f"""{FUNCTIONS}
 step --mpi=none "$MLFLASH" agent > hosts &
-until [ "$(count "start here now" hosts)" = 2 ]; do sleep 0.1; done
+until [ "$(count "{READY}" hosts)" = 2 ]; do sleep 0.1; done
 OUT=$PWD/out1 step --mpi=pmi2 "$PYTHON" "$TRAINER" "$DIES" &
 until [ "$(count '"victim"' out1/rank)" = 2 ]; do sleep 0.1; done
 OUT=$PWD/out1 step --mpi=none "$PYTHON" "$KILL_ALL"
