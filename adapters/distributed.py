@@ -23,16 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.config import Config, from_environment
+from mlflash.courier import connection
 from mlflash.errors import ConfigError, MlflashError, WorldMismatch
-from mlflash.in_place.decider_link import decider, is_spare
-from mlflash.in_place.forked_spare import fork_spares
-from mlflash.protocol import linked
-from mlflash.wireup.interfaces import own_address
-from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
-from mlflash.wireup.program_mpi import share, world_of
-from mlflash.wireup.rendezvous import meeting_of
+from mlflash.launch.interfaces import own_address
+from mlflash.launch.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
+from mlflash.launch.program_mpi import share, world_of
+from mlflash.launch.rendezvous import meeting_of
+from mlflash.run.decider_link import decider, is_spare
+from mlflash.run.forked_spare import fork_spares
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -128,7 +128,7 @@ def _init_launched(backend: str | None, comm: Any, host: str | None, is_off: boo
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
     if not is_off:
-        linked.link(_config(), comm)
+        connection.link(_config(), comm)
 
 
 def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.timedelta) -> None:
@@ -154,7 +154,7 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
         kept_groups.init_process_group(int(os.environ.get(PRESUMED, "0")), link.size, timeout)
         return
     kept_groups.init_process_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    linked.link(_config())
+    connection.link(_config())
 
 
 def _check(backend: Any, comm: Any) -> None:
@@ -174,13 +174,13 @@ def _check(backend: Any, comm: Any) -> None:
 def _has_ranks_of_torchrun() -> bool:
     """Whether torch can take all that it needs from the environment."""
     has_all = all(name in os.environ for name in _BY_TORCHRUN)
-    return has_all and linked.find() is None and launched(os.environ).launcher == "torchrun"
+    return has_all and connection.find() is None and launched(os.environ).launcher == "torchrun"
 
 
 def _of_couriers(comm: Any) -> _Ranks:
     """Give the ranks of a communicator (None: those of the launcher), which have couriers. Collective over them."""
     config = _config()
-    couriers = linked.link(config, comm).couriers
+    couriers = connection.link(config, comm).couriers
     if comm is None:
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     here = couriers.host if comm.rank == couriers.rank else own_address(False, os.environ)  # matters on rank 0 only

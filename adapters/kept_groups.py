@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from mlflash.in_place.decider_link import Seat, is_spare, registered_groups
-from mlflash.in_place.forked_spare import begin_anew
-from mlflash.wireup.interfaces import own_address
+from mlflash.launch.interfaces import own_address
+from mlflash.run.decider_link import Seat, is_spare, registered_groups
+from mlflash.run.forked_spare import begin_anew
 
 from . import exchangeable_group
 from .exchangeable_group import BACKEND, shut_down
@@ -30,7 +30,7 @@ _MEETS = timedelta(seconds=10)  # limit for all ranks to come to the store
 
 
 class TorchGroups:
-    """All process groups of this process, see `mlflash.in_place.decider_link`.
+    """All process groups of this process, see `mlflash.run.decider_link`.
 
     Args:
         timeout: timeout of the collectives of torch.distributed.

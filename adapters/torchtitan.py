@@ -35,7 +35,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import filesystem
 
 from mlflash import Checkpointer, rng
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StructureMismatch
 
 from . import intervals

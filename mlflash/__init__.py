@@ -15,11 +15,11 @@ __all__ = ["Checkpointer", "Snapshot", "__version__", "errors", "keep_alive", "r
 
 if TYPE_CHECKING:
     from .checkpointer.checkpointer import Checkpointer
-    from .in_place.keep_alive import keep_alive
-    from .saving.snapshot import Snapshot
+    from .checkpointer.keep_alive import keep_alive
+    from .save.snapshot import Snapshot
 else:  # a type checker that sees `__getattr__` would accept any name
-    _LATE = {"Checkpointer": "checkpointer.checkpointer", "Snapshot": "saving.snapshot",
-             "keep_alive": "in_place.keep_alive"}  # fmt: skip
+    _LATE = {"Checkpointer": "checkpointer.checkpointer", "Snapshot": "save.snapshot",
+             "keep_alive": "checkpointer.keep_alive"}  # fmt: skip
 
     def __getattr__(name: str) -> Any:
         """Import a name when it is first used (PEP 562)."""

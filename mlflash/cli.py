@@ -10,32 +10,32 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from .command_line.output import outlive_readers
 from .errors import pip_install
+from .tools.output import outlive_readers
 from .version import __version__
 
 _COMMANDS = {
-    "doctor": ("commands.doctor:doctor", "Check whether the cluster is ready for a job."),
-    "plan": ("commands.plan:plan", "Compare redundancy schemes and compute how often to save."),
-    "template": ("commands.template:template", "Write a batch script for Slurm and a training script."),
-    "run": ("commands.run:run", "Start a job and restart it after a failure."),
-    "agent": ("commands.agent:agent", "Keep couriers alive when a Slurm job step is killed."),
-    "demo": ("commands.demo:demo", "Kill a node of a small training and compare the weights."),
-    "status": ("commands.status:status", "Show what is in memory and which losses it survives."),
-    "top": ("commands.top:top", "Watch a running job in the terminal."),
-    "drain": ("commands.drain:drain", "Ask a live job to copy its next checkpoint to disk."),
-    "report": ("commands.report:report", "Show on one HTML page what happened to a job."),
-    "scavenge": ("commands.rescue:scavenge", "Copy the newest checkpoint of a dead job to disk."),
-    "heal": ("commands.rescue:heal", "Make lost copies and parity of a dead job again."),
-    "jobs": ("commands.status:jobs", "List the jobs that hold memory on this node."),
-    "clean": ("commands.clean:clean", "Free the memory that ended jobs hold on this node."),
-    "list": ("commands.status:list_steps", "List the checkpoints in memory and in the directory."),
-    "inspect": ("commands.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they are."),
-    "verify": ("commands.verify:verify", "Check every byte of all checkpoints against its checksum."),
-    "mark": ("commands.mark:mark", "Mark a step as bad or good for later restores."),
-    "export": ("commands.export:export", "Write a checkpoint in a stock format such as safetensors."),
-    "import": ("commands.export:import_", "Make a checkpoint from what PyTorch DCP wrote."),
-    "completion": ("commands.completion:completion", "Print the TAB completion script for your shell."),
+    "doctor": ("tools.doctor:doctor", "Check whether the cluster is ready for a job."),
+    "plan": ("tools.plan:plan", "Compare redundancy schemes and compute how often to save."),
+    "template": ("tools.template:template", "Write a batch script for Slurm and a training script."),
+    "run": ("tools.run:run", "Start a job and restart it after a failure."),
+    "agent": ("tools.agent:agent", "Keep couriers alive when a Slurm job step is killed."),
+    "demo": ("tools.demo:demo", "Kill a node of a small training and compare the weights."),
+    "status": ("tools.status:status", "Show what is in memory and which losses it survives."),
+    "top": ("tools.top:top", "Watch a running job in the terminal."),
+    "drain": ("tools.drain:drain", "Ask a live job to copy its next checkpoint to disk."),
+    "report": ("tools.report:report", "Show on one HTML page what happened to a job."),
+    "scavenge": ("tools.rescue:scavenge", "Copy the newest checkpoint of a dead job to disk."),
+    "heal": ("tools.rescue:heal", "Make lost copies and parity of a dead job again."),
+    "jobs": ("tools.status:jobs", "List the jobs that hold memory on this node."),
+    "clean": ("tools.clean:clean", "Free the memory that ended jobs hold on this node."),
+    "list": ("tools.status:list_steps", "List the checkpoints in memory and in the directory."),
+    "inspect": ("tools.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they are."),
+    "verify": ("tools.verify:verify", "Check every byte of all checkpoints against its checksum."),
+    "mark": ("tools.mark:mark", "Mark a step as bad or good for later restores."),
+    "export": ("tools.export:export", "Write a checkpoint in a stock format such as safetensors."),
+    "import": ("tools.export:import_", "Make a checkpoint from what PyTorch DCP wrote."),
+    "completion": ("tools.completion:completion", "Print the TAB completion script for your shell."),
 }
 """The commands in the order of ``--help``. Each has its module and function, and one line that says what it does.
 

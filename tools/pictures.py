@@ -27,7 +27,7 @@ sys.path.append(str(REPO / "tests" / "support"))
 from browsing import browser, tab  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from mlflash.launcher.processes import mpiexec  # noqa: E402
+from mlflash.run.processes import mpiexec  # noqa: E402
 
 PICTURES = REPO / "docs" / "pictures"
 MOST_NBYTES = 100_000
@@ -99,8 +99,8 @@ def watch_top(memory: Path) -> str:
     """What `mlflash top` shows, as SVG."""
     from rich.console import Console
 
-    from mlflash.live_monitor.rank_status import look_here
-    from mlflash.live_monitor.screen import Page
+    from mlflash.tools.top_ranks import look_here
+    from mlflash.tools.top_screen import Page
 
     with open(os.devnull, "w") as nowhere:
         console = Console(

@@ -50,7 +50,7 @@ class Tally:
 
 def run(forked: Any) -> None:
     """Be a courier that is counted. The entry point of the forked process."""
-    from mlflash.courier import main as courier_main
+    from mlflash.session import main as courier_main
 
     tally = Tally(f"courier-{forked.rank}")
     tally.begin()
@@ -63,9 +63,9 @@ def train(rank: int) -> None:
     import numpy as np
 
     from mlflash import Checkpointer
-    from mlflash.protocol import courier_link, linked
+    from mlflash.courier import connection, link
 
-    courier_link.ENTRY = linked.ENTRY = "way_of_a_save:run"
+    link.ENTRY = connection.ENTRY = "way_of_a_save:run"
     tally = Tally(f"trainer-{rank}")
     tally.begin()
     memory = os.environ[_OUT] + f"/node{rank}"

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mlflash import Checkpointer
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
+from mlflash.courier.wanted_parts import WantedPart
 from mlflash.errors import StepNotFound, StructureMismatch
-from mlflash.protocol.wanted_parts import WantedPart
-from mlflash.restoring.open_in_memory import OpenCheckpoint
+from mlflash.restore.open_in_memory import OpenCheckpoint
 from mlflash.state.leaves import Entry, from_bytes
 from mlflash.state.old_ranks import OldRank
 from mlflash.state.plain_values import decode_plain

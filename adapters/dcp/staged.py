@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, StateError
-from mlflash.saving.staging import StagedState
+from mlflash.save.stage import StagedState
 from mlflash.state.flatten import Flattener
 from mlflash.state.layout import round_up
 from mlflash.state.leaves import Entry, Flat, Leaf, Structure, dtensor_shard, is_placed, tensor_entry

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mlflash import Checkpointer
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StateError
-from mlflash.saving.staging import ReservedSave, StagedState
+from mlflash.save.stage import ReservedSave, StagedState
 from mlflash.state.leaves import Flat
 from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import Key

@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from mlflash import Checkpointer, rng
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unrestorable, WorldSizeChanged
 
 from .. import intervals

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
 from mlflash import config
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch, text_of
 from mlflash.state.leaves import live_bytes
 

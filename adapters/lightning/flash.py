@@ -20,7 +20,7 @@ import fsspec  # comes with Lightning
 import torch
 
 from mlflash import Checkpointer
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError
 
 from .. import intervals

@@ -7,8 +7,8 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from mlflash.protocol import linked
-from mlflash.wireup.pmi_client import is_refused
+from mlflash.courier import connection
+from mlflash.launch.pmi_client import is_refused
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -28,6 +28,6 @@ def leave_mpi_alone() -> None:
 
     Lightning then reads the environment, as under torchrun. Call it before you make a trainer. Not collective.
     """
-    if linked.find() is not None or is_refused():
+    if connection.find() is not None or is_refused():
         for module in modules("trainer.connectors.accelerator_connector"):
             module.MPIEnvironment.detect = staticmethod(lambda: False)

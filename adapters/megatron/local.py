@@ -20,7 +20,7 @@ import torch
 
 from mlflash import Checkpointer, config
 from mlflash.errors import MlflashError
-from mlflash.saving.snapshot import Snapshot
+from mlflash.save.snapshot import Snapshot
 from mlflash.state.flatten import flatten
 from mlflash.state.layout import round_up
 from mlflash.state.leaves import Flat

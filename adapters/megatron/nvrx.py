@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError
 
 try:

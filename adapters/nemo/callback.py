@@ -17,9 +17,9 @@ from nemo.lightning.io.pl import TrainerContext
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from mlflash import Checkpointer, rng
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
+from mlflash.courier.ranks import check_torch_rank
 from mlflash.errors import ConfigError
-from mlflash.protocol.ranks import check_torch_rank
 
 from .. import intervals
 from ..ids import step_of

@@ -10,7 +10,7 @@ from nemo.lightning.pytorch.strategies.utils import init_model_parallel
 from nemo.lightning.resume import AutoResume
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError
 
 from ..lightning import MLFlashCallback

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from mlflash.human_readable.wording import listed
+from mlflash.text import listed
 
 from .gradients import Signatures, difference
 

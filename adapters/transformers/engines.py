@@ -15,7 +15,7 @@ from accelerate.utils import DeepSpeedSchedulerWrapper
 from transformers.trainer import _is_peft_model
 
 from mlflash import Checkpointer
-from mlflash.checkpointer.for_adapters import Adapting
+from mlflash.checkpointer.adapter_api import Adapting
 
 from ..deepspeed.files import EngineState, optimizers_of, owned_by, part_of, steps_once_staged
 from ..replacing import replaced

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from mlflash import Checkpointer
-from mlflash.checkpointer.disabled import turned_off
+from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StructureMismatch
 from mlflash.state.plain_values import decode_plain
 

@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import is_sagemaker_mp_enabled
 
 from mlflash import Checkpointer, rng
-from mlflash.checkpointer.for_adapters import Adapting
+from mlflash.checkpointer.adapter_api import Adapting
 from mlflash.errors import ConfigError, StateError
 
 from ..fsdp.states import init_optim_state

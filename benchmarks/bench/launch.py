@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from mlflash.errors import LaunchFailed
-from mlflash.launcher.processes import ask_within, mpiexec
+from mlflash.run.processes import ask_within, mpiexec
 
 Lines = list[dict[str, Any]]
 

@@ -33,6 +33,7 @@ from bench.question import Question, parser_of
 from bench.rows import Row
 from wireup import Start
 
+from mlflash.courier.choose_checkpoint import choose
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, join
 from mlflash.memory.slot import Kind
 from mlflash.placement.failure_domains import from_lines
@@ -40,7 +41,6 @@ from mlflash.placement.protection_groups import Placement, place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import describe, of
 from mlflash.placement.topology import Topology, from_node_ids
-from mlflash.startup.choose_checkpoint import choose
 
 SCHEMES = ("copy", "xor:8", "rs:6+2")
 AIMED_RANKS = 16_384

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from typing import Any, NamedTuple
 
-from mlflash.agent.hub import Hub
-from mlflash.agent.pmi_server import PmiServer
-from mlflash.agent.world import Begun, HubLost, World
-from mlflash.wireup.lines import listener_at
-from mlflash.wireup.rendezvous import new_token
+from mlflash.launch.hub import Hub
+from mlflash.launch.lines import listener_at
+from mlflash.launch.pmi_server import PmiServer
+from mlflash.launch.rendezvous import new_token
+from mlflash.launch.world import Begun, HubLost, World
 
 WORKERS = 2
 PATIENCE_S = 600.0
@@ -88,13 +88,13 @@ class Rank:
             self._ask()
 
     def over(self, epoch: str) -> None:
-        """See `mlflash.agent.seat.Seat`: other nodes may end before this one."""
+        """See `mlflash.launch.seat.Seat`: other nodes may end before this one."""
 
     def departed(self, departure: dict[str, Any]) -> None:
         raise RuntimeError(str(departure))
 
     def hub_lost(self, lost: HubLost) -> None:
-        """See `mlflash.agent.seat.Seat`."""
+        """See `mlflash.launch.seat.Seat`."""
 
 
 class Start(NamedTuple):

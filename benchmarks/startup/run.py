@@ -23,7 +23,7 @@ from bench.launch import KILL_S, lines_of, run_until
 from bench.question import Question, parser_of
 from bench.rows import Row, Samples, row
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 START_PY = Path(__file__).with_name("start.py")
 BARE = "import numpy, MPI_Init"

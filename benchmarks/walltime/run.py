@@ -32,7 +32,7 @@ from bench.rows import row
 
 from mlflash import Checkpointer
 from mlflash.adapters.distributed import init_process_group
-from mlflash.demo.train import GPT
+from mlflash.tools.demo_train import GPT
 
 HEADS, DEPTH, LENGTH, BATCH = 4, 5, 64, 4
 PER_PARAMETER = 12  # bytes: the parameter, and two moments of Adam

@@ -1,5 +1,4 @@
-"""`Checkpointer`, what adapters need from it, and `disabled` where it is off.
+"""`Checkpointer`, what adapters need from it, `off` where it is off, and `keep_alive`.
 
-In come the calls of users and adapters, and out come their results. Each call goes to the room that does the work. This
-room imports every room that saves, restores or drains.
+In come the calls of users and adapters, and out come their results. Each call goes to the package that does the work.
 """

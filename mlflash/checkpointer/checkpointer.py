@@ -15,18 +15,18 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
-from ..draining.drain import Drain, Drains
+from ..courier.client import FORKED, Client, one_unit
+from ..courier.trainer_context import TrainerContext
+from ..drain.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.node_directory import jobs_of
 from ..memory.wanted_step import WantedStep
-from ..protocol.client import FORKED, Client, one_unit
-from ..protocol.trainer_context import TrainerContext
-from ..restoring.restore import Restores
-from ..saving.save_queue import SaveQueue
-from ..saving.snapshot import Snapshot
-from . import disabled, uncaught, unclosed
+from ..restore.load import Restores
+from ..save.queue import SaveQueue
+from ..save.snapshot import Snapshot
+from . import off, uncaught, unclosed
+from .adapter_api import Adapting
 from .connect import connect
-from .for_adapters import Adapting
 
 log = logging.getLogger("mlflash")
 
@@ -89,9 +89,9 @@ class Checkpointer:
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
-        disabled.turned_off(self.enabled, comm)  # says so
-        off: Any = disabled.Disabled(comm)
-        self._courier = self._drains = self._saves = self._restores = self.adapting = off
+        off.turned_off(self.enabled, comm)  # says so
+        disabled: Any = off.Disabled(comm)
+        self._courier = self._drains = self._saves = self._restores = self.adapting = disabled
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         uncaught.show_briefly()

@@ -7,17 +7,17 @@ import os
 from typing import Any
 
 from ..config import Config
-from ..draining.drain import Drains
+from ..courier.client import Client
+from ..courier.connection import link
+from ..courier.loaded_versions import loaded_versions, not_run_with
+from ..courier.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
+from ..courier.records import Start, Started
+from ..courier.trainer_context import TrainerContext
+from ..drain.drain import Drains
 from ..errors import MlflashError
 from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots
-from ..protocol.client import Client
-from ..protocol.linked import link
-from ..protocol.loaded_versions import loaded_versions, not_run_with
-from ..protocol.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
-from ..protocol.records import Start, Started
-from ..protocol.trainer_context import TrainerContext
 from ..state.manifest import provenance_of
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics

@@ -41,8 +41,8 @@ def _end_all() -> None:
             end(one, "failed" if hasattr(sys, "last_value") else "ended")
         except Exception:  # the other Checkpointers must be ended, too
             log.exception("a Checkpointer could not be ended")
-    if linked := sys.modules.get("mlflash.protocol.linked"):
-        linked.close_links()
+    if connection := sys.modules.get("mlflash.courier.connection"):
+        connection.close_links()
 
 
 def _leave_all() -> None:

@@ -1,6 +1,7 @@
-"""The courier: it makes all MPI calls of a rank and does what its trainer asks for.
+"""How a trainer reaches its courier, and what the courier knows.
 
-In come the calls of `protocol`, and out come their results. `main` is the process, with the thread of each
-Checkpointer and the questions to the trainer. `session` has what a trainer can call, and `restores` what it calls to
-restore. This room imports all rooms that save, restore and drain, and no room imports it.
+In the trainer, `connection` keeps one `link` to a courier for each set of ranks, and starts the courier anew if it has
+ended. Each end of the `channel` calls methods at the other end (`client`). `records` and `ranks` have what the calls
+carry. In the courier, `start` connects the ranks and finds what earlier runs left (`choose_checkpoint`), and makes the
+`state` of the courier, with which commits, drains and restores work.
 """

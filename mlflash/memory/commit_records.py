@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import CorruptSlot
-from ..human_readable.wording import listed, named
+from ..text import listed, named
 from .inventory import Place, first_pages
 from .node_directory import NodeDirectory, file_name, file_number
 from .slot import (

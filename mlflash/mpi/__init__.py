@@ -1,5 +1,4 @@
-"""MPI, and the one thread that calls it. No other room communicates by MPI.
+"""MPI, and the one thread that calls it. Nothing else communicates by MPI.
 
-In come jobs, and out come their results, or an error on which all ranks agree before their deadline. This room imports
-`placement` for the topology.
+In come jobs, and out come their results, or an error on which all ranks agree before their deadline.
 """

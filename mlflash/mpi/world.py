@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install, text_of
-from ..human_readable.wording import listed
 from ..placement.node import Node
 from ..placement.topology import Topology, from_node_ids
+from ..text import listed
 from . import nonblocking
 from .deadlines import ASK_ALL, Pings, Waits
 from .nonblocking import Agreement, Operation

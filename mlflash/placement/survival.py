@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..human_readable.wording import listed
+from ..text import listed
 from .protection_groups import Placement
 from .topology import Topology, tied_together
 

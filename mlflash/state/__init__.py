@@ -2,5 +2,5 @@
 
 In come dicts, lists, tensors, arrays, plain values and objects with `state_dict`, and out come three things: leaves
 with names, the place of each leaf in a slot (`layout`), and the `manifest`, which says how to put them together again.
-This room knows nothing about nodes, files or MPI, and imports only `errors`.
+Nothing here knows about nodes, files or MPI.
 """

@@ -43,7 +43,7 @@ layout.BLOCK_NBYTES = 4096  # so that a small state has many
 os.environ |= {"MLFLASH_TEST_BLOCK_NBYTES": "4096", in_couriers.NAME: "damaged_on_arrival"}
 in_couriers.reach_into_couriers()
 WEIGHTS, MOMENTS = ("model.embed", "model.head"), ("optim.exp_avg", "optim.exp_avg_sq")
-LEAP, LEAST, SURE = 128.0, 0.0625, 1.01  # as `value_checks.examiner` has them; and what is sure to be beyond
+LEAP, LEAST, SURE = 128.0, 0.0625, 1.01  # as `protect.examiner` has them; and what is sure to be beyond
 ROWS = {
     "weight: a bit that makes it NaN, infinite or a leap": "named",
     "moment: a bit that makes it NaN, infinite or a leap": "named",

@@ -304,7 +304,7 @@ def size_of(pid: int) -> list[Any] | None:
         counts = [len([*(folder / what).iterdir()]) for what in ("fd", "task")]
     except OSError:
         return None
-    names = ["agent" if "'mlflash.agent.main'" in word else Path(word).name for word in words[1:]]
+    names = ["agent" if "'mlflash.launch.agent'" in word else Path(word).name for word in words[1:]]
     name = next((word for word in names if word in ("mlflash", "kept_trainer.py", "agent")), "")
     return [name, int(status["VmRSS"].split()[0]), *counts] if name and "VmRSS" in status else None
 

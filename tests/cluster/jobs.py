@@ -17,7 +17,7 @@ from cluster.nodes import HEAD, Nodes
 from harness import SUPPORT, TESTS, Launch, Result
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import find_mpiexec, signal_group
+from mlflash.run.processes import find_mpiexec, signal_group
 
 TRAIN, OTHERS = SUPPORT / "worker.py", TESTS / "cluster" / "programs.py"
 

@@ -60,7 +60,7 @@ with mlflash.Checkpointer(job="j") as ckpt:
 """
 PASS_ON = """
 import json, os
-from mlflash.wireup.launch import Couriers
+from mlflash.launch.couriers import Couriers
 couriers = Couriers("wireup_courier:serve", os.environ, 60)
 couriers.next_epoch(60)
 couriers.wait_up(60)
@@ -110,7 +110,7 @@ def test_the_own_address_is_that_of_an_interface_where_nothing_else_tells_it() -
     """No default route, and a host name that nobody knows, as on a cluster whose only network is its fabric."""
     words = ["ip link add one type veth peer name other", "ip addr add 10.99.0.7/24 dev one", "ip link set one up",
              "ip link set other up", "hostname nobody-knows-it"]  # fmt: skip
-    program = "from mlflash.wireup.interfaces import own_address; print(own_address(False, {}))"
+    program = "from mlflash.launch.interfaces import own_address; print(own_address(False, {}))"
     shell = ["unshare", "--net", "--uts", "sh", "-c", f'{" && ".join(words)} && exec "$@"', "sh"]
     command = [*shell, sys.executable, "-c", program]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False)

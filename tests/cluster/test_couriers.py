@@ -34,7 +34,7 @@ def check(nodes: Nodes, folder: Path, launcher: str, expected: list[int]) -> Non
         assert len(said["took"]) == 1 and "mpi4py" not in said["modules"]
         print(f"{launcher}, rank {rank}, courier killed to allreduce done: {1e3 * said['took'][0]:.0f} ms")
     for host in nodes.names:
-        until(lambda host=host: not nodes.running(host, "mlflash.agent.main"), f"no process is left on {host}")
+        until(lambda host=host: not nodes.running(host, "mlflash.launch.agent"), f"no process is left on {host}")
         assert "mpich" not in nodes.run(host, "ls", "/dev/shm")
 
 

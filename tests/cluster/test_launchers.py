@@ -99,7 +99,7 @@ def test_workers_that_torchrun_starts_again_in_place_go_on_from_memory(
     assert all(f" ranks met by {how})" in record["courier"] for record in restored)
     assert [record["steps"] for record in torchrun.records("end")] == [[4, 5]] * 4
     for host in hosts:
-        until(lambda host=host: not nodes.running(host, "mlflash.agent.main"), f"no courier is left on {host}")
+        until(lambda host=host: not nodes.running(host, "mlflash.launch.agent"), f"no courier is left on {host}")
         assert "mpich" not in nodes.run(host, "ls", "/dev/shm")
 
 

@@ -14,7 +14,7 @@ from traps import set_traps
 
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.megatron import install
-from mlflash.wireup.launcher_variables import launched
+from mlflash.launch.launcher_variables import launched
 
 
 def edit_training_py(settings: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from harness import SUPPORT
 from waiting import PATIENCE_S
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 
@@ -23,11 +23,11 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 PROGRAM = """
 import ctypes, os, signal, sys
 here = int(os.environ.get("PMI_RANK", "0"))
-from mlflash.doctor import examination, mpi_checks, software_checks, watchdog
-mpi_checks._SLOW_GBS = mpi_checks._SLOW_RDMA_GBS = 0
-mpi_checks._SKEW_S = float("inf")
+from mlflash.tools import doctor_examination, doctor_mpi, doctor_software, doctor_watchdog
+doctor_mpi._SLOW_GBS = doctor_mpi._SLOW_RDMA_GBS = 0
+doctor_mpi._SKEW_S = float("inf")
 def put(subject, name, check):
-    checks = getattr(examination, name)
+    checks = getattr(doctor_examination, name)
     new = tuple(check if old.__name__ == check.__name__ else old for old in checks[subject])
     assert new != checks[subject]
     checks[subject] = new
@@ -37,9 +37,9 @@ main()
 """
 # A check of all ranks that is not patient, and in which rank 1 does something else.
 HURRY = """
-def clocks(context, old=mpi_checks.clocks):
+def clocks(context, old=doctor_mpi.clocks):
     context.world.timeout_s = 2
-    context.world.start_job(examination._raise)
+    context.world.start_job(doctor_examination._raise)
     if here == 1:
         {hang}
     return list(old(context))
@@ -47,14 +47,14 @@ put("MPI", "_CHECKS_OF_ALL_RANKS", clocks)
 """
 # The checks before this one may take as long as they take.
 WATCH_PARITY_ONLY = """
-class Watch(watchdog.Watch):
+class Watch(doctor_watchdog.Watch):
     def __init__(self, *given):
         self.given, self._child = given, None
     def begin(self, pending, known):
         if pending.check == "parity":
             super().__init__(*self.given)
             super().begin(pending, known)
-watchdog.Watch, watchdog._GRACE_S = Watch, 2
+doctor_watchdog.Watch, doctor_watchdog._GRACE_S = Watch, 2
 def parity(context):
     {end}
 put("software", "_CHECKS", parity)

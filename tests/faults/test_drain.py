@@ -20,7 +20,7 @@ import pytest
 from harness import Cluster, Result
 
 from mlflash.crash_points import POINTS
-from mlflash.draining import file_index
+from mlflash.drain import file_index
 
 # Several blocks and chunks per rank.
 SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}

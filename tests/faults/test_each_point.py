@@ -30,12 +30,12 @@ from processes import free_port, runs
 from waiting import until
 
 from mlflash.crash_points import POINTS
-from mlflash.wireup import mpich_segments
+from mlflash.launch import mpich_segments
 
 pytestmark = pytest.mark.gate
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_trainer.py"
-IMPORTED = ["numpy", "mlflash.checkpointer.checkpointer", "mlflash.protocol.courier_link"]
+IMPORTED = ["numpy", "mlflash.checkpointer.checkpointer", "mlflash.courier.link"]
 SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer
 TRANSPORTS = ("p2p", "rma")  # by turns
 

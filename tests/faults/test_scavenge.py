@@ -16,7 +16,7 @@ import torch
 from harness import SUPPORT, Cluster, assert_restored, train_and_die
 from waiting import PATIENCE_S
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 

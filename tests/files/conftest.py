@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlflash.protocol import linked
+from mlflash.courier import connection
 
 
 @pytest.fixture(autouse=True, scope="module")
 def has_couriers_of_its_own() -> Iterator[None]:
     """Let couriers of a module have its environment, such as the address of its server."""
     yield
-    linked.close_links()
+    connection.close_links()

@@ -18,8 +18,8 @@ from mlflash import Checkpointer
 from mlflash.adapters.dcp import MemoryReader
 from mlflash.cli import main
 from mlflash.errors import ConfigError, StructureMismatch
-from mlflash.exports.imports import read_dcp
 from mlflash.storage.store import DCP, SAFETENSORS, TORCH_CHECKPOINTING, format_of
+from mlflash.tools.export_imports import read_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 QUIET = "ignore:TypedStorage is deprecated:UserWarning"

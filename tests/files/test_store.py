@@ -24,12 +24,12 @@ from keys import key_pair
 
 from mlflash import Checkpointer, errors
 from mlflash.cli import main
-from mlflash.draining.checkpoint_directory import list_checkpoints
-from mlflash.inspection import on_disk
-from mlflash.inspection.on_disk import verify_files
+from mlflash.drain.checkpoint_directory import list_checkpoints
 from mlflash.storage import store
 from mlflash.storage.signatures import public_key
 from mlflash.storage.store import Directory, Remote, open_store
+from mlflash.tools import on_disk
+from mlflash.tools.on_disk import verify_files
 
 MIB = 1 << 20
 

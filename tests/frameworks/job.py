@@ -31,7 +31,7 @@ from traps import set_traps
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import StateError
-from mlflash.wireup.launcher_variables import launched
+from mlflash.launch.launcher_variables import launched
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import SUPPORT
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"

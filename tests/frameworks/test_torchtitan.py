@@ -12,7 +12,7 @@ from frameworks.test_contract import ENV, run
 from harness import Cluster, own_memory
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from mlflash.exports.imports import read_dcp
+from mlflash.tools.export_imports import read_dcp
 
 pytestmark = pytest.mark.timeout(400)  # the first one waits for three launches
 

@@ -18,12 +18,12 @@ from states import differences
 from waiting import until
 
 from mlflash import Checkpointer, errors
-from mlflash.draining.checkpoint_directory import list_checkpoints
-from mlflash.inspection import on_disk
+from mlflash.drain.checkpoint_directory import list_checkpoints
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
 from mlflash.storage.signatures import public_key
 from mlflash.storage.store import open_store
+from mlflash.tools import on_disk
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from waiting import PATIENCE_S
 
 from mlflash import Checkpointer, crash_points, errors
-from mlflash.saving import staging
+from mlflash.save import stage
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -96,7 +96,7 @@ def test_what_fails_while_the_courier_copies_is_the_outcome_on_all_and_saving_go
 ) -> None:
     with monkeypatch.context() as patch:  # such as of a dtype that torch cannot view
         if RANK == LAST:
-            patch.setattr(staging.Staging, "copy", _fails)
+            patch.setattr(stage.Staging, "copy", _fails)
         with pytest.raises(errors.SaveFailed, match=rf"could not be copied: TypeError.*\[rank {LAST} "):
             ckpt.save(1, state_of(1)).wait()
     assert_goes_on(ckpt, 2)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch_jobs import job
 
 from mlflash import Checkpointer, errors
-from mlflash.restoring import restore
+from mlflash.restore import load
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -63,7 +63,7 @@ def test_what_fails_on_one_rank_is_put_back_on_all(options: dict[str, Any], rank
 def test_what_cannot_be_put_back_on_one_rank_is_saved_on_none(
     options: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "_KEPT_NBYTES", 0)
+    monkeypatch.setattr(load, "_KEPT_NBYTES", 0)
     with Checkpointer(comm=COMM, strict=True, **options) as ckpt:
         ckpt.save(1, state_of(1.0)).wait()
     with job(ranks) as comm:

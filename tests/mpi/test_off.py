@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlflash import Checkpointer
-from mlflash.checkpointer import disabled
+from mlflash.checkpointer import off
 
 pytestmark = [pytest.mark.mpi(min_size=2)]
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.mpi(min_size=2)]
 @pytest.fixture(params=["argument", "environment"])
 def more(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What turns a Checkpointer off."""
-    monkeypatch.setattr(disabled, "_logged", set())
+    monkeypatch.setattr(off, "_logged", set())
     if request.param == "environment":
         monkeypatch.setenv("MLFLASH_DISABLE", "1")
     return {"enabled": request.param == "environment"}

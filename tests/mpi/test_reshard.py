@@ -24,7 +24,7 @@ from torch_jobs import job
 
 import mlflash
 from mlflash import Checkpointer, errors
-from mlflash.restoring import open_in_memory
+from mlflash.restore import open_in_memory
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

@@ -82,7 +82,7 @@ def test_an_editable_install_finds_the_adapters_and_templates(
     show = "import mlflash, mlflash.adapters as adapters; print(mlflash.__file__, adapters.__file__)"
     found = call(target / "bin/python", "-c", show).split()
     assert len(found) == 2 and all(Path(file).is_relative_to(checkout) for file in found)
-    packaged = "from mlflash.commands.template import packaged; print(packaged('train.sbatch'))"
+    packaged = "from mlflash.tools.template import packaged; print(packaged('train.sbatch'))"
     assert call(target / "bin/python", "-c", packaged).strip() == (REPO / "slurm" / "train.sbatch").read_text().strip()
     found = call(plain_environment / "bin/python", "-c", show).split()
     assert len(found) == 2 and all(Path(file).is_relative_to(plain_environment) for file in found)

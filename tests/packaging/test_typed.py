@@ -39,7 +39,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return start
 """
 REVEALED = ["mlflash.checkpointer.checkpointer.Checkpointer", "int", "str", "mlflash.adapters.dcp.writer.MemoryWriter",
-            "mlflash.adapters.dcp.reader.MemoryReader", "mlflash.saving.snapshot.Snapshot", "int | None"]  # fmt: skip
+            "mlflash.adapters.dcp.reader.MemoryReader", "mlflash.save.snapshot.Snapshot", "int | None"]  # fmt: skip
 
 
 def test_the_types_of_core_and_adapters_are_seen(checkers: Path, torch_environment: Path, tmp_path: Path) -> None:

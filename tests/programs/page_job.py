@@ -21,7 +21,7 @@ from records import OUT, note
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from waiting import hang
 
-from mlflash.wireup.launcher_variables import launched
+from mlflash.launch.launcher_variables import launched
 
 RANK, SIZE = launched(os.environ).rank, launched(os.environ).size
 

@@ -24,11 +24,7 @@ from waiting import until
 
 import mlflash
 from mlflash.cli import main
-from mlflash.command_line import choose_job
 from mlflash.config import job_name
-from mlflash.inspection.checkpoint_contents import statistics
-from mlflash.inspection.node_memory import File, Node, Sealed, look
-from mlflash.inspection.restorability import survival, what_is_restorable
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot import HEADER_NBYTES, Attempt, Header
 from mlflash.placement.protection_groups import place
@@ -37,6 +33,10 @@ from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
 from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
+from mlflash.tools import choose_job
+from mlflash.tools.checkpoint_contents import statistics
+from mlflash.tools.node_memory import File, Node, Sealed, look
+from mlflash.tools.restorability import survival, what_is_restorable
 
 UID = os.getuid()
 STATE = {

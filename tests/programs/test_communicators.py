@@ -15,9 +15,9 @@ from harness import SUPPORT
 from processes import OPEN_MPI, by_open_mpi, free_port
 from waiting import PATIENCE_S
 
-from mlflash.doctor.couriers import try_couriers
-from mlflash.doctor.findings import Level
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
+from mlflash.tools.doctor_couriers import try_couriers
+from mlflash.tools.doctor_findings import Level
 
 pytestmark = needs.MPI
 PROGRAM = """

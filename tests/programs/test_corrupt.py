@@ -11,7 +11,7 @@ import needs
 from harness import TESTS
 from waiting import PATIENCE_S
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 CAMPAIGNS = TESTS / "campaigns"
 

@@ -1,4 +1,4 @@
-"""Couriers: trainers without MPI save, restore and reshard, die, and lose their couriers."""
+"""Couriers: trainers without MPI save, restore and reshard, die, and lose their doctor_couriers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from harness import SUPPORT, Launch, Result
 from processes import left_here
 from waiting import PATIENCE_S, until
 
-from mlflash.doctor import couriers
-from mlflash.launcher.processes import mpiexec
-from mlflash.live_monitor.screen import state_of
+from mlflash.run.processes import mpiexec
 from mlflash.state import layout
 from mlflash.telemetry.heartbeat import live_jobs, read_heartbeats
+from mlflash.tools import doctor_couriers
+from mlflash.tools.top_screen import state_of
 
 pytestmark = needs.MPI
 
@@ -136,14 +136,14 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
     ranks = up()
     assert len(ranks) == 2, job.records()
     pids = {record["courier"] for record in ranks}
-    assert couriers.running().keys() >= pids
-    words = lambda: {word for found in couriers.couriers_here(None) for word in found.fill(found.text).split()}
+    assert doctor_couriers.running().keys() >= pids
+    words = lambda: {word for found in doctor_couriers.couriers_here(None) for word in found.fill(found.text).split()}
     assert not words() & {str(pid) for pid in pids}
     assert all(record["is_a"].startswith(f"process (pid {record['courier']}, ") for record in ranks)
     for record in ranks:
         os.kill(record["courier"], signal.SIGSTOP)  # as one that works on what its trainer has left
     try:
-        for record in ranks:  # alone: the end of a launch ends its couriers, too
+        for record in ranks:  # alone: the end of a launch ends its doctor_couriers, too
             os.kill(record["trainer"], signal.SIGKILL)
         until(lambda: words() >= {str(pid) for pid in pids}, "all that is left over")
         memories = [str(memory) for memory in shm.glob("node*")]
@@ -156,7 +156,7 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
         for record in ranks:
             os.kill(record["courier"], signal.SIGCONT)
         job.kill()
-    until(lambda: not couriers.running().keys() & pids, "couriers to end")
+    until(lambda: not doctor_couriers.running().keys() & pids, "couriers to end")
     assert live_jobs(str(shm)) == []
 
 

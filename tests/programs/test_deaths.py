@@ -20,7 +20,7 @@ from harness import SUPPORT, read_records
 from processes import OPEN_MPI, by_open_mpi, free_port, runs, with_variable
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import find_mpiexec
+from mlflash.run.processes import find_mpiexec
 
 _IN_A_TERMINAL = ["env", "--default-signal=HUP", "setsid", "--ctty"]  # under nohup it is ignored
 LAUNCHERS = ["hydra", "prterun", "none"]

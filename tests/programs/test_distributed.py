@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 
 def run(*command: str, shm: Path) -> subprocess.CompletedProcess[str]:

@@ -11,16 +11,16 @@ from pathlib import Path
 import needs
 from waiting import PATIENCE_S
 
-from mlflash.courier import main
+from mlflash.session import main
 
 pytestmark = needs.MPI
 TRAIN = """
 import os, pathlib, signal, sys
 import numpy as np
 import mlflash
-from mlflash.protocol import linked
-from mlflash.wireup.agent_client import AgentRefused
-from mlflash.wireup.launch import Couriers
+from mlflash.courier import connection
+from mlflash.launch.agent_client import AgentRefused
+from mlflash.launch.couriers import Couriers
 
 LAST, OUT = 30, pathlib.Path(sys.argv[1])
 state = {"w": np.zeros(1000), "step": 0}
@@ -31,7 +31,7 @@ def lose_the_courier():
         raise AgentRefused("it cannot fork")
 
     Couriers.next_epoch = refuse
-    os.kill(linked._links[0].couriers.courier.pid, signal.SIGKILL)
+    os.kill(connection._links[0].couriers.courier.pid, signal.SIGKILL)
 
 
 def train(ckpt, step):

@@ -18,7 +18,7 @@ from waiting import is_in, until
 
 from mlflash.adapters.megatron.request import request, wait_for
 from mlflash.errors import DeadlineExceeded
-from mlflash.saving.snapshot import Snapshot
+from mlflash.save.snapshot import Snapshot
 
 WAITS = "import pickle, sys; one = pickle.load(sys.stdin.buffer); print('waits', flush=True); one[0](*one[1])"
 

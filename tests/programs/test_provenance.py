@@ -19,15 +19,15 @@ import torch
 from keys import key_pair
 
 import mlflash
-from mlflash.draining import provenance
-from mlflash.draining.checkpoint_directory import list_checkpoints
+from mlflash.courier.loaded_versions import loaded_versions
+from mlflash.drain import provenance
+from mlflash.drain.checkpoint_directory import list_checkpoints
 from mlflash.errors import ConfigError
-from mlflash.inspection import on_disk
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
-from mlflash.protocol.loaded_versions import loaded_versions
 from mlflash.storage import canonical_json
 from mlflash.storage.store import Directory
+from mlflash.tools import on_disk
 
 MLFLASH = Path(sys.executable).with_name("mlflash")
 FILES = {"hdf5": ["checkpoint.h5", "rank-00000.h5"],

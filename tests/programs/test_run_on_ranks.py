@@ -41,7 +41,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
             paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
             names = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
                      "MASTER_PORT": str(free_port()), "PYTHONPATH": paths}  # fmt: skip
-            module = "mlflash.command_line.run_on_ranks"
+            module = "mlflash.tools.run_on_ranks"
             words = [sys.executable, "-m", module, "-m", "the_program", str(tmp_path), code]
             started = []
             for rank in range(ranks):

@@ -18,7 +18,7 @@ from harness import SUPPORT
 from waiting import PATIENCE_S
 
 import mlflash
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 

@@ -1,7 +1,7 @@
 """Courier processes: the real code of trainers and couriers, over sockets and epochs that are simulated.
 
-Real is everything in `mlflash.courier` and `mlflash.protocol`: connections, messages, sessions, restarts. Simulated is
-what `mlflash.wireup` does: it forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the
+Real is everything in `mlflash.session` and `mlflash.courier`: connections, messages, sessions, restarts. Simulated is
+what `mlflash.launch` does: it forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the
 others who has left.
 """
 
@@ -21,12 +21,12 @@ import machine
 import mpi
 from scheduler import Process, Scheduler
 
-from mlflash.courier import main as courier_main
+from mlflash.courier import channel, connection, link
 from mlflash.errors import DeadlineExceeded
-from mlflash.protocol import channel, courier_link, linked
-from mlflash.wireup.agent_client import AgentLost, Departure, HubLost
-from mlflash.wireup.launch import CourierEnded, RankDeparted, StartFailed
-from mlflash.wireup.rendezvous import Meeting, who_am_i
+from mlflash.launch.agent_client import AgentLost, Departure, HubLost
+from mlflash.launch.couriers import CourierEnded, RankDeparted, StartFailed
+from mlflash.launch.rendezvous import Meeting, who_am_i
+from mlflash.session import main as courier_main
 
 if TYPE_CHECKING:
     from history import History
@@ -234,7 +234,7 @@ WORLD = World()
 
 
 class Agent:
-    """Stands for `mlflash.wireup.agent_client.AgentClient`.
+    """Stands for `mlflash.launch.agent_client.AgentClient`.
 
     Attributes:
         is_lost: whether it was closed.
@@ -257,7 +257,7 @@ class Agent:
 
 
 class Couriers:
-    """Stands for `mlflash.wireup.launch.Couriers`."""
+    """Stands for `mlflash.launch.couriers.Couriers`."""
 
     def __init__(self, entry_point: str, environment: Any, timeout_s: float, *, agent: Agent,
                  meeting: Meeting | None = None, **more: Any):  # fmt: skip
@@ -418,11 +418,11 @@ class Couriers:
 
 def install() -> None:
     """Replace what would start real couriers, once."""
-    courier_link.Couriers = Couriers  # type: ignore[misc,assignment]
+    link.Couriers = Couriers  # type: ignore[misc,assignment]
     channel.socket = Sockets  # type: ignore[assignment]
     courier_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
     courier_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
-    linked.find_agent = lambda config, size: Agent()  # type: ignore[assignment,return-value]
+    connection.find_agent = lambda config, size: Agent()  # type: ignore[assignment,return-value]
 
 
 def begin(kernel: Scheduler, history: History) -> None:
@@ -449,7 +449,7 @@ def left(trainer: Process) -> None:
 
 def exit_trainer() -> None:
     """Do what a trainer does at its interpreter's end."""
-    linked.close_links()
+    connection.close_links()
 
 
 def processes() -> list[Process]:

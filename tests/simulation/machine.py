@@ -61,10 +61,10 @@ def install() -> None:
     _replace_modules()
     from mlflash.memory import copy_threads
     from mlflash.mpi import fabric
-    from mlflash.redundancy import slot_transfer
+    from mlflash.protect import transfer
     from mlflash.state import layout
 
-    layout.BLOCK_NBYTES, slot_transfer.CHUNK_BLOCKS, copy_threads._MOST = 4096, 1, 1
+    layout.BLOCK_NBYTES, transfer.CHUNK_BLOCKS, copy_threads._MOST = 4096, 1, 1
     fabric.Poke.__call__ = lambda self: None  # type: ignore[method-assign]  # there is no progress to push
     import couriers
     import rounds
@@ -174,15 +174,16 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
     import mlflash.checkpointer.unclosed as unclosed
-    import mlflash.in_place.decider_link as decider_link
+    import mlflash.courier.connection as connection
+    import mlflash.launch.program_mpi as program_mpi
     import mlflash.memory.node_directory as node_directory
-    import mlflash.protocol.linked as linked
-    import mlflash.saving.lazy_saves as lazy_saves
-    import mlflash.wireup.program_mpi as program_mpi
+    import mlflash.run.decider_link as decider_link
+    import mlflash.save.lazy as lazy
 
     return {
-        (linked, "_links"): [], (linked, "_making"): None, (linked, "_left"): set(), (program_mpi, "_pending"): [],
+        (connection, "_links"): [], (connection, "_making"): None, (connection, "_left"): set(),
+        (program_mpi, "_pending"): [],
         (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
-        (lazy_saves.HOOK, "listeners"): weakref.WeakSet(), (lazy_saves.HOOK, "heard"): weakref.WeakSet(),
+        (lazy.HOOK, "listeners"): weakref.WeakSet(), (lazy.HOOK, "heard"): weakref.WeakSet(),
         (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),
     }  # fmt: skip

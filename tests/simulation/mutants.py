@@ -49,43 +49,43 @@ class Mutant:
 MUTANTS = [
     # Commit
     Mutant(
-        "freed-before-agreed", "older slots are free as soon as a save is announced", "saving/commit.py",
+        "freed-before-agreed", "older slots are free as soon as a save is announced", "commit.py",
         '    reach("protect.announced")\n',
         '    reach("protect.announced")\n    context.pool.hold_only([])\n    context.tell_trainer()\n',
     ),
     Mutant(
-        "receipt-before-copies", "the receipt is written before the copies are made", "saving/commit.py",
+        "receipt-before-copies", "the receipt is written before the copies are made", "commit.py",
         "    whole = context.protection.protect(",
         "    _record(save, context, [save.slot])\n    whole = context.protection.protect(",
     ),
     Mutant(
-        "told-before-agreed", "the snapshot says committed when this rank is done", "saving/commit.py",
+        "told-before-agreed", "the snapshot says committed when this rank is done", "commit.py",
         '    reach("protect.sealed")\n',
         '    reach("protect.sealed")\n    save.trainer.ended(request.problem, False)\n',
     ),
     Mutant(
         "failure-counts-as-commit", "after a save that failed on all ranks, its slots are held and older ones freed",
-        "saving/commit.py",
+        "commit.py",
         "    committed = error is None and not save.skipped\n",
         "    committed = not save.skipped\n", {"special": frozenset({"grow"}), "no_space": 0.3},
     ),
     Mutant(
-        "failure-not-told", "a save that failed looks committed to the trainer", "saving/commit.py",
+        "failure-not-told", "a save that failed looks committed to the trainer", "commit.py",
         'were busy") if save.skipped else error\n',
         'were busy") if save.skipped else None\n',
     ),
     Mutant(
-        "skip-not-agreed", "a rank skips a save that others do not skip", "saving/commit.py",
+        "skip-not-agreed", "a rank skips a save that others do not skip", "commit.py",
         "    save.skipped = told.skips\n",
         "    save.skipped = save.request.skip\n",
     ),
     Mutant(
-        "room-not-agreed", "only ranks with too small slots make room", "saving/commit.py",
+        "room-not-agreed", "only ranks with too small slots make room", "commit.py",
         "    if told.grows and not told.skips:\n",
         "    if grow and not told.skips:\n",
     ),
     Mutant(
-        "generation-reused", "a run numbers its attempts from 1 again", "startup/start.py",
+        "generation-reused", "a run numbers its attempts from 1 again", "courier/start.py",
         "    context.generation, context.floor, context.left.unusable = left.newest, ",
         "    context.generation, context.floor, context.left.unusable = 0, ",
     ),
@@ -102,29 +102,29 @@ MUTANTS = [
     ),
     # Transfer
     Mutant(
-        "window-of-the-other-slot", "a Put goes to the other slot of the pair", "redundancy/protection.py",
+        "window-of-the-other-slot", "a Put goes to the other slot of the pair", "protect/protection.py",
         "        return self._windows[index][nth], ",
         "        return self._windows[1 - index][nth], ",
     ),
     Mutant(
-        "window-of-the-first-owner", "a Put goes to the inbox of another rank", "redundancy/protection.py",
+        "window-of-the-first-owner", "a Put goes to the inbox of another rank", "protect/protection.py",
         "        nth = self._owners_of[partner].index(self._world.rank)\n", "        nth = 0\n",
     ),
     Mutant(
-        "late-is-damaged", "a Put that is not visible yet counts as damaged", "redundancy/slot_transfer.py",
+        "late-is-damaged", "a Put that is not visible yet counts as damaged", "protect/transfer.py",
         "ARRIVAL_S = 30.0", "ARRIVAL_S = 0.0",
     ),
     Mutant(
-        "windows-left-open", "windows expose files that slots no longer have", "startup/context.py",
+        "windows-left-open", "windows expose files that slots no longer have", "courier/state.py",
         "        self.protection.close_windows()\n        try:", "        try:",
     ),
     # Parity
     Mutant(
-        "short-block-unpadded", "what follows a short block is not zeros", "redundancy/parity_exchange.py",
+        "short-block-unpadded", "what follows a short block is not zeros", "protect/parity.py",
         "            self._lanes[lane][nbytes:] = 0\n", "",
     ),
     Mutant(
-        "lane-reused-early", "a buffer is used again while its block is still sent", "redundancy/parity_exchange.py",
+        "lane-reused-early", "a buffer is used again while its block is still sent", "protect/parity.py",
         "        for nth, unit, coded in zip(",
         "        self._free, lanes = self._free + lanes, []\n        for nth, unit, coded in zip(",
     ),
@@ -133,7 +133,7 @@ MUTANTS = [
         "True, row * self.losses + nth))", "True, row * self.losses))",
     ),
     Mutant(
-        "heads-not-in-table", "the table of a parity file does not have its heads", "redundancy/protection.py",
+        "heads-not-in-table", "the table of a parity file does not have its heads", "protect/protection.py",
         "        table[:first] = target.check_blocks(extents, 0, first)\n", "",
     ),
     Mutant(
@@ -142,90 +142,90 @@ MUTANTS = [
     ),
     # Restore
     Mutant(
-        "inventory-of-this-node", "a rank chooses by the files of its own node", "startup/choose_checkpoint.py",
+        "inventory-of-this-node", "a rank chooses by the files of its own node", "courier/choose_checkpoint.py",
         "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",
         "    packed = [encode(scan(memory, world.node_index))]\n",
     ),
     Mutant(
-        "slot-missing", "an attempt is chosen that has no slot for some rank", "startup/choose_checkpoint.py",
+        "slot-missing", "an attempt is chosen that has no slot for some rank", "courier/choose_checkpoint.py",
         "    if missing - rebuilt.keys() or not", "    if not slots or not",
     ),
     Mutant(
-        "unverified", "slots are not verified before they are loaded", "restoring/from_memory.py",
+        "unverified", "slots are not verified before they are loaded", "restore/fetch.py",
         "choice.group_of(rank) is not None) if checked else []\n", "True) if False else []\n",
     ),
     Mutant(
-        "damage-ignored", "bad blocks that parity could repair are loaded", "restoring/from_memory.py",
+        "damage-ignored", "bad blocks that parity could repair are loaded", "restore/fetch.py",
         "    if not bad and (damaged or choice.rebuilt):\n", "    if not bad and choice.rebuilt:\n",
     ),
     Mutant(
-        "damage-not-told", "only the rank that finds a damaged slot passes it over", "restoring/from_memory.py",
+        "damage-not-told", "only the rank that finds a damaged slot passes it over", "restore/fetch.py",
         "    found = [pair for pairs in world.gather(mine) for pair in pairs]\n    bad = {",
         "    found = mine\n    bad = {",
     ),
     Mutant(
-        "lost-is-never-was", "a committed step that cannot be restored counts as nothing", "restoring/choose_source.py",
+        "lost-is-never-was", "a committed step that cannot be restored counts as nothing", "restore/choose.py",
         "        if reasons or there.problem:\n", "        if there.problem:\n",
     ),
     # Heal
     Mutant(
-        "heal-makes-nothing", "missing copies and parity are not made again", "restoring/heal.py",
+        "heal-makes-nothing", "missing copies and parity are not made again", "restore/reprotect.py",
         "        protect_again(context, home, lacking)\n        reach(", "        reach(",
     ),
     Mutant(
-        "heal-not-agreed", "only ranks whose copies are missing heal", "restoring/heal.py",
+        "heal-not-agreed", "only ranks whose copies are missing heal", "restore/reprotect.py",
         "    some_lack = world.any_of(lacking)\n", "    some_lack = lacking\n",
     ),
     Mutant(
-        "copies-not-verified", "a damaged copy counts as whole", "redundancy/protection.py",
+        "copies-not-verified", "a damaged copy counts as whole", "protect/protection.py",
         "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
         "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy", "launches": 4},
     ),
     # Special
     Mutant(
-        "step-before-copy", "an optimizer steps before its tensors are copied", "saving/deferred_copies.py",
+        "step-before-copy", "an optimizer steps before its tensors are copied", "save/deferred_copies.py",
         "        self.help()\n        self._await_pieces()\n        for transfer in self._transfers:\n"
         "            transfer.hold_back()\n",
         "", {"special": frozenset({"lazy"})},
     ),
     Mutant(
-        "suspicion-not-agreed", "only the rank that finds suspect values knows of them", "saving/commit.py",
+        "suspicion-not-agreed", "only the rank that finds suspect values knows of them", "commit.py",
         "    save.is_suspect = not not_suspect\n", "    save.is_suspect = bool(findings)\n",
     ),
     Mutant(
-        "mend-not-agreed", "only the rank that has damage repairs first", "saving/commit.py",
+        "mend-not-agreed", "only the rank that has damage repairs first", "commit.py",
         "    if told.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
     ),
     Mutant(
-        "damage-for-ever", "damage that was repaired is reported again", "restoring/heal.py",
+        "damage-for-ever", "damage that was repaired is reported again", "restore/reprotect.py",
         "    context.damaged = False\n    start, world", "    start, world",
     ),
     Mutant(
-        "share-unverified", "shares are not verified before they are loaded", "restoring/from_memory.py",
+        "share-unverified", "shares are not verified before they are loaded", "restore/fetch.py",
         "if checked:\n                        slot.verify(", "if not checked:\n                        slot.verify(",
         {"flips": True, "special": frozenset({"common"})},
     ),
     Mutant(
-        "shares-not-fetched", "shares are not fetched from other nodes", "restoring/from_memory.py",
+        "shares-not-fetched", "shares are not fetched from other nodes", "restore/fetch.py",
         "    pending = [] if bad else [e for e in errands if e.comes]\n", "    pending: list[_Errand] = []\n",
     ),
     Mutant(
         "drain-error-not-agreed", "a rank that cannot write its file gives the drain up alone",
-        "draining/write_checkpoint.py",
+        "drain/write.py",
         "        yield from collectives.raise_together(error)\n        reach(",
         "        if error is not None:\n            raise error\n        reach(",
     ),
     Mutant(
-        "drain-told-early", "a drain counts as ended before its checkpoint is there", "draining/drain_queue.py",
+        "drain-told-early", "a drain counts as ended before its checkpoint is there", "drain/queue.py",
         "        def moves() -> Operation:\n", "        def moves() -> Operation:\n            current.end(None)\n",
     ),
     Mutant(
-        "all-complete-at-restart", "saves that a courier had when it died count as committed", "protocol/client.py",
+        "all-complete-at-restart", "saves that a courier had when it died count as committed", "courier/client.py",
         "job.answers.request.step == step\n            if is_there and generation > self._generation:\n",
         "True\n            if is_there:\n",
     ),
     Mutant(
-        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "protocol/client.py",
+        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/client.py",
         "job.is_sent = False\n            self._link.send_first(job)\n", "job.is_sent = False\n",
     ),
     # Waits

@@ -22,7 +22,7 @@ from traps import set_traps
 from waiting import PATIENCE_S, hang, until
 
 import mlflash
-from mlflash.wireup.launch import Couriers, RunningCourier
+from mlflash.launch.couriers import Couriers, RunningCourier
 
 RANK = int(os.environ.get("RANK") or os.environ.get("PMI_RANK", "0"))
 

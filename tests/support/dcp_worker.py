@@ -18,7 +18,7 @@ from traps import set_traps
 import mlflash
 from mlflash.adapters.dcp import MemoryReader, MemoryWriter, latest
 from mlflash.adapters.distributed import init_process_group
-from mlflash.wireup.launcher_variables import launched
+from mlflash.launch.launcher_variables import launched
 
 
 def train(last: int, traps: Sequence[dict[str, object]] = ()) -> None:

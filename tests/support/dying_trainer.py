@@ -18,8 +18,8 @@ from traps import set_traps
 from waiting import PATIENCE_S, hang, take, until
 
 import mlflash
-from mlflash.wireup.mpich_segments import mapped_by
-from mlflash.wireup.rendezvous import who_am_i
+from mlflash.launch.mpich_segments import mapped_by
+from mlflash.launch.rendezvous import who_am_i
 
 STEP_KILLED = "step killed"  # while the second save is committed, and holds
 SAVES_RETURNED = "saves returned"  # on both ranks, a moment ago

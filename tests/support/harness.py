@@ -20,7 +20,7 @@ from typing import Any
 from processes import described, free_port, left_here, runs, send, started_by, state, uses, with_variable
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import mpiexec, signal_group, spawn
+from mlflash.run.processes import mpiexec, signal_group, spawn
 
 SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent

@@ -60,25 +60,25 @@ def put_fails() -> None:
 
 def changed_after_its_check() -> None:
     """While "changed" is held: change a byte of the own slot after its checksum was made, once."""
-    from mlflash.redundancy import slot_transfer
+    from mlflash.protect import transfer
 
-    really, changed = slot_transfer.Source.check_up_to, list[int]()
+    really, changed = transfer.Source.check_up_to, list[int]()
 
-    def check_up_to(source: slot_transfer.Source, block: int) -> None:
+    def check_up_to(source: transfer.Source, block: int) -> None:
         really(source, block)
         if holds.is_held("changed") and not changed:
             source.slot.body(source.extents)[1000] ^= 1
             changed.append(block)
 
-    slot_transfer.ARRIVAL_S = 1.0
-    slot_transfer.Source.check_up_to = check_up_to  # type: ignore[method-assign]
+    transfer.ARRIVAL_S = 1.0
+    transfer.Source.check_up_to = check_up_to  # type: ignore[method-assign]
 
 
 def damaged_on_arrival() -> None:
     """While "arrival" is held as "NTH BIT PLACE": change a bit of the n-th chunk that comes, at a place in it."""
-    from mlflash.redundancy import slot_transfer
+    from mlflash.protect import transfer
 
-    really, chunks = slot_transfer._arrived, [0]
+    really, chunks = transfer._arrived, [0]
 
     def arrived(slot: Any, extents: Any, first: int, last: int, window: Any) -> Any:
         nth, bit, place = holds.happens_at("arrival").split() or [0, 0, 0]
@@ -89,12 +89,12 @@ def damaged_on_arrival() -> None:
             body[start + int(float(place) * (end - start))] ^= 1 << int(bit)
         return really(slot, extents, first, last, window)
 
-    slot_transfer._arrived = arrived
+    transfer._arrived = arrived
 
 
 def _changed_when_coded(with_its_check: bool) -> None:
     from mlflash.memory.parity_layout import Unit
-    from mlflash.redundancy.protection import _GroupBlocks
+    from mlflash.protect.protection import _GroupBlocks
 
     really = _GroupBlocks.read
 
@@ -121,7 +121,7 @@ def changed_and_checked_when_sent_for_parity() -> None:
 
 def damaged_on_its_way() -> None:
     """While "changed" is held: parts that this rank sends and receives do not have their checksums."""
-    from mlflash.restoring import exchange_fragments
+    from mlflash.restore import exchange_fragments
 
     def digest(raw: Any) -> int:
         return 1 if holds.is_held("changed") else xxhash.xxh3_64_intdigest(raw)

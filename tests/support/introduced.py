@@ -1,4 +1,4 @@
-"""The two sides of an introduction by a token (`mlflash.wireup.lines`), for plain sockets."""
+"""The two sides of an introduction by a token (`mlflash.launch.lines`), for plain sockets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-from mlflash.wireup.lines import pack, proof
+from mlflash.launch.lines import pack, proof
 
 
 def introduce(sock: socket.socket, token: str, **hello: Any) -> None:

@@ -40,7 +40,7 @@ from waiting import take, until
 import mlflash
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
-from mlflash.in_place.decider_link import decider
+from mlflash.run.decider_link import decider
 
 OUT, LAST = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}

@@ -23,7 +23,7 @@ from traps import set_traps
 from waiting import PATIENCE_S, until
 
 import mlflash
-from mlflash.wireup.launcher_variables import launched
+from mlflash.launch.launcher_variables import launched
 
 RANK = launched(os.environ).rank
 note = functools.partial(records.note, rank=RANK)

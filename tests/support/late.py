@@ -9,8 +9,8 @@ from collections.abc import Callable
 from waiting import is_in, until
 
 from mlflash import crash_points
-from mlflash.saving.deferred_copies import DeferredCopies
-from mlflash.saving.snapshot import Snapshot
+from mlflash.save.deferred_copies import DeferredCopies
+from mlflash.save.snapshot import Snapshot
 
 _WAITS = (DeferredCopies.hold_back, Snapshot.wait, concurrent.futures.Future.result)
 

@@ -18,9 +18,9 @@ from processes import started_by
 from waiting import PATIENCE_S, hang, until
 
 from mlflash.errors import DeadlineExceeded, MlflashError
-from mlflash.wireup.agent_client import HubLost
-from mlflash.wireup.launch import Couriers, RunningCourier
-from mlflash.wireup.mpich_segments import named_after
+from mlflash.launch.agent_client import HubLost
+from mlflash.launch.couriers import Couriers, RunningCourier
+from mlflash.launch.mpich_segments import named_after
 
 options: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(options["folder"])

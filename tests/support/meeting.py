@@ -13,7 +13,7 @@ from typing import Any
 from records import OUT
 from waiting import until
 
-from mlflash.wireup.launcher_variables import launched
+from mlflash.launch.launcher_variables import launched
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import pytest
 from processes import OPEN_MPI
 
 from mlflash.errors import MpiUnavailable
-from mlflash.launcher.processes import find_mpiexec
+from mlflash.run.processes import find_mpiexec
 
 
 def _has_mpi() -> bool:

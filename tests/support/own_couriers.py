@@ -11,14 +11,14 @@ import pytest
 from processes import described, left_here
 from waiting import until
 
-from mlflash.protocol import linked
+from mlflash.courier import connection
 
 
 @pytest.fixture(autouse=True, scope="module")
 def leaves_no_process() -> Iterator[None]:
     """Say which module has left a process: others wait for the end of all that their worker has started."""
     yield
-    linked.close_links()
+    connection.close_links()
     until(lambda: not left_here(), lambda: f"the end of {sorted(map(described, left_here()))}")
 
 
@@ -30,12 +30,12 @@ def in_couriers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}")
 
     def begin_with(line: str) -> None:
-        linked.close_links()
+        connection.close_links()
         (folder / "armed.py").write_text(f"def arm():\n    {line}\n")
         monkeypatch.setenv("MLFLASH_TEST_ARMS", "armed")
 
     yield begin_with
-    linked.close_links()
+    connection.close_links()
 
 
 @pytest.fixture

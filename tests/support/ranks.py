@@ -77,20 +77,20 @@ class SharedCouriers:
         from mpi4py import MPI
 
         from mlflash.config import from_environment
-        from mlflash.protocol import linked
+        from mlflash.courier import connection
 
         given = {name: value for name, value in os.environ.items() if name.startswith(_GIVEN)}
         if MPI.COMM_WORLD.allreduce(given != self._started):
             self.end()
             with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # where no test keeps anything
-                linked.link(from_environment({}, None, job="t", memory=memory, timeout_s=_START_S), MPI.COMM_WORLD)
+                connection.link(from_environment({}, None, job="t", memory=memory, timeout_s=_START_S), MPI.COMM_WORLD)
             self._started = given
 
     def end(self) -> None:
         """End them. Collective."""
-        from mlflash.protocol import linked
+        from mlflash.courier import connection
 
-        linked.close_links()
+        connection.close_links()
         self._started = None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from harness import PlainRanks
 from waiting import PATIENCE_S, until
 
-from mlflash.launcher.processes import signal_group, spawn
+from mlflash.run.processes import signal_group, spawn
 
 WORKER = Path(__file__).with_name("run_worker.py")
 

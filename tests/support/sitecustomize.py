@@ -12,8 +12,8 @@ if "MLFLASH_TEST_BLOCK_NBYTES" in os.environ:
     from mlflash.state import layout
 
     layout.BLOCK_NBYTES = int(os.environ["MLFLASH_TEST_BLOCK_NBYTES"])
-if any("mlflash.agent.main" in word for word in sys.orig_argv) and "MLFLASH_TEST_ARMS" in os.environ:
-    from mlflash.wireup import courier_process
+if any("mlflash.launch.agent" in word for word in sys.orig_argv) and "MLFLASH_TEST_ARMS" in os.environ:
+    from mlflash.launch import courier_process
 
     inherit = courier_process._inherit
 

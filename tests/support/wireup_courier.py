@@ -6,7 +6,7 @@ import json
 import select
 from typing import Any
 
-from mlflash.wireup.courier_process import Courier
+from mlflash.launch.courier_process import Courier
 
 
 def serve(courier: Courier) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from processes import described, runs
 from waiting import until
 
-from mlflash.launcher.started_ranks import StartedRanks
+from mlflash.run.started_ranks import StartedRanks
 
 # As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere. At "apart" what
 # it starts is in a session of its own, as on another machine. "dark" does not answer, and "gone" cannot be reached.
@@ -31,7 +31,7 @@ exec env -i PATH=/usr/bin:/bin FROM_LOGIN=$host sh -c "$*"
 RANK = """
 import json, os, signal, sys
 from mlflash.errors import MlflashError
-from mlflash.in_place.decider_link import RoundOver, decider, is_spare
+from mlflash.run.decider_link import RoundOver, decider, is_spare
 
 def say(*words):
     os.write(said, f"{os.getpid()} {' '.join(map(str, words))}\\n".encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mlflash.launcher.membership import Deadlines, Member, Membership
+from mlflash.run.membership import Deadlines, Member, Membership
 
 KILLED = 137
 DEADLINES = Deadlines(lost_s=5.0, leave_s=30.0, ready_s=120.0)

@@ -9,7 +9,7 @@ import numpy as np
 from mlflash.memory.copy_threads import ALONE
 from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot
-from mlflash.saving.staging import Staging
+from mlflash.save.stage import Staging
 from mlflash.state import manifest
 from mlflash.state.flatten import Flattener
 from mlflash.state.layout import Extents

@@ -21,13 +21,13 @@ from unit.kept_job import SHELL, code_of, is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import LaunchFailed
-from mlflash.launcher import agents, started_ranks
-from mlflash.launcher.agents import Agents
-from mlflash.launcher.launch_system import NodeAssignment
-from mlflash.launcher.on_ssh import OnSsh, address_of
-from mlflash.launcher.started_ranks import StartedRanks
-from mlflash.wireup.lines import pack
-from mlflash.wireup.own_process import running
+from mlflash.launch.lines import pack
+from mlflash.launch.own_process import running
+from mlflash.run import agents, started_ranks
+from mlflash.run.agents import Agents
+from mlflash.run.launch_system import NodeAssignment
+from mlflash.run.on_ssh import OnSsh, address_of
+from mlflash.run.started_ranks import StartedRanks
 
 # A shell may take a signal just before it waits for a command, and hear it after that.
 LISTENS = """
@@ -43,9 +43,9 @@ with open(sys.argv[1] + os.environ["RANK"], "w") as said:
 raise SystemExit(3)
 """
 SUPERVISOR = """
-from mlflash.launcher.agents import Agents
-from mlflash.launcher.launch_system import NodeAssignment
-from mlflash.launcher.on_ssh import OnSsh
+from mlflash.run.agents import Agents
+from mlflash.run.launch_system import NodeAssignment
+from mlflash.run.on_ssh import OnSsh
 with Agents(OnSsh(["a"], {shell!r}), ["a"]) as agents:
     agents.start(NodeAssignment(("a",), 2), {argv!r}, {{}})._over.wait()
 """
@@ -223,7 +223,7 @@ sleep 1000 & echo $! > {tmp_path}/child-$RANK; wait; exec sleep 1000"""
 def test_an_agent_that_hears_nothing_any_more_kills_its_ranks(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         told = {"address": listener.getsockname(), "token": secrets.token_hex(16), "host": "a", "lost_s": 1.25}
-        words = running("mlflash.agent.main")
+        words = running("mlflash.launch.agent")
         with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
             assert agent.stdin is not None and agent.stderr is not None
             agent.stdin.write(json.dumps(told).encode() + b"\n")

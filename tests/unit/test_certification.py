@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from mlflash.courier.state import Certification, Saved
 from mlflash.memory.slot import Attempt, Verdict
 from mlflash.memory.wanted_step import NEWEST, WantedStep
-from mlflash.startup.context import Certification, Saved
 
 
 def saved(step: int) -> Saved:

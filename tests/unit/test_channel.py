@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlflash
-from mlflash.courier.session import Session
+from mlflash.courier import channel
+from mlflash.courier.channel import Broken, Call, Channel, Reply
+from mlflash.courier.client import Client
+from mlflash.courier.records import Trainer
+from mlflash.courier.trainer_context import TrainerContext
 from mlflash.errors import Closed, MlflashError
-from mlflash.protocol import channel
-from mlflash.protocol.channel import Broken, Call, Channel, Reply
-from mlflash.protocol.client import Client
-from mlflash.protocol.records import Trainer
-from mlflash.protocol.trainer_context import TrainerContext
+from mlflash.session.session import Session
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=300),

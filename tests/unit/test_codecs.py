@@ -18,14 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlflash.config import Config
-from mlflash.draining import file_index, rank_table
-from mlflash.draining.file_index import Card, Place, Places, Stored
-from mlflash.draining.rank_table import RankTable
+from mlflash.courier.describe_ranks import Described, gather_ranks
+from mlflash.drain import file_index, rank_table
+from mlflash.drain.file_index import Card, Place, Places, Stored
+from mlflash.drain.rank_table import RankTable
 from mlflash.errors import CorruptSlot
+from mlflash.launch.lines import BadLine, Lines, pack
 from mlflash.memory.slot import COMMIT_START, MAX_GROUP, Attempt, Header, Kind, any_record, pack_record, unpack
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
-from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state import manifest, old_ranks
 from mlflash.state.dtypes import TORCH_ITEM_NBYTES
 from mlflash.state.layout import PAGE_NBYTES, Extents
@@ -33,7 +34,6 @@ from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import RankStructure
 from mlflash.storage import canonical_json
 from mlflash.telemetry import heartbeat
-from mlflash.wireup.lines import BadLine, Lines, pack
 
 PAYLOAD_NBYTES = 10_000  # of a slot, and of a drained file
 BLOCK_NBYTES = 7  # of a drained file

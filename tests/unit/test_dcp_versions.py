@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlflash.exports.imports import read_dcp
 from mlflash.state.leaves import Entry
 from mlflash.storage.dcp_files import Contents, metadata
+from mlflash.tools.export_imports import read_dcp
 
 
 @pytest.mark.parametrize("trust_pickle", [False, True])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash.errors import ConfigError
-from mlflash.redundancy import erasure_codes
+from mlflash.protect import erasure_codes
 
 KERNELS = ("numpy", "ISA-L")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.log_report.event_log import files_of
 from mlflash.telemetry import recorder
 from mlflash.telemetry.recorder import EventLog, file_of_node
+from mlflash.tools.report_log import files_of
 
 
 @pytest.fixture(autouse=True)

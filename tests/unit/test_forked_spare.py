@@ -13,13 +13,13 @@ from processes import killed_in_the_end
 from unit.kept_job import is_gone
 from waiting import PATIENCE_S, until
 
-from mlflash.agent.ranks import is_stopped
-from mlflash.in_place import forked_spare
+from mlflash.launch.ranks import is_stopped
+from mlflash.run import forked_spare
 
 PROGRAM = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
-from mlflash.in_place.forked_spare import begin_anew, fork_spares
+from mlflash.run.forked_spare import begin_anew, fork_spares
 random.seed(1)
 started = os.getpid()
 def say(*words): print(*words, flush=True)

@@ -13,8 +13,8 @@ from mlflash import errors
 from mlflash.memory.copy_threads import ALONE
 from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import COMMIT_START, RESTORES_START, Attempt, Header, Slot, read_header, read_record
-from mlflash.redundancy.slot_transfer import Source
-from mlflash.saving.staging import Staging
+from mlflash.protect.transfer import Source
+from mlflash.save.stage import Staging
 from mlflash.state import layout, manifest
 from mlflash.state.flatten import flatten
 

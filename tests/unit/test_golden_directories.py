@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from mlflash.draining import checkpoint_directory
-from mlflash.draining.checkpoint_directory import Listed
+from mlflash.drain import checkpoint_directory
+from mlflash.drain.checkpoint_directory import Listed
 from mlflash.errors import CorruptSlot
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
-from mlflash.restoring.open_in_directory import OpenInDirectory
+from mlflash.restore.open_in_directory import OpenInDirectory
 from mlflash.state.rebuild import materialize
 from mlflash.storage.store import Directory
 

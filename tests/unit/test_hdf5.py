@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash import Checkpointer
-from mlflash.draining import hdf5_files
-from mlflash.draining.file_index import CARD_NBYTES
+from mlflash.drain import hdf5_files
+from mlflash.drain.file_index import CARD_NBYTES
 from mlflash.state.dtypes import TORCH_ITEM_NBYTES
 from mlflash.state.leaves import Entry, array_entry, live_bytes, tensor_entry
 from mlflash.storage.file_holes import FileWithHoles, Source
@@ -191,7 +191,7 @@ def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> Non
 def test_a_master_that_would_list_too_many_pieces_shows_none_and_all_comes_back(
     shm: Path, tmp_path: Path, in_couriers: Callable[[str], None], most: int
 ) -> None:
-    in_couriers(f"from mlflash.draining.hdf5_files import Hdf5; Hdf5.most_pieces = {most}")
+    in_couriers(f"from mlflash.drain.hdf5_files import Hdf5; Hdf5.most_pieces = {most}")
     state, blank = ({name: np.full(1000, value) for name, value in zip("ab", values, strict=True)}
                     for values in ((1.0, 2.0), (0.0, 0.0)))  # fmt: skip
     options: dict[str, Any] = {"job": "t", "directory": tmp_path / "pfs", "redundancy": "none"}

@@ -23,13 +23,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 from waiting import until
 
-from mlflash.launcher import node_watch
-from mlflash.launcher.launch_system import NodeAssignment
-from mlflash.launcher.node_watch import Looks, Watch
-from mlflash.launcher.processes import mpiexec, signal_group, spawn
-from mlflash.live_monitor.rank_status import Look, look_here
-from mlflash.live_monitor.screen import Page, state_of
 from mlflash.memory.node_directory import NodeDirectory
+from mlflash.run import node_watch
+from mlflash.run.launch_system import NodeAssignment
+from mlflash.run.node_watch import Looks, Watch
+from mlflash.run.processes import mpiexec, signal_group, spawn
 from mlflash.telemetry import heartbeat, prometheus_metrics
 from mlflash.telemetry.heartbeat import (
     PART_NBYTES,
@@ -41,6 +39,8 @@ from mlflash.telemetry.heartbeat import (
     read_heartbeats,
     why_unread,
 )
+from mlflash.tools.top_ranks import Look, look_here
+from mlflash.tools.top_screen import Page, state_of
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 WATCHED_RANKS = 4

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mlflash.memory.copy_threads import CopyThreads
-from mlflash.saving import copy_plan
-from mlflash.saving.copy_plan import copy_to_host
+from mlflash.save import copy_plan
+from mlflash.save.copy_plan import copy_to_host
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Flat, as_bytes
 

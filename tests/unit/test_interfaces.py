@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlflash.errors import WorldMismatch
-from mlflash.wireup.interfaces import chosen, for_mpi
+from mlflash.launch.interfaces import chosen, for_mpi
 
 HERE = ["lo", "eth0", "eth1", "ib0", "docker0", "veth12"]
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.layouts import layout
 
+from mlflash.courier.choose_checkpoint import ParityGroup, choose
 from mlflash.memory.inventory import FOUND, Inventory, encode, join
 from mlflash.memory.node_directory import file_name
 from mlflash.memory.slot import Attempt, Kind
@@ -16,7 +17,6 @@ from mlflash.memory.slot_pool import assign
 from mlflash.memory.wanted_step import WantedStep
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
-from mlflash.startup.choose_checkpoint import ParityGroup, choose
 
 RUN_A, RUN_B = b"a" * 16, b"b" * 16
 RUN_NUMBERS = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)  # no pattern in them, as in a real one

@@ -20,21 +20,21 @@ from processes import described, killed_in_the_end, left_here, started_by
 from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, parent
 from waiting import until
 
-from mlflash.launcher.agents import Agents
-from mlflash.launcher.kept_ranks import KeepingAgents, KeptRanks
-from mlflash.launcher.launch_system import NodeAssignment, RunLog
-from mlflash.launcher.membership import Deadlines
-from mlflash.launcher.on_ssh import OnSsh
-from mlflash.wireup.lines import pack
+from mlflash.launch.lines import pack
+from mlflash.run.agents import Agents
+from mlflash.run.kept_ranks import KeepingAgents, KeptRanks
+from mlflash.run.launch_system import NodeAssignment, RunLog
+from mlflash.run.membership import Deadlines
+from mlflash.run.on_ssh import OnSsh
 
 LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
 SUPERVISOR = """
 import sys, threading
-from mlflash.launcher.agents import Agents
-from mlflash.launcher.kept_ranks import KeepingAgents
-from mlflash.launcher.membership import Deadlines
-from mlflash.launcher.launch_system import NodeAssignment, RunLog
-from mlflash.launcher.on_ssh import OnSsh
+from mlflash.run.agents import Agents
+from mlflash.run.kept_ranks import KeepingAgents
+from mlflash.run.membership import Deadlines
+from mlflash.run.launch_system import NodeAssignment, RunLog
+from mlflash.run.on_ssh import OnSsh
 with Agents(OnSsh(["a", "b"], {shell!r}), ["a", "b"], 2.0) as agents:
     keeping = KeepingAgents(agents, 0, Deadlines(2.0), RunLog(None))
     keeping.start(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})

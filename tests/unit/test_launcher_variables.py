@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mlflash.errors import WorldMismatch
-from mlflash.wireup.launcher_variables import Launched, is_on_one_host, launched, name_of_launch, without_launcher
+from mlflash.launch.launcher_variables import (
+    Launched,
+    is_on_one_host,
+    launched,
+    name_of_launch,
+    without_launcher,
+)
 
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "HYDI_CONTROL_FD": "7", "MPI_LOCALRANKID": "1"}
 PRTERUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",

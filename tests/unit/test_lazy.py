@@ -12,8 +12,8 @@ import torch
 
 from mlflash import Checkpointer
 from mlflash.errors import StateError
-from mlflash.saving.deferred_copies import DeferredCopies, DeviceCopies
-from mlflash.saving.lazy_saves import HOOK, LazyLeaves
+from mlflash.save.deferred_copies import DeferredCopies, DeviceCopies
+from mlflash.save.lazy import HOOK, LazyLeaves
 from mlflash.state.flatten import Flattener
 
 DEADLINE = 60.0

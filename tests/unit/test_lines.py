@@ -19,8 +19,8 @@ from introduced import introduce
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import DeadlineExceeded
-from mlflash.wireup.line_client import LineClient, Lost, Refused
-from mlflash.wireup.lines import BadLine, Connection, Lines, Port, listener_at, pack
+from mlflash.launch.line_client import LineClient, Lost, Refused
+from mlflash.launch.lines import BadLine, Connection, Lines, Port, listener_at, pack
 
 TOKEN = "t" * 32
 messages = st.recursive(st.none() | st.booleans() | st.integers() | st.text(),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mlflash import Checkpointer, errors
-from mlflash.restoring import restore
+from mlflash.restore import load as restore_load
 from mlflash.state.flatten import flatten
 from mlflash.state.rebuild import compare
 from mlflash.state.torch_objects import load
@@ -102,7 +102,7 @@ class Once(Keeper):
 def test_what_is_too_large_to_be_put_back_is_not_saved_until_a_restore_has_succeeded(
     ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "_KEPT_NBYTES", 1000)
+    monkeypatch.setattr(restore_load, "_KEPT_NBYTES", 1000)
     ckpt.save(1, {"large": Keeper(1.0, size=1000), "small": Keeper(1.0)}).wait()
     state = {"large": Once(2.0, size=1000), "small": Keeper(2.0)}
     with pytest.raises(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mlflash.saving.deferred_copies import DeferredCopies
-from mlflash.saving.lazy_saves import HOOK, Steps
+from mlflash.save.deferred_copies import DeferredCopies
+from mlflash.save.lazy import HOOK, Steps
 
 DEADLINE = 60.0
 # All that torch has; each steps as it is made by default.

@@ -11,11 +11,11 @@ import pytest
 
 from mlflash import Checkpointer, errors
 from mlflash.config import from_environment
-from mlflash.doctor.context import Context
-from mlflash.doctor.findings import Level
-from mlflash.doctor.node_checks import left_over, room
+from mlflash.launch.launcher_variables import launched
 from mlflash.memory.user_directory import mapped_files, other_files
-from mlflash.wireup.launcher_variables import launched
+from mlflash.tools.doctor_context import Context
+from mlflash.tools.doctor_findings import Level
+from mlflash.tools.doctor_node import left_over, room
 
 MIB = 1 << 20
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a file system, gives files away")

@@ -12,50 +12,50 @@ import subprocess
 import sys
 from pathlib import Path
 
-import draw_rooms
+import draw_packages
 import pytest
-from rooms import ROOMS, TOOLS
+from packages import PACKAGES
 from waiting import PATIENCE_S
 
 import mlflash
 from mlflash import Checkpointer, config, errors
+from mlflash.courier import start
 from mlflash.memory import memory_limits
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
-from mlflash.startup import start
 
 REPO = Path(__file__).parents[2]
 
 ROOT = REPO / "mlflash"
 
-MAY_IMPORT_MPI = {"mpi/world.py", "agent/fork_server.py"}
-MAY_IMPORT_TORCH = {"state", "storage", "saving", "exports", "inspection", "commands", "doctor", "demo"}
+MAY_IMPORT_MPI = {"mpi/world.py", "launch/fork_server.py"}
+MAY_IMPORT_TORCH = {"state", "storage", "save", "tools"}
 
 
 def files() -> list[Path]:
-    return draw_rooms.files_of(ROOT)
+    return draw_packages.files_of(ROOT)
 
 
-def room_of(path: Path) -> str:
-    return draw_rooms.room_of(ROOT, path)
+def package_of(path: Path) -> str:
+    return draw_packages.package_of(ROOT, path)
 
 
-def test_each_room_imports_only_from_the_rooms_that_it_may() -> None:
-    allowed = {name: set(rooms.split()) for name, rooms in {**ROOMS, **TOOLS}.items()}
-    for number, (name, rooms) in enumerate(allowed.items()):
-        assert rooms <= set([*allowed][:number]), f"{name} stands before what it may import"
-    assert draw_rooms.rooms(ROOT) == allowed, "a new room has to find its place, and an import its room"
+def test_each_package_imports_only_from_those_that_it_may() -> None:
+    allowed = {name: set(packages.split()) for name, packages in PACKAGES.items()}
+    for number, (name, packages) in enumerate(allowed.items()):
+        assert packages <= set([*allowed][:number]), f"{name} stands before what it may import"
+    assert draw_packages.packages(ROOT) == allowed, "a new package has to find its place, and an import its package"
     for path in files():
-        if room_of(path) in draw_rooms.FOR_ALL:
-            assert draw_rooms.imports(ROOT, path)[0] <= {"mlflash", *draw_rooms.FOR_ALL}, path
+        if package_of(path) in draw_packages.FOR_ALL:
+            assert draw_packages.imports(ROOT, path)[0] <= {"mlflash", *draw_packages.FOR_ALL}, path
 
 
 def test_mpi_is_imported_in_one_place_and_torch_only_where_tensors_are() -> None:
     for path in files():
-        _, others = draw_rooms.imports(ROOT, path)
+        _, others = draw_packages.imports(ROOT, path)
         name = path.relative_to(REPO / "mlflash").as_posix()
         assert "mpi4py" not in others or name in MAY_IMPORT_MPI, name
-        assert "torch" not in others or room_of(path) in MAY_IMPORT_TORCH | {"rng"}, name
+        assert "torch" not in others or package_of(path) in MAY_IMPORT_TORCH | {"rng"}, name
 
 
 def test_what_is_imported_of_mlflash_anywhere_exists() -> None:

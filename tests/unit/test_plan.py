@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from mlflash import Checkpointer
 from mlflash.cli import main
-from mlflash.human_readable.units import read_bytes, read_seconds, show_bytes, show_seconds
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
-from mlflash.planning.interval import Costs, waste
-from mlflash.planning.scheme_comparison import SCHEMES, Job, node_nbytes, scheme_costs, share_uncovered
+from mlflash.text import read_bytes, read_seconds, show_bytes, show_seconds
+from mlflash.tools.plan_interval import Costs, waste
+from mlflash.tools.plan_schemes import SCHEMES, Job, node_nbytes, scheme_costs, share_uncovered
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
 

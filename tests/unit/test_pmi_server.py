@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflash.agent.pmi_server import NodeEpoch, PmiServer
-from mlflash.wireup.process_mapping import blocks, mapping, nodes_of
+from mlflash.launch.pmi_server import NodeEpoch, PmiServer
+from mlflash.launch.process_mapping import blocks, mapping, nodes_of
 
 
 def read_as_mpich(text: str, size: int) -> list[int]:

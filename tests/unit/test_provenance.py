@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from keys import key_pair
 
 from mlflash import config
-from mlflash.draining import provenance
-from mlflash.draining.drain_input import DrainInput, FileDigest, Origin, Receipt
+from mlflash.drain import provenance
+from mlflash.drain.rank_input import DrainInput, FileDigest, Origin, Receipt
 from mlflash.errors import ConfigError, CorruptSlot
 from mlflash.memory.slot import Attempt
 from mlflash.state import manifest

@@ -13,9 +13,9 @@ import pytest
 from waiting import PATIENCE_S
 
 from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
-from mlflash.wireup.launcher_variables import Launched
-from mlflash.wireup.rendezvous import meeting_of, ports_of, who_am_i
-from mlflash.wireup.secret import TOKEN, token_of
+from mlflash.launch.launcher_variables import Launched
+from mlflash.launch.rendezvous import meeting_of, ports_of, who_am_i
+from mlflash.launch.secret import TOKEN, token_of
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import mlflash
 from mlflash.cli import main
-from mlflash.log_report.event_log import _JOURNAL_KINDS, EventKind, Recovered
+from mlflash.tools.report_log import _JOURNAL_KINDS, EventKind, Recovered
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
 

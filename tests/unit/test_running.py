@@ -11,14 +11,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflash.commands.run import run
-from mlflash.launcher import first_node_guard
-from mlflash.launcher.agents import Agents
-from mlflash.launcher.launch_system import NodeAssignment, reassign_nodes
-from mlflash.launcher.node_watch import Looks, Watch, ask
-from mlflash.launcher.on_slurm import is_lost
-from mlflash.launcher.on_ssh import OnSsh
-from mlflash.launcher.supervisor import Restarts
+from mlflash.run import first_node_guard
+from mlflash.run.agents import Agents
+from mlflash.run.launch_system import NodeAssignment, reassign_nodes
+from mlflash.run.node_watch import Looks, Watch, ask
+from mlflash.run.on_slurm import is_lost
+from mlflash.run.on_ssh import OnSsh
+from mlflash.run.supervisor import Restarts
+from mlflash.tools.run import run
 
 HOSTS = [f"n{number}" for number in range(8)]
 

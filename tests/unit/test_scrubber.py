@@ -18,7 +18,7 @@ from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Attempt, Header, Slot, Use, table_check
 from mlflash.memory.slot_pool import SlotPool
-from mlflash.restoring.scrubber import Scrubber
+from mlflash.restore.scrub import Scrubber
 from mlflash.state.layout import Extents
 
 BLOCK = 1 << 16

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mlflash.errors import StateError
-from mlflash.saving.deferred_copies import DeferredCopies, SampledBytes
+from mlflash.save.deferred_copies import DeferredCopies, SampledBytes
 from mlflash.state.leaves import as_bytes
 
 SIZES = [1, 15, 16_384, 100_003, 3 << 20]

@@ -13,7 +13,7 @@ import torch
 from waiting import until
 
 from mlflash import Checkpointer, errors
-from mlflash.saving import copy_plan
+from mlflash.save import copy_plan
 
 TIMEOUT_S = 1.0  # of the device, which never comes: the test has to wait for it
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mlflash.launcher import processes, supervisor
-from mlflash.launcher.launch_system import Ranks, RunLog, RunOptions
-from mlflash.launcher.processes import ask_within
+from mlflash.run import processes, supervisor
+from mlflash.run.launch_system import Ranks, RunLog, RunOptions
+from mlflash.run.processes import ask_within
 
 END_S = 60
 TRACEE = """

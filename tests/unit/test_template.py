@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlflash.cli import main
-from mlflash.commands import template
-from mlflash.commands.run import run as run_command
-from mlflash.commands.template import TEMPLATES, word_of_shell
+from mlflash.tools import template
+from mlflash.tools.run import run as run_command
+from mlflash.tools.template import TEMPLATES, word_of_shell
 
 REPO = Path(__file__).parents[2]
 NAMES = ("array", "megatron", "nemo", "train")

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as distributed
 from waiting import PATIENCE_S
 
-from mlflash.wireup import torch_store
+from mlflash.launch import torch_store
 
 SIZE = 4
 Store = Callable[[], Any]

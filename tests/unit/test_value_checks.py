@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash.memory.slot import Slot
+from mlflash.protect.examiner import FORMATS, Examiner, Finding, Stored, count, find, largest
 from mlflash.state.layout import PAGE_NBYTES, Extents
 from mlflash.state.leaves import Entry
-from mlflash.value_checks.examiner import FORMATS, Examiner, Finding, Stored, count, find, largest
 
 TORCH = [name for name in FORMATS if not name.startswith("<") and not name.startswith("complex")]
 NAN = float("nan")

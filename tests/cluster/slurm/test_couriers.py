@@ -15,7 +15,7 @@ from cluster.test_couriers import check, trainer
 from harness import SUPPORT
 from waiting import PATIENCE_S, until
 
-from mlflash.wireup.agent_process import READY
+from mlflash.launch.agent_process import READY
 
 
 def run(slurm: Slurm, name: str, options: list[str], *more: str, **trainers: Any) -> Path:
@@ -86,7 +86,7 @@ def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_kil
     restored = [record for record in map(json.loads, lines) if record["event"] == "restored"]
     assert [(record["step"], record["same"]) for record in restored] == [(2, True)] * 2, job.output()
     for host in slurm.nodes.names:
-        until(lambda host=host: not slurm.nodes.running(host, "mlflash.agent.main"), f"no courier is left on {host}")
+        until(lambda host=host: not slurm.nodes.running(host, "mlflash.launch.agent"), f"no courier is left on {host}")
 
 
 @pytest.mark.parametrize(("who", "how"), [("trainer", "killed"), ("trainer", "raises"), ("courier", "killed"),
@@ -111,7 +111,7 @@ def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm:
     again = [record for record in launch(f"{who}-{how}-again") if record["event"] == "restored"]
     assert [(record["step"], record["same"]) for record in again] == [(newest, True)] * 2
     for host in slurm.nodes.names:
-        until(lambda host=host: not slurm.nodes.running(host, "mlflash.agent.main"), f"no courier is left on {host}")
+        until(lambda host=host: not slurm.nodes.running(host, "mlflash.launch.agent"), f"no courier is left on {host}")
         assert "mpich" not in slurm.nodes.run(host, "ls", "/dev/shm")
 
 

@@ -7,7 +7,7 @@ from cluster.slurm.daemons import Slurm
 from kept_run import KeptJob
 from waiting import take, until
 
-from mlflash.launcher.supervisor import GONE_S
+from mlflash.run.supervisor import GONE_S
 
 pytest.importorskip("torch.distributed")
 

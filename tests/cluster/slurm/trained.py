@@ -13,7 +13,7 @@ from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MPI_ENVIRONMENT, Job, written
 from run_results import Results
 
-from mlflash.launcher.processes import mpiexec
+from mlflash.run.processes import mpiexec
 
 # The frameworks' own warnings are many.
 ENV = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}

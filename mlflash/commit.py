@@ -1,0 +1,542 @@
+"""Receipts → agreement → generation: what the courier does for one save.
+
+    announce    what each rank sends; whether all can; whether a rank needs larger slots       1 allreduce
+    settle      only if a structure is new: what of it is shared; then it is announced again
+    confirm     whether ranks that share hold the same; then the shares are sealed             1 among these
+    protect     checksum, transfer, verify; the own slot and the copies are sealed
+    agree       every slot sealed, every copy verified, on every rank; which rank was late     1 allreduce
+    record      a receipt in each slot; older slots may be written again
+
+A rank that cannot save still takes part in all of it, with a failed receipt, so that no rank waits for it. Work that
+concerns one rank alone, and may raise anything (tensors, devices, adapters), is done by `_locally`: whatever goes wrong
+becomes the one outcome that all ranks agree on, as text, and the next save continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from .courier.records import SaveRequest, Trainer
+from .courier.state import Context, Saved, needs_room
+from .crash_points import reach
+from .drain.queue import DrainQueue
+from .errors import (
+    CorruptSlot,
+    DeadlineExceeded,
+    MlflashError,
+    SaveFailed,
+    StepOrderError,
+    SuspectState,
+    text_of,
+)
+from .memory.own_slots import SlotFile
+from .memory.slot import Attempt, Header, Slot, Verdict
+from .protect.deduplication import Plan
+from .protect.examiner import Examination, Finding, Stored, in_words
+from .protect.transfer import Source
+from .save.stage import all_checks
+from .state.layout import Extents, Layout
+
+log = logging.getLogger("mlflash")
+
+
+class OneAhead(Exception):
+    """The other ranks have not come to this save yet: this rank has left one out."""
+
+
+class MendFirst(Exception):
+    """Some rank has damage at rest: all ranks must repair it before this save."""
+
+
+class Save:
+    """One save that the courier is working on."""
+
+    def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
+        self.request, self.trainer = request, trainer
+        self.attempt = Attempt(bytes(16), 0)  # its number, which the ranks agree on when they announce it
+        leased = context.pool.leased(request.lease)
+        for slot in leased:
+            slot.header = None
+        # slot, share: where the state is staged; None: nowhere
+        self.slot: Slot | None
+        self.share: Slot | None
+        self.slot, self.share = leased or (None, None)
+        self.skipped = False  # whether all ranks skip it because the slots of one rank are busy
+        # drain_asked: whether a drain was asked for: at first on this rank, and on any rank once that was agreed on
+        # drains_idle: whether no drain is running: at first on this rank, and on any rank once that was agreed on
+        self.drains_idle, self.drain_asked = True, False
+        # whether it is an older checkpoint that was put together again: what is newer in memory stays
+        self.is_restored = is_restored
+        # is_given_up: whether it may be overwritten at once, because an older step is kept
+        # is_suspect: whether the values of any rank are suspect, once that was agreed on
+        self.is_suspect = self.is_given_up = False
+        self.due: Saved | None = None  # what may be certified now that this save is committed
+        self.looks: ValueLooks | None = None
+        self.times = PhaseTimes(lambda: context.world.waited_s, request.filled_s - request.begun_s)
+
+    @property
+    def extents(self) -> Extents | None:
+        """The extents of what this rank sends; None: nothing."""
+        if self.request.plan is None or self.request.problem is not None or self.request.skip:
+            return None
+        return self.request.plan.layout.extents
+
+
+def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda: None) -> None:
+    """Run one save to its end. Collective over the world.
+
+    Args:
+        committed_now: called once it is committed, before the snapshot says so.
+
+    Raises:
+        SaveFailed: on all ranks; the last committed step is untouched.
+        OneAhead: the other ranks come to this save with their next one: run it once more.
+        MendFirst: on all ranks, unless it is restored: repair first, and then run it once more.
+    """
+    error: MlflashError | None = None
+    with save.times.of("deferred"):
+        save.trainer.begin_deferred()
+    try:
+        if not _announce(save, context):
+            _settle(save, context)
+            _announce(save, context)
+        if not save.skipped:
+            _protect(save, context)
+    except MlflashError as problem:
+        if not problem.agreed:
+            raise
+        error = problem  # all ranks raise it, so nothing is in flight any more
+    # After any other exception no slot is released: MPI may still write to some, and the older step is needed.
+    committed = error is None and not save.skipped
+    try:
+        save.trainer.cancel_deferred()
+    except DeadlineExceeded as late:  # a device still writes: nobody gets these files
+        error = error or late
+        context.pool.end_lease(save.request.lease, [slot.inode for slot in context.pool.leased(save.request.lease)])
+    if committed:
+        save.due = context.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect)
+        save.is_given_up = save.attempt not in context.certification.held
+    if taken := context.pool.leased(save.request.lease):
+        context.pool.release(save.attempt, taken, committed, context.certification.held)
+    try:
+        if committed:
+            reach("commit.released")
+            committed_now()
+        elif save.skipped:
+            context.recorder.skipped(save.request.step)  # now, because a waiting caller may ask for it next
+    finally:  # the save is agreed on, whatever happens next
+        context.tell_trainer()  # before a caller that waits for the save continues
+        skipped = SaveFailed("skipped: both slots of a rank were busy") if save.skipped else error
+        save.trainer.ended(skipped, save.skipped)
+    if error is not None:
+        raise error
+    if committed:
+        reach("commit.seen")
+
+
+def _settle(save: Save, context: Context) -> None:
+    """Agree on what is shared in a new structure."""
+    request = save.request
+    replicas = context.sharers
+    if replicas is None:
+        return
+    able = request.problem is None
+    leaves = save.trainer.shareable() if able and request.is_unsettled else None
+    made: dict[int, int] = {}
+
+    def digests(keys: Collection[int]) -> dict[int, int]:
+        _locally(save, lambda: made.update(save.trainer.digests(keys)))
+        return made
+
+    settled = replicas.settle(leaves, digests, able, request.step)
+    context.tell_trainer()
+    if able and request.is_unsettled:
+        _locally(save, lambda: _lay_out(save))
+        if not settled:
+            replicas.version += 1  # so that the next save asks again
+    request.is_unsettled = False
+
+
+def _lay_out(save: Save) -> None:
+    save.request.plan = save.trainer.lay_out()
+
+
+def _announce(save: Save, context: Context) -> bool:
+    """Tell the other ranks; return False if some rank's structure is new and must be settled first."""
+    request = save.request
+    world, pool = context.world, context.pool
+    save.times.begin_announcing()
+    _locally(save, context.memory.renew)
+    extents = save.extents
+    demand = context.protection.offer(pool, extents)
+    if extents is not None and save.slot is not None:
+        own = [(save.slot, pool.own, extents)]
+        if save.share is not None and request.plan is not None and request.plan.share_extents is not None:
+            own.append((save.share, pool.shares, request.plan.share_extents))
+        demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
+        if request.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
+            demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
+    grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
+    step = request.step
+    settled = not request.is_unsettled or request.problem is not None
+    told = world.agree(
+        all_of={"settled": settled, "drains_idle": save.drains_idle},
+        any_of={"grows": grow, "skips": request.skip, "drain_asked": save.drain_asked, "damaged": context.damaged,
+                "failed": request.problem is not None},
+        min_of={"low": step}, max_of={"high": step, "newest": context.generation},
+    )  # fmt: skip
+    save.times.announced()
+    if told.damaged and not save.is_restored:
+        raise MendFirst
+    if not told.settled:
+        return False
+    context.generation = 1 + told.newest
+    save.attempt = Attempt(context.run_id, context.generation)
+    save.drains_idle, save.drain_asked = told.drains_idle, told.drain_asked
+    falls_in = told.low != told.high and _falls_in(context, step, told.low)
+    if falls_in and step > told.low:
+        raise OneAhead
+    if told.failed and not falls_in:
+        world.raise_together(request.problem)
+    if told.low != told.high:
+        unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
+                                found=f"steps {told.low} to {told.high}, {step} here")  # fmt: skip
+        unlike.agreed = True
+        raise unlike
+    save.skipped = told.skips
+    reach("protect.announced")
+    if told.grows and not told.skips:
+        context.make_room(demand, context.pool.leased(request.lease) if request.waits_for_room else [])
+    return True
+
+
+def _falls_in(context: Context, step: int, low: int) -> bool:
+    """Whether a rank that left saves out catches up: ranks that are ahead stay at their step, and the others continue.
+
+    An exception, such as one of a signal handler, may have kept a rank from posting some saves, and its saves would
+    stay ahead of the others' for good. The ranks treat it so if each rank that is ahead has already failed with the
+    step that the others are at now, or with a later one: it stays, while the others end theirs and come to it. They do
+    not if a rank goes back to an earlier step, as overlapping saves of a framework do: then all ranks have posted the
+    same number of saves.
+
+    Collective over the world, if the steps of the ranks differ. If a rank catches up, nothing else of this save is
+    collective.
+    """
+    left = -1 if context.left_at is None else context.left_at
+    falls_in = context.world.all_of(step > left if step == low else low <= left)
+    if step == low or not falls_in:
+        context.left_at = step
+    return falls_in
+
+
+def _locally(save: Save, work: Callable[[], object]) -> None:
+    """Do what concerns this rank alone; whatever goes wrong makes the save fail, on all ranks."""
+    try:
+        work()
+    except MlflashError as error:
+        save.request.problem = save.request.problem or error
+    except Exception as error:  # from torch, a device or an adapter
+        save.request.problem = save.request.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
+
+
+def _protect(save: Save, context: Context) -> None:
+    world, request = context.world, save.request
+    assert save.slot is not None and request.plan is not None
+    looks = save.looks = ValueLooks(context, save.attempt.generation)
+    if request.waits_for_room:
+        with save.times.of("copy"):
+            _locally(save, lambda: _stage(save, context.pool.files_of(request.lease)))
+    if request.problem is None:
+        with save.times.of("deferred"):
+            _locally(save, lambda: _finish_deferred(save))
+    _confirm(save, context)
+    look = looks.of_slot(request.plan, save.slot)
+    source = Source(
+        save.slot, request.plan.layout.extents, lambda check: _header(save, context, check), context.pace, look
+    )
+    start = time.perf_counter()
+    whole = context.protection.protect(context.pool, source, save.attempt)
+    peers = [rank for rank in context.protection.group if rank != world.rank]
+    context.recorder.protected(request.step, time.perf_counter() - start, request.plan.layout.extents.nbytes, peers)
+    reach("protect.sealed")
+    if request.problem is None and not whole:
+        request.problem = SaveFailed("its copies or parity did not arrive whole")
+        request.problem.follows = True
+    if request.problem is None and (gone := _gone(save, context)):
+        request.problem = SaveFailed(f"somebody has removed {', '.join(gone)} from {context.memory.path}")
+    findings = looks.findings
+    tell(context, request.step, findings)
+    if request.problem is not None:
+        request.problem.rank, request.problem.node = world.rank, world.node_name
+    save.times.protected()
+    durations = context.recorder.compare(world.size, save.attempt.generation, save.times.took)
+    *least, not_suspect = world.least_or_raise([*durations, int(not findings)], request.problem)
+    save.is_suspect = not not_suspect
+    context.recorder.compared(least, world.topology.name_of)
+    reach("commit.agreed")
+    _record(save, context, [save.slot])
+    reach("commit.half_recorded")
+    _record(save, context, [*context.protection.kept(context.pool, save.attempt), *_shares(save)])
+    reach("commit.recorded")
+    is_held = save.is_suspect and context.certification.has_better
+    context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.left.unusable)))
+
+
+def _gone(save: Save, context: Context) -> list[str]:
+    """The files of this rank's slots for a save that are in no directory any more."""
+    slots = [save.slot, *_shares(save), *context.protection.kept(context.pool, save.attempt)]
+    return [slot.name for slot in slots if slot is not None and slot.is_gone]
+
+
+def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:
+    """Write the receipt, and the verdict on the values, into slots that hold the attempt."""
+    for slot in slots:
+        if slot is not save.share:
+            slot.record_commit(save.attempt, save.request.step)
+        if context.examiner.is_on:
+            slot.record_verdict(save.attempt, Verdict.SUSPECT if save.is_suspect else Verdict.PASSED)
+
+
+def _shares(save: Save) -> list[Slot]:
+    return [] if save.share is None or save.share.header is None else [save.share]
+
+
+def _stage(save: Save, files: Sequence[SlotFile]) -> None:
+    save.request.inode, save.request.checks, _ = save.trainer.stage(files)
+    save.trainer.handed_over()
+
+
+def _finish_deferred(save: Save) -> None:
+    problem, checks = save.trainer.finish_deferred()
+    _note(save, problem)
+    save.request.checks = {**save.request.checks, **checks}
+
+
+def _note(save: Save, problem: MlflashError | None) -> None:
+    save.request.problem = save.request.problem or problem
+
+
+def _confirm(save: Save, context: Context) -> None:
+    """Seal this rank's share, if all ranks that hold it hold the same."""
+    request = save.request
+    replicas = context.sharers
+    if replicas is None:
+        return
+    plan, share = request.plan, save.share
+    checks: dict[int, int] = {}
+    if plan is not None and share is not None and plan.share_extents is not None and request.problem is None:
+        _locally(save, lambda: checks.update(all_checks(plan, share, request.checks)))
+    unlike = replicas.confirm(plan, checks if request.problem is None else None, request.step)
+    request.problem = request.problem or unlike
+    reach("share.agreed")
+    if plan is not None and share is not None and (extents := plan.share_extents) is not None:
+        assert save.looks is not None
+        look = save.looks.of_share(plan, share)
+        source = Source(share, extents, lambda check: _share_header(save, context, check), look=look)
+        _locally(save, source.seal)
+    reach("share.sealed")
+
+
+def _share_header(save: Save, context: Context, check: int) -> Header | None:
+    header = _header(save, context, check)
+    plan = save.request.plan
+    if header is None or plan is None or plan.sharing is None or plan.share_extents is None:
+        return None
+    return dataclasses.replace(
+        header, manifest_nbytes=0, extents=plan.share_extents, group=plan.sharing.siblings, share=plan.sharing.share
+    )
+
+
+def _header(save: Save, context: Context, check: int) -> Header | None:
+    request = save.request
+    with save.times.of("deferred"):
+        _note(save, save.trainer.is_changed())
+    if context.config.on_suspect == "raise" and save.looks is not None and (findings := save.looks.findings):
+        _note(save, SuspectState(f"its values are suspect: {in_words(findings)}", tensor=findings[0].tensor))
+    if request.problem is not None or request.plan is None or save.slot is None:
+        return None  # staging failed, or the save was given up: the slot must never look whole
+    if save.slot.segment is None or save.slot.segment.inode != request.inode:
+        request.problem = SaveFailed("the file of the slot was replaced after the state was copied to it")
+        return None
+    world = context.world
+    return Header(
+        attempt=save.attempt, step=request.step, rank=world.rank, world_size=world.size, node_index=world.node_index,
+        local_rank=world.local_rank, manifest_nbytes=request.plan.manifest_nbytes, extents=request.plan.layout.extents,
+        table_check=check, unix_ns=time.time_ns(), node=world.node_name, scheme=context.protection.scheme,
+        job=context.config.job, group=context.protection.group,
+        shared_by=-1 if request.plan.sharing is None else request.plan.sharing.by, mark=context.config.mark,
+    )  # fmt: skip
+
+
+class PhaseTimes:
+    """The phases of one save; ``waited_s`` returns how long the courier has waited for anything so far."""
+
+    def __init__(self, waited_s: Callable[[], float], copy_s: float):
+        self._waited_s = waited_s
+        self._since, self._waited = time.perf_counter(), waited_s()
+        self.took = {"training": 0.0, "copy": max(0.0, copy_s), "deferred": 0.0, "checksums": 0.0, "transfer": 0.0}
+
+    @contextlib.contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Count the time of a ``with`` block as a phase, including its waits."""
+        began, waited = time.perf_counter(), self._waited_s()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self.took[phase] += seconds
+            self._since += seconds
+            self._waited += self._waited_s() - waited
+
+    def begin_announcing(self) -> None:
+        """Note that this rank is ready to save: from now on it waits for other ranks to come to the save."""
+        self._waited = self._waited_s()
+
+    def announced(self) -> None:
+        """Note that all ranks have come to this save."""
+        self.took["training"] = self._waited_s() - self._waited
+        self._since, self._waited = time.perf_counter(), self._waited_s()
+
+    def protected(self) -> None:
+        """Note that this rank is ready to agree on the commit."""
+        self.took["transfer"] = self._waited_s() - self._waited
+        self.took["checksums"] = max(0.0, time.perf_counter() - self._since - self.took["transfer"])
+
+
+def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drains: DrainQueue,
+                 heal: Callable[[Slot], None], mend: Callable[[], None]) -> None:  # fmt: skip
+    """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
+
+    Collective over the world, and so are ``heal`` and ``mend``.
+    """
+    start, world, recorder = time.perf_counter(), context.world, context.recorder
+    save = Save(request, trainer, context)
+    try:
+        while True:
+            if context.unhealed is not None:
+                heal(context.unhealed)
+            save.drains_idle, save.drain_asked = drains.idle, drains.asked
+            try:
+                run(save, context, lambda: _committed(save, context, drains))
+                break
+            except OneAhead:
+                world.job_number += 1
+            except MendFirst:  # afterwards no rank reports damage any more
+                try:
+                    mend()
+                except MlflashError as error:
+                    trainer.ended(error)
+                    raise
+        if save.is_given_up and world.rank == 0:
+            log.warning("step %d is not kept because its values are suspect, and memory keeps the good step before it; "
+                        "mark_good(%d) accepts the values", request.step, request.step)  # fmt: skip
+        if save.due is not None and certify(context, save.due):
+            drains.certified(save.due.attempt)
+        replicas = context.replicas
+        is_there = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
+        if replicas is not None and is_there and save.slot is not None and request.plan is not None:
+            replicas.compare(save.slot, request.plan, request.step)
+    except MlflashError as error:
+        recorder.failed(request.step, error)
+        raise
+    except BaseException as error:
+        world.end_if_mpi_failed(error)
+        trainer.ended(SaveFailed(f"the courier failed: {text_of(error)}", rank=world.rank, node=world.node_name,
+                                 step=request.step))  # fmt: skip
+        raise
+    finally:
+        recorder.seconds["protect and commit"] += time.perf_counter() - start
+
+
+def _committed(save: Save, context: Context, drains: DrainQueue) -> None:
+    recorder = context.recorder
+    if not save.is_given_up:
+        context.unhealed = None  # a newer step has full redundancy
+    drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
+    recorder.holds(context.pool.nbytes)
+    recorder.committed(save.request.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)
+
+
+# What is suspect in the values of a save, checked while their checksums are made
+
+
+class ValueLooks:
+    """The value checks of one save on this rank."""
+
+    def __init__(self, context: Context, generation: int):
+        self._examiner, self._generation = context.examiner, generation
+        self._begun: list[Examination] = []
+
+    def of_slot(self, plan: Plan, slot: Slot) -> Callable[[int], None]:
+        """Return a function that is told up to which block the slot has checksums."""
+        layout = plan.layout
+        return self._begin(slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout))
+
+    def of_share(self, plan: Plan, share: Slot) -> Callable[[int], None]:
+        """The same for this rank's share of what several ranks hold alike."""
+        return self._begin(share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan))
+
+    def _begin(self, slot: Slot, extents: Extents | None, key: object, stored: Callable[[], Iterator[Stored]]
+               ) -> Callable[[int], None]:  # fmt: skip
+        if not self._examiner.is_on or extents is None:
+            return lambda block: None
+        self._begun.append(self._examiner.begin(slot, extents, key, stored, self._generation))
+        return self._begun[-1].look
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for one in self._begun for finding in one.findings]
+
+
+def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
+    """Let the recorder report what is suspect on this rank, if anything is."""
+    if findings:
+        context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
+
+
+def certify(context: Context, due: Saved) -> bool:
+    """Check all values of an attempt that training continued from, and certify it. Collective over the world."""
+    findings = _findings_in_all(context, due)
+    differed = context.replicas is not None and context.replicas.differed_at == due.step
+    is_good, is_suspect = findings == [] and not differed, bool(findings) or differed
+    agreed = context.world.agree(all_of={"good": is_good}, any_of={"suspect": is_suspect})
+    if agreed.good or agreed.suspect:
+        for slot in context.pool.holding(due.attempt):
+            slot.record_verdict(due.attempt, Verdict.CERTIFIED if agreed.good else Verdict.SUSPECT)
+    context.certification.tried(agreed.good)
+    if agreed.good:
+        context.recorder.certified(due.step)
+    context.pool.hold_only(context.certification.held)
+    return bool(agreed.good)
+
+
+def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
+    own = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
+    if own is None or own.header is None:
+        return None
+    try:
+        entries = own.manifest().entries
+    except CorruptSlot as error:  # the scrubber or a restore reports the details
+        log.warning("step %d is not certified because rank %d cannot read it: %s", due.step, context.world.rank, error)
+        return None
+    extents = own.header.extents
+    stored = [Stored(entry, entry.start, entry.nbytes) for entry in entries if entry.start < extents.payload_nbytes]
+    findings = context.examiner.look_at_all(own, extents, stored)
+    tell(context, due.step, findings)
+    return findings
+
+
+def _in_slot(layout: Layout) -> Iterator[Stored]:
+    return (Stored(one, one.start, one.nbytes) for one in layout.entries if not layout.is_shared(one))
+
+
+def _in_share(plan: Plan) -> Iterator[Stored]:
+    assert plan.sharing is not None
+    for piece in plan.pieces:
+        if piece.share == plan.sharing.share:
+            yield Stored(plan.layout.entries[piece.leaf], piece.at, piece.end - piece.start)

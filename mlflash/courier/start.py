@@ -1,0 +1,198 @@
+"""Makes everything that one rank's courier works with, in order and on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ..config import Config
+from ..errors import DeadlineExceeded, MlflashError
+from ..memory import user_directory
+from ..memory.copy_threads import as_many_as_help
+from ..memory.memory_limits import slow_kind
+from ..memory.node_directory import NodeDirectory
+from ..memory.slot_pool import SlotPool
+from ..mpi.fabric import Poke
+from ..mpi.nonblocking import SendRate
+from ..mpi.world import World
+from ..placement import redundancy_scheme
+from ..placement.failure_domains import Domains, ask_slurm, discover, from_argument
+from ..placement.failure_domains import join as join_domains
+from ..placement.protection_groups import Placement, made, place
+from ..placement.survival import too_close
+from ..protect import erasure_codes
+from ..protect.examiner import Examiner
+from ..protect.protection import Protection
+from ..protect.replicas import ReplicatedTensors
+from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
+from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
+from ..text import listed
+from .choose_checkpoint import look_at_earlier_runs
+from .state import Certification, Context, Saved, losses_of
+
+log = logging.getLogger("mlflash")
+
+_NAMED = 3  # hosts or domains named in a warning
+
+
+def make(config: Config, world: World, problem: MlflashError | None = None,
+         replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
+         trains_on: frozenset[int] = frozenset()) -> Context:  # fmt: skip
+    """Connect the ranks, lock the job, find what earlier runs left, and take their files over. Collective.
+
+    Args:
+        replicas: the ranks that hold the same state as this one, and patterns for the names of that state.
+        trains_on: the cores of the trainer.
+
+    Raises:
+        ConfigError: on all ranks, if replicas or domains make no sense.
+        JobInUse, UnsafePath, WorldMismatch: on all ranks, if any rank finds it.
+    """
+    world.connect()
+    held: list[NodeDirectory] = []
+    # One rank looks for all ranks of a node, so that they cannot end up in two directories if others rename some.
+    top: str = world.tell_node(_claim(config) if world.local_rank == 0 else "")
+
+    def hold() -> None:
+        if problem is not None:
+            raise problem
+        if redundancy_scheme.parse(config.redundancy).parity:
+            erasure_codes.library()
+        held.append(NodeDirectory(config.memory, config.job, top=top))
+        held[0].lock(world.local_rank, world.local_size)
+
+    alike: ReplicatedTensors | None = None
+    try:
+        world.on_all(hold)
+        if world.any_of(replicas is not None):
+            alike = ReplicatedTensors(world, *(replicas or ([world.rank], ["*"])))
+        known = find_domains(world, config.domains if domains is None else domains)
+    except BaseException as error:
+        for memory in held:
+            memory.close()
+        if isinstance(error, MlflashError) and not isinstance(error, DeadlineExceeded):  # the same on all ranks
+            world.free()
+        raise
+    try:
+        return _assemble(config, world, held[0], alike, known, start, trains_on)
+    except BaseException:
+        held[0].close()
+        raise
+
+
+def _assemble(
+    config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None,
+    start: str, trains_on: frozenset[int],
+) -> Context:  # fmt: skip
+    """Take over what earlier runs left. Collective over the world."""
+    left = look_at_earlier_runs(config, world, memory)
+    recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
+    standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
+    placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
+    if replicas is not None and config.share:
+        replicas.share(losses_of(placement.scheme, world))
+    protection = Protection(world, placement, config.transport, config.job)
+    pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0))
+    copy_threads = as_many_as_help(world.ranks_on_host, world.least_of, trains_on)
+    pace = SendRate(config.send_rate)
+    run_id: bytes = world.broadcast(os.urandom(16), 0)
+    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
+    examiner = Examiner(config.check_values, [one for one in config.check_skip.split(",") if one])
+    certification = Certification(config.certify_after, config.on_suspect == "keep")
+    pool.certified = certification.certified_attempt
+    if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
+        certification.certified = Saved(left.certified.attempt, left.certified.step)
+    context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
+                      certification, replicas, run_id)  # fmt: skip
+    if protection.transport == "rma" and world.world is not None:
+        world.poke = Poke(world)
+    context.generation, context.floor, context.left.unusable = left.newest, left.floor, left.unusable
+    if left.whole is not None:
+        context.left.step = left.whole.step
+    context.gives_way, pool.aside = not left.unusable, left.aside
+    context.adopt(left.found, left.choice)
+    if left.choice is not None and left.choice.world_size == world.size:
+        context.left.attempt = left.choice.attempt
+    if config.certify_after and world.rank == 0:
+        log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
+                 "keep the certified step%s", config.certify_after, config.slots,
+                 " and the one on trial" if config.slots > 3 else "")  # fmt: skip
+    if world.rank == 0:
+        part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
+        _say_what_is_made(placement, world.topology.node_names, part)
+    _say_what_is_slow(world, config.memory)
+    close = too_close(world.topology, placement, context.domains_by_kind)
+    if close and world.rank == 0:
+        more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
+        log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
+    return context
+
+
+def _claim(config: Config) -> str:
+    try:
+        return user_directory.claim(config.memory, config.job)
+    except (OSError, MlflashError):
+        return ""
+
+
+def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, start: str) -> CourierRecorder:
+    facts = RankFacts(
+        world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""), start
+    )
+    file = file_of_node(config.log, world.node_index) if config.log else None
+    events = EventLog(file, run=run, rank=world.rank, node=world.node_name, by="courier")
+    return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
+
+
+def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:
+    """Warn if there are too few nodes for the requested redundancy."""
+    asked, copied, nodes, ranks = placement.scheme, any(placement.partners), len(names), len(placement.partners)
+    if asked.kind == "none":
+        return
+    if nodes == 1 and part:
+        log.warning(
+            "redundancy %r protects nothing here: all ranks that save together are on %s, and what they save is lost "
+            "with it; let ranks of other nodes save with them, or drain it (directory=, drain_every=)",
+            str(asked), names[0],
+        )  # fmt: skip
+    elif nodes == 1:
+        log.warning(
+            "mlflash protects %d rank%s on 1 node (%s): checkpoints survive the loss of any process, but not of this "
+            "node; redundancy=%r needs a second node", ranks, "s" * (ranks > 1), names[0], str(asked),
+        )  # fmt: skip
+    elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
+        log.warning("redundancy %r needs more nodes with equally many ranks than there are here (%d): %s is made of it",
+                    str(asked), nodes, made(placement))  # fmt: skip
+
+
+def _say_what_is_slow(world: World, memory: str) -> None:
+    """Warn if slots would be on a disk or on a network file system. Collective over the world."""
+    kinds = world.gather_nodes(slow_kind(memory) if world.local_rank == 0 else "")
+    slow = [f"{kind} on {name}" for kind, name in zip(kinds, world.topology.node_names, strict=True) if kind]
+    if slow and world.rank == 0:
+        log.warning("%s is not in memory: it is %s; saves will be as slow as that file system; use memory='/dev/shm'",
+                    memory, listed(slow, _NAMED))  # fmt: skip
+
+
+def find_domains(world: World, given: Any) -> Domains | None:
+    """Find the failure domains of the nodes: the given ones, else what Slurm tells each node, else Slurm's topology.
+
+    Raises:
+        ConfigError: on all ranks, if ``given`` makes no sense.
+    """
+    # Only one rank reads the file, so that all ranks have the same version of it.
+    found: Domains | None = world.on_all(lambda: from_argument(given) if world.rank == 0 else None)
+    if given is None:
+        own = discover(os.environ, world.node_name) if world.local_rank == 0 else None
+        told = world.gather_nodes(own)
+        found = join_domains(list(zip(world.topology.node_names, told, strict=True)))
+        if found is None and world.rank == 0 and "SLURM_JOB_ID" in os.environ and len(told) > 2:
+            found = ask_slurm()
+    found = world.broadcast(found, 0)
+    unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
+    if unknown and given is not None and world.rank == 0:
+        log.warning("the failure domains of %s are not given: each of these nodes counts as a domain of its own",
+                    listed(unknown, _NAMED))  # fmt: skip
+    return found

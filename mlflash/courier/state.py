@@ -1,0 +1,399 @@
+"""The state of one rank's Checkpointer on the courier's side, with what saving and restoring do with its slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+from ..config import Config
+from ..crash_points import reach
+from ..errors import MemoryTooSmall
+from ..memory import shared_memory_segment
+from ..memory.commit_records import Trace
+from ..memory.copy_threads import CopyThreads
+from ..memory.inventory import Inventory, of_headers
+from ..memory.memory_limits import available, headroom
+from ..memory.node_directory import NodeDirectory, file_number
+from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
+from ..memory.slot_pool import SlotPool, assign, unmap
+from ..mpi.nonblocking import SendRate
+from ..mpi.world import World
+from ..placement.failure_domains import Domains
+from ..placement.redundancy_scheme import Scheme
+from ..protect import deduplication
+from ..protect.deduplication import Share, Shareable, SharingNews
+from ..protect.examiner import Examiner
+from ..protect.protection import Protection
+from ..protect.replicas import ReplicatedTensors
+from ..state.layout import PAGE_NBYTES, round_up
+from ..telemetry.recorder import CourierRecorder
+from .choose_checkpoint import Choice, find_traces, take_stock
+from .records import Trainer
+
+log = logging.getLogger("mlflash")
+
+_FILES_NAMED = 3  # kinds of files of others that an error names
+
+
+@dataclasses.dataclass
+class Left:
+    """What earlier runs have left in memory, according to headers."""
+
+    step: int | None = None
+    attempt: Attempt | None = None  # the newest of as many ranks as now
+    unusable: bool = False  # whether there is a committed step that cannot be restored
+
+
+@dataclasses.dataclass
+class Restored:
+    """What this run has restored last."""
+
+    source: str = ""  # the node whose memory had the state of this rank, or how it was made; "" before a restore
+    rolled_forward: bool = False  # whether no rank saw its commit: its copies may never have been made
+    restores: int = 0  # how many runs have restored it, including this one
+    verdict: Verdict = Verdict.UNKNOWN
+    counted: Attempt | None = None  # the attempt in whose slot that number was written
+
+
+@dataclasses.dataclass
+class Context:
+    """What saving and restoring work with.
+
+    Attributes:
+        replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
+        unhealed: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
+        looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
+            only intact one.
+    """
+
+    config: Config
+    world: World
+    memory: NodeDirectory
+    protection: Protection
+    domains: Domains | None
+    pool: SlotPool
+    recorder: CourierRecorder
+    copy_threads: CopyThreads
+    pace: SendRate
+    examiner: Examiner
+    certification: Certification
+    replicas: ReplicatedTensors | None = None
+    run_id: bytes = b""
+    generation: int = 0  # number of the newest known attempt; the next one is larger
+    restored: Restored = dataclasses.field(default_factory=Restored)
+    unhealed: Slot | None = None
+    left_at: int | None = None  # this rank's step when the ranks last were found to save different steps; None: never
+    floor: int = 0  # attempts with a smaller generation are skipped, because this run goes back to a fresh start
+    left: Left = dataclasses.field(default_factory=Left)
+    looked: bool = False
+    gives_way: bool = False
+    damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
+    trainer: Trainer | None = None
+    _told: tuple[SharingNews, bool] = (SharingNews(), False)
+
+    @property
+    def domains_by_kind(self) -> dict[str, list[str]]:
+        """For each kind of failure domain, innermost first, the domain of each node."""
+        if self.domains is None:
+            return {}
+        nodes = [self.domains.names(name) for name in self.world.topology.node_names]
+        return {kind: [names[level] for names in nodes] for level, kind in reversed([*enumerate(self.domains.kinds)])}
+
+    @property
+    def sharers(self) -> ReplicatedTensors | None:
+        """The ranks that together store what they hold alike; None: each rank stores all of its state."""
+        return None if self.replicas is None or self.replicas.sharing is None else self.replicas
+
+    @property
+    def shares(self) -> dict[int, Share]:
+        return {} if self.replicas is None else self.replicas.shares
+
+    def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
+        """Find the ranks that hold the same shards of DTensors as this one, if the user did not name them."""
+        if self.replicas is not None or not self.config.share:
+            return
+        rank, losses = self.world.rank, losses_of(self.protection.placement.scheme, self.world)
+        useful = [ranks for ranks in sorted(held) if rank in ranks]
+        useful = [ranks for ranks in useful if deduplication.find(self.world.topology, ranks, rank, losses) is not None]
+        mine = max(useful, key=lambda ranks: held[ranks], default=(rank,))
+        if self.world.all_of(len(mine) == 1):
+            return
+        named = self.world.gather((mine[0], len(mine), hash(mine)))
+        alike = all(named[rank] == named[self.world.rank] for rank in mine)
+        if not self.world.all_of(alike):
+            return  # for example with meshes that do not have all ranks: each rank stores all of its state
+        self.replicas = ReplicatedTensors(self.world, mine, placed=True)
+        self.replicas.share(losses)
+
+    def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
+        """Agree on what is shared of a state that is not saved yet. Collective over the world."""
+        self.find_replicas(held)
+        if (replicas := self.sharers) is not None:
+            replicas.settle(state.shareable(), state.digests)
+
+    @property
+    def sharing(self) -> SharingNews:
+        replicas = self.sharers
+        return SharingNews() if replicas is None else SharingNews(replicas.sharing, replicas.agreed, replicas.version)
+
+    def tell_trainer(self) -> None:
+        """Tell the trainer what has changed: files of its slots, what is shared, whether slots are held back."""
+        if self.trainer is None:
+            return
+        if files := self.pool.news():
+            self.trainer.update(files)
+        if self.pool.has_free:
+            self.trainer.freed()
+        sharing, is_unhealed = self.sharing, self.unhealed is not None
+        if sharing != self._told[0]:
+            self.trainer.told_sharing(sharing)
+        if is_unhealed != self._told[1]:
+            self.trainer.told_unhealed(is_unhealed)
+        self._told = sharing, is_unhealed
+
+    def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
+        """Make slots of at least a given size, and those for their redundancy. Collective over the world.
+
+        ``is_first``: nothing was saved or restored before. Raises MemoryTooSmall on all ranks if a node has no room.
+        """
+        pool = self.pool
+        sizes = self.protection.inbox_nbytes(self.world.gather(nbytes))
+        demand = [(slot, nbytes) for slot in pool.own]
+        demand += [(slot, share_nbytes) for slot in pool.shares if share_nbytes]
+        demand += [(slot, sizes[owner]) for owner, pair in pool.inbox.items() for slot in pair]
+        if is_first and not self.looked:  # the newest attempt may be damaged, and an older one may be needed
+            demand = [(slot, size) for slot, size in demand if slot.header is None]
+        self.make_room(demand, pairs=False)
+
+    def take_stock(self) -> Inventory:
+        """List what all nodes hold, without what a fresh start skips. Collective over the world."""
+        return take_stock(self.world, self.memory).since(self.floor)
+
+    def find_traces(self) -> list[Trace]:
+        """List the files whose headers say that they hold something. Collective over the world."""
+        return find_traces(self.world, self.memory)
+
+    def adopt(self, found: Inventory, choice: Choice | None) -> None:
+        """Take over this node's files, and protect those of the choice from saves. Collective over the world."""
+        world = self.world
+        names: list[str] = self.world.tell_node(self.memory.slot_names() if world.local_rank == 0 else None)
+        kept = choice.attempt if choice is not None else None
+        same_ranks = choice is not None and choice.world_size == world.size
+        placement = self.protection.placement
+        inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
+        if kept is not None:  # its files were left aside, but can be used after all
+            self.pool.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
+        names = [name for name in names if file_number(name) not in self.pool.aside]
+        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
+                                  len(self.pool.own), self.config.slots, self.pool.certified())  # fmt: skip
+        self.protection.close_windows()
+        rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
+        # Shares, and slots of ranks of another world, may belong to no rank of this run.
+        foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)
+        trusted, needed = set(rows["file"].tolist()), set(rows["file"][foreign].tolist())
+        left_over = left_over if world.local_rank == 0 else []
+        spare, kept_on = [n for n in left_over if n not in needed], [n for n in left_over if n in needed]
+        kept_on += sorted(self.pool.aside) if world.local_rank == 0 else []
+        self.pool.adopt(files[world.rank], kept, trusted, spare, kept_on)
+        self.protection.open_windows(self.pool)
+        # No file is deleted or reused before every rank of the node has attached its own.
+        world.barrier()
+
+    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
+        """Make room in this rank's slots. Collective over the world.
+
+        Busy slots are left alone, because the trainer may be staging into one right now.
+
+        Args:
+            waiting: leased slots that the trainer waits for and does not touch.
+            pairs: also enlarge the other inbox slot of each pair, which is needed next.
+
+        Raises:
+            MemoryTooSmall: on all ranks; slots that hold a committed step are unchanged.
+        """
+        wanted = {id(slot): (slot, nbytes) for slot, nbytes in demand}
+        for pair in self.pool.inbox.values() if pairs else ():
+            size = max((wanted[id(slot)][1] for slot in pair if id(slot) in wanted), default=0)
+            if size:
+                wanted |= {id(slot): (slot, size) for slot in pair}
+        self.protection.close_windows()
+        try:
+            with self.pool.reserved([*wanted.values()]) as mine:
+                usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
+                try:
+                    make_room(self.world, self.memory, usable)
+                except MemoryTooSmall:
+                    if not self._give_way():
+                        raise
+                    make_room(self.world, self.memory, usable)
+        finally:
+            self.tell_trainer()
+            self.protection.open_windows(self.pool)
+
+    def leave_alone(self) -> None:
+        """Leave every file that holds something alone until a newer step is committed. Collective over the world."""
+        self.left.unusable, self.gives_way = True, False
+        here = self.world.node_index
+        self.pool.aside = {file for node, file in (one.place for one in self.find_traces()) if node == here}
+        self.adopt(of_headers([], here), None)
+
+    def _give_way(self) -> bool:
+        """Delete the files that were skipped and left aside, if that is allowed. Return whether any was. Collective."""
+        if not self.world.any_of(self.gives_way and self.pool.aside):
+            return False
+        if self.world.rank == 0:
+            log.warning("memory has no room for the slots of this run and for the checkpoints that are passed over: "
+                        "these checkpoints are deleted now, and not after the first commit")  # fmt: skip
+        self.pool.drop_aside()
+        self.world.barrier()  # only then does each node count its free memory
+        return True
+
+    def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
+        """Make room if any rank needs it, like `make_room`. Collective over the world; usually a single allreduce."""
+        if self.world.any_of(any(needs_room(slot, nbytes) for slot, nbytes in demand)):
+            self.make_room(demand, waiting, pairs)
+
+    def free(self) -> None:
+        self.copy_threads.close()
+        self.protection.close_windows()
+        if self.replicas is not None:
+            self.replicas.free()
+        self.world.free()
+
+
+def losses_of(asked: Scheme, world: World) -> int:
+    """How many nodes may be lost, limited by the number of nodes of the job."""
+    return min(asked.losses, len(world.topology.node_names) - 1)
+
+
+# Makes room for slots: larger files, or an error before anything is allocated if the node lacks memory.
+
+
+def needs_room(slot: Slot, nbytes: int) -> bool:
+    """Whether a slot needs a larger file for ``nbytes``, or another one because somebody has removed its own."""
+    is_too_small = slot.view.nbytes < nbytes or slot.is_gone
+    return slot.use is not Use.HOLDS and not slot.drains and is_too_small and not slot.is_lent
+
+
+def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
+    """Give slots larger files, or fail before anything is allocated if the node has no room for them.
+
+    Collective over the world. A slot that holds a committed step is left as it is. Raises MemoryTooSmall on all ranks,
+    with the numbers of the node that lacks memory.
+    """
+    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
+    mine = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
+    asked = mine if world.node is None else sum(world.gather(mine, world.node))
+
+    def look() -> None:
+        left = available(memory.path)
+        what, least = min(left.items(), key=lambda item: item[1])
+        spared = headroom(asked)
+        if todo and asked + spared > least:
+            raise MemoryTooSmall(
+                "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
+                "that needs less memory, or raise the limit named below (/dev/shm: mount -o remount,size=...; in a "
+                "container --shm-size; in a pod sizeLimit of its emptyDir)",
+                expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
+                "spare",
+                found=f"{least:,} bytes: {what}" + _others(memory),
+            )
+
+    def create() -> None:
+        try:
+            for slot, nbytes in todo:
+                reach("room.begun")
+                old, slot.segment = slot.segment, None  # mapped until `grow` has checked that the file is still its own
+                unmap(slot)  # a free slot holds nothing that is still needed
+                if old is None:
+                    slot.segment = shared_memory_segment.create(memory, nbytes)
+                else:
+                    slot.segment = shared_memory_segment.grow(memory, old, nbytes)
+                reach("room.created")
+        finally:  # even if another rank found no room: the new files stay and will be used
+            shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
+
+    world.on_all(look)
+    world.on_all(create)
+
+
+def _others(memory: NodeDirectory) -> str:
+    jobs = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
+    files = "".join(f"\n    {one}" for one in memory.foreign()[:_FILES_NAMED])
+    return (f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{jobs}" * bool(jobs)
+            + f"; this is not mlflash's (what a killed job has left may be deleted):{files}" * bool(files))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """An attempt and its step."""
+
+    attempt: Attempt
+    step: int
+
+
+class Certification:
+    """Decides which attempts memory holds besides the newest, and when one is certified. Pure, alike on all ranks.
+
+    A step is certified when its own values passed their checks, training went on from it for enough steps, and nothing
+    saved in between was suspect. One step is on trial at a time. So memory must hold this one, the certified one, and
+    the newest. ``keeps``: a suspect step is dropped, not the one before.
+    """
+
+    def __init__(self, after: int, keeps: bool):
+        self._after, self._keeps = after, keeps
+        self.certified: Saved | None = None  # the newest certified attempt; None if there is none
+        self._newest: Saved | None = None
+        self._good: Saved | None = None  # the newest that is not suspect
+        self._tried: Saved | None = None
+        self.held: frozenset[Attempt] = frozenset()  # the attempts that no save may overwrite
+
+    def certified_attempt(self) -> Attempt | None:
+        return None if self.certified is None else self.certified.attempt
+
+    @property
+    def has_better(self) -> bool:
+        """Whether a suspect step is dropped, because there is a good one."""
+        return self._keeps and self._good is not None
+
+    def restored(self, saved: Saved, is_suspect: bool) -> None:
+        """Note the step that was restored. Training goes on from it."""
+        self._good = None if is_suspect else saved
+        self._newest, self._tried = saved, None
+        self._hold()
+
+    def committed(self, saved: Saved, is_suspect: bool) -> Saved | None:
+        """Note a commit. Return the attempt that may be certified now, if all its values pass a check."""
+        if is_suspect:
+            self._tried = None
+            self._newest = self._good if self.has_better else saved
+            self._hold()
+            return None
+        if self._after and self._tried is None and self._newest is not None and self._newest == self._good:
+            self._tried = self._newest
+        self._newest = self._good = saved
+        self._hold()
+        due = self._tried is not None and saved.step - self._tried.step >= self._after
+        return self._tried if due else None
+
+    def tried(self, is_good: bool) -> None:
+        if is_good:
+            self.certified = self._tried
+        self._tried = None
+        self._hold()
+
+    def mark(self, attempts: frozenset[Attempt], is_good: bool) -> None:
+        if is_good:
+            known = (self._newest, self._good, self._tried)
+            self.certified = next((one for one in known if one and one.attempt in attempts), self.certified)
+        else:
+            self._good, self._tried, self.certified = (
+                None if one is None or one.attempt in attempts else one
+                for one in (self._good, self._tried, self.certified)
+            )
+        self._hold()
+
+    def _hold(self) -> None:
+        every = (self._newest, self._tried, self.certified)
+        self.held = frozenset(saved.attempt for saved in every if saved is not None)

@@ -1,0 +1,124 @@
+"""What a rank writes, and what commits a checkpoint → a directory that plain `torch.distributed.checkpoint.load` reads.
+
+DCP's files have no room for a card: each rank has one beside, written before its data, so that whose that is can be
+told even when a drain is interrupted. `.metadata` says where DCP finds what; mlflash itself restores by its own index,
+since DCP keeps one tensor of a name only, and pickles what is no tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..protect.rank_checkpoint import RankCheckpoint
+from ..state.leaves import Entry, from_bytes
+from ..state.meshes import apart
+from ..state.plain_values import decode_plain
+from ..storage import dcp_plans
+from ..storage.dcp_files import METADATA, Contents, Keys, Path, keys_of, metadata, pickled, rank_file
+from ..storage.file_holes import FileWithHoles
+from ..storage.whole_state import build
+from . import checkpoint_directory
+from .file_format import plain_file
+from .file_index import Stored
+from .rank_input import DrainInput, Load, Receipt
+
+MASTER = "checkpoint.mlflash"
+
+
+class Dcp:
+    """PyTorch's distributed checkpoint."""
+
+    name = "dcp"
+    most_pieces: float = math.inf
+
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+        key_of, extras, paths = _keys(rank, home, load)
+        known = [number for number, part in enumerate(load.parts) if part.entry.name in key_of]
+        pieces = [_renamed(load.parts[number].entry, key_of) for number in known]
+        skeleton, places, begin = rank_file(pieces, [load.sources[number] for number in known], extras)
+        starts = dict(zip(known, begin, strict=True))
+        for number, part in enumerate(load.parts):
+            if number not in starts:  # arrays, and tensors in tuples: only mlflash reads them
+                starts[number] = skeleton.nbytes
+                skeleton.place(starts[number], part.entry.nbytes, load.sources[number])
+        name, card_name = f"__{rank}_0.distcp", f"rank-{rank:05d}.mlflash"
+        where = load.places(home, name, [starts[number] for number in range(len(load.parts))])
+        text, first_nbytes = load.index(home, where)
+        card_file, card = plain_file(drain_input, rank, owner, text)
+        stored = Stored.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
+        ties = {key_of[a]: key_of[b] for a, b in load.ties.items() if a in key_of and b in key_of}
+        meshes = {key_of[entry.name]: entry.mesh for entry in home.manifest.entries if entry.name in key_of}
+        more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties, meshes))
+        receipt = Receipt(rank, [], load.ties, None, more=zlib.compress(more, 1))
+        return [(card_name, card_file), (name, skeleton)], stored, receipt
+
+    def master_files(
+        self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
+    ) -> list[tuple[str, FileWithHoles]]:
+        told = [pickle.loads(zlib.decompress(receipt.more)) for receipt in receipts]  # safe: from ranks of this job
+        key_of = apart(pair for *_, meshes in told for pair in meshes.items())
+        files: list[Contents] = []
+        paths: dict[str, Path | None] = {}
+        ties: dict[str, str] = {}
+        for contents, its_paths, its_ties, meshes in told:
+            keys = {key: key_of(key, mesh) for key, mesh in meshes.items()}
+            files.append(dataclasses.replace(contents, pieces=[_renamed(piece, keys) for piece in contents.pieces]))
+            for key, path in its_paths.items():
+                its = keys.get(key, key)
+                if path and its != key:
+                    path = (*path[:-1], f"{path[-1]}{its.removeprefix(key)}")
+                if paths.get(its) is None:
+                    paths[its] = path
+            ties = {keys[a]: keys[b] for a, b in its_ties.items()} | ties
+        listing = FileWithHoles()
+        listing.patch(
+            0,
+            metadata(
+                files,
+                {key: path or (key,) for key, path in paths.items()},
+                ties,
+                checkpoint_directory.tag(drain_input.attempt, owner),
+            ),
+        )
+        commit, _ = plain_file(drain_input, -1, owner, text)
+        return [(METADATA, listing), (MASTER, commit)]
+
+
+def _keys(
+    rank: int, home: RankCheckpoint, load: Load
+) -> tuple[dict[str, str], dict[str, bytes], Mapping[str, Path | None]]:
+    """DCP's keys of the tensors, by name; its pickled objects, by key; and where each key is in the nested state."""
+    entries, tree = home.manifest.entries, home.manifest.tree
+    if dcp_plans.is_planned(tree):
+        index, blob = (home.reader()(entries[number]).tobytes() for number in range(2))
+        plan = dcp_plans.Index.decode(index)
+        objects = {key: blob[start:end] for key, (start, end) in plan.parts.items()}
+        return dcp_plans.names_of(tree, entries), objects, dict.fromkeys(plan.names()) | plan.paths()
+    keys = keys_of(tree, entries)
+    names = {entries[number].name: key for key, number in keys.tensors.items()}
+    return names, _extras(rank, home, load, keys), keys.paths
+
+
+def _renamed(entry: Entry, key_of: Mapping[str, str]) -> Entry:
+    return dataclasses.replace(entry, name=key_of[entry.name])
+
+
+def _extras(rank: int, home: RankCheckpoint, load: Load, keys: Keys) -> dict[str, bytes]:
+    """What DCP pickles: the objects of each rank, except those that rank 0 writes anyway."""
+    entries, plain, read = home.manifest.entries, home.manifest.plain, home.reader()
+    found = {}
+    for key, tree in keys.objects.items():
+        inside: list[int] = []
+        build(tree, inside.append, lambda _: None)
+        if rank and inside and all(load.commons[number] == 0 for number in inside):
+            continue
+        found[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
+                                   lambda number: decode_plain(plain[number])))  # fmt: skip
+    return found

@@ -1,0 +1,282 @@
+"""What a process hands in to a drain → what goes into each rank's file.
+
+What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..courier.describe_ranks import Described
+from ..crash_points import reach
+from ..memory.slot import Attempt, Verdict
+from ..protect.rank_checkpoint import RankCheckpoint
+from ..state.layout import PAGE_NBYTES
+from ..state.leaves import Entry, ties_of
+from ..state.meshes import apart
+from ..state.rebuild import Read
+from .file_index import Place, Places, encode, first_names, numbers_of, rows_of
+
+_CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
+_WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
+Rows = tuple[int, int, int]  # number of a tensor, first row, row after the last
+
+
+@dataclasses.dataclass
+class DrainInput:
+    """The ranks of a checkpoint that a process hands in."""
+
+    attempt: Attempt
+    step: int
+    world_size: int
+    open: Callable[[], dict[int, RankCheckpoint]]  # each with the shares it needs; called on the thread that drains
+    mark: int = 0
+    homes: dict[int, RankCheckpoint] = dataclasses.field(default_factory=dict)  # once open; verified while drained
+    by: str = "job"  # or "scavenge"
+    checks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    verdict: Callable[[], Verdict] = lambda: Verdict.UNKNOWN  # known by now; a user may mark it while it is drained
+
+
+@dataclasses.dataclass
+class Look:
+    """What a process knows about its part before it hears from the others."""
+
+    digests: dict[int, dict[bytes, int]]  # for each rank, of its whole tensors, with the numbers of their entries
+    table: list[bytes]  # the digests of the lowest rank, in order
+    sets: dict[int, int]  # for each rank that shares state, the lowest of the ranks that it shares it with
+    # for each rank, 64 bits made of the bytes of each whole tensor that is not shared, by number
+    checks: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a tensor that goes into a file."""
+
+    entry: Entry
+    tensor: Entry
+    common: int  # the lowest of the ranks that hold it alike; -1: only this one does
+
+
+@dataclasses.dataclass
+class Load:
+    """What goes into the file of a rank."""
+
+    parts: list[Part]
+    sources: list[Callable[[], np.ndarray]]
+    commons: list[int]  # for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does
+    rank: Described
+    ties: dict[str, str]
+    block_nbytes: int
+    checks: np.ndarray  # one for each block of each part
+    first_checks: list[int]  # where the checksums of each part begin
+
+    def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
+        """Where the parts are in a file, given where each begins there; None: it is compressed."""
+        numbers = numbers_of(home.manifest.entries)
+        found = {}
+        for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
+            its, whole = part.entry, part.tensor
+            begin, rows = (its.offset[0] - whole.offset[0], its.shape[0]) if its.shape else (0, 1)
+            found[numbers[its.name]] = Place(start or 0, its.nbytes, begin, rows, first, start is None)
+        return Places(data, self.block_nbytes, self.checks, found)
+
+    def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
+        """The encoded index of the file, and how many bytes of it say where everything is."""
+        raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
+        return encode(raw, home.header.extents.payload_nbytes, places)
+
+
+def look(drain_input: DrainInput) -> Look:
+    """Open what is handed in, and make digests of the whole tensors that other ranks may hold alike."""
+    drain_input.homes = drain_input.open()
+    found = Look({}, [], {})
+    for rank, home in sorted(drain_input.homes.items()):
+        read, behind = home.reader(), home.header.extents.payload_nbytes
+        if home.manifest.shared is not None:
+            found.sets[rank] = home.manifest.shared.by
+        mine: dict[bytes, int] = {}
+        entries = home.manifest.entries
+        checks = found.checks.setdefault(rank, {})
+        for number, (entry, first) in enumerate(zip(entries, ties_of(entries), strict=True)):
+            is_shared = entry.nbytes and entry.start >= behind
+            if drain_input.world_size == 1 or entry.shape != entry.global_shape or is_shared:
+                continue
+            if first == number:
+                content = xxhash.xxh3_128_intdigest(read(entry).data) if entry.nbytes else 0
+                if entry.nbytes:
+                    mine[digest(entry, content)] = number
+            checks[number] = checks[first] if first != number else content & _CHECK
+        found.digests[rank] = mine
+        found.table = found.table or list(mine)
+    return found
+
+
+def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
+         world_size: int, block_nbytes: int) -> Load:  # fmt: skip
+    """Return what a rank writes: what only it holds, and its part of what several hold, all of it verified."""
+    entries, behind = home.manifest.entries, home.header.extents.payload_nbytes
+    names = first_names(entries)
+    firsts = [entry for entry, name in zip(entries, names, strict=True) if entry.name == name]
+    shared = sorted((e for e in firsts if e.nbytes and e.start >= behind), key=lambda e: e.start)
+    alike = {entry.name: 0 for entry in common} | {entry.name: sets[rank] for entry in shared}
+    parts = [Part(dataclasses.replace(e, start=0), e, -1) for e in firsts if e.name not in alike]
+    siblings = sorted(other for other, by in sets.items() if by == sets.get(rank))
+    nth = siblings.index(rank) if shared else 0
+    begins = []
+    for those, ranks, mine in ((common, world_size, rank), (shared, len(siblings), nth)):
+        dealt = list(deal(those, ranks, mine)) if those else []
+        begins.append(_position(those, *dealt[0][:2]) if dealt else -1)
+        for number, begin, end in dealt:
+            tensor = those[number]
+            parts.append(Part(part_of(tensor, begin, end), tensor, alike[tensor.name]))
+    read = home.reader()
+    known = looked.checks[rank] | (_checks_of_shared(entries, behind, read) if len(siblings) < world_size else {})
+    described = Described.of(entries, home.manifest.tree, home.manifest.plain, known,
+                             (sets.get(rank, -1) if shared else -1, *begins))  # fmt: skip
+    numbers = numbers_of(entries)
+    in_order = [tuple(numbers[entry.name] for entry in those) for those in (common, shared)]
+    structure = dataclasses.replace(described.structure, alike=in_order[0], shared=in_order[1])
+    described = dataclasses.replace(described, structure=structure)
+    sources = [_source(read, part) for part in parts]
+    checks: list[int] = []
+    first_checks = []
+    for part, source in zip(parts, sources, strict=True):
+        first_checks.append(len(checks))
+        if part.entry.nbytes:
+            raw = source()
+            checks += [xxhash.xxh3_64_intdigest(raw[at : at + block_nbytes].data)
+                       for at in range(0, raw.nbytes, block_nbytes)]  # fmt: skip
+    # Verify the slot after the checksums were made: then they belong to the bytes with which it was sealed.
+    for slot in (home.slot, *home.shares):
+        slot.verify()
+    reach("drain.verified")
+    commons = [alike.get(name, -1) if entry.nbytes else -1 for entry, name in zip(entries, names, strict=True)]
+    ties = {entry.name: name for entry, name in zip(entries, names, strict=True) if entry.name != name}
+    return Load(parts, sources, commons, described, ties, block_nbytes, np.array(checks, dtype="<u8"), first_checks)
+
+
+def _position(entries: Sequence[Entry], number: int, row: int) -> int:
+    its = entries[number]
+    return sum(entry.nbytes for entry in entries[:number]) + row * (its.nbytes // its.shape[0] if its.shape else 0)
+
+
+def _checks_of_shared(entries: Sequence[Entry], behind: int, read: Read) -> dict[int, int]:
+    """Checksums of whole tensors that other sets of ranks may share, too."""
+    return {number: xxhash.xxh3_128_intdigest(read(entry).data) & _CHECK for number, entry in enumerate(entries)
+            if entry.nbytes and entry.start >= behind and entry.shape == entry.global_shape}  # fmt: skip
+
+
+def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
+    first, last = part.entry.start, part.entry.start + part.entry.nbytes
+    return lambda: read(part.tensor)[first:last]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileDigest:
+    """The digest of a file of a checkpoint."""
+
+    name: str
+    nbytes: int
+    sha256: str  # of those of its bytes that belong to no tensor, see `FileWithHoles.digest_beside_tensors`
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where and when the state of a rank was saved."""
+
+    node_index: int
+    node: str
+    scheme: str
+    unix_ns: int  # when its slot was sealed
+    # the provenance in its manifest; only for the lowest rank, because it is the same on the others
+    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, home: RankCheckpoint) -> Origin:
+        header, said = home.header, home.manifest.provenance
+        return cls(header.node_index, header.node, header.scheme, header.unix_ns, {} if header.rank else said)
+
+
+@dataclasses.dataclass
+class Receipt:
+    """What a rank's files hold, for the file that commits the checkpoint."""
+
+    rank: int
+    pieces: list[tuple[Entry, bool, int]]  # whether several ranks hold each alike; one number made of its bytes
+    ties: dict[str, str]
+    objects: Any
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    more: bytes = b""
+    origin: Origin | None = None
+    digests: tuple[FileDigest, ...] = ()
+
+    @classmethod
+    def of(cls, rank: int, load: Load, places: Places, objects: Any, names: Mapping[str, str] | None = None
+           ) -> Receipt:  # fmt: skip
+        pieces = [(part.entry, part.common >= 0, places.check(place))
+                  for part, place in zip(load.parts, places.of.values(), strict=True)]  # fmt: skip
+        return cls(rank, pieces, load.ties, objects, names or {})
+
+
+def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]]]:
+    """For each rank its pieces: of which tensor, and whether the tensor has one value, and not another on each rank."""
+    forms: dict[str, set[tuple[Any, ...]]] = {}
+    name_of = apart((entry.name, entry.mesh) for receipt in receipts for entry, _, _ in receipt.pieces)
+
+    def shown_as(receipt: Receipt, entry: Entry) -> str:
+        return receipt.names.get(entry.name) or name_of(entry.name, entry.mesh)
+
+    for receipt in receipts:
+        for entry, alike, check in receipt.pieces:
+            own = entry.shape == entry.global_shape and not alike
+            forms.setdefault(shown_as(receipt, entry), set()).add(
+                (entry.kind, entry.dtype, entry.global_shape, check if own else None)
+            )
+    found: dict[int, list[tuple[str, Entry, bool]]] = {}
+    for receipt in receipts:
+        named = [(shown_as(receipt, entry), entry) for entry, _, _ in receipt.pieces]
+        found[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
+    return found
+
+
+# What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor
+# is cut along its first dimension only, so that a part is one run of its bytes.
+
+
+def digest(entry: Entry, content: int) -> bytes:
+    """16 bytes for a tensor with its name, dtype, shape and content (its XXH3-128)."""
+    said = f"{entry.name}\0{entry.kind}\0{entry.dtype}\0{entry.global_shape}\0{content:x}"
+    return xxhash.xxh3_128_digest(said.encode())
+
+
+def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
+    """Deal tensors out among some ranks; return the parts of the nth of them.
+
+    Example:
+        Tensors of 10, 10 and 20 MiB for 2 ranks: the first gets the first two, the second the third.
+    """
+    total = sum(entry.nbytes for entry in entries)
+    low, high = total * nth // ranks, total * (nth + 1) // ranks
+    at = 0
+    for number, entry in enumerate(entries):
+        first, at = at, at + entry.nbytes
+        rows = entry.shape[0] if entry.shape else 1
+        if entry.nbytes < _WHOLE_NBYTES or rows < 2:
+            if (low <= first < high) if entry.nbytes else nth == 0:
+                yield number, 0, rows
+            continue
+        row = entry.nbytes // rows
+        begin, end = (min(rows, max(0, -(-(bound - first) // row))) for bound in (low, high))
+        if begin < end:
+            yield number, begin, end
+
+
+def part_of(entry: Entry, begin: int, end: int) -> Entry:
+    """Rows of a tensor, as an entry; ``start`` is where they begin in it."""
+    row_nbytes = entry.nbytes // max(1, entry.shape[0]) if entry.shape else 0
+    return dataclasses.replace(rows_of(entry, begin, end - begin), start=begin * row_nbytes)

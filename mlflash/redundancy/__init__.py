@@ -1,5 +1,0 @@
-"""Copies, parity and shares: a slot is sent to other nodes, and the receiver checks it.
-
-In come slots, and which rank protects which, and out come copies and parity files on other nodes. This room imports
-`memory`, `placement` and `mpi`.
-"""

@@ -1,0 +1,175 @@
+"""The connection of a training process to its agent, and so to `mlflash run`, which decides who has which rank.
+
+`run.kept_ranks` has the messages. When a rank is lost, the thread that receives them calls all functions in
+`on_lost` with the number of the round. They must end whatever the training waits in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ..errors import ConfigError, DeadlineExceeded, MlflashError
+from ..launch.launcher_variables import KEPT
+from ..launch.line_client import LineClient
+
+log = logging.getLogger("mlflash")
+
+_CONNECT_S = 60.0
+_link: DeciderLink | None = None
+registered_groups: list[Groups] = []
+
+
+class RoundOver(MlflashError, ConnectionError):
+    """A rank was lost, and the next round is about to begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """The rank that this process has."""
+
+    round: int
+    rank: int
+    size: int
+    lost_s: float  # a lost rank is noticed after at most this many seconds
+    ready_s: float  # a rank that has not begun the round after this many seconds counts as lost
+
+
+class DeciderLink:
+    """The connection. Not collective; any thread.
+
+    Args:
+        told: the ``socket`` of the agent, ``name`` of this process, and ``size``, the number of ranks.
+    """
+
+    def __init__(self, told: Mapping[str, Any]):
+        self.size: int = told["size"]
+        self._seat: Seat | None = None
+        self._over, self._why = 0, ""  # the last round that has ended, and why
+        self._texts: dict[tuple[int, str], str] = {}
+        self.heard_at = 0.0
+        """When it was heard that the last round is over, by time.monotonic."""
+        self.on_lost: list[Callable[[int], None]] = []
+        self._lines = LineClient(_connect(told["socket"]), "mlflash run", self._take)
+        self._news = self._lines.news
+        self.say({"name": told["name"]})
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._lines.why is not None
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Send a message. If nobody receives it any more, it is dropped: the agent is about to kill this process."""
+        self._lines.say(message)
+
+    def seat(self, after: int) -> Seat:
+        """Wait for the rank that this process has in a round after the given one, however long it takes."""
+        self._news.wait_for(lambda: self._has_ended or (self._seat is not None and self._seat.round > after))
+        seat = self._seat
+        if seat is None or seat.round <= after:
+            raise MlflashError("mlflash run has ended, so this process cannot get a rank")
+        return seat
+
+    def is_over(self, number: int, wait_s: float = 0.0) -> bool:
+        """Whether a round is over because a rank was lost; waits up to ``wait_s`` seconds for that."""
+        return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
+
+    def check(self, number: int) -> None:
+        if self._over >= number:
+            raise RoundOver(f"round {number} is over: {self._why}")
+
+    def share(self, number: int, what: str, text: str | None, timeout_s: float) -> str:
+        """Give rank 0's text to all ranks of a round. Collective over them.
+
+        Raises:
+            RoundOver: a rank was lost.
+            DeadlineExceeded: the text did not arrive in time.
+        """
+        self.check(number)
+        if text is not None:
+            self.say({"text": number, "what": what, "is": text})
+            return text
+        there = self._news.wait_for(
+            lambda: (number, what) in self._texts or self._over >= number or self._has_ended, timeout_s
+        )
+        if not there:
+            raise DeadlineExceeded(f"rank 0 did not say within {timeout_s:g} s where the ranks meet", ranks=[0])
+        if (told := self._texts.get((number, what))) is not None:
+            return told
+        raise RoundOver(f"round {number} is over: {self._why or 'mlflash run has ended'}")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        lost: int | None = None
+        match message:
+            case {"seat": dict(told)}:
+                seat = Seat(**told)
+                self._texts = {key: text for key, text in self._texts.items() if key[0] >= seat.round}
+                self._seat = seat
+            case {"lost": int(number), "why": str(why)}:
+                self._why, self.heard_at = why, time.monotonic()
+                self._over = lost = number  # last: it is what others look at
+            case {"text": int(number), "what": str(what), "is": str(text)}:
+                self._texts[number, what] = text
+            case _:
+                log.debug("ignored a message that this process does not understand: %s", str(message)[:80])
+        self._news.tell()
+        if lost is None:
+            return
+        for call in list(self.on_lost):
+            try:
+                call(lost)
+            except Exception:
+                log.exception("could not interrupt a wait of the training")
+
+
+def _connect(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(_CONNECT_S)
+    sock.connect(f"\0{name}")
+    return sock
+
+
+def decider() -> DeciderLink | None:
+    """Return the connection of this process, made once. None: nobody assigns ranks, and a failure ends this process."""
+    global _link
+    if _link is None and KEPT in os.environ:
+        _link = DeciderLink(json.loads(os.environ[KEPT]))
+    return _link
+
+
+def is_spare() -> bool:
+    """Whether this process was started without a rank and waits for one."""
+    return KEPT in os.environ and "RANK" not in os.environ
+
+
+class Groups(Protocol):
+    """What a training has, besides couriers, that knows its ranks: it is registered, and replaced in each round."""
+
+    def drop(self) -> None:
+        """Raise an exception in whatever waits for other ranks through them. Not collective; any thread."""
+
+    def take(self, rank: int) -> None:
+        """Take another rank than the presumed one, or begin this program anew."""
+
+    def connect(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
+        """Connect them anew. Collective over the ranks of a round."""
+
+    def forget_step(self) -> None:
+        """Forget what was begun of a step. Collective."""
+
+
+def check_groups() -> None:
+    """Raise ConfigError if torch.distributed has groups that cannot be replaced."""
+    torch = sys.modules.get("torch.distributed")
+    if torch is not None and torch.is_available() and torch.is_initialized() and not registered_groups:
+        raise ConfigError(
+            "mlflash cannot replace these process groups when a rank is lost: set up torch.distributed with "
+            "mlflash.adapters.distributed.init_process_group, not with torch's own function", found=torch.get_backend(),
+        )  # fmt: skip

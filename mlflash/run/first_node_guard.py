@@ -1,0 +1,123 @@
+"""What is done when the first node of a job dies, on which `mlflash run` itself runs.
+
+After such a death Slurm leaves the job RUNNING without a batch script until its time limit (``--no-kill``). So the
+agent of another node starts this program when `mlflash run` is lost. When Slurm reports that node as lost, it copies
+the newest checkpoint in memory to the directory, and requeues the job. All ranks have been killed by their agents then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from ..errors import LaunchFailed
+from ..launch.own_process import running
+from .agents import Agents
+from .launch_system import RunLog, RunOptions
+from .node_watch import Looks
+from .on_slurm import OnSlurm, ask, hosts_of, is_lost, states_of
+from .supervisor import wind_up
+
+_ASK_S = 3.0  # between two questions whether the node is lost
+_SILENCE_S = 15.0  # since the loss of `mlflash run`: the other agents notice it, too, and kill their ranks
+_ASK_AGAIN_S = 0.5
+_ASK_LONG_S = 300.0
+
+
+class Guard:
+    """Which agent is the guard, and what it needs: see `agents.Agents`.
+
+    There is none if the job has no other node, or if this process runs on none of the job's nodes (in an salloc).
+    """
+
+    def __init__(self, slurm: OnSlurm, options: RunOptions, run_log: Path | None):
+        self._here = os.environ.get("SLURMD_NODENAME", "")
+        told = {"job": slurm.job, "host": self._here, "extra": slurm.extra, "options": dataclasses.asdict(options),
+                "run_log": str(run_log.absolute()) if run_log else None,
+                "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
+        self._order = {"argv": running("mlflash.run.first_node_guard"), "stdin": json.dumps(told)}
+        self._is_inside = self._here in slurm.hosts()
+
+    def __call__(self, hosts: Collection[str]) -> tuple[str, dict[str, Any]] | None:
+        """Choose one of these nodes."""
+        others = [host for host in hosts if host != self._here]
+        return (others[-1], self._order) if others and self._is_inside else None
+
+
+def main() -> int:
+    """Guard a job: ``python -m mlflash.run.first_node_guard``, told on standard input."""
+    told = json.load(sys.stdin)
+    # Agents must be started as `mlflash run` would start them, not as parts of this step.
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        del os.environ[name]
+    os.environ.update(told["slurm"])
+    # Requeuing also ends this process. Slurm gives it some time before it kills it (KillWait).
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _wait_until_lost(told["host"])
+    run_log = RunLog(Path(told["run_log"]) if told["run_log"] else None)
+    try:
+        _take_over(OnSlurm(told["job"], told["extra"]), told["host"], RunOptions(**told["options"]), run_log)
+    except Exception as error:  # nobody reads what this process prints
+        run_log.note("guard", why=f"node {told['host']} died, on which mlflash run was running", failed=repr(error))
+        raise
+    return 0
+
+
+def _wait_until_lost(host: str) -> None:
+    earliest, lost = time.monotonic() + _SILENCE_S, 0
+    while lost < 2 or time.monotonic() < earliest:
+        time.sleep(_ASK_S)
+        lost = lost + 1 if _is_lost(host) else 0
+
+
+def _is_lost(host: str) -> bool:
+    try:
+        return is_lost(states_of([host]).get(host, ""))  # a node that Slurm does not show is not known to be dead
+    except LaunchFailed:  # slurmctld does not answer
+        return False
+
+
+def _hosts_left(job: str) -> list[str]:
+    """The nodes of a job. slurmctld may answer slowly right after a node has died, so this asks again."""
+    end = time.monotonic() + _ASK_LONG_S
+    while True:
+        try:
+            return hosts_of(job)
+        except LaunchFailed:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_ASK_AGAIN_S)
+
+
+def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) -> None:
+    """Wind up. Then requeue the job, or cancel it if requeuing is not allowed."""
+    why = f"node {host} died, on which mlflash run was running"
+    left = [name for name in _hosts_left(slurm.job) if name != host]
+    with Agents(slurm, left) as agents:
+        scavenged = wind_up(agents, Looks(agents, options.memory, options.job, 0, ""), options, left)
+    try:
+        ask(["scontrol", "requeue", slurm.job])
+    except LaunchFailed as error:
+        run_log.note("guard", why=why, scavenged=scavenged, requeued=str(error))
+        ask(["scancel", slurm.job], check=False)
+        return
+    run_log.note("guard", why=why, scavenged=scavenged, requeued=True)
+    end = time.monotonic() + _ASK_LONG_S
+    # Ask Slurm to start the job on the same nodes, because their memory has the checkpoints.
+    while time.monotonic() < end and left and (options.keep_memory or not scavenged):
+        try:
+            ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(left)}"])
+            return
+        except LaunchFailed:  # too early
+            time.sleep(_ASK_AGAIN_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""Runs a job again and again, until it ends well or another start has no chance.
+
+start → watch → (end the remaining ranks) → judge → look at all nodes → put spares into empty seats → start again
+
+`node_watch` interprets the status of the nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+
+from ..config import FRESH, PREFER_CERTIFIED
+from ..errors import LaunchFailed
+from ..launch.own_process import running
+from ..text import listed, many
+from .agents import Agents
+from .launch_system import NodeAssignment, Ranks, RunLog, RunOptions, Start, assign_nodes, reassign_nodes
+from .node_watch import Failure, Looks, Watch, certified, failure, is_suspect, recovery, unrestorable
+from .processes import KILL_WAIT_S
+
+log = logging.getLogger("mlflash")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_SAME_STEP = 2  # failures without a newer checkpoint between them, after which the job is not started again
+UNRESTORABLE = 65  # exit code if there are checkpoints and none can be restored: another start would find the same
+GONE_S = 3.0  # seconds between two checks whether nodes are in service
+_NAP_S = 0.1
+_LOST_WAIT_S = 3.0
+_NAMED = 8  # nodes named in a line
+_SCAVENGE_S = 1800.0
+
+
+@dataclasses.dataclass
+class Restarts:
+    """The failures so far, and what follows from them."""
+
+    most: int
+    done: int = 0
+    goes_back: bool = False
+    """Whether the next start takes the newest certified step, and not the newest step."""
+    _newest: int | None = None  # newest checkpoint at the last failure
+    _left: int | None = None  # the newest checkpoint when the job went back to the certified one
+    _back_to: int | None = None  # the certified step that it went back to last
+    _since: int = 0  # failures since the newest checkpoint was committed
+    _in_vain: int = 0  # those of them without a lost node
+
+    def after_failure(self, newest: int | None, node_lost: bool, certified: int | None = None,
+                      is_suspect: bool = False) -> str:  # fmt: skip
+        """Say why there is no further restart; "" if there is one.
+
+        The kind of failure decides where the next start goes on. After a lost node that is the newest step. If the same
+        step failed twice, or the values of the last save are suspect, it is the certified step, once for each certified
+        step.
+
+        Args:
+            node_lost: whether a node was lost. Then the training is not to blame.
+        """
+        if self.goes_back and newest in (self._left, self._back_to):  # nothing was saved since then
+            newest = self._back_to
+        else:
+            self.goes_back, self._left = False, None
+        if newest is not None and (self._newest is None or newest > self._newest):
+            self._newest, self._since, self._in_vain = newest, 0, 0
+        self._since += 1
+        self._in_vain += not node_lost
+        if self.done >= self.most:
+            return f"{self.done} of {self.most} restarts are used up"
+        can_go_back = certified is not None and certified not in (self._back_to, newest) and not node_lost
+        if can_go_back and (is_suspect or self._in_vain >= _SAME_STEP):
+            self.goes_back, self._left, self._back_to = True, newest, certified
+            self._newest, self._since, self._in_vain = certified, 1, 0
+        if self._in_vain >= _SAME_STEP:
+            where = "before the first checkpoint" if self._newest is None else f"after step {self._newest}"
+            return f"it failed {self._in_vain} times {where} without a newer checkpoint"
+        self.done += 1
+        return ""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next start: twice as long after each failure without a newer checkpoint."""
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._since - 2)) if self._since > 1 else 0.0
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How one start ended."""
+
+    why: str = ""  # the reason; "" if all ranks finished
+    code: int | None = None
+    lost: dict[str, str] = dataclasses.field(default_factory=dict)
+    told: int = 0  # number of the signal that ended it; 0: none did
+    hangs: bool = False  # whether ranks run but make no progress
+    unrestorable: str = ""  # why none of the existing checkpoints could be restored, as ranks reported; "" if not so
+    certified: int | None = None  # the newest certified step that ranks reported; None if there is none
+    is_suspect: bool = False
+
+
+class Supervisor:
+    """Runs a job. ``train``: starts the ranks that train; None: `Agents.start` does."""
+
+    def __init__(self, agents: Agents, options: RunOptions, run_log: RunLog, train: Start | None = None):
+        self._agents, self._options, self._run_log = agents, options, run_log
+        self._train = agents.start if train is None else train
+        self._restarts = Restarts(options.max_restarts)
+        self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
+        self._failure: Failure | None = None  # how the start before this one ended
+        self.told = 0  # a signal handler puts the number of the signal here, to end the run
+
+    def run(self) -> int:
+        """Run until the end."""
+        everywhere = self._agents.hosts()
+        seats = assign_nodes(
+            self._fit(everywhere), self._options.nodes, self._options.ranks_per_node, self._options.least
+        )
+        while seats is not None:
+            outcome, before = self._one_run(seats)
+            if not outcome.why:
+                return self._finish(everywhere, 0, "all ranks came to their end")
+            if outcome.told:
+                return self._finish(everywhere, 128 + outcome.told, outcome.why)
+            if outcome.unrestorable:
+                return self._leave(outcome.unrestorable)
+            newest = self._looks.newest()
+            self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
+            hopeless = self._restarts.after_failure(newest, bool(outcome.lost), outcome.certified, outcome.is_suspect)
+            if self._restarts.goes_back and not hopeless:
+                self._say(f"the next start goes back to step {outcome.certified}, which is certified")
+            if hopeless:
+                return self._finish(everywhere, outcome.code or 1, hopeless)
+            self._pause(self._restarts.pause_s)
+            seats = reassign_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
+            if seats is not None:
+                self._fetch(before, seats)
+        least = self._options.least or self._options.nodes
+        why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
+        return self._finish(everywhere, 1, why)
+
+    def _one_run(self, seats: NodeAssignment) -> tuple[Outcome, NodeAssignment]:
+        """Start the ranks and watch them. No rank that can be reached runs on afterwards."""
+        run = uuid.uuid4().hex  # name of this start, for its ranks
+        self._run_log.note(
+            "start", job=self._options.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
+        )
+        on = listed(seats.hosts, _NAMED)
+        self._say(f"start {self._restarts.done + 1}: {many(seats.ranks, 'rank')} on {on}")
+        started = time.time()
+        env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
+        env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
+        step = self._train(seats, self._options.argv, env)
+        watch = Watch(self._looks, run, seats, self._options.hang_timeout_s)
+        lost = False
+        try:
+            outcome = self._watch(step, seats, watch)
+            lost = bool(outcome.lost)
+            seats = step.seats(seats)
+            if outcome.hangs:
+                self._looks.show_stacks(seats.hosts, run)
+        finally:
+            # If a node is lost, the other ranks wait for it.
+            step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
+        noticed = time.time()
+        self._looks.look([host for host in seats.hosts if host not in outcome.lost])
+        if outcome.code == 0 and not outcome.why and not step.replaces:
+            outcome.why = watch.not_ended()
+        heartbeats = self._looks.heartbeats(run)
+        # Replaced ranks may run on other nodes than those that hold their slots. A start on these nodes may restore.
+        outcome.unrestorable = unrestorable(heartbeats) if step.rounds == 1 else ""
+        outcome.certified, outcome.is_suspect = certified(heartbeats), is_suspect(heartbeats)
+        self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
+                           **recovery(heartbeats, self._failure, started))  # fmt: skip
+        self._failure = failure(heartbeats, noticed)
+        return outcome, seats
+
+    def _watch(self, step: Ranks, began: NodeAssignment, watch: Watch) -> Outcome:
+        """Wait until a run ends, hangs, loses a node that it does not replace, or must end by a signal."""
+        next_gone = next_look = time.monotonic() + GONE_S
+        look: threading.Thread | None = None
+        while (code := step.poll()) is None:
+            now, seats = time.monotonic(), step.seats(began)
+            if self.told:
+                return self._last_checkpoint(step, seats)
+            if now > next_gone and not step.replaces:
+                next_gone = now + GONE_S
+                if lost := self._agents.system.gone(seats.hosts):
+                    return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
+            if look is not None and not look.is_alive():
+                look = None
+                if (outcome := self._judge(step, seats, watch)) is not None:
+                    return outcome
+            if look is None and now > next_look:
+                next_look = now + self._options.look_every_s
+                look = threading.Thread(target=self._looks.look, args=(seats.hosts,), name="mlflash-look", daemon=True)
+                look.start()
+            time.sleep(_NAP_S)
+        return Outcome(
+            "" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.seats(began).hosts)
+        )
+
+    def _judge(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome | None:
+        """What the status of the nodes means for a run that goes on; None: it goes on."""
+        silent = self._looks.silent(seats.hosts)
+        if len(silent) == len(seats.hosts):  # the fault is in Slurm or in the network of this node: nothing is known
+            return None
+        if watch.hangs():
+            return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s", hangs=True)
+        dead = "" if step.replaces else watch.dead()
+        return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None
+
+    def _last_checkpoint(self, step: Ranks, seats: NodeAssignment) -> Outcome:
+        """Wait for one more checkpoint, as long as there is time."""
+        end = time.monotonic() + self._options.grace_s
+        self._looks.look(seats.hosts)
+        before = self._looks.newest()
+        self._say(f"signal {self.told}: waiting up to {self._options.grace_s:g} s for a checkpoint after step {before}")
+        while step.poll() is None and time.monotonic() < end:
+            time.sleep(1.0)
+            self._looks.look(step.seats(seats).hosts)
+            newest = self._looks.newest()
+            if newest is not None and (before is None or newest > before):
+                break
+        return Outcome(f"ended by signal {self.told}", step.poll(), told=self.told)
+
+    def _fit(self, hosts: Sequence[str]) -> list[str]:
+        """The nodes that can train: they are in service, they answer, and their status is good."""
+        gone = self._agents.system.gone(hosts)
+        unwanted = self._agents.system.unwanted(hosts)
+        for host, state in gone.items():
+            self._say(f"{host} is {state}")
+        there = [host for host in hosts if host not in gone]
+        self._looks.look(there)
+        wrong = {host: self._looks.wrong_with(host) or unwanted.get(host, "") for host in there}
+        for host, why in wrong.items():
+            if why:
+                self._say(f"{host} is not fit to train: {why}")
+        return [host for host in there if not wrong[host]]
+
+    def _fetch(self, before: NodeAssignment, after: NodeAssignment) -> None:
+        """Copy the newest checkpoint in memory to the directory if a node that leaves the job can still be reached."""
+        silent = self._looks.silent(before.hosts)
+        there = [host for host in before.hosts if host not in silent]
+        leaving = [host for host in there if host not in after.hosts]
+        if leaving and self._options.directory:
+            self._say(f"{', '.join(leaving)} leaves: the newest checkpoint in memory is copied to "
+                      f"{self._options.directory} first")  # fmt: skip
+            scavenge(self._agents, self._options, there)
+
+    def _finish(self, hosts: Sequence[str], code: int, why: str) -> int:
+        scavenged = wind_up(self._agents, self._looks, self._options, hosts)
+        if scavenged is False:
+            there = ", ".join(self._looks.holding(hosts))
+            self._say(
+                f"the newest checkpoint could not be copied to {self._options.directory}; it is in memory of {there}"
+            )
+            code = code or 1
+        self._run_log.note("finish", code=code, why=why, scavenged=scavenged)
+        self._say(f"finished with exit code {code}: {why}")
+        return code
+
+    def _leave(self, why: str) -> int:
+        """End without touching memory: when a lost node is back, its checkpoint may be complete again."""
+        self._run_log.note("finish", code=UNRESTORABLE, why=why, scavenged=None)
+        self._say(f"finished with exit code {UNRESTORABLE}: {why}\n"
+                  f"what is in memory stays there: start the job again when the lost nodes are back, begin anew with "
+                  f"{FRESH}=1, or delete it with `mlflash clean {self._options.job}`")  # fmt: skip
+        return UNRESTORABLE
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.told:
+            time.sleep(_NAP_S)
+
+    def _say(self, text: str) -> None:
+        print(f"mlflash run: {text}", file=sys.stderr, flush=True)
+
+
+# The end of a job: copy the newest checkpoint in memory to the directory, then clean the memory of the nodes.
+
+
+def wind_up(agents: Agents, looks: Looks, options: RunOptions, hosts: Sequence[str]) -> bool | None:
+    """Scavenge what the nodes hold in memory and clean their memory. No rank may still run there."""
+    gone = agents.system.gone(hosts)
+    there = [host for host in hosts if host not in gone]
+    looks.look(there)
+    holding = looks.holding(there)
+    scavenged = scavenge(agents, options, holding) if options.directory and holding else None
+    if holding and not options.keep_memory and scavenged is not False:
+        looks.clean(holding)
+    return scavenged
+
+
+def scavenge(agents: Agents, options: RunOptions, hosts: Sequence[str]) -> bool:
+    """Copy the newest checkpoint in the memory of these nodes to the directory. Return whether that succeeded."""
+    words = [*running("mlflash.tools.run_on_ranks"), "-m", "mlflash", "scavenge", str(options.directory),
+             "--job", options.job, "--memory", options.memory]  # fmt: skip
+    try:
+        step = agents.start(NodeAssignment(tuple(hosts), 1), words, {})
+    except LaunchFailed as error:
+        log.warning("the newest checkpoint in memory cannot be copied to %s: %s", options.directory, error)
+        return False
+    end = time.monotonic() + _SCAVENGE_S
+    while (code := step.poll()) is None and time.monotonic() < end:
+        time.sleep(_NAP_S)
+    step.end()
+    return code == 0

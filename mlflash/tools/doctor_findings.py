@@ -1,0 +1,160 @@
+"""The results of checks: how those of many ranks become a few lines, and how the lines are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..text import listed, many, named, show_bytes, show_seconds
+from .output import answer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Value = str | tuple[float, float]
+
+
+class Level(enum.IntEnum):
+    """How bad a result is. NOTE: the check cannot find out what it is for."""
+
+    OK = 0
+    NOTE = 1
+    WARNING = 2
+    ERROR = 3
+
+
+_STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of a check, on one rank or on all ranks with the same result.
+
+    ``text`` and ``advice`` have the names of ``values`` in braces. Results with different strings are different lines;
+    numbers are merged to the range of all ranks. The end of a name is the unit: ``_nbytes``, ``_s``, ``_gbs`` (10^9
+    bytes per second).
+    """
+
+    check: str
+    level: Level
+    text: str
+    advice: str = ""
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    subject: str = ""
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def fill(self, text: str) -> str:
+        return text.format_map({name: show(name, value) for name, value in self.values.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "subject": self.subject, "check": self.check, "level": self.level.name.lower(),
+            "text": self.fill(self.text), "advice": self.fill(self.advice) or None, "values": dict(self.values),
+            "nodes": list(self.nodes), "ranks": list(self.ranks),
+        }  # fmt: skip
+
+
+def _make(level: Level, check: str, text: str, advice: str = "", /, **values: str | float) -> Finding:
+    ranges = {name: value if isinstance(value, str) else (value, value) for name, value in values.items()}
+    return Finding(check, level, text, advice, ranges)
+
+
+fine, note, warning, wrong = (functools.partial(_make, level) for level in Level)
+"""Make a result. The last two have advice."""
+
+
+def show(name: str, value: Value) -> str:
+    """Write a value with its unit: ``show("sent_gbs", (4.0, 5.5)) == "4.0 to 5.5 GB/s"``."""
+    if isinstance(value, str):
+        return value
+    low, high = (_show_number(name, number) for number in value)
+    number, _, unit = low.partition(" ")
+    return low if low == high else f"{number if unit and high.endswith(f' {unit}') else low} to {high}"
+
+
+def _show_number(name: str, number: float) -> str:
+    if name.endswith("_nbytes"):
+        return show_bytes(number)
+    if name.endswith("_gbs"):
+        return f"{number:.1f} GB/s" if number >= 0.1 else f"{number:.2g} GB/s"
+    return show_seconds(number) if name.endswith("_s") else f"{number:,.0f}"
+
+
+def merge(findings: Iterable[Finding]) -> list[Finding]:
+    """Merge equal results to one line: "3 GiB free" on a, "5 GiB free" on b → "3 to 5 GiB free" on a, b.
+
+    The order is that of the first results; the worst of each check comes first.
+    """
+    checks: dict[tuple[str, str], dict[tuple[object, ...], list[Finding]]] = {}
+    for finding in findings:
+        strings = tuple((name, value) for name, value in finding.values.items() if isinstance(value, str))
+        same = finding.level, finding.text, finding.advice, strings
+        checks.setdefault((finding.subject, finding.check), {}).setdefault(same, []).append(finding)
+    return [_joined(same) for results in checks.values()
+            for same in sorted(results.values(), key=lambda same: -same[0].level)]  # fmt: skip
+
+
+def _joined(same: Sequence[Finding]) -> Finding:
+    values = dict(same[0].values)
+    for name, value in values.items():
+        if not isinstance(value, str):
+            ends = [float(end) for finding in same for end in finding.values[name]]
+            values[name] = min(ends), max(ends)
+    return dataclasses.replace(
+        same[0], values=values, nodes=tuple(dict.fromkeys(node for finding in same for node in finding.nodes)),
+        ranks=tuple(sorted({rank for finding in same for rank in finding.ranks})),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """All results, merged to lines: of which processes, and who started them."""
+
+    started: str
+    ranks_on: Mapping[str, tuple[int, ...]]
+    lines: tuple[Finding, ...]
+
+    def count(self, level: Level) -> int:
+        return sum(line.level is level for line in self.lines)
+
+    def where(self, line: Finding) -> str:
+        """Name the nodes or ranks of a line, such as "rank 3 on node1"; "" if it holds for all of the only node."""
+        ranks = {rank for node in line.nodes for rank in self.ranks_on.get(node, ())}
+        if ranks - set(line.ranks):
+            return named(line.ranks) + (f" on {line.nodes[0]}" if len(line.nodes) == 1 < len(self.ranks_on) else "")
+        if 0 < len(line.nodes) < len(self.ranks_on):
+            return listed(line.nodes)
+        return f"all {len(line.nodes)} nodes" if len(line.nodes) > 1 else ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "well": self.count(Level.ERROR) == 0, "started": self.started, "warnings": self.count(Level.WARNING),
+            "errors": self.count(Level.ERROR), "nodes": {node: list(ranks) for node, ranks in self.ranks_on.items()},
+            "lines": [line.to_json() for line in self.lines],
+        }  # fmt: skip
+
+    def print(self, as_json: bool) -> None:
+        answer(as_json, self.to_json(), self._print_lines)
+
+    def _print_lines(self, console: Console) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        ranks = sum(map(len, self.ranks_on.values()))
+        console.print(f"{many(ranks, 'rank')} on {many(len(self.ranks_on), 'node')}, {self.started}\n")
+        for subject in dict.fromkeys(line.subject for line in self.lines):
+            table = Table.grid("", "", "", padding=(0, 2, 0, 0))
+            for line in self.lines:
+                if line.subject == subject:
+                    level = Text(f"{line.level.name.lower():7}", style=_STYLES[line.level])
+                    where = self.where(line)
+                    table.add_row(level, f"{line.check:17}", line.fill(line.text) + (f" ({where})" if where else ""))
+                    if line.advice:
+                        table.add_row("", "", f"→ {line.fill(line.advice)}")
+            console.print(subject, style="bold")
+            console.print(table)
+        console.print(f"{many(self.count(Level.ERROR), 'error')}, {many(self.count(Level.WARNING), 'warning')}")

@@ -1,0 +1,204 @@
+"""The command ``mlflash plan``: its options, and what they mean together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from ..config import slots_of
+from ..errors import ConfigError
+from . import shell_completion
+from .options import BYTES, SECONDS, certify_after_option, draining_option
+from .output import answer
+
+if TYPE_CHECKING:
+    from ..placement.failure_domains import Domains
+    from .plan_interval import Costs
+    from .plan_schemes import Job
+
+_FILE = click.Path(exists=True, dir_okay=False)
+
+
+@click.command()
+@click.option("--nodes", type=click.IntRange(1),
+              help="Nodes of the job.  [default: those of --hosts, --report or --domains]")  # fmt: skip
+@click.option("--ranks-per-node", type=click.IntRange(1),
+              help="Ranks on each node.  [default: those of --report, or 8]")  # fmt: skip
+@click.option("--bytes", "nbytes", callback=BYTES,
+              help="State of one rank, such as 12GiB or 80GB.  [default: that of --report]")  # fmt: skip
+@click.option("--alike", callback=BYTES,
+              help="The part of --bytes that is the same on all ranks, as under DDP.  [default: that of --report, "
+              "or 0]")  # fmt: skip
+@click.option("--memory", callback=BYTES, help="Memory of a node for checkpoints, such as 512GiB.")
+@click.option("--scheme", "schemes", multiple=True, shell_complete=shell_completion.schemes,
+              help="Scheme to compare; you can repeat it.  [default: all that differ on these nodes]")  # fmt: skip
+@click.option("--losses", type=click.IntRange(1, 64), default=3, show_default=True,
+              help="Show the chances if 1 to this many random nodes are lost at once.")  # fmt: skip
+@draining_option
+@certify_after_option
+@click.option("--mtbf", callback=SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
+@click.option("--save", callback=SECONDS,
+              help="Time that a save stalls training: 0.5s, 80ms.  [default: that of --report]")  # fmt: skip
+@click.option("--commit", callback=SECONDS,
+              help="Time from the call of save to its commit.  [default: that of --report, or --save]")  # fmt: skip
+@click.option("--restart", callback=SECONDS, default="2min", show_default=True,
+              help="Time from a failure to the next step.")  # fmt: skip
+@click.option("--drain-every", callback=SECONDS, help="Time between two drains to the file system: 1h.")
+@click.option("--pfs-restart", callback=SECONDS,
+              help="As --restart, if the file system is read.  [default: --restart]")  # fmt: skip
+@click.option(
+    "--domains",
+    type=_FILE,
+    help="File that lists hosts and their failure domains, outermost first: n[001-032] row1 rack1.",
+)
+@click.option("--slurm", is_flag=True, help="Ask Slurm for its switches or blocks (scontrol show topology).")
+@click.option("--hosts", help="Hosts in the order of the ranks: n[001-128].  [default: all of --domains or --slurm]")
+@click.option("--report", type=_FILE,
+              help="JSON of Checkpointer.report() of one rank, or a list of the reports of all ranks.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document with bytes, seconds and shares.")
+def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | None, **given: Any) -> None:
+    """Compare what redundancy schemes cost and survive, and compute how often to save. docs/plan.md has the model.
+
+    \b
+    mlflash plan --nodes 16 --bytes 12GiB --memory 512GiB
+    mlflash plan --nodes 16 --bytes 12GiB --mtbf 5y --save 0.5s
+    """
+    from .plan_interval import daly, young
+    from .plan_schemes import consider, least, scheme_costs
+    from .plan_table import show
+
+    try:
+        measured = _measured(report) if report else {}
+        job, notes = _job(given, measured)
+        costs = _costs(len(job.node_names), given, measured)
+        considered, left_out = consider(job, schemes)
+        losses = min(losses, len(job.node_names))
+        compared = [scheme_costs(job, scheme, placed, losses, costs) for scheme, placed in considered]
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    notes += left_out
+    failures = None if costs is None else {**dataclasses.asdict(costs), "young_s": young(costs.stall_s, costs.mtbf_s),
+                                           "daly_s": daly(costs.stall_s, costs.mtbf_s)}  # fmt: skip
+    document = {"job": dataclasses.asdict(job), "failures": failures, "schemes": [*map(dataclasses.asdict, compared)],
+                "least_memory": {loss: p.scheme for loss, p in least(compared).items()}, "notes": notes}  # fmt: skip
+    answer(as_json, document, lambda console: show(console, job, costs, compared, notes))
+
+
+def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str]]:
+    from .plan_schemes import Job
+
+    nbytes, alike = given["nbytes"], given["alike"] or 0
+    if nbytes is None and not measured:
+        raise click.UsageError("how much state does a rank have? Give --bytes or --report, for example "
+                               "`mlflash plan --nodes 16 --bytes 12GiB`")  # fmt: skip
+    if nbytes is None:
+        nbytes, alike = measured["nbytes"], measured["alike"] if given["alike"] is None else alike
+    names, domains, notes = _places(given["nodes"] or measured.get("nodes"), given["domains"], given["slurm"],
+                                    given["hosts"])  # fmt: skip
+    held = slots_of(given["certify_after"])
+    job = Job(
+        names, given["ranks_per_node"] or measured.get("ranks_per_node") or 8, nbytes,
+        domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), given["memory"],
+        own_slots=held + given["draining"], copy_slots=held, alike_nbytes=alike,
+    )  # fmt: skip
+    for kind, names_of in job.domains.items():
+        if len(names) > 1 and len(set(names_of)) == 1:
+            notes.append(f"all nodes are in {kind} {names_of[0]}: if it fails, all checkpoints in memory are lost")
+    return job, notes
+
+
+def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
+            ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
+    from ..placement.failure_domains import ask_slurm, expand_hosts, from_argument
+
+    if file is not None and slurm:
+        raise click.UsageError("give either --domains or --slurm")
+    domains = ask_slurm() if slurm else from_argument(file)
+    if slurm and domains is None:
+        raise ConfigError("Slurm knows no switches or blocks here: use --domains FILE")
+    if slurm:
+        hosts = hosts or os.environ.get("SLURM_JOB_NODELIST")
+    notes = []
+    if hosts:
+        names = expand_hosts(hosts, "--hosts")
+        if nodes not in (None, len(names)) or len(set(names)) < len(names):
+            raise ConfigError("--hosts", expected=f"{nodes or len(names)} different hosts", found=f"{len(names)} names")
+    elif domains is not None:
+        names = tuple(domains.of)[:nodes]
+        if nodes is not None and len(names) < nodes:
+            raise ConfigError("too few hosts are known", expected=f"{nodes} nodes", found=f"{len(names)} hosts")
+        if len(names) < len(domains.of):
+            notes.append(f"the first {len(names)} of {len(domains.of)} hosts: {names[0]} to {names[-1]}")
+    elif nodes is None:
+        raise click.UsageError("how many nodes? Give --nodes, --hosts, --domains, or --report with all ranks' reports")
+    else:
+        names = tuple(f"node{number}" for number in range(nodes))
+    if unknown := [name for name in names if domains and not domains.knows(name)]:
+        notes.append(f"the failure domains of {len(unknown)} of {len(names)} hosts are unknown, so each counts as its "
+                     f"own: {unknown[0]}, ...")  # fmt: skip
+    return names, domains, notes
+
+
+def _costs(nodes: int, given: dict[str, Any], measured: dict[str, Any]) -> Costs | None:
+    from .plan_interval import Costs
+
+    mtbf, restart, drain_every, pfs_restart = (given[k] for k in ("mtbf", "restart", "drain_every", "pfs_restart"))
+    if mtbf is None:
+        return None
+    stall = measured.get("save") if given["save"] is None else given["save"]
+    if stall is None:
+        raise click.UsageError("the interval needs --save (the time that a save stalls training) or --report")
+    commit = max(stall, measured.get("commit", 0.0)) if given["commit"] is None else given["commit"]
+    if mtbf == 0 or commit == 0 or drain_every == 0:
+        raise click.UsageError("--mtbf, --commit and --drain-every must be longer than 0 s")
+    if commit < stall:
+        raise click.UsageError("--commit counts from the call of save: it cannot be shorter than --save")
+    if pfs_restart is not None and drain_every is None:
+        raise click.UsageError("--pfs-restart needs --drain-every: the work since the last drain is lost")
+    return Costs(mtbf / nodes, stall, commit, restart, drain_every, restart if pfs_restart is None else pfs_restart)
+
+
+class _Slot(msgspec.Struct):
+    what: str
+    nbytes: int
+
+
+class _Report(msgspec.Struct):
+    node: str
+    counts: dict[str, int]
+    seconds: dict[str, float]
+    slots: list[_Slot]
+    shared_with: list[int] = msgspec.field(name="shared with")
+
+    def largest(self, what: str) -> int:
+        return max((slot.nbytes for slot in self.slots if slot.what == what), default=0)
+
+
+def _measured(path: str) -> dict[str, Any]:
+    """Return the options that a report gives, by their names: sizes, and mean times of the slowest rank."""
+    try:
+        decoded = msgspec.json.decode(Path(path).read_bytes(), type=list[_Report] | _Report)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} is not a report: {error}",
+                          expected="JSON of Checkpointer.report(), or a list of such reports") from None  # fmt: skip
+    reports = decoded if isinstance(decoded, list) else [decoded]
+    ranks_on, alike_on = Counter(report.node for report in reports), Counter[str]()
+    for report in reports:
+        alike_on[report.node] += report.largest("share")
+    alike = max(alike_on.values(), default=0)
+    nbytes = max((report.largest("own") for report in reports), default=0) + alike
+    if not nbytes or not all(report.counts.get("saves") for report in reports):
+        raise ConfigError(f"the run of {path} saved nothing", expected="at least one save")
+    if alike and len(reports) < (needed := len(reports[0].shared_with)):
+        raise ConfigError("this run's ranks share state", found=f"{len(reports)} reports",
+                          expected=f"those of all {needed} ranks, in a list")  # fmt: skip
+    stall, behind = (max(report.seconds.get(phase, 0.0) / report.counts["saves"] for report in reports)
+                     for phase in ("stall", "protect and commit"))  # fmt: skip
+    size = {"nodes": len(ranks_on), "ranks_per_node": max(ranks_on.values())} if len(reports) > 1 else {}
+    return {**size, "nbytes": nbytes, "alike": alike, "save": stall, "commit": stall + behind}

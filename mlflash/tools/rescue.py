@@ -1,0 +1,171 @@
+"""The commands ``mlflash scavenge`` and ``mlflash heal``: without training, memory → the directory, or made whole."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from ..checkpointer.checkpointer import Checkpointer
+from ..config import Config
+from ..drain.drain import Drain
+from ..errors import DeadlineExceeded, DrainFailed
+from ..memory.node_directory import jobs_of
+from ..mpi.world import World, gather_from_all
+from ..text import show_bytes, show_seconds
+from . import choose_job, on_disk, shell_completion
+from .node_memory import look_around
+from .options import directory_option, job_option, json_option, memory_option, settings
+from .output import answer, progress_bar
+from .restorability import Restorability, survival, what_is_restorable
+from .run_on_ranks import FINE, WRONG, run_together
+from .status import describe, describe_lost
+
+_LOOK_S = 0.2
+_redundancy_option = click.option(
+    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=shell_completion.schemes,
+    help="Redundancy scheme to make.  [default: the scheme in memory]"
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("directory", shell_complete=shell_completion.directories)
+@job_option
+@memory_option
+@json_option
+def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> None:
+    """Copy the newest checkpoint of a dead job from memory to DIRECTORY.
+
+    Start it under srun or mpiexec, with one process or more on each node that is left:
+
+    \b
+    srun --ntasks-per-node=1 mlflash scavenge /lustre/me/run42
+
+    It rebuilds lost slots from copies or parity. Memory stays as it is. Exits with 1 if a process of the job is alive,
+    or if DIRECTORY does not have the newest committed step afterwards.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        started = time.perf_counter()
+        name = choose_job.choose(world, given, job, is_live=False)
+        before = _outlook(world, given, name)
+        stored = on_disk.look_into(world, given.directory)
+        newest, lost = before.newest, before.lost
+        drain, nbytes = None, 0
+        if newest is not None:
+            with _checkpointer(given, name, "none") as checkpointer:  # no protection: any number of nodes is enough
+                drain = checkpointer.scavenge()
+                if drain is not None:
+                    _wait(checkpointer, drain, world.rank == 0)
+            nbytes = sum(gather_from_all(world, 0 if drain is None else drain.nbytes))
+        if world.rank:
+            return FINE
+        there = stored.newest if stored is not None else None
+        beyond = lost or newest  # if the directory does not have it either, it is gone
+        covered = drain is not None or (
+            there is not None and (beyond is None or there.card.attempt.generation >= beyond.attempt.generation)
+        )
+        lines = [describe_lost(lost)] if lost is not None else []
+        if drain is not None:
+            seconds = show_seconds(time.perf_counter() - started)
+            lines.append(f"step {drain.step} was drained to {drain.path}: {show_bytes(nbytes)} in {seconds}")
+        elif newest is not None and not covered:
+            lines.append(f"step {newest.step} in memory is damaged: nothing was drained")
+        elif there is not None:
+            lines.append(f"memory has nothing newer than step {there.step}, which {stored and stored.path} already has")
+        else:
+            lines.append("memory has nothing that can be restored, and the directory has nothing either"
+                         + _elsewhere(given, name))  # fmt: skip
+        step, path = (None, None) if drain is None else (drain.step, drain.path)
+        in_directory = step if step is not None else there.step if there is not None else None
+        document: dict[str, Any] = {"job": name, "drained": step, "path": path, "nbytes": nbytes,
+                                    "lost": None if lost is None else lost.step, "newest": in_directory}  # fmt: skip
+        answer(as_json, document, lambda console: console.print("\n".join(lines), soft_wrap=True))
+        return FINE if covered else WRONG
+
+    run_together(given, as_json, work)
+
+
+@click.command()
+@directory_option
+@_redundancy_option
+@job_option
+@memory_option
+@json_option
+def heal(directory: str | None, redundancy: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """Make lost copies and parity of a dead job's newest checkpoint again, before you relaunch it.
+
+    Start as many processes as the job had ranks, on the nodes where it will run:
+
+    \b
+    srun -n 64 --ntasks-per-node=8 mlflash heal --directory /lustre/me/run42
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        name = choose_job.choose(world, given, job, is_live=False)
+        before = _outlook(world, given, name)
+        newest = before.newest
+        if newest is None:
+            raise click.ClickException("memory has nothing that can be restored" + _elsewhere(given, name))
+        if newest.world_size != world.size:
+            raise click.UsageError(
+                f"step {newest.step} was saved by {newest.world_size} ranks, and you started {world.size}: start as "
+                f"many processes as the job had ranks (srun -n {newest.world_size} or mpiexec -n "
+                f"{newest.world_size}). `mlflash scavenge` works with any number"
+            )
+        with _checkpointer(given, name, redundancy or newest.scheme) as checkpointer:
+            step, wanted = checkpointer.heal(), checkpointer.survives
+        nodes = look_around(world, given.memory, name)
+        if world.rank:
+            return FINE
+        after = what_is_restorable(nodes, world.world is not None)
+        made = after.newest
+        survives = None if made is None else survival(nodes, made)
+        whole = made is not None and made.step == step
+        document = {"job": name, "step": step, "scheme": newest.scheme, "wanted": wanted,
+                    "survives": None if survives is None else str(survives)}  # fmt: skip
+        text = f"healed: {describe(made)}\nredundancy: {made.scheme}\n" if made is not None else "healed: nothing\n"
+        text += f"survives the loss of: any process; {survives}"
+        answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
+        return FINE if whole else WRONG
+
+    run_together(given, as_json, work)
+
+
+def _elsewhere(given: Config, job: str) -> str:
+    others = [other for other in jobs_of(given.memory) if other != job]
+    return f"; this node holds nothing of {job}, but of {', '.join(others)}: name it with --job" if others else ""
+
+
+def _outlook(world: World, given: Config, job: str) -> Restorability:
+    """Tell all ranks what all nodes can give. Collective."""
+    nodes = look_around(world, given.memory, job)
+    told = what_is_restorable(nodes, together=True) if world.rank == 0 else None
+    outlook: Restorability = world.broadcast(told, 0)
+    return outlook
+
+
+def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
+    """Make a Checkpointer on this command's MPI that drains, deletes and allocates nothing by itself. Collective."""
+    return Checkpointer(given.directory, job=job, memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0,
+                        keep_last=0, keep_every=0, skip_stuck=0, fresh=False, heartbeat=False)  # fmt: skip
+
+
+def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
+    """Wait for the end of a drain as long as any rank makes progress."""
+    with progress_bar("draining", on=on) as update:
+        while not drain.done:
+            try:
+                checkpointer.wait_drained(_LOOK_S)
+            except DeadlineExceeded:
+                if time.monotonic() - drain.moved > checkpointer.timeout_s:
+                    raise
+            else:
+                break
+            update(completed=drain.written, total=drain.nbytes or None)
+    if not drain.done:
+        raise DrainFailed("MPI failed in the background: see the log", step=drain.step)
+    drain.wait()

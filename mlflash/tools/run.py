@@ -1,0 +1,140 @@
+"""The command ``mlflash run``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from ..config import DISABLE, is_enabled, job_name
+from ..errors import ConfigError, LaunchFailed
+from ..run.agents import SILENCE_S, Agents, ChooseGuard
+from ..run.first_node_guard import Guard
+from ..run.kept_ranks import KeepingAgents
+from ..run.launch_system import RunLog, RunOptions, System
+from ..run.membership import Deadlines
+from ..run.on_slurm import OnSlurm, own_id
+from ..run.on_ssh import OnSsh
+from ..run.supervisor import Supervisor
+from . import shell_completion
+
+_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option("--nodes", "-N", type=click.IntRange(1), required=True, help="Number of nodes that train.")
+@click.option("--ranks-per-node", type=click.IntRange(1),
+              help="Ranks on each node.  [default: SLURM_NTASKS_PER_NODE, else 1]")  # fmt: skip
+@click.option(
+    "--spares",
+    type=click.IntRange(0),
+    help="Nodes that wait to replace a lost one. With --keep-alive and without spare nodes: processes that wait on the "
+    "nodes that train.  [default: all other nodes]",
+)
+@click.option("--keep-alive", is_flag=True, help="When ranks are lost, keep the other processes: spares take the lost "
+              "ranks, and all continue after the newest commit (see mlflash.keep_alive).")  # fmt: skip
+@click.option("--lost-after", type=click.FloatRange(0.5), default=10, show_default=True, metavar="SECONDS",
+              help="--keep-alive: a node or process without a sign of life for this long is lost.")  # fmt: skip
+@click.option("--leave-within", type=click.FloatRange(1), default=30, show_default=True, metavar="SECONDS",
+              help="--keep-alive: time for ranks to leave their step after another rank is lost.")  # fmt: skip
+@click.option("--ready-within", type=click.FloatRange(1), default=120, show_default=True, metavar="SECONDS",
+              help="--keep-alive: time from there until all ranks begin the next step.")  # fmt: skip
+@click.option("--min-nodes", type=click.IntRange(1),
+              help="Continue with down to this many nodes, if your training can reshard.")  # fmt: skip
+@click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True,
+              help="End after this many restarts.")  # fmt: skip
+@click.option("--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
+              help="Directory or URL that the job drains to. At the end, the newest checkpoint is "
+              "scavenged to it.")  # fmt: skip
+@click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=shell_completion.jobs,
+              help="Name of the job.  [default: the name that Checkpointer gives it]")  # fmt: skip
+@click.option("--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True,
+              shell_complete=shell_completion.directories, help="Memory file system that holds the slots.")  # fmt: skip
+@click.option("--keep-memory", is_flag=True, help="Leave the slots in memory at the end.")
+@click.option("--hang-timeout", type=click.FloatRange(0), default=1800, show_default=True, metavar="SECONDS",
+              help="Restart the ranks if they save nothing for this long. 0: never.")  # fmt: skip
+@click.option("--look-every", type=click.FloatRange(0.5), default=15, show_default=True, metavar="SECONDS",
+              help="Time between two checks of the nodes.")  # fmt: skip
+@click.option("--grace", type=click.FloatRange(0), default=60, show_default=True, metavar="SECONDS",
+              help="Time for one more checkpoint after a signal that ends the run.")  # fmt: skip
+@click.option("--gpus", type=click.IntRange(0), default=0, help="Number of GPUs that must respond on each node.")
+@click.option("--interface", default="", metavar="NAME", help="Network interface that must be up on each node.")
+@click.option("--journal", "run_log", type=click.Path(dir_okay=False, path_type=Path), default=Path("run.jsonl"),
+              show_default=True, help="File to append events of the run to.")  # fmt: skip
+@click.option("--launcher", "kind", type=click.Choice(["srun", "ssh"]),
+              help="Program that starts the agent of each node.  [default: srun in a Slurm allocation, else "
+              "ssh]")  # fmt: skip
+@click.option("--srun-args", default="", metavar="WORDS", help="More arguments for srun.")
+@click.option("--hosts", default="", metavar="A,B,C", help="ssh: all nodes, spares included.  [default: this node]")
+@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="ssh: program for the remote shell.")
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=shell_completion.files)
+def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: int | None, max_restarts: int,
+        directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
+        look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None,
+        srun_args: str, hosts: str, rsh: str, keep_alive: bool, lost_after: float, leave_within: float,
+        ready_within: float, argv: tuple[str, ...]) -> None:  # fmt: skip
+    """Start the command ARGV on all ranks, and restart it after a failure with spares in place of lost nodes.
+
+    \b
+    mlflash run -N 8 -d DIR -- python train.py
+    mlflash run -N 2 --hosts n1,n2,n3 -d DIR -- python train.py
+
+    `mlflash template` writes a batch script that calls it. Exits with 0 if all ranks ended well, else with the exit
+    code of the last run.
+    """
+    journal = RunLog(run_log)
+    system = _system(kind, shlex.split(srun_args), hosts.split(",") if hosts else ["localhost"], rsh)
+    if directory is not None and "://" not in directory:
+        directory = str(Path(directory).absolute())
+    try:
+        name = job or job_name(os.environ, directory, argv)
+    except ConfigError:
+        raise click.UsageError("the job has no name: give --directory (where it drains to) or --job") from None
+    try:
+        if not is_enabled(os.environ):  # ranks that save nothing give no signs of life
+            hang_timeout = grace = 0.0
+            click.echo(f"mlflash run: {DISABLE} is set: there are no checkpoints, and hangs are not detected", err=True)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        options = RunOptions(
+            argv, nodes, ranks_per_node or _tasks_per_node(), min_nodes or 0, max_restarts, name, memory, directory,
+            keep_memory, hang_timeout, look_every, grace, gpus, interface,
+        )  # fmt: skip
+        everywhere = system.hosts()
+        if spares is not None and not keep_alive and len(everywhere) < nodes + spares:
+            raise click.UsageError(
+                f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {len(everywhere)}"
+            )
+        deadlines = Deadlines(lost_after, leave_within, ready_within)
+        guard: ChooseGuard = Guard(system, options, run_log) if isinstance(system, OnSlurm) else lambda hosts: None
+        couriers = {"couriers": {"job": name, "memory": memory}} if is_enabled(os.environ) else {}
+        with Agents(system, everywhere, lost_after if keep_alive else SILENCE_S, couriers, guard) as agents:
+            train = KeepingAgents(agents, spares or 0, deadlines, journal).start if keep_alive else None
+            supervisor = Supervisor(agents, options, journal, train)
+            for number in _SIGNALS:
+                signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
+            code = supervisor.run()
+        sys.exit(code)
+    except LaunchFailed as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _system(kind: str | None, extra: list[str], hosts: list[str], rsh: str) -> System:
+    if kind == "srun" or (kind is None and "SLURM_JOB_ID" in os.environ):
+        if "SLURM_JOB_ID" not in os.environ:
+            raise click.UsageError("--launcher srun works inside an allocation of Slurm: in a batch script, or salloc")
+        return OnSlurm(own_id(os.environ), extra)
+    if extra:
+        raise click.UsageError("--srun-args are for srun, but ssh starts these agents")
+    return OnSsh(hosts, rsh)
+
+
+def _tasks_per_node() -> int:
+    """Return the ranks per node of the allocation. "4(x2)" means four on each of two nodes."""
+    text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+    return int(text.split("(")[0].split(",")[0])

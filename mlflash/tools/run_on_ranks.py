@@ -1,0 +1,147 @@
+"""Run a command on several processes: they start together, rank 0 collects the results, and all end with one exit code.
+
+Exit codes: 0: all is well. 1: something is wrong, or there is nothing to restore. 2: the command was called wrongly.
+
+``python -m mlflash.tools.run_on_ranks -m MODULE ARGUMENTS`` replaces ``mpiexec python -m mpi4py -m MODULE
+ARGUMENTS`` where there is no MPI launcher. You start it once for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. The ranks meet without MPI, and the courier of each rank runs the module. `mlflash run` scavenges with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import select
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from ..config import Config
+from ..errors import DeadlineExceeded, MlflashError
+from ..mpi.world import World, abort_all, find_comm, load_mpi
+
+if TYPE_CHECKING:
+    from ..launch.courier_process import Courier
+
+FINE, WRONG = 0, 1
+_ENTRY = "mlflash.tools.run_on_ranks:run_in_courier"
+_MEET_S = 120.0
+_LOOK_S = 600.0
+
+
+def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> NoReturn:
+    """Do the work of a command on all processes that run it, and end them with the exit code of rank 0.
+
+    Collective over COMM_WORLD under an MPI launcher or srun. Otherwise this process is alone. An MlflashError or
+    ClickException of ``work`` must be the same on all ranks.
+    """
+    world: World | None = None
+    try:
+        world = World(find_comm(os.environ), given.here, given.timeout_s)
+        world.start_job(_raise)
+        world.connect()
+        world.end_job()  # reading may take long, and the user who started the command sees its progress
+        code = work(world)
+    except (MlflashError, click.ClickException) as error:
+        code = error.exit_code if isinstance(error, click.ClickException) else WRONG
+        if world is None or world.rank == 0 or isinstance(error, DeadlineExceeded):
+            _say_error(error, as_json)
+        if isinstance(error, DeadlineExceeded):  # only this rank knows: the others may never arrive
+            _abort(world)
+    except Exception:
+        traceback.print_exc()
+        _abort(world)
+        code = WRONG
+    if world is not None:
+        sys.stdout.flush()
+        code = world.broadcast(code, 0)
+        world.free()
+    sys.exit(code)
+
+
+def _raise(error: DeadlineExceeded) -> None:
+    raise error
+
+
+def _say_error(error: Exception, as_json: bool) -> None:
+    if isinstance(error, click.UsageError):
+        error.show()
+        return
+    text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    click.echo(f"Error: {text}", err=True)
+    if as_json:
+        click.echo(json.dumps({"error": text}, indent=1))
+
+
+def _abort(world: World | None) -> None:
+    """End the other processes, too. They would wait for this one forever."""
+    if world is not None and world.mpi is not None:
+        abort_all(world.mpi, WRONG)
+
+
+# Ranks that no MPI launcher started
+
+
+def main() -> int:
+    """Run a module as one of the ranks, and return the exit code of its courier."""
+    from ..launch.agent_client import AgentLost, AgentRefused
+    from ..launch.couriers import CourierEnded, Couriers
+
+    if len(sys.argv) < 3 or sys.argv[1] != "-m":
+        print("usage: python -m mlflash.tools.run_on_ranks -m MODULE ARGUMENTS", file=sys.stderr)
+        return 2
+    end = None
+    try:
+        with contextlib.closing(Couriers(_ENTRY, os.environ, _MEET_S)) as couriers:
+            couriers.next_epoch(_MEET_S)
+            couriers.courier.trainer.sendall(json.dumps(sys.argv[2:]).encode() + b"\n")
+            if couriers.size > 1:
+                couriers.wait_up(_MEET_S)
+            while end is None:  # the program has its own deadlines
+                end = couriers.wait_end(_LOOK_S)
+    except (MlflashError, CourierEnded, AgentLost, AgentRefused) as error:
+        print(f"Error: {' '.join(sys.argv[2:4])} cannot use MPI on this rank: {error}", file=sys.stderr)
+        return WRONG
+    return 128 + end.signal if end.signal is not None else end.status or 0
+
+
+def run_in_courier(forked: Courier) -> None:
+    """Run the module in a courier. This is the entry point of the forked process."""
+    threading.Thread(target=_end_with, args=(forked.trainer_pidfd,), name="mlflash-rank", daemon=True).start()
+    mpi: Any = None
+    if forked.has_mpi:
+        mpi = load_mpi()
+        if mpi.COMM_WORLD.size != len(forked.nodes):
+            name = mpi.Get_library_version().splitlines()[0]
+            print(f"Error: each rank is alone in its MPI world: {name} needs its own launcher to connect the ranks",
+                  file=sys.stderr)  # fmt: skip
+            raise SystemExit(WRONG)
+        forked.tell_mpi_is_up()
+    with forked.trainer.makefile() as lines:
+        module, *arguments = json.loads(lines.readline())
+    sys.argv = [module, *arguments]
+    code: Any = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    if mpi is not None:  # not after another exception: the other ranks may wait for this one
+        mpi.Finalize()
+    raise SystemExit(code)
+
+
+def _end_with(pidfd: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    os._exit(WRONG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

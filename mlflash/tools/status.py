@@ -1,0 +1,372 @@
+"""The commands ``mlflash status``, ``mlflash list`` and ``mlflash jobs``: what memory and the directory hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..config import Config
+from ..memory.courier_process import process_named
+from ..memory.node_directory import jobs_of
+from ..memory.slot import Attempt, Header, Kind, Verdict
+from ..mpi.world import World
+from ..text import many, named, ranges, show_bytes, show_seconds
+from . import choose_job, on_disk
+from .node_memory import File, JobMemory, Node, look_around, look_at_job
+from .on_disk import age_s
+from .options import job_options, json_option, memory_option, settings
+from .output import answer, new_table
+from .restorability import Prospect, Restorability, Survival, survival, what_is_restorable
+from .run_on_ranks import FINE, WRONG, run_together
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_VALUES = {
+    Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "suspect values, ", Verdict.BAD: "marked bad, ",
+    Verdict.GOOD: "marked good, ",
+}  # fmt: skip
+"""What is known of the values of a step, as the first words of its description."""
+_LOOKS = 5
+_STUCK = 2  # restores of one attempt; from this number on the command mentions them
+
+
+@click.command()
+@job_options
+def status(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """Show what is in memory, which losses it survives, and what was drained.
+
+    \b
+    mlflash status --directory /lustre/me/run42
+    srun --ntasks-per-node=1 mlflash status --directory /lustre/me/run42
+
+    Alone it looks at this node. It reads only headers: only `mlflash verify` reads every byte. Exits with 1 if a file
+    is damaged, if a committed step is lost, or if nothing can be restored.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        state = look(world, given, job)
+        if world.rank:
+            return FINE
+        answer(as_json, state.to_json(), state.show)
+        return FINE if state.is_well else WRONG
+
+    run_together(given, as_json, work)
+
+
+@click.command("list")
+@job_options
+def list_steps(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """List the checkpoints in memory and in the directory, newest first.
+
+    \b
+    mlflash list --directory /lustre/me/run42
+
+    It looks where `mlflash status` looks. Exits with 1 if nothing can be restored.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        state = look(world, given, job)
+        if world.rank:
+            return FINE
+        document = state.to_json()
+        answer(as_json, {"job": state.job, "memory": document["attempts"], "unseen": document["unseen"],
+                         "directory": document["directory"]}, state.show_steps)  # fmt: skip
+        may_be_elsewhere = bool(state.outlook.unseen and state.outlook.prospects)
+        return FINE if state.taken is not None or may_be_elsewhere else WRONG
+
+    run_together(given, as_json, work)
+
+
+@click.command()
+@memory_option
+@json_option
+def jobs(memory: str, as_json: bool) -> None:
+    """List the jobs of this user that hold memory on this node, with their sizes.
+
+    `mlflash clean` frees the memory of those that have ended.
+    """
+    there = [look_at_job(memory, job) for job in jobs_of(memory)]
+    document = {"memory": memory, "jobs": [job_to_json(job) for job in there if not job.is_empty]}
+    answer(as_json, document, lambda console: show_jobs(console, there, memory))
+
+
+# The state of a job
+
+
+@dataclasses.dataclass
+class JobState:
+    """What memory and the directory hold of a job."""
+
+    job: str
+    nodes: list[Node]
+    outlook: Restorability
+    stored: on_disk.DirectoryContents | None
+    is_moving: bool = False  # whether the job commits so fast that each look finds another step that seems to be lost
+
+    @property
+    def lost(self) -> Prospect | None:
+        """A committed step that these nodes cannot give. None if it may be on other nodes, or not be lost."""
+        return None if self.is_moving or self.outlook.unseen else self.outlook.lost
+
+    @property
+    def is_well(self) -> bool:
+        if any(node.damaged for node in self.nodes) or (self.stored is not None and self.stored.damaged):
+            return False
+        if self.outlook.unseen:  # what is on other nodes is unknown
+            return bool(self.outlook.prospects)
+        drained = None if self.stored is None else self.stored.newest
+        is_lost = self.lost is not None and (
+            drained is None or drained.card.attempt.generation < self.lost.attempt.generation
+        )
+        return not is_lost and self.taken is not None
+
+    @property
+    def taken(self) -> Attempt | None:
+        """The attempt that a restore takes, as far as these nodes and the directory tell."""
+        in_memory, drained = self.outlook.newest, None if self.stored is None else self.stored.newest
+        attempts = [each for each in (in_memory and in_memory.attempt, drained and drained.card.attempt) if each]
+        return max(attempts, key=lambda attempt: attempt.generation, default=None)
+
+    @property
+    def survives(self) -> Survival | None:
+        """The losses that the newest checkpoint in memory survives. None if other nodes were not looked at."""
+        newest = self.outlook.newest
+        return None if newest is None or self.outlook.unseen else survival(self.nodes, newest)
+
+    def to_json(self) -> dict[str, Any]:
+        survives, newest = self.survives, self.outlook.newest
+        return {
+            "job": self.job,
+            "alive": any(node.pid is not None for node in self.nodes),
+            "well": self.is_well,
+            "newest": None if newest is None else newest.step,
+            "verified": False,  # headers tell what was saved, not what can be loaded
+            "survives": None if survives is None else dataclasses.asdict(survives) | {"words": str(survives)},
+            "unseen": list(self.outlook.unseen),
+            "attempts": [_attempt_to_json(attempt) for attempt in self.outlook.prospects],
+            "nodes": [_node_to_json(node) for node in self.nodes],
+            "directory": None if self.stored is None else self.stored.to_json(),
+        }
+
+    def show(self, console: Console) -> None:
+        console.print(_nodes_table(self.nodes))
+        for style, text in self._lines():
+            console.print(text, style=style or None)
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        alive = [node for node in self.nodes if node.pid is not None]
+        where = f"{alive[0].name}, {process_named(alive[0].pid or 0)}" if alive else ""
+        yield "", f"job {self.job}: " + (f"alive ({where})" if alive else "no live process here")
+        if any(node.drain_asked for node in self.nodes):
+            yield "", "a drain was requested: the job drains the next checkpoint that it commits"
+        newest = self.outlook.newest
+        if newest is not None:
+            yield "", "in memory: " + describe(newest)
+            yield "", f"redundancy: {newest.scheme}"
+            if newest.restores >= _STUCK:
+                yield "yellow", f"restored {newest.restores} times, and the job has committed nothing newer since"
+        elif not self.outlook.unseen:
+            yield "red", "in memory: nothing that can be restored"
+        if self.outlook.unseen:
+            names = ", ".join(self.outlook.unseen)
+            yield "yellow", (f"not looked at: {names}. To see what all nodes together can restore and survive, start "
+                             "this command under srun or mpiexec with a process on each node")  # fmt: skip
+        elif (survives := self.survives) is not None:
+            yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
+        if self.lost is not None:
+            yield "red", describe_lost(self.lost)
+        for node in self.nodes:
+            for file in node.damaged:
+                yield "red", f"damaged: {file.name} on {node.name}: {file.damage}"
+        yield from self._lines_of_directory()
+        if not self.is_well:
+            yield "yellow", "this is what the headers say: only `mlflash verify` reads every byte"
+
+    def _lines_of_directory(self) -> Iterator[tuple[str, str]]:
+        stored = self.stored
+        if stored is None:
+            yield "", "drained: not looked at; give --directory"
+            return
+        if stored.passed_over:
+            bad = ", ".join(str(listed.step) for listed in stored.passed_over)
+            yield "yellow", f"drained, but marked bad, and restored only if you ask for the step: {bad}"
+        if stored.newest is None:
+            missing = ", which does not exist" if stored.is_missing else ""
+            yield "yellow", f"drained: nothing {'else ' if stored.passed_over else ''}in {stored.path}{missing}"
+        else:
+            count, age = len({listed.step for listed in stored.listed}), _age(stored.newest.card.unix_ns)
+            yield "", f"drained: step {stored.newest.step}, {age} ago; {many(count, 'step')} in {stored.path}"
+        if stored.unfinished:
+            yield "yellow", f"unfinished (a drain is writing them, or it died): {', '.join(stored.unfinished)}"
+        if stored.damaged:
+            yield "red", f"damaged: {', '.join(stored.damaged)}"
+
+    def show_steps(self, console: Console) -> None:
+        unseen = bool(self.outlook.unseen)
+        lines = [(attempt.attempt, attempt.choice is not None, attempt.step, "memory", attempt.world_size,
+                  attempt.unix_ns, _VALUES.get(attempt.verdict, "") + _can_be_restored(attempt, unseen))
+                 for attempt in self.outlook.prospects]  # fmt: skip
+        for listed in () if self.stored is None else self.stored.listed:
+            card, bad = listed.card, f", {_by_request(listed.step)}" if listed.verdict is Verdict.BAD else ""
+            what = f"{_VALUES.get(listed.verdict, '')}{listed.folder}{bad}"
+            lines.append((card.attempt, True, listed.step, "directory", card.world_size, card.unix_ns, what))
+        if not lines:
+            console.print("nothing")
+            return
+        table, taken = new_table(">step", "in", ">ranks", ">age", "what"), None if unseen else self.taken
+        lines.sort(key=lambda line: (line[0].generation, line[3] == "memory"), reverse=True)
+        for attempt, is_whole, step, place, ranks, unix_ns, what in lines:
+            if is_whole and attempt == taken:  # memory, if the directory has it, too
+                what, taken = f"{what}; a restore takes this", None
+            table.add_row(str(step), place, str(ranks), _age(unix_ns), what)
+        console.print(table)
+
+
+def look(world: World, given: Config, job: str | None) -> JobState:
+    """Look at the memory and the directory of a job. Collective over the world; only rank 0 gets what is in memory.
+
+    A live job may commit a step between the looks at two of its files, which then seem to belong to a step that is
+    lost. So a step is lost only if the next look finds the same.
+    """
+    name, before = choose_job.choose(world, given, job), None
+    for _ in range(_LOOKS):
+        nodes = look_around(world, given.memory, name)
+        outlook = what_is_restorable(nodes, world.world is not None)
+        lost = None if outlook.lost is None else outlook.lost.attempt
+        is_moving = lost is not None and lost != before and any(node.pid is not None for node in nodes)
+        if not world.broadcast(is_moving, 0):
+            break
+        before = lost
+    return JobState(name, nodes, outlook, on_disk.look_into(world, given.directory), is_moving)
+
+
+# In words
+
+
+def _age(unix_ns: int) -> str:
+    return show_seconds(age_s(unix_ns))
+
+
+def describe(attempt: Prospect) -> str:
+    """Describe an attempt that can be restored.
+
+    Example:
+        "step 40 of 4 ranks, committed, 12 s ago; parity rebuilds ranks 2-3"
+    """
+    seen = "committed" if attempt.committed else "no receipt of a commit but complete"
+    text = f"step {attempt.step} of {many(attempt.world_size, 'rank')}, {seen}, {_VALUES.get(attempt.verdict, '')}"
+    text += f"{_age(attempt.unix_ns)} ago"
+    return text + (f"; parity rebuilds {named(attempt.missing)}" if attempt.missing else "")
+
+
+def describe_lost(attempt: Prospect) -> str:
+    """Describe an attempt that was committed and cannot be restored."""
+    what = f"the slots of {named(attempt.missing)} are gone" if attempt.missing else "state that ranks share is gone"
+    return f"step {attempt.step} was committed, but memory can no longer give it: {what}"
+
+
+def _can_be_restored(attempt: Prospect, unseen: bool) -> str:
+    seen = "committed" if attempt.committed else "no receipt of a commit"
+    if attempt.choice is not None:
+        can = _by_request(attempt.step) if attempt.verdict is Verdict.BAD else "can be restored"
+        return f"{seen}, {can}" + (f" ({named(attempt.missing)} from parity)" if attempt.missing else "")
+    if unseen:
+        return f"{seen}, {named(attempt.missing)} not on this node"
+    why = f"no slots of {named(attempt.missing)}" if attempt.missing else "a share is gone"
+    return f"{seen}, cannot be restored: {why}"
+
+
+def _by_request(step: int) -> str:
+    return f"restored only if you ask for step {step}"
+
+
+def _nodes_table(nodes: Sequence[Node]) -> Table:
+    table = new_table("node", ">step", "slots of", "parity of", ">shares", ">size", ">age", "committed")
+    for node in nodes:
+        name = node.name
+        for sealed in _by_attempt(node):
+            headers = [header for _, header in sealed]
+            ranks = {kind: [header.rank for header in headers if header.kind is kind] for kind in Kind}
+            table.add_row(
+                name, str(headers[0].step), ranges(ranks[Kind.SLOT]), ranges(ranks[Kind.PARITY]),
+                str(len(ranks[Kind.SHARE]) or "-"), show_bytes(sum(file.nbytes for file, _ in sealed)),
+                _age(max(header.unix_ns for header in headers)),
+                "yes" if any(file.committed for file, _ in sealed) else "no receipt",
+            )  # fmt: skip
+            name = ""
+        blank = [file for file in node.files if file.header is None and not file.damage]
+        if blank or not node.files:
+            what = "nothing" if not node.files else f"{len(blank)} {'being written or ' * (node.pid is not None)}free"
+            size = show_bytes(sum(file.nbytes for file in blank)) if blank else "-"
+            table.add_row(name, "-", what, "-", "-", size, "-", "-")
+    return table
+
+
+def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
+    groups: dict[Attempt, list[tuple[File, Header]]] = {}
+    for file, header in node.sealed:
+        groups.setdefault(header.attempt, []).append((file, header))
+    return [groups[attempt] for attempt in sorted(groups, key=lambda attempt: attempt.generation, reverse=True)]
+
+
+def show_jobs(console: Console, jobs: Sequence[JobMemory], memory: str) -> None:
+    """Print a line for each job that holds something, the largest first, and the sum of their bytes."""
+    full = sorted((job for job in jobs if not job.is_empty), key=lambda job: -job.node.nbytes)
+    if not full:
+        console.print(f"no job of this user holds memory in {memory} here")
+        return
+    table = new_table("job", ">size", ">files", ">newest step", ">saved", "process")
+    for job in full:
+        step, age = ("-", "-") if job.newest is None else (str(job.newest.step), f"{_age(job.newest.unix_ns)} ago")
+        alive = "no process is alive" if job.node.pid is None else f"alive: {process_named(job.node.pid)}"
+        table.add_row(job.job, show_bytes(job.node.nbytes), str(len(job.node.files)), step, age, job.error or alive)
+    console.print(table)
+    nbytes = sum(job.node.nbytes for job in full)
+    console.print(f"{many(len(full), 'job')} of this user in {memory}: {show_bytes(nbytes)}")
+
+
+# As plain values
+
+
+def job_to_json(job: JobMemory) -> dict[str, Any]:
+    """Return what a job holds on this node as plain values."""
+    newest, node = job.newest, job.node
+    return {"job": job.job, "pid": node.pid, "nbytes": node.nbytes, "files": len(node.files),
+            "error": job.error or None, "step": None if newest is None else newest.step,
+            "age_s": None if newest is None else age_s(newest.unix_ns)}  # fmt: skip
+
+
+def _attempt_to_json(attempt: Prospect) -> dict[str, Any]:
+    return {
+        "step": attempt.step, "generation": attempt.attempt.generation, "run": attempt.attempt.run_id.hex(),
+        "ranks": attempt.world_size, "scheme": attempt.scheme, "age_s": age_s(attempt.unix_ns),
+        "committed": attempt.committed, "restorable": attempt.choice is not None, "restores": attempt.restores,
+        "values": attempt.verdict.name.lower(), "nbytes": attempt.nbytes, "missing_ranks": list(attempt.missing),
+    }  # fmt: skip
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    return {"node": node.name, "path": node.path, "pid": node.pid, "drain_asked": node.drain_asked,
+            "nbytes": node.nbytes,
+            "files": [_file_to_json(file) for file in node.files]}  # fmt: skip
+
+
+def _file_to_json(file: File) -> dict[str, Any]:
+    header = file.header
+    document: dict[str, Any] = {"file": file.name, "nbytes": file.nbytes, "damage": file.damage or None, "holds": None}
+    if header is None:
+        return document
+    return document | {
+        "holds": header.kind.name.lower(), "step": header.step, "rank": header.rank, "ranks": header.world_size,
+        "generation": header.attempt.generation, "saved_on": header.node, "scheme": header.scheme,
+        "group": list(header.group), "committed": file.committed, "restores": file.restores,
+        "age_s": age_s(header.unix_ns), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.unix_ns / 1e9)),
+    }  # fmt: skip
