@@ -104,9 +104,9 @@ def test_other_bytes_are_no_frame(ends: tuple[Channel, Channel]) -> None:
 def calls(*names: str) -> dict[str, set[str]]:
     """The methods that are called by name, by the function that calls them."""
     found: dict[str, set[str]] = {name: set() for name in names}
-    room = Path(mlflash.__file__).parent
-    for path in {*room.rglob("*.py")} - {
-        path for name in ("agent", "wireup", "telemetry") for path in (room / name).rglob("*.py")
+    root = Path(mlflash.__file__).parent
+    for path in {*root.rglob("*.py")} - {
+        path for name in ("launch", "telemetry") for path in (root / name).rglob("*.py")
     }:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:

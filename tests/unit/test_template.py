@@ -224,7 +224,7 @@ def test_the_page_has_every_template_and_every_option_that_they_have() -> None:
 
 
 def test_the_page_has_every_event_of_the_journal_and_its_fields() -> None:
-    trees = [ast.parse((REPO / "mlflash" / "launcher" / f"{name}.py").read_text())
+    trees = [ast.parse((REPO / "mlflash" / "run" / f"{name}.py").read_text())
              for name in ("supervisor", "first_node_guard")]  # fmt: skip
     calls = [node for tree in trees for node in ast.walk(tree)
              if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".note")]  # fmt: skip
