@@ -100,7 +100,8 @@ def offer(world: World, to: Mapping[int, Extents | None], receive_from: Sequence
     return {peer: None if n[0] < 0 else Extents(*n) for peer, n in arrived.items()}
 
 
-def send(world: World, peer: int, source: Source, window: Callable[[int], tuple[OpenMemory, int]] | None) -> Operation:
+def send(world: World, peer: int, source: Source, window: Callable[[int], tuple[OpenMemory, int]] | None = None
+         ) -> Operation:  # fmt: skip
     """Send a slot; the operation's result is whether the peer has it whole.
 
     Args:
@@ -146,7 +147,7 @@ def send(world: World, peer: int, source: Source, window: Callable[[int], tuple[
 
 
 def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Callable[[Header], bool],
-            window: tuple[int, OpenMemory] | None) -> Operation:  # fmt: skip
+            window: tuple[int, OpenMemory] | None = None) -> Operation:  # fmt: skip
     """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
 
     Args:

@@ -32,7 +32,6 @@ from ..memory.inventory import Inventory, Place
 from ..memory.node_directory import file_number
 from ..memory.slot import Attempt, Header, Kind, Slot, Use, Verdict
 from ..memory.wanted_step import NEWEST, WantedStep
-from ..mpi.fabric import OpenMemory
 from ..protect.deduplication import Share, cuts
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..protect.transfer import Source, offer, receive, send, slot_of
@@ -300,29 +299,16 @@ def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, targ
     comes = offer(world, dict(to), [] if server is None else [server])
     extents = None if server is None else comes[server]
     context.ensure_room([] if target is None or extents is None else [(target, extents.nbytes)])
-    window = None
-    if context.protection.transport == "rma":
-        window = OpenMemory(world, world.world, None if target is None else target.view)
-    exposed = None if window is None else (0, window)
-    work = []
-    for rank, sent in to.items():
-        aim = None if window is None else _fixed(window, rank)
-        work.append(send(world, rank, Source(serves[rank], sent, None), aim))
+    work = [send(world, rank, Source(serves[rank], sent, None)) for rank, sent in to.items()]
     if server is not None and target is not None and extents is not None:
-        work.append(receive(world, server, target, extents, is_wanted, exposed))
+        work.append(receive(world, server, target, extents, is_wanted))
     world.waiting_for = sorted({*to, *([] if server is None else [server])})
     arrived = world.drive(work)
     world.waiting_for = ()
-    if window is not None:
-        window.free()
     if target is None:
         return True
     target.use = Use.HOLDS if arrived[-1] else Use.FREE
     return bool(arrived[-1])
-
-
-def _fixed(window: OpenMemory, rank: int) -> Callable[[int], tuple[OpenMemory, int]]:
-    return lambda number: (window, rank)
 
 
 # A node needs all shares of each set that one of its ranks belongs to. Its ranks verify, in parallel, the shares that
