@@ -19,8 +19,8 @@ from ..courier.client import FORKED, Client, one_unit
 from ..courier.trainer_context import TrainerContext
 from ..drain.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
+from ..memory.inventory import WantedStep
 from ..memory.node_directory import jobs_of
-from ..memory.wanted_step import WantedStep
 from ..restore.load import Restores
 from ..save.queue import SaveQueue
 from ..save.snapshot import Snapshot

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..config import Config
-from ..memory import commit_records
-from ..memory.commit_records import Trace
-from ..memory.inventory import Inventory, Place, decode, encode, join, scan
+from ..memory import inventory
+from ..memory.inventory import NEWEST, Inventory, Place, Trace, WantedStep
 from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import recoverable
 from ..memory.slot import Attempt, Kind, Verdict
-from ..memory.wanted_step import NEWEST, WantedStep
 from ..mpi.world import World
 
 log = logging.getLogger("mlflash")
@@ -149,10 +147,10 @@ def look_at_earlier_runs(config: Config, world: World, memory: NodeDirectory) ->
         aside = _unreadable_and_newer(world, memory, choice.step)
         return EarlierRuns(found, choice, whole, newest, aside=aside, certified=certified)
     found_traces = find_traces(world, memory)
-    floor = commit_records.floor(found_traces, config.mark) if config.fresh else 0
+    floor = inventory.fresh_floor(found_traces, config.mark) if config.fresh else 0
     generations = {one.place: -1 if one.attempt is None else one.attempt.generation for one in found_traces}
     choice, whole = choose(found.since(floor), node_of, skip_suspect=keeps), choose(found.since(floor), node_of)
-    unusable = choice is None and any(one.generation >= floor for one in commit_records.committed(found_traces))
+    unusable = choice is None and any(one.generation >= floor for one in inventory.committed_attempts(found_traces))
     aside = {file for (node, file), generation in generations.items()
              if node == world.node_index and (unusable or (config.fresh and generation < floor))}  # fmt: skip
     newest = max(newest, *generations.values(), 0)
@@ -172,8 +170,8 @@ def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set
     """Find the files of this node that cannot be read and hold committed steps after this one."""
     newer: list[Trace] = []
     if world.local_rank == 0:
-        its = commit_records.trace(memory, world.node_index)
-        newer = [one for one in its if one.committed and one.damage and one.step > step]
+        traces = inventory.scan_traces(memory, world.node_index)
+        newer = [one for one in traces if one.committed and one.damage and one.step > step]
         if newer and world.rank == 0:
             log.warning("memory has steps that cannot be read (%s). They are newer than step %d, the newest that "
                         "memory can give, and are deleted when this run has committed a save. To get them back, end "
@@ -184,11 +182,11 @@ def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set
 
 def find_traces(world: World, memory: NodeDirectory) -> list[Trace]:
     """List the files of all nodes whose headers say that they hold something. Collective over the world."""
-    mine = commit_records.encode(commit_records.trace(memory, world.node_index)) if world.local_rank == 0 else None
-    return commit_records.join(world.gather_nodes(mine))
+    by_node = world.gather_nodes(inventory.scan_traces(memory, world.node_index) if world.local_rank == 0 else None)
+    return [trace for traces in by_node for trace in traces]
 
 
 def take_stock(world: World, memory: NodeDirectory) -> Inventory:
     """List what all nodes hold. Collective over the world."""
-    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)
-    return join([decode(part) for part in packed])
+    own = inventory.encode(inventory.scan(memory, world.node_index)) if world.local_rank == 0 else None
+    return inventory.join([inventory.decode(packed) for packed in world.gather_nodes(own)])

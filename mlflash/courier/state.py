@@ -10,9 +10,8 @@ from ..config import Config
 from ..crash_points import reach
 from ..errors import MemoryTooSmall
 from ..memory import shared_memory_segment
-from ..memory.commit_records import Trace
 from ..memory.copy_threads import CopyThreads
-from ..memory.inventory import Inventory, of_headers
+from ..memory.inventory import Inventory, Trace, of_headers
 from ..memory.memory_limits import available, headroom
 from ..memory.node_directory import NodeDirectory, file_number
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict

@@ -9,10 +9,8 @@ from ..courier.state import Context
 from ..drain.checkpoint_directory import Listed, Listing, step_of
 from ..drain.queue import DrainQueue
 from ..errors import StepNotFound, Unrestorable
-from ..memory.commit_records import MOST_STEPS
-from ..memory.inventory import Place
+from ..memory.inventory import MOST_STEPS, Place, WantedStep
 from ..memory.slot import Verdict
-from ..memory.wanted_step import WantedStep
 from ..protect.rank_checkpoint import RankCheckpoint
 from ..storage.store import Store, find_other_format, open_store
 from . import fetch

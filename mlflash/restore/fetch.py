@@ -27,11 +27,9 @@ from ..drain.drain import Drain
 from ..drain.queue import DrainQueue
 from ..drain.rank_input import DrainInput
 from ..errors import CorruptSlot, WorldSizeChanged
-from ..memory import commit_records
-from ..memory.inventory import Inventory, Place
+from ..memory.inventory import NEWEST, Inventory, Place, WantedStep, why_unrestorable
 from ..memory.node_directory import file_number
 from ..memory.slot import Attempt, Header, Kind, Slot, Use, Verdict
-from ..memory.wanted_step import NEWEST, WantedStep
 from ..protect.deduplication import Share, cuts
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..protect.transfer import Source, offer, receive, send, slot_of
@@ -152,7 +150,7 @@ def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, st
     Collective over the world.
     """
     traces = [one for one in context.find_traces() if one.attempt is None or one.attempt.generation >= context.floor]
-    told = commit_records.why_not(traces, struck, context.world.topology.node_names)
+    told = why_unrestorable(traces, struck, context.world.topology.node_names)
     return told, sorted({one.step for one in traces if one.step >= 0} - told.keys())
 
 

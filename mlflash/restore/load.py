@@ -33,7 +33,7 @@ from ..errors import (
     Unrestorable,
     WorldSizeChanged,
 )
-from ..memory.wanted_step import NEWEST, WantedStep
+from ..memory.inventory import NEWEST, WantedStep
 from ..protect.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
 from ..save.queue import SaveQueue
 from ..state.rebuild import Filling, materialize, refuse_differences

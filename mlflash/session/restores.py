@@ -13,11 +13,10 @@ from ..drain import checkpoint_directory
 from ..drain.checkpoint_directory import Listed
 from ..drain.queue import DrainQueue
 from ..errors import CorruptSlot
-from ..memory.inventory import write_verdict
+from ..memory.inventory import WantedStep, write_verdict
 from ..memory.node_directory import file_number
 from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Attempt, Slot, Verdict
-from ..memory.wanted_step import WantedStep
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..restore import fetch
 from ..restore.choose import Sources

@@ -15,8 +15,8 @@ import click
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config
 from ..errors import StepNotFound
+from ..memory.inventory import WantedStep
 from ..memory.node_directory import jobs_of
-from ..memory.wanted_step import WantedStep
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..storage.dcp_plans import TOLD

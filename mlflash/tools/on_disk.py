@@ -26,8 +26,8 @@ from ..drain.checkpoint_directory import (
 )
 from ..drain.file_index import CARD_NBYTES, Card, read_card
 from ..errors import ConfigError, CorruptSlot, MlflashError
+from ..memory.inventory import NEWEST
 from ..memory.slot import Verdict
-from ..memory.wanted_step import NEWEST
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..storage.store import Directory, Store, open_store

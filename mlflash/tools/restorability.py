@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from ..courier.choose_checkpoint import Choice, choose
 from ..errors import ConfigError
-from ..memory.inventory import Inventory
+from ..memory.inventory import NEWEST, Inventory, WantedStep
 from ..memory.slot import Attempt, Header, Kind, Verdict
-from ..memory.wanted_step import NEWEST, WantedStep
 from ..placement.redundancy_scheme import Scheme, parse
 from ..text import listed
 from .node_memory import Node, inventory_of

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from mlflash.courier.state import Certification, Saved
+from mlflash.memory.inventory import NEWEST, WantedStep
 from mlflash.memory.slot import Attempt, Verdict
-from mlflash.memory.wanted_step import NEWEST, WantedStep
 
 
 def saved(step: int) -> Saved:

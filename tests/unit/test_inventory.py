@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from unit.layouts import layout
 
 from mlflash.courier.choose_checkpoint import ParityGroup, choose
-from mlflash.memory.inventory import FOUND, Inventory, encode, join
+from mlflash.memory.inventory import FOUND, Inventory, WantedStep, encode, join
 from mlflash.memory.node_directory import file_name
 from mlflash.memory.slot import Attempt, Kind
 from mlflash.memory.slot_pool import assign
-from mlflash.memory.wanted_step import WantedStep
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 

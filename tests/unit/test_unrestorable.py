@@ -11,8 +11,8 @@ import pytest
 import xxhash
 
 from mlflash import Checkpointer, errors
-from mlflash.memory import commit_records, memory_limits
-from mlflash.memory.commit_records import Trace
+from mlflash.memory import inventory, memory_limits
+from mlflash.memory.inventory import Trace
 from mlflash.memory.slot import (
     COMMIT_START,
     HEADER_NBYTES,
@@ -321,6 +321,6 @@ def trace(rank: int, parities: int) -> Trace:
 
 def test_a_parity_group_that_lost_too_many_is_named() -> None:
     left = [trace(rank, parities) for parities in (0, 1) for rank in (0, 1)]
-    why = commit_records.why_not(left, {}, ["a", "b"])[1]
+    why = inventory.why_unrestorable(left, {}, ["a", "b"])[1]
     assert "ranks 2-3 of 4" in why and "2 of the 4 ranks 0-3 that protect each other have no slot" in why
     assert "at most 1 may be without" in why
