@@ -19,7 +19,7 @@ from ..launch.courier_cores import own_seat
 from ..launch.launcher_variables import Launched
 from ..launch.mpi_library import LIBRARY, needs_launcher
 from ..launch.rendezvous import Meeting, who_am_i
-from ..memory import user_directory
+from ..memory.node_directory import claim_user_directory
 from .link import ENTRY, CourierLink
 
 _AGENT_S = 60.0  # limit for the imports of an agent, which may come from a slow file system
@@ -133,7 +133,7 @@ def _meeting_place(memory: str, job: str) -> Path | None:
     if os.path.isdir(memory) and not os.path.lexists(usual):
         return usual
     try:
-        return Path(user_directory.claim(memory, job))
+        return Path(claim_user_directory(memory, job))
     except (OSError, MlflashError):
         return None
 

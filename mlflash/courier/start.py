@@ -9,10 +9,9 @@ from typing import Any
 
 from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
-from ..memory import user_directory
 from ..memory.copy_threads import as_many_as_help
 from ..memory.memory_limits import slow_kind
-from ..memory.node_directory import NodeDirectory
+from ..memory.node_directory import NodeDirectory, claim_user_directory
 from ..memory.slot_pool import SlotPool
 from ..mpi.fabric import Poke
 from ..mpi.nonblocking import SendRate
@@ -132,7 +131,7 @@ def _assemble(
 
 def _claim(config: Config) -> str:
     try:
-        return user_directory.claim(config.memory, config.job)
+        return claim_user_directory(config.memory, config.job)
     except (OSError, MlflashError):
         return ""
 

@@ -12,7 +12,7 @@ from ..errors import MemoryTooSmall
 from ..memory import shared_memory_segment
 from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import Inventory, Trace, of_headers
-from ..memory.memory_limits import available, headroom
+from ..memory.memory_limits import available, headroom, other_files
 from ..memory.node_directory import NodeDirectory, file_number
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
 from ..memory.slot_pool import SlotPool, assign, unmap
@@ -319,7 +319,7 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
 
 def _others(memory: NodeDirectory) -> str:
     jobs = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
-    files = "".join(f"\n    {one}" for one in memory.foreign()[:_FILES_NAMED])
+    files = "".join(f"\n    {one}" for one in other_files(memory.memory)[:_FILES_NAMED])
     return (f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{jobs}" * bool(jobs)
             + f"; this is not mlflash's (what a killed job has left may be deleted):{files}" * bool(files))  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import UnsafePath
 from ..events import News
-from ..memory.user_directory import PRIVATE, describe, is_private
+from ..memory.node_directory import PRIVATE, describe, is_private
 
 log = logging.getLogger("mlflash")
 

@@ -2,6 +2,11 @@
 
 ``<memory>/mlflash-<uid>/<job>/``. Nothing outside it is ever touched. Directories are 0700, files 0600, opened with
 O_NOFOLLOW and checked for their owner; each deletion is logged. Foreign files in it are passed over, with one warning.
+
+Anybody may take the name ``mlflash-<uid>``, because everybody may write to /dev/shm. Whatever is not a directory of
+this user is passed over, too; then ``mlflash-<uid>.1`` is next, and so on. All processes that look for a job find it by
+the same rule: the first of this user's directories that has the job, otherwise the first of them, otherwise the first
+free name.
 """
 
 from __future__ import annotations
@@ -17,11 +22,13 @@ import struct
 import time
 
 from ..errors import ConfigError, ForeignNode, JobInUse, MemoryTooSmall, UnsafePath
-from . import user_directory
 from .courier_process import works_for
-from .user_directory import PRIVATE, OtherFiles, describe, is_private, other_files
 
 log = logging.getLogger("mlflash")
+
+PRIVATE = "owned by this user, no access for group and others, not a link"
+_MOST_NAMES = 1000  # names to try; whoever takes more of them could also fill the memory
+_passed_over: set[str] = set()
 
 SLOT_NAME = re.compile(r"slot-(\d{4,})")
 _LOCK_NAME = "lock"
@@ -46,7 +53,7 @@ def too_small(error: OSError, path: str, expected: str) -> MemoryTooSmall | None
         return None
     why = _FULL[error.errno]
     with contextlib.suppress(OSError):
-        if error.errno == errno.ENOSPC and not (found := os.statvfs(path)).f_favail and found.f_files:
+        if error.errno == errno.ENOSPC and not (status := os.statvfs(path)).f_favail and status.f_files:
             why = "has no inode left for another file"
     return MemoryTooSmall(f"{path} {why}", expected=expected)
 
@@ -61,12 +68,99 @@ def file_name(number: int) -> str:
     return f"slot-{number:04d}"
 
 
+# This user's directory in a memory file system
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether only this user can use a file or directory."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def describe(status: os.stat_result) -> str:
+    """Say what a file or directory is, and who owns it."""
+    return f"{stat.filemode(status.st_mode)} uid {status.st_uid}, {status.st_nlink} links"
+
+
+def _pass_over(path: str, description: str) -> None:
+    """Warn, once in this process, about something that is not ours: it is neither used nor deleted."""
+    if path not in _passed_over:
+        _passed_over.add(path)
+        log.warning("%s is passed over, as it is not mlflash's: %s", path, description)
+
+
+def scan_user_directories(memory: str) -> tuple[list[str], dict[str, str]]:
+    """Find out who has the names of this user's directories.
+
+    Returns:
+        The paths of those that belong to this user, in their order; and what the others are, by path.
+    """
+    names = re.compile(rf"mlflash-{os.getuid()}(?:\.([1-9]\d*))?")
+    by_number = {int(match[1] or 0): name for name in os.listdir(memory) if (match := names.fullmatch(name))}
+    own, taken = [], {}
+    for _, name in sorted(by_number.items()):
+        path = os.path.join(memory, name)
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            own.append(path)
+        else:
+            taken[path] = describe(status)
+    return own, taken
+
+
+def user_directories(memory: str) -> list[str]:
+    """List this user's directories, in the order in which a job is looked for."""
+    try:
+        own, taken = scan_user_directories(memory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for path, description in taken.items():
+        _pass_over(path, description)
+    return own
+
+
+def _find_user_directory(memory: str, job: str) -> str | None:
+    """Find the directory of this user that has a job, or would get it; None if there is none."""
+    own = user_directories(memory)
+    return next((path for path in own if os.path.isdir(os.path.join(path, job))), own[0] if own else None)
+
+
+def claim_user_directory(memory: str, job: str) -> str:
+    """Find the directory for a job, or make one.
+
+    The first rank of a node does it for all, so that somebody who takes and frees names meanwhile
+    cannot divide them.
+
+    Raises:
+        ConfigError: none can be made in this memory.
+        UnsafePath: somebody has taken all names.
+    """
+    for number in range(_MOST_NAMES):
+        if (own := _find_user_directory(memory, job)) is not None:
+            return own
+        path = os.path.join(memory, f"mlflash-{os.getuid()}" + (f".{number}" if number else ""))
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass  # another user has it, or another process of this user has just made it
+        except OSError as error:
+            raise ConfigError(f"no directory can be made in {memory}: {error.strerror}", found=path) from None
+    first = os.path.join(memory, f"mlflash-{os.getuid()}")
+    raise UnsafePath(f"other users have taken all names for a directory of this user in {memory}", expected=PRIVATE,
+                     found=f"{_MOST_NAMES} of them, from {first} on")  # fmt: skip
+
+
+# The directory of a job in it
+
+
 class NodeDirectory:
     """This job's files on this node.
 
     Args:
         memory: the memory file system ("/dev/shm").
-        top: this user's directory in the memory, as `user_directory.claim` found it; "": look for it.
+        top: this user's directory in the memory, as `claim_user_directory` found it; "": look for it.
 
     Raises:
         UnsafePath: a directory on the way is a link, open to others or somebody else's.
@@ -83,7 +177,7 @@ class NodeDirectory:
             raise ConfigError(f"there is no memory file system at {memory}: {error.strerror}",
                               expected="a directory of a tmpfs, such as /dev/shm", found=memory) from None  # fmt: skip
         try:
-            top = top or (user_directory.claim(memory, job) if make else user_directory.find(memory, job) or "")
+            top = top or (claim_user_directory(memory, job) if make else _find_user_directory(memory, job) or "")
             if not top:
                 raise FileNotFoundError(f"no directory of this user in {memory}")
         except OSError:
@@ -91,7 +185,7 @@ class NodeDirectory:
             raise
         self._parts = os.path.basename(top), job
         self.path, self.top = os.path.join(memory, *self._parts), top
-        self._memory, self._job = memory, job
+        self.memory, self._job = memory, job
         self.fd = self._opened(fd, make)
         self._lock_fd = -1
         self._locks: list[tuple[str, int]] = []
@@ -99,7 +193,7 @@ class NodeDirectory:
 
     def _opened(self, fd: int, make: bool) -> int:
         """Open the directory below that of the memory, whose descriptor is closed."""
-        path = self._memory
+        path = self.memory
         for part in self._parts:
             path, above = os.path.join(path, part), fd
             try:
@@ -121,7 +215,7 @@ class NodeDirectory:
         if is_there and (self._lock_fd < 0 or os.fstat(self._lock_fd).st_nlink):
             return
         if not is_there:
-            above = os.open(self._memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            above = os.open(self.memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             removed, self.fd = self.fd, self._opened(above, make=True)
             os.close(removed)
         log.warning("somebody has removed %s: it is made anew, and the next save is the first one in it", self.path)
@@ -237,7 +331,7 @@ class NodeDirectory:
             return None
         if _is_ours(status):
             return status
-        user_directory.pass_over(os.path.join(self.path, name), describe(status))
+        _pass_over(os.path.join(self.path, name), describe(status))
         return None
 
     def _unlink(self, name: str) -> bool:
@@ -295,11 +389,8 @@ class NodeDirectory:
 
     def other_jobs(self) -> dict[str, int]:
         """Bytes of the slots that other jobs of this user hold in this memory, alive or not, by job."""
-        held = held_by_jobs(self._memory)
+        held = held_by_jobs(self.memory)
         return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
-
-    def foreign(self) -> list[OtherFiles]:
-        return other_files(self._memory)
 
     def close(self) -> None:
         """Release the lock and the directory; the files stay. May be called twice."""
@@ -314,19 +405,13 @@ class NodeDirectory:
 
 def jobs_of(memory: str) -> list[str]:
     """List the jobs of this user that have memory on this node."""
-    return sorted({os.path.basename(path) for top in user_directory.directories(memory) for path in _below(top)})
-
-
-def job_path(memory: str, job: str) -> str | None:
-    """Find the directory of a job on this node; None if there is none."""
-    top = user_directory.find(memory, job)
-    return next((path for path in _below(top) if os.path.basename(path) == job), None) if top else None
+    return sorted({os.path.basename(path) for top in user_directories(memory) for path in _below(top)})
 
 
 def held_by_jobs(memory: str) -> dict[str, int]:
     """Bytes of the slots that jobs of this user hold in a memory, alive or not, by job."""
     held = dict.fromkeys(jobs_of(memory), 0)
-    for top in user_directory.directories(memory):
+    for top in user_directories(memory):
         for path in _below(top):
             held[os.path.basename(path)] += sum(map(_slot_nbytes, _entries(path)))
     return held
@@ -350,22 +435,22 @@ def clean(memory: str, job: str) -> int:
 def _entries(path: str) -> list[os.DirEntry[str]]:
     """What is in a directory; nothing if it does not exist or cannot be read."""
     try:
-        with os.scandir(path) as found:
-            return sorted(found, key=lambda entry: entry.name)
+        with os.scandir(path) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except OSError:
         return []
 
 
 def _below(path: str) -> list[str]:
     """The directories of this user in one of them, sorted; those that are not ours are passed over."""
-    found = []
+    own = []
     for entry in _entries(path):
         if entry.is_dir(follow_symlinks=False):
             if (status := entry.stat(follow_symlinks=False)).st_uid == os.getuid():
-                found.append(entry.path)
+                own.append(entry.path)
             else:
-                user_directory.pass_over(entry.path, describe(status))
-    return found
+                _pass_over(entry.path, describe(status))
+    return own
 
 
 def _slot_nbytes(entry: os.DirEntry[str]) -> int:

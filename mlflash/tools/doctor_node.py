@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsafePath
-from ..memory import node_directory, user_directory
-from ..memory.memory_limits import MEMORY_KINDS, available, headroom, mounted
+from ..memory import node_directory
+from ..memory.memory_limits import MEMORY_KINDS, available, headroom, mapped_files, mounted, other_files
 from ..memory.node_directory import NodeDirectory
-from ..memory.user_directory import mapped_files, other_files
 from ..mpi.fabric import has_rdma
 from ..text import many, show_bytes
 from .doctor_context import Context
@@ -128,7 +127,7 @@ def writing(context: Context) -> Iterator[Finding]:
     except UnsafePath as error:
         yield wrong("private directory", "{error}, {found}", "delete it, or ask its owner to", error=error.message,
                     found=str(error.found))  # fmt: skip
-    for path, found in user_directory.look(memory)[1].items():
+    for path, found in node_directory.scan_user_directories(memory)[1].items():
         yield warning("private directory", "{path} does not belong to this user: {found}", "nothing is lost, because "
                       "jobs use the next name, mlflash-UID.1; ask its owner to delete it", path=path,
                       found=found)  # fmt: skip

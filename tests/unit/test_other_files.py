@@ -12,7 +12,7 @@ import pytest
 from mlflash import Checkpointer, errors
 from mlflash.config import from_environment
 from mlflash.launch.launcher_variables import launched
-from mlflash.memory.user_directory import mapped_files, other_files
+from mlflash.memory.memory_limits import mapped_files, other_files
 from mlflash.tools.doctor_context import Context
 from mlflash.tools.doctor_findings import Level
 from mlflash.tools.doctor_node import left_over, room
