@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..protect.rank_checkpoint import RankCheckpoint
-from ..state.leaves import Entry, from_bytes
-from ..state.meshes import apart
+from ..state.leaves import Entry, apart, from_bytes
 from ..state.plain_values import decode_plain
 from ..storage import dcp_plans
 from ..storage.dcp_files import METADATA, Contents, Keys, Path, keys_of, metadata, pickled, rank_file

@@ -25,8 +25,7 @@ import numpy as np
 
 from ..errors import ConfigError, pip_install
 from ..protect.rank_checkpoint import RankCheckpoint
-from ..state.dtypes import TORCH_ITEM_NBYTES
-from ..state.leaves import Entry, Tree
+from ..state.leaves import TORCH_ITEM_NBYTES, Entry, Tree
 from ..state.plain_values import decode_plain
 from ..state.shards import covers, cut
 from ..storage import dcp_plans

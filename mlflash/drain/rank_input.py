@@ -17,8 +17,7 @@ from ..crash_points import reach
 from ..memory.slot import Attempt, Verdict
 from ..protect.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
-from ..state.leaves import Entry, ties_of
-from ..state.meshes import apart
+from ..state.leaves import Entry, apart, ties_of
 from ..state.rebuild import Read
 from .file_index import Place, Places, encode, first_names, numbers_of, rows_of
 

@@ -10,16 +10,17 @@ import ctypes
 import dataclasses
 import functools
 import math
+import re
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from operator import add
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ..errors import StateError
-from . import meshes
-from .dtypes import array_dtype_name, torch_dtype_name
 
 Tree = list[Any]
 """A node is ``[tag, …]``: e(ntry index), p(lain index), d(ict), l(ist), t(uple), k (see `containers`), o(bject with
@@ -43,7 +44,7 @@ class Entry:
     shape: tuple[int, ...]  # shape of this shard
     start: int  # first byte, counted from the start of the payload
     nbytes: int
-    mesh: str | None = None  # of a DTensor, which ranks hold it: see `meshes.name_of`; None: it is no DTensor
+    mesh: str | None = None  # of a DTensor, which ranks hold it: see `mesh_name`; None: it is no DTensor
 
 
 def ties_of(entries: Sequence[Entry]) -> tuple[int, ...]:
@@ -112,6 +113,137 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+# The dtypes that a slot can hold: one table for writing and for reading
+
+
+TORCH_ITEM_NBYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "bcomplex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+         "float4_e2m1fn_x2", "bits8", "bits4x2", "bits2x4", "bits1x8"), 1,
+    ),
+    "bits16": 2,
+}  # fmt: skip
+"""The torch dtypes a slot can hold and their bytes per element."""
+
+# What dtype.str of an array without fields can be. Give nothing else to np.dtype(), because it evaluates parts of it.
+_ARRAY_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}[a-zA-Z]{1,2}\])?)")
+
+
+def item_nbytes(kind: Any, dtype: Any) -> int:
+    """Bytes of an element; a dtype that a slot cannot hold is a ValueError or a LookupError."""
+    if kind == "tensor":
+        return TORCH_ITEM_NBYTES[dtype]
+    if kind != "array":
+        raise ValueError(f"unknown kind {kind!r}")
+    return array_dtype(dtype).itemsize
+
+
+def array_dtype(name: Any) -> np.dtype[Any]:
+    """The NumPy dtype of a name; a name that a slot cannot hold is a ValueError."""
+    if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):
+        raise ValueError(f"dtype {name!r} is not allowed")
+    parsed = np.dtype(name)
+    if parsed.hasobject or parsed.names is not None or parsed.str != name:
+        raise ValueError(f"dtype {name!r} is not allowed")
+    return parsed
+
+
+def array_dtype_name(dtype: np.dtype[Any], path: str) -> str:
+    """The name under which a slot holds a NumPy dtype. Raises StateError if it would be read back as another."""
+    if dtype.hasobject or dtype.names is not None:
+        raise StateError("an array of objects or records cannot be saved", tensor=path, found=dtype)
+    name: str = dtype.str
+    try:
+        is_known = array_dtype(name) == dtype and dtype.metadata is None
+    except (ValueError, TypeError):
+        is_known = False
+    if not is_known:  # for example bfloat16 of ml_dtypes, which says "<V2"
+        raise StateError("NumPy knows only the size of this dtype, or it carries metadata: view it as an integer "
+                         "dtype of that size", tensor=path, found=repr(dtype))  # fmt: skip
+    return name
+
+
+def torch_dtype_name(dtype: Any, path: str) -> str:
+    """The name under which a slot holds a torch dtype. Raises StateError if it has no name."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in TORCH_ITEM_NBYTES:
+        raise StateError("torch cannot copy tensors of this dtype: view it as torch.uint8, and save that",
+                         tensor=path, found=dtype)  # fmt: skip
+    return name
+
+
+# Which ranks hold a DTensor: meshes by name, so that the same name of a tensor on two meshes is two tensors
+
+
+_mesh_names: dict[int, tuple[int, str]] = {}  # by the id of a mesh that lives: the size of the job, its name
+
+
+def mesh_name(mesh: Any) -> str:
+    """Name a device mesh by what it leaves out of the ranks of the job.
+
+    A mesh that was cut out of a larger one has the coordinates, there, that all of its ranks share. So
+    it can be found again after its other dimensions have changed. Any other is named by its ranks.
+
+    Returns:
+        "" for all ranks; "expert=1/4,pp=0/2"; "ranks 0-6:2"; or "ranks #..." with a checksum.
+    """
+    import torch.distributed as dist
+
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    # By its id: meshes are equal that were cut out of different ones, or belong to an earlier job of the process.
+    known = _mesh_names.get(id(mesh))
+    if known is not None and known[0] == size:
+        return known[1]
+    name = _mesh_name(mesh, size)
+    if known is None:
+        weakref.finalize(mesh, _mesh_names.pop, id(mesh))
+    _mesh_names[id(mesh)] = size, name
+    return name
+
+
+def _mesh_name(mesh: Any, size: int) -> str:
+    ranks = np.unique(mesh.mesh.numpy())
+    if len(ranks) == (size or len(ranks)):
+        return ""
+    root = mesh._get_root_mesh()
+    names = getattr(root, "mesh_dim_mesh_names", None)
+    if root is not mesh and names:
+        coordinates = np.argwhere(np.isin(root.mesh.numpy(), ranks))
+        dims = list(zip(names, coordinates.T, root.mesh.shape, strict=True))
+        fixed = {name: f"{name}={column[0]}/{many}" for name, column, many in dims
+                 if many > 1 and (column == column[0]).all()}  # fmt: skip
+        if fixed and math.prod(many for name, _, many in dims if name not in fixed) == len(ranks):
+            return ",".join(fixed[name] for name in sorted(fixed))
+    steps = np.unique(np.diff(ranks))
+    if len(steps) <= 1:
+        step = f":{steps[0]}" if len(steps) and steps[0] > 1 else ""
+        return f"ranks {ranks[0]}-{ranks[-1]}{step}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    return f"ranks #{xxhash.xxh3_64_hexdigest(ranks.astype('<i8').tobytes())}"
+
+
+NameAndMesh = tuple[str, str | None]
+"""The name of a tensor, and that of its mesh."""
+
+
+def names_on_several_meshes(tensors: Iterable[NameAndMesh]) -> set[str]:
+    """The names that ranks have on several meshes."""
+    meshes_of: dict[str, set[str | None]] = {}
+    for name, mesh in tensors:
+        meshes_of.setdefault(name, set()).add(mesh)
+    return {name for name, meshes in meshes_of.items() if len(meshes) > 1}
+
+
+def apart(tensors: Iterable[NameAndMesh]) -> Callable[[str, str | None], str]:
+    """Tell tensors of one name on several meshes apart: a function of name and mesh, which adds "@" and the mesh."""
+    several = names_on_several_meshes(tensors)
+    return lambda name, mesh: f"{name}@{mesh or 'all ranks'}" if name in several and mesh is not None else name
+
+
 # Tensors and arrays
 
 
@@ -129,7 +261,7 @@ def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple
     shard: list[Any] | None = None
     mesh: str | None = None
     if type(tensor).__name__ == "DTensor":
-        global_shape, mesh = tuple(tensor.shape), meshes.name_of(tensor.device_mesh)
+        global_shape, mesh = tuple(tensor.shape), mesh_name(tensor.device_mesh)
         tensor, *shard = dtensor_shard(tensor.detach(), path)
     elif is_placed(tensor):
         tensor, global_shape, *shard = _placed_part(tensor, path)
@@ -249,7 +381,7 @@ def place_of(tensor: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...], 
     """Global shape, offset and local shape of a tensor, and a DTensor's mesh. Raises StateError without a value."""
     if type(tensor).__name__ == "DTensor":
         _, shape, offset = dtensor_shard(tensor.detach(), path)
-        return tuple(tensor.shape), offset, shape, meshes.name_of(tensor.device_mesh)
+        return tuple(tensor.shape), offset, shape, mesh_name(tensor.device_mesh)
     shape = tuple(tensor.shape)
     return shape, (0,) * len(shape), shape, None
 
@@ -263,10 +395,10 @@ def local_of(dtensor: Any) -> Any:
 def replica_ranks(dtensor: Any) -> tuple[int, ...]:
     """The ranks that hold the same shard of a DTensor as this one, ascending, according to its placements."""
     mesh = dtensor.device_mesh
-    here = mesh.get_coordinate()
-    if here is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return ()
-    index = tuple(slice(None) if p.is_replicate() else at for p, at in zip(dtensor.placements, here, strict=True))
+    index = tuple(slice(None) if p.is_replicate() else at for p, at in zip(dtensor.placements, coordinate, strict=True))
     return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
 
 

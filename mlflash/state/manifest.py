@@ -15,8 +15,7 @@ from typing import Any
 
 from ..errors import CorruptSlot, StateError
 from . import containers
-from .dtypes import item_nbytes
-from .leaves import Entry, Tree
+from .leaves import Entry, Tree, item_nbytes
 from .plain_values import MAX_DEPTH, check_plain, decode_plain
 
 BAD_DOCUMENT = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)

@@ -23,10 +23,8 @@ import numpy as np
 import xxhash
 
 from ..errors import StructureMismatch
-from .dtypes import item_nbytes
-from .leaves import Entry, Tree, ties_of
+from .leaves import Entry, Tree, item_nbytes, names_on_several_meshes, ties_of
 from .manifest import check_tree
-from .meshes import on_several
 from .paths import plain_leaves
 from .shards import Box, Fragment, covers, overlap
 
@@ -121,7 +119,7 @@ class OldRanks(Mapping[int, OldRank]):
         has_meshes = any(group.structure.meshes for group in groups)
         listed = ((name, self._mesh(spot)) for name, spots in self.spots.items() for spot in spots)
         # names under which ranks held different tensors, each on a mesh of its own
-        self.apart = on_several(listed) if has_meshes else set()
+        self.apart = names_on_several_meshes(listed) if has_meshes else set()
         self._columns: dict[_Key, _Column] = {}
         self._templates: dict[Any, tuple[list[_Part], bool]] = {}
         self._asked_last: tuple[int, tuple[RankStructure, np.ndarray]] | None = None

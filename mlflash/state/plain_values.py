@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import StateError
-from .dtypes import array_dtype, array_dtype_name
+from .leaves import array_dtype, array_dtype_name
 
 MAX_DEPTH = 200
 """Levels of a tree, and of tuples in a key."""

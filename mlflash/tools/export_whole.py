@@ -17,10 +17,8 @@ from ..drain.file_index import first_names
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..restore.open_in_memory import OpenCheckpoint
 from ..state import shards
-from ..state.dtypes import item_nbytes
 from ..state.flatten import flatten
-from ..state.leaves import Entry, Tree, from_bytes, live_bytes, ties_of
-from ..state.meshes import apart
+from ..state.leaves import Entry, Tree, apart, from_bytes, item_nbytes, live_bytes, ties_of
 from ..state.old_ranks import OldRank, Spot
 from ..state.paths import plain_leaves
 from ..state.plain_values import encode_key

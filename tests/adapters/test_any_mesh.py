@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch_jobs import COMM, job
 
 from mlflash import Checkpointer, errors
-from mlflash.state.meshes import name_of
+from mlflash.state.leaves import mesh_name
 
 RANK, SIZE = COMM.rank, COMM.size
 SEED = int(os.environ.get("MLFLASH_TEST_SEED") or 1)
@@ -154,7 +154,7 @@ def test_a_mesh_is_named_anew_in_a_job_of_another_size() -> None:
     with job(2) as comm:
         if comm is not None:
             kept.append(init_device_mesh("cpu", (2,)))
-            assert name_of(kept[0]) == ""
+            assert mesh_name(kept[0]) == ""
     with job():
         pair = DeviceMesh("cpu", [0, 1])
-        assert name_of(pair) == "ranks 0-1" and (not kept or kept[0] == pair)
+        assert mesh_name(pair) == "ranks 0-1" and (not kept or kept[0] == pair)

@@ -28,9 +28,8 @@ from mlflash.memory.slot import COMMIT_START, MAX_GROUP, Attempt, Header, Kind, 
 from mlflash.mpi.world import World
 from mlflash.placement.node import this_node
 from mlflash.state import manifest, old_ranks
-from mlflash.state.dtypes import TORCH_ITEM_NBYTES
 from mlflash.state.layout import PAGE_NBYTES, Extents
-from mlflash.state.leaves import Entry
+from mlflash.state.leaves import TORCH_ITEM_NBYTES, Entry
 from mlflash.state.old_ranks import RankStructure
 from mlflash.storage import canonical_json
 from mlflash.telemetry import heartbeat

@@ -11,7 +11,7 @@ from states import differences
 from unit.stored import Store
 
 from mlflash import errors
-from mlflash.state import dtypes
+from mlflash.state import leaves
 from mlflash.state.flatten import Flattener, flatten
 from mlflash.state.rebuild import compare
 
@@ -21,10 +21,10 @@ def store(node_memory: Any) -> Store:
     return Store(node_memory)
 
 
-@pytest.mark.parametrize("dtype", sorted(name for name in dtypes.TORCH_ITEM_NBYTES if hasattr(torch, name)))
+@pytest.mark.parametrize("dtype", sorted(name for name in leaves.TORCH_ITEM_NBYTES if hasattr(torch, name)))
 def test_every_torch_dtype_round_trips(store: Store, dtype: str) -> None:
     kind = getattr(torch, dtype)
-    raw = torch.arange(24 * dtypes.TORCH_ITEM_NBYTES[dtype], dtype=torch.uint8)
+    raw = torch.arange(24 * leaves.TORCH_ITEM_NBYTES[dtype], dtype=torch.uint8)
     tensor = raw.view(kind).reshape(2, 3, 4) if dtype != "bool" else (raw % 2).view(kind).reshape(2, 3, 4)
     state = {"whole": tensor, "none of it": tensor[:0], "one": tensor[1, 1, 1]}
     store.write(state)
@@ -40,7 +40,7 @@ def test_no_torch_dtype_is_forgotten() -> None:
     quantized = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
     sub_byte = {f"{s}int{n}" for s in ("", "u") for n in range(1, 8)}
     since_2_14 = {"bcomplex32"}
-    assert found - quantized - sub_byte | since_2_14 == set(dtypes.TORCH_ITEM_NBYTES)
+    assert found - quantized - sub_byte | since_2_14 == set(leaves.TORCH_ITEM_NBYTES)
 
 
 def test_tied_tensors_are_stored_once_and_tied_again(store: Store) -> None:
