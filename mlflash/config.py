@@ -23,7 +23,7 @@ import xxhash
 
 from .errors import ConfigError
 from .placement import redundancy_scheme
-from .placement.node import Node, this_node
+from .placement.topology import Node, this_node
 from .storage import canonical_json
 from .storage.store import is_url, without_file_scheme
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mlflash import Checkpointer, config, rng
 from mlflash.errors import MlflashError
 from mlflash.memory.node_directory import clean
-from mlflash.placement.node import this_node
+from mlflash.placement.topology import this_node
 
 from ..ids import step_of
 from ..megatron.shards import LoadShards, SaveShards

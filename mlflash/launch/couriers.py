@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
-from ..placement.node import this_node
+from ..placement.topology import this_node
 from . import courier_cores, cross_memory
 from .agent_client import AgentClient, AgentLost, AgentRefused, CourierEnd, Departure, HubLost
 from .courier_process import ABORTS, NOT_UP

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install, text_of
-from ..placement.node import Node
-from ..placement.topology import Topology, from_node_ids
+from ..placement.topology import Node, Topology, from_node_ids
 from ..text import listed
 from . import nonblocking
 from .deadlines import ASK_ALL, Pings, Waits

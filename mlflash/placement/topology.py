@@ -1,13 +1,46 @@
-"""Which rank is on which node.
+"""Which node this process is on, and which rank is on which node.
 
-Pure: every rank computes the same answer from the same list of nodes.
+Every rank computes the same topology from the same list of nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Node(NamedTuple):
+    """What the ranks of a node have in common. Ranks with the same host and memory are on one node.
+
+    Attributes:
+        host: a name of this host since its last boot.
+        memory: identity of a memory directory on this host; "" if it does not exist.
+        name: of the node, in messages.
+    """
+
+    host: str
+    memory: str
+    name: str
+
+
+def this_node(memory: str = "/dev/shm", name: str = "") -> Node:
+    """Return the node of this process.
+
+    Containers of one host may have its name and its network, and a ``/dev/shm`` each (``docker run --network host``).
+    The kernel numbers each file system of memory.
+
+    Args:
+        memory: the directory that ranks of this node share.
+        name: of the node; "": that of the host.
+    """
+    status = os.stat(memory) if os.path.isdir(memory) else None
+    host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return Node(host, f"{status.st_dev}:{status.st_ino}" if status else "", name or socket.gethostname())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +63,8 @@ class Topology:
 
     def reader(self, rank: int, node: int) -> int:
         """The rank that reads a file of a rank on a node: the rank itself if it is there, or its ranks in turn."""
-        here = self.ranks_on[node]
-        return rank if rank in here else here[rank % len(here)]
+        ranks = self.ranks_on[node]
+        return rank if rank in ranks else ranks[rank % len(ranks)]
 
 
 def from_node_ids(node_ids: Sequence[tuple[int, str]]) -> Topology:

@@ -17,7 +17,7 @@ from ..drain.checkpoint_directory import Listed
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot import Header, Kind
 from ..mpi.world import World
-from ..placement.node import this_node
+from ..placement.topology import this_node
 from ..protect.deduplication import cuts
 from ..restore.open_in_directory import OpenInDirectory
 from ..state.leaves import Entry

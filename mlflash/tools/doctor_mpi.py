@@ -20,7 +20,7 @@ from ..launch.launcher_variables import Launched
 from ..launch.rendezvous import meeting_of
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
-from ..placement.node import Node
+from ..placement.topology import Node
 from ..text import many
 from . import doctor_couriers
 from .doctor_context import Context

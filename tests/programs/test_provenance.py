@@ -24,7 +24,7 @@ from mlflash.drain import provenance
 from mlflash.drain.checkpoint_directory import list_checkpoints
 from mlflash.errors import ConfigError
 from mlflash.mpi.world import World
-from mlflash.placement.node import this_node
+from mlflash.placement.topology import this_node
 from mlflash.storage import canonical_json
 from mlflash.storage.store import Directory
 from mlflash.tools import on_disk

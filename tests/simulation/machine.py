@@ -80,7 +80,7 @@ def _replace_nodes() -> None:
 
     from mlflash import config
     from mlflash.memory.node_directory import NodeDirectory
-    from mlflash.placement.node import Node
+    from mlflash.placement.topology import Node
 
     opens = NodeDirectory.__init__
 

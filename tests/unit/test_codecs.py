@@ -26,7 +26,7 @@ from mlflash.errors import CorruptSlot
 from mlflash.launch.lines import BadLine, Lines, pack
 from mlflash.memory.slot import COMMIT_START, MAX_GROUP, Attempt, Header, Kind, any_record, pack_record, unpack
 from mlflash.mpi.world import World
-from mlflash.placement.node import this_node
+from mlflash.placement.topology import this_node
 from mlflash.state import manifest, old_ranks
 from mlflash.state.layout import PAGE_NBYTES, Extents
 from mlflash.state.leaves import TORCH_ITEM_NBYTES, Entry

@@ -19,7 +19,7 @@ from mlflash.cli import main
 from mlflash.config import from_environment
 from mlflash.launch.launcher_variables import Launched, launched
 from mlflash.memory.memory_limits import headroom
-from mlflash.placement.node import Node
+from mlflash.placement.topology import Node
 from mlflash.run.on_slurm import LaunchFailed
 from mlflash.tools import doctor_mpi, doctor_node, doctor_software, plan_schemes
 from mlflash.tools.doctor_context import Context

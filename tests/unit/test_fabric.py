@@ -8,8 +8,7 @@ import pytest
 
 from mlflash.mpi import fabric
 from mlflash.mpi.world import World
-from mlflash.placement.node import this_node
-from mlflash.placement.topology import Topology
+from mlflash.placement.topology import Topology, this_node
 
 
 def world_of(nodes: int, others_have_rdma: bool) -> World:

@@ -16,7 +16,7 @@ from mlflash.drain import checkpoint_directory
 from mlflash.drain.checkpoint_directory import Listed
 from mlflash.errors import CorruptSlot
 from mlflash.mpi.world import World
-from mlflash.placement.node import this_node
+from mlflash.placement.topology import this_node
 from mlflash.restore.open_in_directory import OpenInDirectory
 from mlflash.state.rebuild import materialize
 from mlflash.storage.store import Directory

@@ -22,7 +22,7 @@ from mlflash import Checkpointer, config, errors
 from mlflash.courier import start
 from mlflash.memory import memory_limits
 from mlflash.mpi.world import World
-from mlflash.placement.node import this_node
+from mlflash.placement.topology import this_node
 
 REPO = Path(__file__).parents[2]
 

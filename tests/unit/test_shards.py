@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlflash.courier.describe_ranks import Described, gather_ranks
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
-from mlflash.placement.node import this_node
+from mlflash.placement.topology import this_node
 from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import OldRanks, RankStructure
 from mlflash.state.shards import Fragment, cut
