@@ -372,7 +372,7 @@ class Checkpointer:
         report: dict[str, Any] = self._courier.ask("report") | {"courier": self._courier.is_a}
         if self.enabled:
             mine = self._trainer.recorder
-            report["counts"], report["seconds"] = mine.together(report["counts"], report["seconds"])
+            report["counts"], report["seconds"] = mine.merged(report["counts"], report["seconds"])
         return report
 
     def _check_open(self) -> None:

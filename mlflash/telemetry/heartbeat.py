@@ -73,20 +73,20 @@ _Rank = _document(
     "Rank", _OF_BOTH | _OF_TRAINER | _OF_COURIER | {"pid": Annotated[int, Meta(ge=0, le=1 << 62)], "alive": bool},
     _ALSO_OF_TRAINER | _ALSO_OF_COURIER | _ABOUT_COURIER,
 )  # fmt: skip
-_TRAINER_TELLS = (*_OF_BOTH, "pid", *_OF_TRAINER, *_ALSO_OF_TRAINER)
-_COURIER_TELLS = (*_OF_COURIER, *_ALSO_OF_COURIER)
+_TRAINER_FIELDS = (*_OF_BOTH, "pid", *_OF_TRAINER, *_ALSO_OF_TRAINER)
+_COURIER_FIELDS = (*_OF_COURIER, *_ALSO_OF_COURIER)
 # With these fields the next courier of this trainer continues.
-_GOES_ON = (
+_CONTINUED_FIELDS = (
     "committed", "drained", "saves", "failed", "damaged", "unrestorable", "unrestorable_at", "suspect", "certified",
     "times",
 )  # fmt: skip
 
 
-def encode(said: Mapping[str, Any]) -> bytes:
+def encode(report: Mapping[str, Any]) -> bytes:
     """Encode what a process reports; never longer than a part, because the other one begins there."""
-    text = json.dumps(said, separators=(",", ":")).encode()
+    text = json.dumps(report, separators=(",", ":")).encode()
     if len(text) > PART_NBYTES:
-        short = {name: value[-_SHORT:] if isinstance(value, str) else value for name, value in said.items()}
+        short = {name: value[-_SHORT:] if isinstance(value, str) else value for name, value in report.items()}
         text = json.dumps(short, separators=(",", ":")).encode()
     return text.ljust(PART_NBYTES)[:PART_NBYTES]
 
@@ -96,31 +96,31 @@ def read_part(text: bytes, kind: type[msgspec.Struct]) -> dict[str, Any] | str |
     if not text.strip(b"\0 "):  # the process has just made it
         return None
     try:
-        said = json.loads(text)
+        report = json.loads(text)
     except (ValueError, RecursionError):
         return "cannot be read: it is torn, or no heartbeat"
-    return _checked(said, kind)
+    return _checked(report, kind)
 
 
-def why_unread(said: object) -> str:
-    """Why what a rank reports (see `together`) cannot be read; "" if it can."""
-    checked = _checked(said, _Rank)
+def why_unread(report: object) -> str:
+    """Why what a rank reports (see `combined`) cannot be read; "" if it can."""
+    checked = _checked(report, _Rank)
     return checked if isinstance(checked, str) else ""
 
 
-def _checked(said: object, kind: type[msgspec.Struct]) -> dict[str, Any] | str:
+def _checked(document: object, kind: type[msgspec.Struct]) -> dict[str, Any] | str:
     try:
-        known: dict[str, Any] = msgspec.to_builtins(msgspec.convert(said, kind))
+        known: dict[str, Any] = msgspec.to_builtins(msgspec.convert(document, kind))
         if known.get("restored") is None or "restored" in known["times"]:
             return known
         wrong = "the time of the restore is missing"
     except (msgspec.ValidationError, UnicodeError) as error:
         wrong = str(error)
-    version = str(said.get("version", "unknown"))[:_SHORT] if isinstance(said, dict) else "unknown"
+    version = str(document.get("version", "unknown"))[:_SHORT] if isinstance(document, dict) else "unknown"
     return f"cannot be read: written by version {version} (this is {__version__}): {wrong}"
 
 
-def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, alive: bool, courier_alive: bool
+def combined(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, alive: bool, courier_alive: bool
              ) -> dict[str, Any]:  # fmt: skip
     """Combine what the trainer and the courier of a rank report: only the trainer decides its life and its progress.
 
@@ -128,16 +128,16 @@ def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, aliv
     ``courier_alive``, ``courier_beat`` and ``courier_state``, None if nothing is known. A pid is 0 if the process has
     another pid namespace than who reads: it counts as alive.
     """
-    said: dict[str, Any] = {name: trainer[name] for name in _TRAINER_TELLS if name in trainer}
-    said |= {"committed": None, "alive": alive, **dict.fromkeys(_ABOUT_COURIER)}
+    report: dict[str, Any] = {name: trainer[name] for name in _TRAINER_FIELDS if name in trainer}
+    report |= {"committed": None, "alive": alive, **dict.fromkeys(_ABOUT_COURIER)}
     if courier is None or (courier["start"], courier["rank"]) != (trainer["start"], trainer["rank"]):
-        return said
-    said |= {name: courier[name] for name in _COURIER_TELLS if name in courier}
-    said |= {"courier_pid": courier["pid"], "courier_alive": courier_alive, "courier_beat": courier["beat"],
+        return report
+    report |= {name: courier[name] for name in _COURIER_FIELDS if name in courier}
+    report |= {"courier_pid": courier["pid"], "courier_alive": courier_alive, "courier_beat": courier["beat"],
              "courier_state": courier["state"], "times": courier["times"] | trainer["times"]}  # fmt: skip
     if trainer.get("restored_at", 0) >= courier.get("unrestorable_at", 0):
-        said.pop("unrestorable", None)  # another checkpoint could be restored since
-    return said
+        report.pop("unrestorable", None)  # another checkpoint could be restored since
+    return report
 
 
 def has_own_courier(heartbeat: Mapping[str, Any]) -> bool:
@@ -181,7 +181,7 @@ class _Part:
         self._lock = threading.Lock()  # any thread of the process writes
         self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}") if is_written else -1, at
         self._over = False
-        self._said: dict[str, Any] = {
+        self._report: dict[str, Any] = {
             "format": 1, "version": __version__, "start": facts.start, "rank": facts.rank, "pid": os.getpid(),
             "pid_namespace": _pid_namespace(), "state": "started", "times": {},
         }  # fmt: skip
@@ -194,7 +194,7 @@ class _Part:
 
     def note(self, **news: Any) -> None:
         with self._lock:
-            self._said.update(_short(news))
+            self._report.update(_short(news))
 
     def beat(self, event: str = "", **news: Any) -> None:
         """Report that this process makes progress, and what is new; the first time of each event stays."""
@@ -203,12 +203,12 @@ class _Part:
                 return
             now = round(time.time(), 3)
             if event:
-                self._said["times"].setdefault(event, now)
-            self._said.update(_short(news), beat=now)
+                self._report["times"].setdefault(event, now)
+            self._report.update(_short(news), beat=now)
             self._write()
 
     def _write(self) -> None:
-        text = encode(self._said)
+        text = encode(self._report)
         # No `try` here: CPython does not release a lock if an exception is raised on exactly that line, as in the
         # tests.
         with contextlib.suppress(OSError):  # memory is full, which `_open` has reported
@@ -233,7 +233,7 @@ class TrainerHeartbeat(_Part):
 
     def __init__(self, memory: NodeDirectory, facts: RankFacts, is_written: bool = True):
         super().__init__(memory, facts, 0, is_written)
-        self._said |= {"run": facts.run, "ranks": facts.size, "node": facts.node, "restored": None, "source": "",
+        self._report |= {"run": facts.run, "ranks": facts.size, "node": facts.node, "restored": None, "source": "",
                        "saved": None}  # fmt: skip
         self.beat("made")
 
@@ -260,8 +260,8 @@ class CourierHeartbeat(_Part):
         with contextlib.suppress(OSError):  # there is no part, or it could not be opened
             before = read_part(os.pread(self._fd, PART_NBYTES, self._at), CourierPart)
             if isinstance(before, dict) and (before["start"], before["rank"]) == (facts.start, facts.rank):
-                self.before = {name: before[name] for name in _GOES_ON if name in before}
-        self._said |= {"committed": None, "saves": 0, "failed": 0} | self.before
+                self.before = {name: before[name] for name in _CONTINUED_FIELDS if name in before}
+        self._report |= {"committed": None, "saves": 0, "failed": 0} | self.before
         self.beat()
 
     def end(self) -> None:
@@ -292,27 +292,27 @@ def _short(news: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Heard(NamedTuple):
+class NodeReports(NamedTuple):
     """What the ranks of a node report about themselves; and, in words, why other files cannot be read."""
 
     heartbeats: list[dict[str, Any]]
     unread: list[str]
 
 
-def read_heartbeats(memory: str, job: str) -> Heard:
+def read_heartbeats(memory: str, job: str) -> NodeReports:
     """Read what the ranks of this node report, and whether each is alive; nothing if the job has no memory there."""
     try:
         held = NodeDirectory(memory, job, make=False)
     except FileNotFoundError:
-        return Heard([], [])
+        return NodeReports([], [])
     try:
-        heard = Heard([], [])
+        reports = NodeReports([], [])
         for name in held.pulse_names():
-            said, unread = read_heartbeat(held, name)
-            heard.unread.extend(f"{held.path}/{name} {text}" for text in unread)
-            if said is not None:
-                heard.heartbeats.append(said)
-        return heard
+            report, unread = read_heartbeat(held, name)
+            reports.unread.extend(f"{held.path}/{name} {text}" for text in unread)
+            if report is not None:
+                reports.heartbeats.append(report)
+        return reports
     finally:
         held.close()
 
@@ -322,7 +322,7 @@ def live_jobs(memory: str) -> list[str]:
     return [
         job
         for job in jobs_of(memory)
-        if any(one["alive"] or is_orphan(one) for one in read_heartbeats(memory, job).heartbeats)
+        if any(report["alive"] or is_orphan(report) for report in read_heartbeats(memory, job).heartbeats)
     ]
 
 
@@ -359,7 +359,7 @@ def _parts_of(text: bytes) -> tuple[dict[str, Any] | str | None, ...]:
 
 
 def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Read what the trainer and the courier of some rank report `together`, and in words, why parts cannot be read.
+    """Read what the trainer and the courier of some rank report, `combined`, and in words, why parts cannot be read.
 
     Nothing is reported if the trainer's part is missing, blank, or cannot be read.
     """
@@ -378,9 +378,9 @@ def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | N
     if not isinstance(trainer, dict):
         return None, [] if trainer is None else [trainer]
     unread = [f"{courier} in what the courier says"] if isinstance(courier, str) else []
-    heard = courier if isinstance(courier, dict) else None
-    for part in (trainer, heard):
+    of_courier = courier if isinstance(courier, dict) else None
+    for part in (trainer, of_courier):
         if part is not None:
             part["pid"] = _pid_here(part)
-    courier_alive = heard is not None and _is_alive(heard["pid"])
-    return together(trainer, heard, _is_alive(trainer["pid"]), courier_alive), unread
+    courier_alive = of_courier is not None and _is_alive(of_courier["pid"])
+    return combined(trainer, of_courier, _is_alive(trainer["pid"]), courier_alive), unread

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import pip_install
 from ..events import Event
-from .heartbeat import Heard, has_own_courier
+from .heartbeat import NodeReports, has_own_courier
 
 log = logging.getLogger("mlflash")
 
@@ -55,7 +55,7 @@ class Metrics:
         where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
     """
 
-    def __init__(self, where: str, job: str, look: Callable[[], Heard]):
+    def __init__(self, where: str, job: str, look: Callable[[], NodeReports]):
         self._over = Event()
         self._thread: threading.Thread | None = None
         self._server: Any = None
@@ -105,7 +105,7 @@ class Metrics:
 
 
 class _Collector:
-    def __init__(self, job: str, look: Callable[[], Heard]):
+    def __init__(self, job: str, look: Callable[[], NodeReports]):
         self._job, self._look = job, look
         self._warned: set[str] = set()
 
@@ -114,7 +114,7 @@ class _Collector:
 
         labels = ["job_name", "node", "rank"]
         values: _Values = [([self._job, str(heartbeat.get("node", "")), str(heartbeat["rank"])], heartbeat)
-                           for heartbeat in self._heard().heartbeats]  # fmt: skip
+                           for heartbeat in self._reports().heartbeats]  # fmt: skip
         up = GaugeMetricFamily("mlflash_up", "Whether the process of the rank is alive.", labels=labels)
         yield _filled(up, values, "alive")
         if own := [(label, heartbeat) for label, heartbeat in values if has_own_courier(heartbeat)]:
@@ -127,16 +127,16 @@ class _Collector:
         late = GaugeMetricFamily("mlflash_late_seconds", _LATE, labels=[*labels, "phase"])
         yield _filled(late, by_phase, "late_s")
 
-    def _heard(self) -> Heard:
+    def _reports(self) -> NodeReports:
         try:
-            heard = self._look()
+            reports = self._look()
         except Exception as error:  # the next request tries again
-            heard = Heard([], [f"the metrics of this node cannot be read: {error!r}"])
-        for text in heard.unread:
+            reports = NodeReports([], [f"the metrics of this node cannot be read: {error!r}"])
+        for text in reports.unread:
             if text not in self._warned:
                 log.warning("%s", text)
-        self._warned = {*heard.unread}
-        return heard
+        self._warned = {*reports.unread}
+        return reports
 
 
 def _filled(family: Any, values: _Values, key: str) -> Any:
@@ -148,5 +148,5 @@ def _filled(family: Any, values: _Values, key: str) -> Any:
 
 def port_of(where: str) -> int:
     """The port in ":9464"; 0 if it is the name of a file."""
-    found = _PORT.fullmatch(where)
-    return int(found[1]) if found else 0
+    match = _PORT.fullmatch(where)
+    return int(match[1]) if match else 0

@@ -146,7 +146,7 @@ class _Tally:
         self.counts: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
 
-    def _tell(self, text: str, *values: object) -> None:
+    def _info(self, text: str, *values: object) -> None:
         if self._rank == 0:
             log.info(text, *values)
 
@@ -201,9 +201,9 @@ class TrainerRecorder(_Tally):
         self.counts["restores"] += 1
         self._heartbeat.beat("restored", restored=step, source=source, restored_at=time.time())
         self._events.add("restore", step=step, seconds=seconds, nbytes=nbytes, source=source, **{"from": node})
-        self._tell("restored step %d from %s in %.3g s%s", step, source, seconds, how)
+        self._info("restored step %d from %s in %.3g s%s", step, source, seconds, how)
 
-    def together(self, counts: Mapping[str, int], seconds: Mapping[str, float]
+    def merged(self, counts: Mapping[str, int], seconds: Mapping[str, float]
                  ) -> tuple[dict[str, int], dict[str, float]]:  # fmt: skip
         all_counts, all_seconds = collections.Counter(self.counts), dict(self.seconds)
         all_counts.update(counts)
@@ -237,20 +237,20 @@ class CourierRecorder(_Tally):
         # Those of the previous courier.
         self._before = {name: int(heartbeat.before.get(name) or 0) for name in ("saves", "failed", "damaged")}
         self._nbytes: int | None = None
-        self._riding: Riding | None = None
+        self._sample: PhaseSample | None = None
         self._lateness: Lateness | None = None  # of the next commit
         self._stragglers = Stragglers()
         self._suspect = ""  # what was logged last
 
     def compare(self, size: int, generation: int, took: Mapping[str, float]) -> list[int]:
-        """Return the numbers that are sent along with the agreement of a commit; see `Riding`."""
-        self._riding = Riding(self._rank, size, generation, took)
-        return self._riding.numbers
+        """Return the numbers that are sent along with the agreement of a commit; see `PhaseSample`."""
+        self._sample = PhaseSample(self._rank, size, generation, took)
+        return self._sample.numbers
 
     def compared(self, least: Sequence[int], name_of: Callable[[int], str]) -> None:
         """Take the minimum of each of them over all ranks, before `committed`."""
-        assert self._riding is not None
-        self._lateness = self._riding.heard(least, name_of)
+        assert self._sample is not None
+        self._lateness = self._sample.merge(least, name_of)
 
     def protected(self, step: int, seconds: float, nbytes: int, peers: Sequence[int]) -> None:
         self._heartbeat.note(protect_s=seconds)
@@ -260,22 +260,22 @@ class CourierRecorder(_Tally):
         """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
         self.counts["committed"] += 1
         late, self._lateness = self._lateness, None
-        self._beat("committed", committed=step, commit_s=seconds, unrestorable="",
-                   saves=self._before["saves"] + self.counts["committed"],
-                   **({} if late is None else _in_heartbeat(late)))  # fmt: skip
+        self._heartbeat.beat("committed", committed=step, commit_s=seconds, unrestorable="",
+                             saves=self._before["saves"] + self.counts["committed"],
+                             **({} if late is None else late.as_fields()))  # fmt: skip
         waited: dict[str, Any] = {}
         if late is not None and self._rank == 0 and is_worth_a_word(late.slowest.seconds, seconds):
             waited = {"slowest": late.slowest.rank, "late_in": late.slowest.phase, "late_s": late.slowest.seconds}
         self.events.add("commit", step=step, seconds=seconds, generation=generation, **waited)
-        self._tell("committed step %d, %.3g s after it was saved", step, seconds)
+        self._info("committed step %d, %.3g s after it was saved", step, seconds)
         if late is not None and self._rank == 0:
             self._warn_of_straggler(late, seconds)
 
     def _warn_of_straggler(self, lateness: Lateness, commit_s: float) -> None:
-        if (found := self._stragglers.add(lateness.slowest, commit_s)) is not None:
+        if (straggler := self._stragglers.add(lateness.slowest, commit_s)) is not None:
             log.warning("commits wait for rank %d on %s: compared with most ranks %s, by %.2g s in %d of the newest %d",
-                        found.late.rank, lateness.node, PHASES[found.late.phase], found.late.seconds, found.times,
-                        found.of)  # fmt: skip
+                        straggler.late.rank, lateness.node, PHASES[straggler.late.phase], straggler.late.seconds,
+                        straggler.times, straggler.of)  # fmt: skip
 
     def skipped(self, step: int) -> None:
         self.counts["skipped"] += 1
@@ -283,14 +283,14 @@ class CourierRecorder(_Tally):
 
     def failed(self, step: int, error: MlflashError) -> None:
         self.counts["failed"] += 1
-        self._beat(failed=self._before["failed"] + self.counts["failed"])
+        self._heartbeat.beat(failed=self._before["failed"] + self.counts["failed"])
         self.events.add("fail", step=step, why=str(error))
         if self._rank in (0, error.rank):
             log.warning("step %d was not saved: %s", step, error)
 
     def suspect(self, step: int, what: str, tensors: int) -> None:
         self.counts["suspect"] += 1
-        self._beat(suspect=step, suspect_tensors=tensors)
+        self._heartbeat.beat(suspect=step, suspect_tensors=tensors)
         self.events.add("suspect", step=step, tensors=tensors, what=what)
         if what != self._suspect:  # log it once, until it changes
             log.warning("step %d: values on rank %d are suspect: %s", step, self._rank, what)
@@ -298,14 +298,14 @@ class CourierRecorder(_Tally):
 
     def certified(self, step: int) -> None:
         self.counts["certified"] += 1
-        self._beat(certified=step)
+        self._heartbeat.beat(certified=step)
         self.events.add("certified", step=step)
 
     def unrestorable(self, error: MlflashError) -> None:
-        said = str(error)
-        short = said[:_LETTERS].encode("ascii", "replace").decode()
+        text = str(error)
+        short = text[:_LETTERS].encode("ascii", "replace").decode()
         self._heartbeat.beat("unrestorable", unrestorable=short, unrestorable_at=time.time())
-        self.events.add("unrestorable", why=said)
+        self.events.add("unrestorable", why=text)
 
     def healed(self, step: int, seconds: float, made: bool) -> None:
         self.seconds["heal"] += seconds
@@ -313,7 +313,7 @@ class CourierRecorder(_Tally):
 
     def damaged(self, file: str, kind: str, step: int, of: int, block: int | None, text: str) -> None:
         self.counts["files damaged"] += 1
-        self._beat(damaged=self._before["damaged"] + self.counts["files damaged"])
+        self._heartbeat.beat(damaged=self._before["damaged"] + self.counts["files damaged"])
         self.events.add("damage", file=file, kind=kind, step=step, of=of, block=block)
         log.warning("%s", text)
 
@@ -325,33 +325,25 @@ class CourierRecorder(_Tally):
     def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
         self.counts["drained" if error is None else "drains failed"] += 1
         self.seconds["drain"] += seconds
-        self._beat(**({"drained": step} if error is None else {}))
+        news: dict[str, Any] = {"drained": step} if error is None else {}
+        self._heartbeat.beat(**news)
         self.events.add("drain", step=step, seconds=seconds, nbytes=nbytes, path=path,
                          error=None if error is None else str(error))  # fmt: skip
 
     def holds(self, nbytes: int) -> None:
         if nbytes != self._nbytes:
             self._nbytes = nbytes
-            self._beat(held=nbytes)
+            self._heartbeat.beat(held=nbytes)
             self.events.add("memory", nbytes=nbytes)
 
     def end(self) -> None:
         self._heartbeat.end()
         self.events.close()
 
-    def _beat(self, event: str = "", /, **news: Any) -> None:
-        self._heartbeat.beat(event, **news)
-
-
-def _in_heartbeat(lateness: Lateness) -> dict[str, Any]:
-    slowest, own = lateness.slowest, lateness.own
-    return {"late_s": own.seconds, "late_in": own.phase, "slowest": slowest.rank, "slowest_on": lateness.node,
-            "slowest_s": slowest.seconds, "slowest_in": slowest.phase}  # fmt: skip
-
 
 # How long each phase of a save takes on this rank → which rank a commit waits for, in which phase, for how long.
 #
-# `Riding` finds it out, and `Stragglers` decides when it is worth a warning: not for the noise of a save, and once
+# `PhaseSample` finds it out, and `Stragglers` decides when it is worth a warning: not for the noise of a save, and once
 # until it changes. It uses an allreduce that a commit makes anyway, which takes the minimum of each number. For each
 # phase, every rank contributes its seconds and its rank in one number. In addition three ranks, different ones in each
 # commit, contribute all their seconds, in place of a median over all ranks. Only durations are compared, because the
@@ -396,8 +388,14 @@ class Lateness(NamedTuple):
     own: Late  # this rank, in the phase in which it was latest
     node: str
 
+    def as_fields(self) -> dict[str, Any]:
+        """Return what the heartbeat shows of it."""
+        return {"late_s": self.own.seconds, "late_in": self.own.phase, "slowest": self.slowest.rank,
+                "slowest_on": self.node, "slowest_s": self.slowest.seconds,
+                "slowest_in": self.slowest.phase}  # fmt: skip
 
-class Riding:
+
+class PhaseSample:
     """The numbers that are sent along with the agreement of one commit.
 
     Args:
@@ -410,12 +408,12 @@ class Riding:
         self._rank, self._size, self._took = rank, size, took
         drawn = random.Random(generation).sample(range(size), min(3, size))
         whole = sum(_code(took[phase]) << _CODE_BITS * at for at, phase in enumerate(PHASES))
-        samples = [whole if rank == one else _NOTHING for one in drawn]
+        samples = [whole if rank == drawn_rank else _NOTHING for drawn_rank in drawn]
         slowest = [_packed(took[phase], rank) * (1 if phase == "training" else -1) for phase in PHASES]
         self.numbers = [*slowest, *samples, *[_NOTHING] * (3 - len(samples))]
         """What this rank brings."""
 
-    def heard(self, least: Sequence[int], name_of: Callable[[int], str]) -> Lateness | None:
+    def merge(self, least: Sequence[int], name_of: Callable[[int], str]) -> Lateness | None:
         """Interpret the minimum of each number over all ranks; None if there is no other rank to compare with."""
         samples = [sample for sample in least[len(PHASES) :] if sample != _NOTHING]
         if not samples or self._size == 1:
@@ -487,22 +485,22 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._newest: collections.deque[Late | None] = collections.deque(maxlen=_OF)
-        self._told: dict[int, set[str]] = {}  # what was reported: rank → phases
+        self._reported: dict[int, set[str]] = {}  # what was reported: rank → phases
         self._calm: dict[int, int] = {}  # for reported ranks: rank → commits since it was late
 
     def add(self, slowest: Late, commit_s: float) -> Straggler | None:
         """Add the slowest rank of one commit; return the straggler to report now."""
         late = slowest if is_worth_a_word(slowest.seconds, commit_s) else None
         self._newest.append(late)
-        for rank in list(self._told):
+        for rank in list(self._reported):
             self._calm[rank] = 0 if late is not None and late.rank == rank else self._calm[rank] + 1
             if self._calm[rank] >= _CALM:
-                del self._told[rank], self._calm[rank]
-        if late is None or late.phase in self._told.get(late.rank, ()):
+                del self._reported[rank], self._calm[rank]
+        if late is None or late.phase in self._reported.get(late.rank, ()):
             return None
-        alike = [one.seconds for one in self._newest if one is not None and one[:2] == late[:2]]
+        alike = [before.seconds for before in self._newest if before is not None and before[:2] == late[:2]]
         if len(alike) < _TIMES:
             return None
-        self._told.setdefault(late.rank, set()).add(late.phase)
+        self._reported.setdefault(late.rank, set()).add(late.phase)
         self._calm[late.rank] = 0
         return Straggler(late._replace(seconds=statistics.median(alike)), len(alike), len(self._newest))

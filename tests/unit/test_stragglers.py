@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from mlflash.telemetry.recorder import NUMBERS, PHASES, Late, Lateness, Riding, Straggler, Stragglers, is_worth_a_word
+from mlflash.telemetry.recorder import (
+    NUMBERS,
+    PHASES,
+    Late,
+    Lateness,
+    PhaseSample,
+    Straggler,
+    Stragglers,
+    is_worth_a_word,
+)
 
 USUAL = {"training": 0.5, "copy": 1.0, "deferred": 0.2, "checksums": 2.0, "transfer": 3.0}
 FINE, LATE = Late(5, "copy", 0.01), Late(3, "copy", 2.0)
@@ -17,11 +26,11 @@ FINE, LATE = Late(5, "copy", 0.01), Late(3, "copy", 2.0)
 def heard_by_all(ranks: Sequence[Mapping[str, float]], generation: int = 7) -> list[Lateness | None]:
     """What each rank makes of what all of them bring; minimum of each number, as MPI takes it."""
     size = len(ranks)
-    riding = [Riding(rank, size, generation, took) for rank, took in enumerate(ranks)]
-    brought = np.array([one.numbers for one in riding], dtype=np.int64)
+    samples = [PhaseSample(rank, size, generation, took) for rank, took in enumerate(ranks)]
+    brought = np.array([sample.numbers for sample in samples], dtype=np.int64)
     assert brought.shape == (size, NUMBERS)
     least = [int(number) for number in brought.min(axis=0)]
-    return [one.heard(least, lambda rank: f"n{rank}") for one in riding]
+    return [sample.merge(least, lambda rank: f"n{rank}") for sample in samples]
 
 
 def job(size: int, **late: tuple[int, float]) -> list[dict[str, float]]:
