@@ -167,7 +167,7 @@ def _read_head(packed: tuple[bytes, bytes]) -> Head:
 
 
 class RepairedBlocks:
-    """The blocks of groups while they are repaired: see `parity_exchange.Blocks`."""
+    """The blocks of groups while they are repaired: see `parity.Blocks`."""
 
     compares = False
     pace = AT_ONCE

@@ -94,7 +94,7 @@ def damaged_on_arrival() -> None:
 
 def _changed_when_coded(with_its_check: bool) -> None:
     from mlflash.memory.parity_layout import Unit
-    from mlflash.protect.protection import _GroupBlocks
+    from mlflash.protect.parity import _GroupBlocks
 
     really = _GroupBlocks.read
 
