@@ -54,8 +54,8 @@ class CopyThreads:
         finally:
             left.clear()
             wait(helping)
-        for one in helping:
-            one.result()
+        for helper in helping:
+            helper.result()
 
     def close(self) -> None:
         if self._pool is not None:

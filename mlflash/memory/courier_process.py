@@ -22,8 +22,8 @@ def trainer_of(process: Path) -> int | None:
         name = read_stat(process).name
     except OSError:
         return None
-    said = name.removeprefix(_COURIER)
-    return int(said) if said != name and said.isdecimal() else None
+    number = name.removeprefix(_COURIER)
+    return int(number) if number != name and number.isdecimal() else None
 
 
 def works_for(pid: int, proc: Path = _PROC) -> int:
@@ -34,9 +34,10 @@ def works_for(pid: int, proc: Path = _PROC) -> int:
     if _own_number(proc / str(pid)) is None:
         return trainer if _runs(proc / str(trainer)) else pid
     try:  # it is in a container, where its trainer has another number than here
-        where = (proc / str(pid) / "ns" / "pid").readlink()
-        there = [one for one in proc.glob("[0-9]*") if _own_number(one) == trainer]
-        return next((int(one.name) for one in there if (one / "ns" / "pid").readlink() == where and _runs(one)), pid)
+        namespace = (proc / str(pid) / "ns" / "pid").readlink()
+        trainers = (process for process in proc.glob("[0-9]*") if _own_number(process) == trainer
+                    and (process / "ns" / "pid").readlink() == namespace and _runs(process))  # fmt: skip
+        return next((int(process.name) for process in trainers), pid)
     except OSError:
         return pid
 

@@ -125,8 +125,8 @@ class OwnSlots:
             self.update(files)
             slots = dict(self._all())
             slot, share = (slots[file.slot] for file in files)
-            for one in (slot, share):
-                one.lease, one.use = number, Use.BUSY
+            for leased in (slot, share):
+                leased.lease, leased.use = number, Use.BUSY
         return slot, share
 
     def _wait(self, end: float) -> bool:
@@ -156,7 +156,7 @@ class OwnSlots:
 
         Return its leases, with the inodes of files that are given up to a device that writes to them.
         """
-        numbers = [number for number, one in list(self._leases.items()) if one is taker]
+        numbers = [number for number, leased_for in list(self._leases.items()) if leased_for is taker]
         return {number: self._end(number) for number in numbers}
 
     def _end(self, number: int) -> list[int]:
@@ -208,10 +208,10 @@ class OwnSlots:
     def is_device_stuck(self) -> bool:
         """Whether a device has not finished its copies into a slot of an earlier save."""
         with self._lock:
-            over = [one for one in self._quarantined if not one.is_written_to]
-            self._quarantined = [one for one in self._quarantined if one not in over]
-        for one in over:
-            one.close()
+            over = [segment for segment in self._quarantined if not segment.is_written_to]
+            self._quarantined = [segment for segment in self._quarantined if segment not in over]
+        for segment in over:
+            segment.close()
         return bool(self._quarantined)
 
     def update(self, files: Iterable[SlotFile]) -> None:
@@ -283,7 +283,7 @@ class OwnSlots:
     def wait_until_written(self, end: float) -> bool:
         """Wait until nothing copies into any slot any more, or until a time.monotonic; return whether nothing does."""
         segments = [slot.segment for _, slot in self._all() if slot.segment is not None] + self._quarantined
-        while any(one.is_written_to for one in segments):
+        while any(segment.is_written_to for segment in segments):
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_S)

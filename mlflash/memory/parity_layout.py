@@ -78,14 +78,14 @@ class Stripes:
 
     def units(self, row: int, stripe: int) -> list[Unit | None]:
         """The units of a stripe, data first; None if a slot has no such block: it counts as zeros."""
-        found: list[Unit | None] = []
+        units: list[Unit | None] = []
         for column in range(self.data):
             member = (stripe + self.losses + column) % self.members
             block = row * self.data + column
-            found.append(self.unit(member, False, block) if block < self.blocks[member] else None)
+            units.append(self.unit(member, False, block) if block < self.blocks[member] else None)
         for nth in range(self.losses):
-            found.append(self.unit((stripe + nth) % self.members, True, row * self.losses + nth))
-        return found
+            units.append(self.unit((stripe + nth) % self.members, True, row * self.losses + nth))
+        return units
 
     def stripe_of(self, unit: Unit) -> tuple[int, int]:
         per_row = self.losses if unit.parity else self.data

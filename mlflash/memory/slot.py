@@ -387,8 +387,8 @@ def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> byte
 
 def read_record(page: bytes, start: int, attempt: Attempt) -> int | None:
     """The number in the record at ``start``; None if there is none of this attempt."""
-    found = any_record(page, start)
-    return None if found is None or found[0] != attempt else found[1]
+    record = any_record(page, start)
+    return None if record is None or record[0] != attempt else record[1]
 
 
 def any_record(page: bytes, start: int) -> tuple[Attempt, int] | None:

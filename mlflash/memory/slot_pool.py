@@ -144,8 +144,8 @@ class SlotPool:
                 if slot.use is Use.FREE and slot.is_gone:
                     slot.unmap()
             kinds = self.own, self.shares
-            found = [oldest_free(slots) or leave_behind(self._memory, slots, may_leave) for slots in kinds]
-            pair = [slot for slot in found if slot is not None]
+            chosen = [oldest_free(slots) or leave_behind(self._memory, slots, may_leave) for slots in kinds]
+            pair = [slot for slot in chosen if slot is not None]
             if len(pair) < 2:
                 return []
             for slot in pair:
@@ -339,7 +339,7 @@ class AssignedFiles:
 
 
 def assign(
-    found: Inventory,
+    inventory: Inventory,
     names: Sequence[str],
     node: int,
     chosen: Attempt | None,
@@ -368,7 +368,7 @@ def assign(
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is whole in
         its new places).
     """
-    unused = _Unused(found.on(node), names, chosen, certified)
+    unused = _Unused(inventory.on(node), names, chosen, certified)
     files = {
         rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
         for rank in inboxes
@@ -385,11 +385,11 @@ def assign(
         for (kind, what), pair in pairs:
             pair[0] = unused.take(True, kind, what)
     for index in range(max(copies, own)):
-        those = [(content, pair) for content, pair in pairs if index < len(pair)]
-        for (kind, what), pair in those:
+        at_index = [(content, pair) for content, pair in pairs if index < len(pair)]
+        for (kind, what), pair in at_index:
             if pair[index] is None:
                 pair[index] = unused.take(False, kind, what)
-        for (kind, _), pair in those:
+        for (kind, _), pair in at_index:
             if pair[index] is None:  # keep the kind: slots and parity have different sizes
                 pair[index] = unused.take(False, kind, fills=True)
     for (kind, _), pair in pairs:
@@ -401,12 +401,12 @@ def assign(
 class _Unused:
     """The files of a node that no rank has taken over yet, the certified ones first; ``kept`` are the chosen ones."""
 
-    def __init__(self, here: Inventory, names: Sequence[str], chosen: Attempt | None, certified: Attempt | None):
-        self._certified = set(here.of(certified).rows["file"].tolist()) if certified else set[int]()
+    def __init__(self, inventory: Inventory, names: Sequence[str], chosen: Attempt | None, certified: Attempt | None):
+        self._certified = set(inventory.of(certified).rows["file"].tolist()) if certified else set[int]()
         self.numbers = sorted(map(file_number, names), key=lambda number: (number not in self._certified, number))
-        self.kept = {int(file) for file in here.of(chosen).rows["file"]} if chosen else set()
+        self.kept = {int(file) for file in inventory.of(chosen).rows["file"]} if chosen else set()
         self._content: dict[int, tuple[Kind, object]] = {}
-        for row in here.rows:
+        for row in inventory.rows:
             kind = Kind(row["kind"])
             of_share = (int(row["shared_by"]), int(row["number"]))
             self._content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
@@ -414,9 +414,9 @@ class _Unused:
     def take(self, is_kept: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
         """Take the first file of a kind that holds ``what``; ``fills``: leave the certified ones to their slots."""
         for number in self.numbers:
-            its_kind, holds = self._content.get(number, (kind, None))
+            file_kind, holds = self._content.get(number, (kind, None))
             may_be = (number in self.kept) is is_kept and not (fills and number in self._certified)
-            if may_be and its_kind is kind and what in (None, holds):
+            if may_be and file_kind is kind and what in (None, holds):
                 self.numbers.remove(number)
                 return number
         return None

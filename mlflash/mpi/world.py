@@ -137,8 +137,8 @@ class World(Waits, Agreement):
         # During that call MPI cannot make another communicator here. So no rank enters it for ranks that may never
         # come, see `meet`. These ranks do not have a barrier yet, so they meet by messages.
         others = among[1:] if self.rank == 0 else among[:1]
-        here, go = (comm.Irecv, comm.Isend) if self.rank == 0 else (comm.Isend, comm.Irecv)
-        for do in (here, go, here, go):
+        arrive, go = (comm.Irecv, comm.Isend) if self.rank == 0 else (comm.Isend, comm.Irecv)
+        for do in (arrive, go, arrive, go):
             self.finish(*[do([bytearray(), self.mpi.BYTE], other, tag) for other in others])
         all_ranks = comm.Get_group()
         group = all_ranks.Incl(among)
@@ -179,10 +179,10 @@ class World(Waits, Agreement):
 
     def drop(self, *comms: Any) -> None:
         """Free communicators, in this order, without those that are None or null. Collective over each."""
-        there = [comm for comm in comms if comm is not None and comm != self.mpi.COMM_NULL]
-        for comm in there:
+        existing = [comm for comm in comms if comm is not None and comm != self.mpi.COMM_NULL]
+        for comm in existing:
             self.meet(comm)
-        for comm in there:
+        for comm in existing:
             with self.within("Comm_free"):
                 comm.Free()
 

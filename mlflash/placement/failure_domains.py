@@ -134,11 +134,10 @@ def _by_path(rows: Sequence[tuple[str, str, tuple[str, ...]]], kinds: tuple[str,
             raise ConfigError(where, expected="'/' in the innermost domain only", found=" ".join(domains)[:80])
         path = tuple(itertools.accumulate(domains, "{}/{}".format))
         for host in expand_hosts(hosts, where):
-            before, there = seen.setdefault(host, (where, path))
-            if there != path:
-                raise ConfigError(
-                    f"{where}: host {host!r} has two places", expected=f"{there[-1]}, as in {before}", found=path[-1]
-                )
+            before, path_before = seen.setdefault(host, (where, path))
+            if path_before != path:
+                raise ConfigError(f"{where}: host {host!r} has two places", found=path[-1],
+                                  expected=f"{path_before[-1]}, as in {before}")  # fmt: skip
     if not seen:
         raise ConfigError(f"{source}: no host is named", expected="lines such as 'node[001-016] row1 rack1'")
     return Domains(kinds, {host: path for host, (_, path) in seen.items()})
@@ -211,9 +210,9 @@ def expand_hosts(text: str, where: str = "host list") -> tuple[str, ...]:
 
 def _ranges(text: str) -> list[tuple[str, str]]:
     """Read what is in brackets: "08-10,12" → [("08", "10"), ("12", "12")]; none if any of it makes no sense."""
-    found = [_RANGE.fullmatch(part) for part in text.split(",")]
-    ranges = [(match[1], match[2] or match[1]) for match in found if match]
-    sound = len(ranges) == len(found) and all(int(low) <= int(high) for low, high in ranges)
+    matches = [_RANGE.fullmatch(part) for part in text.split(",")]
+    ranges = [(match[1], match[2] or match[1]) for match in matches if match]
+    sound = len(ranges) == len(matches) and all(int(low) <= int(high) for low, high in ranges)
     return ranges if sound else []
 
 
@@ -295,11 +294,11 @@ def ask_slurm(timeout_s: float = 10) -> Domains | None:
             ["scontrol", "show", "topology"],
             env=env, timeout=timeout_s, stdin=subprocess.DEVNULL, capture_output=True, check=True,
         )  # fmt: skip
-        found = from_scontrol(shown.stdout.decode(errors="replace"))
+        domains = from_scontrol(shown.stdout.decode(errors="replace"))
     except (OSError, subprocess.SubprocessError, ConfigError) as error:
         log.debug("scontrol show topology gave no failure domains: %s", error)
         return None
-    return found if found.of else None
+    return domains if domains.of else None
 
 
 def from_scontrol(text: str) -> Domains:
@@ -341,5 +340,5 @@ def from_scontrol(text: str) -> Domains:
 
 def _slurm_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
     """Name the innermost of several levels of switches "leaf switch"."""
-    found = tuple(kinds)
-    return (*found[:-1], "leaf switch") if len(found) > 1 and found[-1] == "switch" else found
+    named = tuple(kinds)
+    return (*named[:-1], "leaf switch") if len(named) > 1 and named[-1] == "switch" else named

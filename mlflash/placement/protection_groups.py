@@ -38,11 +38,11 @@ class Placement:
 
     @cached_property
     def parity_group_of(self) -> tuple[tuple[int, ...], ...]:
-        found: list[tuple[int, ...]] = [() for _ in self.partners]
+        group_of: list[tuple[int, ...]] = [() for _ in self.partners]
         for group in self.parity_groups:
             for rank in group:
-                found[rank] = group
-        return tuple(found)
+                group_of[rank] = group
+        return tuple(group_of)
 
     def inbox_of(self, rank: int) -> tuple[int, ...]:
         """The ranks whose copies a rank holds, and the rank itself if it holds parity."""
@@ -99,12 +99,12 @@ def place(topology: Topology, scheme: Scheme, domains: Sequence[tuple[str, ...]]
     held = [0] * len(topology.node_of)
     for group in node_groups:
         for local in range(max(len(topology.ranks_on[node]) for node in group)):
-            there = [node for node in group if local < len(topology.ranks_on[node])]
-            ranks = [topology.ranks_on[node][local] for node in there]
+            with_local = [node for node in group if local < len(topology.ranks_on[node])]
+            ranks = [topology.ranks_on[node][local] for node in with_local]
             if scheme.parity and len(ranks) >= scheme.losses + 2:
                 parity_groups.append(tuple(sorted(ranks)))
                 continue
-            for node, rank in zip(there, ranks, strict=True):
+            for node, rank in zip(with_local, ranks, strict=True):
                 partners[rank] = _partners(topology, group, node, local, scheme.losses, held)
     return Placement(scheme, node_groups, tuple(partners), tuple(sorted(parity_groups)))
 
@@ -117,13 +117,13 @@ def _partners(topology: Topology, group: Sequence[int], node: int, local: int, c
     so far.
     """
     place = group.index(node)
-    found = []
+    partners = []
     for step in range(1, min(copies, len(group) - 1) + 1):
-        there = topology.ranks_on[group[(place + step) % len(group)]]
-        partner = there[local] if local < len(there) else min(there, key=lambda rank: (held[rank], rank))
+        ranks = topology.ranks_on[group[(place + step) % len(group)]]
+        partner = ranks[local] if local < len(ranks) else min(ranks, key=lambda rank: (held[rank], rank))
         held[partner] += 1
-        found.append(partner)
-    return tuple(found)
+        partners.append(partner)
+    return tuple(partners)
 
 
 def _recorded(topology: Topology, scheme: Scheme, recorded: Sequence[tuple[int, ...]]) -> Placement | None:

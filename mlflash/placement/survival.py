@@ -45,11 +45,11 @@ class Survival:
     @cached_property
     def _limits_on(self) -> tuple[tuple[Limit, ...], ...]:
         """The limits that each node is in: the others cannot be broken by its loss."""
-        found: list[list[Limit]] = [[] for _ in range(self.nodes)]
+        limits_on: list[list[Limit]] = [[] for _ in range(self.nodes)]
         for limit in self.limits:
             for node in limit.nodes:
-                found[node].append(limit)
-        return tuple(tuple(limits) for limits in found)
+                limits_on[node].append(limit)
+        return tuple(tuple(limits) for limits in limits_on)
 
     @property
     def any_nodes(self) -> int:
@@ -101,12 +101,12 @@ def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int,
 
 def _components(nodes: int, limits: Iterable[Limit]) -> list[tuple[list[int], list[Limit]]]:
     number = tied_together(nodes, ((min(limit.nodes), node) for limit in limits for node in limit.nodes))
-    found: dict[int, tuple[list[int], list[Limit]]] = {}
+    components: dict[int, tuple[list[int], list[Limit]]] = {}
     for node in range(nodes):
-        found.setdefault(number[node], ([], []))[0].append(node)
+        components.setdefault(number[node], ([], []))[0].append(node)
     for limit in limits:
-        found[number[min(limit.nodes)]][1].append(limit)
-    return list(found.values())
+        components[number[min(limit.nodes)]][1].append(limit)
+    return list(components.values())
 
 
 def _component_counts(nodes: Sequence[int], limits: Sequence[Limit]) -> np.ndarray:
@@ -209,14 +209,14 @@ def _plural(kind: str) -> str:
 
 def too_close(topology: Topology, placement: Placement, domains: Mapping[str, Sequence[str]]) -> list[str]:
     """Name the domains that hold too many nodes of a group: ["rack A holds 3 nodes of a group that may lose 1"]."""
-    found = []
+    texts = []
     limits = of(topology, placement).limits
     for kind, names in domains.items():
         if not 1 < len(set(names)) < len(names):
             continue
         worst = _crowded((limit for limit in limits if len(limit.nodes) > 1), names, 1)
-        found += [
+        texts += [
             f"{kind} {name} holds {count} nodes of a group that may lose {losses}"
             for (name,), (count, losses) in sorted(worst.items())
         ]
-    return found
+    return texts

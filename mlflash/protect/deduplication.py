@@ -57,7 +57,7 @@ def find(topology: Topology, ranks: Sequence[int], rank: int, losses: int) -> Sh
     on_node: dict[int, list[int]] = {}
     for member in sorted(set(ranks)):
         on_node.setdefault(topology.node_of[member], []).append(member)
-    counts = {len(there) for there in on_node.values()}
+    counts = {len(members) for members in on_node.values()}
     siblings = on_node[topology.node_of[rank]]
     if len(on_node) <= losses or len(ranks) == 1 or len(counts) > 1 or len(siblings) > MAX_GROUP:
         return None
@@ -83,7 +83,7 @@ class Piece:
 
 def pieces(layout: Layout, shares: int) -> list[Piece]:
     """Cut the shared leaves at the borders of the shares, in the order of the leaves; tied ones count once."""
-    found = []
+    cut = []
     bounds = cuts(layout.shared_nbytes, shares)
     seen = set()
     for leaf, entry in enumerate(layout.entries):
@@ -94,8 +94,8 @@ def pieces(layout: Layout, shares: int) -> list[Piece]:
         for share, (low, high) in enumerate(itertools.pairwise(bounds)):
             start, end = max(first, low), min(first + entry.nbytes, high)
             if start < end:
-                found.append(Piece(leaf, start - first, end - first, share, start - low))
-    return found
+                cut.append(Piece(leaf, start - first, end - first, share, start - low))
+    return cut
 
 
 @dataclasses.dataclass(frozen=True)

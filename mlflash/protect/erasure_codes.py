@@ -117,12 +117,12 @@ def combine(coefficients: np.ndarray, sources: Sequence[np.ndarray | None], out:
     Raises:
         ConfigError: MLFLASH_ISAL names a library that cannot be used.
     """
-    there = [i for i, source in enumerate(sources) if source is not None]
+    given = [i for i, source in enumerate(sources) if source is not None]
     inputs = [source for source in sources if source is not None]
     if not out:
         return
     assert len({array.nbytes for array in (*out, *inputs)}) == 1, "ISA-L would write behind the shortest array"
-    rows = coefficients[:, there]
+    rows = coefficients[:, given]
     isal = _isal()  # for XOR, too: its single pass over 7 + 1 arrays makes 14 GB/s, and NumPy 9.7
     if isal is None or not inputs:
         _by_numpy(rows, inputs, out)
@@ -210,11 +210,11 @@ def _isal() -> tuple[str, ctypes.CDLL] | None:
 def _tried(isal: ctypes.CDLL) -> ctypes.CDLL:
     """Let a library encode a little, and compare. Raises OSError if it computes something else: it must not be used."""
     units = np.arange(6 * 256, dtype=np.uint64).view(np.uint8).reshape(6, -1) * np.uint8(37)
-    theirs, ours = np.empty((3, units.shape[1]), np.uint8), np.empty((3, units.shape[1]), np.uint8)
+    by_library, by_numpy = np.empty((3, units.shape[1]), np.uint8), np.empty((3, units.shape[1]), np.uint8)
     coefficients = matrix(6, range(6), range(6, 9))
-    _by_isal(isal, coefficients, list(units), list(theirs))
-    _by_numpy(coefficients, list(units), list(ours))
-    if not np.array_equal(theirs, ours):
+    _by_isal(isal, coefficients, list(units), list(by_library))
+    _by_numpy(coefficients, list(units), list(by_numpy))
+    if not np.array_equal(by_library, by_numpy):
         raise OSError("it does not compute what ISA-L does")
     return isal
 

@@ -84,10 +84,10 @@ class Examiner:
             key: key of what ``stored`` returns: the same or an equal one for the same tensors in the same places.
             generation: of the attempt: it decides which blocks are checked.
         """
-        held = next((one for one in self._known if one.parts.extents == extents and one.key == key), None)
+        held = next((known for known in self._known if known.parts.extents == extents and known.key == key), None)
         if held is None:
             held = _Held(key, find(stored(), extents, self._skip))
-        self._known = [*[one for one in self._known if one is not held][1 - _LAYOUTS :], held]
+        self._known = [*[known for known in self._known if known is not held][1 - _LAYOUTS :], held]
         stretches = len(held.parts.runs)
         every = max(1, min(self._every, stretches // _LEAST_STRETCHES))
         wanted = set(range(generation % every, stretches, every))
@@ -159,7 +159,7 @@ class Examination:
         held = self._held
         for nth in range(run.bounds.size // 2):
             part = run.first + nth
-            what = next((kind for kind, those in wrong.items() if those[nth]), None)
+            what = next((kind for kind, parts in wrong.items() if parts[nth]), None)
             if what is None:
                 held.suspect.discard(part)
                 continue
@@ -231,14 +231,13 @@ class CheckedParts:
 def find(stored: Iterable[Stored], extents: Extents, skip: Sequence[str]) -> CheckedParts:
     """Find what has to be checked: floats with values, but those named in ``skip``; tied tensors may come twice."""
     wanted = {
-        one.start: one for one in stored if one.nbytes and one.entry.dtype in FORMATS and
-        not any(fnmatch.fnmatchcase(one.entry.name, pattern) for pattern in skip)
+        part.start: part for part in stored if part.nbytes and part.entry.dtype in FORMATS and
+        not any(fnmatch.fnmatchcase(part.entry.name, pattern) for pattern in skip)
     }  # fmt: skip
     stretch = max(1, STRETCH_NBYTES // extents.block_nbytes)
     parts: list[Stored] = []
-    runs = tuple(
-        tuple(_runs(its, parts)) for its in _by_stretch([wanted[at] for at in sorted(wanted)], extents, stretch)
-    )
+    stretches = _by_stretch([wanted[at] for at in sorted(wanted)], extents, stretch)
+    runs = tuple(tuple(_runs(in_stretch, parts)) for in_stretch in stretches)
     formats = tuple(FORMATS[part.entry.dtype] for part in parts)
     counts = np.array([part.nbytes // form.nbytes for part, form in zip(parts, formats, strict=True)], np.int64)
     return CheckedParts(extents, stretch, runs, tuple(part.entry.name for part in parts), counts, formats)
@@ -248,11 +247,11 @@ def _by_stretch(stored: Sequence[Stored], extents: Extents, stretch: int) -> lis
     """Cut tensors where stretches end."""
     nbytes = stretch * extents.block_nbytes
     cut: list[list[Stored]] = [[] for _ in range(-(-extents.body_nbytes // nbytes))]
-    for one in stored:
-        at, end = one.start + extents.manifest_room, one.start + one.nbytes + extents.manifest_room
+    for part in stored:
+        at, end = part.start + extents.manifest_room, part.start + part.nbytes + extents.manifest_room
         while at < end:
             upto = min(end, (at // nbytes + 1) * nbytes)
-            cut[at // nbytes].append(Stored(one.entry, at - extents.manifest_room, upto - at))
+            cut[at // nbytes].append(Stored(part.entry, at - extents.manifest_room, upto - at))
             at = upto
     return cut
 
@@ -341,12 +340,12 @@ def largest(raw: np.ndarray, form: FloatFormat, bounds: Sequence[int] | np.ndarr
         most, least = np.maximum.reduceat(signed, at)[::2], np.maximum.reduceat(unsigned, at)[::2]
     least = least.astype(np.uint64)
     negative = np.where(least & np.uint64(form.sign), least & np.uint64(form.sign - 1), np.uint64(0))
-    found: np.ndarray = np.maximum(most.astype(np.int64), negative.astype(np.int64))
+    magnitudes: np.ndarray = np.maximum(most.astype(np.int64), negative.astype(np.int64))
     if form.negative_zero_is_nan:
         for nth, (low, high) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
             if (unsigned[low:high] == form.sign).any():
-                found[nth] = form.nan
-    return found
+                magnitudes[nth] = form.nan
+    return magnitudes
 
 
 def count(raw: np.ndarray, form: FloatFormat) -> tuple[int, int]:

@@ -45,12 +45,12 @@ class RankCheckpoint:
             first, last = entry.start - behind, entry.start - behind + entry.nbytes
             if first < 0 or not entry.nbytes:
                 return own(entry)
-            found = [
+            parts = [
                 payload[max(first, low) - low : min(last, high) - low]
                 for payload, (low, high) in zip(payloads, itertools.pairwise(bounds), strict=True)
                 if max(first, low) < min(last, high)
             ]
-            return found[0] if len(found) == 1 else np.concatenate(found)
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
         return read
 

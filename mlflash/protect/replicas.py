@@ -159,15 +159,15 @@ class ReplicatedTensors:
         alike: set[int] = set()
         if self._world.is_same(number, self._comm):
             checks = [own[key] & _POSITIVE for key in keys]
-            found = self._world.least_of([*checks, *(-check for check in checks)], self._comm) if keys else []
-            alike = {key for key, least, most in zip(keys, found, found[len(keys) :], strict=False) if least == -most}
+            minima = self._world.least_of([*checks, *(-check for check in checks)], self._comm) if keys else []
+            alike = {key for key, least, most in zip(keys, minima, minima[len(keys) :], strict=False) if least == -most}
             if len(alike) == len(keys):
                 return alike, {}
         rest = [(key, check) for key, check in own.items() if key not in alike]
         table = np.array(rest, dtype="<u8").reshape(-1, 2)
         holders: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-        for rank, theirs in zip(self.members, self._world.gather(table, self._comm), strict=True):
-            for key, check in theirs.tolist():
+        for rank, of_rank in zip(self.members, self._world.gather(table, self._comm), strict=True):
+            for key, check in of_rank.tolist():
                 holders[key][check].append(rank)
         alike |= {key for key, by in holders.items() if len(by) == 1 and self._on_all(by)}
         return alike, {key: by for key, by in holders.items() if key not in alike}

@@ -53,7 +53,7 @@ def code_of(value: dict[Any, Any] | Sequence[Any], path: str) -> Code | None:
     code = ["namedtuple", kind.__module__, kind.__qualname__, *getattr(kind, "_fields", ())]
     if _named_tuple(code) is kind:
         return code
-    plain = next(one.__name__ for one in _PLAIN if isinstance(value, one))
+    plain = next(container.__name__ for container in _PLAIN if isinstance(value, container))
     raise StateError(f"a container of this class would come back as a {plain}: save {plain}(...) of it", tensor=where,
                      found=f"{kind.__module__}.{kind.__qualname__}")  # fmt: skip
 
@@ -61,9 +61,9 @@ def code_of(value: dict[Any, Any] | Sequence[Any], path: str) -> Code | None:
 def _named_tuple(code: Code) -> Any:
     """The class of named tuples that has a name in the modules that are loaded; None if there is none."""
     _, module, name, *fields = code
-    found = wrapped_tensors.loaded(module, name)
-    is_one = isinstance(found, type) and found.__bases__ == (tuple,) and vars(found).get("_fields") == tuple(fields)
-    return found if is_one else None
+    kind = wrapped_tensors.loaded(module, name)
+    has_fields = isinstance(kind, type) and kind.__bases__ == (tuple,) and vars(kind).get("_fields") == tuple(fields)
+    return kind if has_fields else None
 
 
 def as_class(items: Any, code: Code, attributes: Any) -> Any:

@@ -142,13 +142,13 @@ class _Known:
             return
         if type(value) is not node.kind:
             raise _Changed
-        found: Any = value
+        items: Any = value
         if node.is_private is not None:
             if bool(getattr(value, "rank_private", False)) is not node.is_private:
                 raise _Changed
             given = value.state_dict()
             taken.setdefault(id(value), []).append(given)
-            found = (given,)
+            items = (given,)
         elif node.keys is not None:
             keys = list(value)
             if keys != node.keys or list(map(type, keys)) != node.key_types:
@@ -157,19 +157,19 @@ class _Known:
                 raise _Changed
             if node.code is not None and node.is_other(value):
                 raise _Changed
-            found = value.values()
+            items = value.values()
         elif len(value) != len(node.subs):
             raise _Changed
         if node.only is not None:
-            (values if node.only is LEAF else plain).extend(found)
+            (values if node.only is LEAF else plain).extend(items)
             return
-        for sub, one in zip(node.subs, found, strict=True):
+        for sub, item in zip(node.subs, items, strict=True):
             if sub is LEAF:
-                values.append(one)
+                values.append(item)
             elif sub is PLAIN:
-                plain.append(one)
+                plain.append(item)
             else:
-                self._gather(sub, one, values, plain, taken)
+                self._gather(sub, item, values, plain, taken)
 
     def _compare(self, values: list[Any]) -> dict[int, Any]:
         """Compare leaves with those of the pattern; shards replace their DTensors, which are returned."""
@@ -257,9 +257,9 @@ class _Walk:
         if depth > MAX_DEPTH:
             raise StateError(f"the state is more than {MAX_DEPTH} levels deep", tensor=path)
         if self.torch is not None and isinstance(value, self.torch.Tensor):
-            found = wrapped_tensors.found_in(value, path)
-            return self.leaf(value, *tensor_entry(self.torch, value, path)) if found is None else self.wrapped(
-                value, *found, path, depth + 1)  # fmt: skip
+            part = wrapped_tensors.found_in(value, path)
+            return self.leaf(value, *tensor_entry(self.torch, value, path)) if part is None else self.wrapped(
+                value, *part, path, depth + 1)  # fmt: skip
         if isinstance(value, np.ndarray):
             return self.leaf(value, *array_entry(value, path))
         an_object = is_object(value)
@@ -291,7 +291,7 @@ class _Walk:
     def wrapped(self, value: Any, tensor: Any, shard: wrapped_tensors.Shard | None, path: str, depth: int) -> _Node:
         self.kinds.append(_Special)
         inner = wrapped_tensors.inner_of(tensor)
-        subs = [self.visit(one, f"{path}.{name}" if path else name, depth) for name, one in inner.items()]
+        subs = [self.visit(part, f"{path}.{name}" if path else name, depth) for name, part in inner.items()]
         return _Node(type(value), list(inner), subs, code=wrapped_tensors.code_of(tensor),
                      attributes=wrapped_tensors.attributes_of(tensor, path, shard))  # fmt: skip
 
@@ -346,8 +346,8 @@ def _refuse_full_on_rank_0(module: Any, path: str) -> None:
     fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if fsdp1 is None:
         return
-    for one in module.modules():
-        if isinstance(one, fsdp1) and getattr(one._state_dict_config, "rank0_only", False):
+    for submodule in module.modules():
+        if isinstance(submodule, fsdp1) and getattr(submodule._state_dict_config, "rank0_only", False):
             raise StateError("the state dict of this FSDP1 model is full on rank 0 and empty elsewhere: set "
                              "rank0_only=False, or save what mlflash.adapters.fsdp.sharded_state_dict gives",
                              tensor=path or "(the state itself)")  # fmt: skip
@@ -397,11 +397,11 @@ def _places(values: list[Any]) -> list[int]:
     return [v.__array_interface__["data"][0] if isinstance(v, np.ndarray) else v.data_ptr() for v in values]
 
 
-def _is_tie(one: Any, other: Any) -> bool:
+def _is_tie(first: Any, second: Any) -> bool:
     """Whether two leaves that begin at one place are the same."""
-    if isinstance(one, np.ndarray) is not isinstance(other, np.ndarray):
+    if isinstance(first, np.ndarray) is not isinstance(second, np.ndarray):
         return False
-    return (one.dtype, one.shape, _memory(one)) == (other.dtype, other.shape, _memory(other))
+    return (first.dtype, first.shape, _memory(first)) == (second.dtype, second.shape, _memory(second))
 
 
 def _known_kinds() -> set[type]:

@@ -83,13 +83,13 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
         ]  # as texts, because 1 == True == 1.0
     except (CorruptSlot, RecursionError) as error:
         raise StateError(f"a restore would refuse this state: {error}") from None
-    for one, other in zip(written.entries, read.entries, strict=True):
-        if one != other:
-            raise StateError("a restore would read another tensor", tensor=one.name, expected=one, found=other)
-    for number, (value, found) in enumerate(zip(written.plain, read.plain, strict=True)):
-        if repr(value) != repr(found):
+    for entry, read_entry in zip(written.entries, read.entries, strict=True):
+        if entry != read_entry:
+            raise StateError("a restore would read another tensor", tensor=entry.name, expected=entry, found=read_entry)
+    for number, (value, read_value) in enumerate(zip(written.plain, read.plain, strict=True)):
+        if repr(value) != repr(read_value):
             raise StateError("a restore would read another value", tensor=f"plain leaf {number}",
-                             expected=value, found=found)  # fmt: skip
+                             expected=value, found=read_value)  # fmt: skip
     if texts[0] != texts[1] or (read.shared, read.provenance) != (written.shared, written.provenance):
         raise StateError("a restore would read a state of another structure: its keys are not texts of JSON")
 
@@ -125,10 +125,10 @@ def _shared(fields: Any) -> Shared | None:
     return Shared(by, shares, nbytes)
 
 
-def _provenance(said: Any) -> dict[str, Any]:
-    if said:
-        versions, given = said["versions"], said["given"]
-        if not (isinstance(given, dict) and all(isinstance(one, str) for one in versions.values())):
+def _provenance(document: Any) -> dict[str, Any]:
+    if document:
+        versions, given = document["versions"], document["given"]
+        if not (isinstance(given, dict) and all(isinstance(version, str) for version in versions.values())):
             raise ValueError("the provenance is not valid")
         return {"versions": versions, "given": given}
     return {}

@@ -232,10 +232,10 @@ class OldRanks(Mapping[int, OldRank]):
         Raises:
             StructureMismatch: it is another tensor, it is not whole, or it does not reshard.
         """
-        there = self.spots_of(want) if spots is None else spots
-        if self.is_private(there) and only is None:
-            there = [spot for spot in there if rank in self.groups[spot[0]].ranks]
-            if not there:
+        spots = self.spots_of(want) if spots is None else spots
+        if self.is_private(spots) and only is None:
+            spots = [spot for spot in spots if rank in self.groups[spot[0]].ranks]
+            if not spots:
                 return None
             if want.shape != want.global_shape:
                 raise StructureMismatch("each rank had its own version of this tensor, so it cannot be cut into "
@@ -243,9 +243,9 @@ class OldRanks(Mapping[int, OldRank]):
                                         tensor=want.name)  # fmt: skip
             only = rank
         if only is not None:
-            there = [spot for spot in there if only in self.groups[spot[0]].ranks]
-        self._refuse_others(want, there, only)
-        key = self._key(there)
+            spots = [spot for spot in spots if only in self.groups[spot[0]].ranks]
+        self._refuse_others(want, spots, only)
+        key = self._key(spots)
         what = (key, want.global_shape, want.offset, want.shape, rank, only)
         if what not in self._templates:
             self._templates[what] = self._template(key, want, rank, only)
@@ -254,7 +254,7 @@ class OldRanks(Mapping[int, OldRank]):
             raise StructureMismatch("parts of this tensor are not in the checkpoint", tensor=want.name,
                                     expected=f"all of {want.shape} at {want.offset}",
                                     found=f"{len(template)} parts of it")  # fmt: skip
-        return Parts(template, [number for _, number in there])
+        return Parts(template, [number for _, number in spots])
 
     def _refuse_others(self, want: Entry, spots: Sequence[Spot], only: int | None) -> None:
         structures = [(self.groups[group].structure, number) for group, number in spots]
@@ -278,23 +278,23 @@ class OldRanks(Mapping[int, OldRank]):
         if not key:
             return [], covers(want.shape, [])
         column = self._column(key)
-        here = np.arange(len(column.at)) if only is None else np.flatnonzero(self.ranks[column.at] == only)
-        offset, shape = column.boxes[here, 0], column.boxes[here, 1]
+        holding = np.arange(len(column.at)) if only is None else np.flatnonzero(self.ranks[column.at] == only)
+        offset, shape = column.boxes[holding, 0], column.boxes[holding, 1]
         first, sizes = (np.array(numbers, dtype=np.int64) for numbers in (want.offset, want.shape))
         low, high = np.maximum(offset, first), np.minimum(offset + shape, first + sizes)
-        hits = here[(high > low).all(axis=1)]
-        found: list[_Part] = []
-        for those in _alike(column.boxes[hits]):
-            holders = hits[those]
+        hits = holding[(high > low).all(axis=1)]
+        parts: list[_Part] = []
+        for alike in _alike(column.boxes[hits]):
+            holders = hits[alike]
             close = holders[self._near[column.at[holders]]]
-            one = int(close[0] if len(close) else holders[rank % len(holders)])
-            its: Box = tuple(column.boxes[one, 0].tolist()), tuple(column.boxes[one, 1].tolist())
-            both = overlap((want.offset, want.shape), its)
+            chosen = int(close[0] if len(close) else holders[rank % len(holders)])
+            box: Box = tuple(column.boxes[chosen, 0].tolist()), tuple(column.boxes[chosen, 1].tolist())
+            both = overlap((want.offset, want.shape), box)
             assert both is not None
-            source = tuple(a - b for a, b in zip(both[0], its[0], strict=True))
+            source = tuple(a - b for a, b in zip(both[0], box[0], strict=True))
             target = tuple(a - b for a, b in zip(both[0], want.offset, strict=True))
-            found.append((int(self.ranks[column.at[one]]), int(column.spots[one]), source, target, both[1]))
-        return found, covers(want.shape, [(target, part) for *_, target, part in found])
+            parts.append((int(self.ranks[column.at[chosen]]), int(column.spots[chosen]), source, target, both[1]))
+        return parts, covers(want.shape, [(target, part) for *_, target, part in parts])
 
     def _key(self, spots: Iterable[Spot]) -> _Key:
         return tuple((group, self.groups[group].structure.classes[number]) for group, number in spots)
@@ -305,22 +305,22 @@ class OldRanks(Mapping[int, OldRank]):
         for group, number in spots:
             structure = self.groups[group].structure
             sorts.setdefault(structure.dims[structure.classes[number]], []).append((group, number))
-        return [self._column(self._key(those)) for those in sorts.values()]
+        return [self._column(self._key(of_dims)) for of_dims in sorts.values()]
 
     def _column(self, key: _Key) -> _Column:
         """What ranks hold of some classes, all of the same number of dimensions."""
         if key not in self._columns:
             ranks, spots, numbers = [], [], []
-            for nth, (group, its) in enumerate(key):
-                one = self.groups[group]
-                first, dims = one.structure.starts[its], one.structure.dims[its]
-                ranks.append(one.ranks)
-                spots.append(np.full(len(one.ranks), nth))
-                numbers.append(one.rows[:, first : first + 3 * dims].reshape(len(one.ranks), 3, dims))
+            for nth, (group, number) in enumerate(key):
+                holders = self.groups[group]
+                first, dims = holders.structure.starts[number], holders.structure.dims[number]
+                ranks.append(holders.ranks)
+                spots.append(np.full(len(holders.ranks), nth))
+                numbers.append(holders.rows[:, first : first + 3 * dims].reshape(len(holders.ranks), 3, dims))
             order = np.argsort(np.concatenate(ranks), kind="stable")
             boxes = np.concatenate(numbers)[order]
             at = np.searchsorted(self.ranks, np.concatenate(ranks)[order])
-            wholes = tuple(tuple(boxes[those[0], 0].tolist()) for those in _alike(boxes[:, 0]))
+            wholes = tuple(tuple(boxes[alike[0], 0].tolist()) for alike in _alike(boxes[:, 0]))
             sharded = bool((boxes[:, 0] != boxes[:, 2]).any())
             self._columns[key] = _Column(at, np.concatenate(spots)[order], boxes[:, 1:], wholes, sharded)
         return self._columns[key]
@@ -417,16 +417,16 @@ class RankStructure:
         """The entries of a rank; the start of an entry only tells which entries are tied."""
         boxes = [tuple(map(tuple, row[at : at + 3 * d].reshape(3, d).tolist()))
                  for at, d in zip(self.starts, self.dims, strict=False)]  # fmt: skip
-        found: list[Entry] = []
+        entries: list[Entry] = []
         at = 0
         for n, nth in enumerate(self.classes):
             whole, offset, shape = boxes[nth]
             nbytes = math.prod(shape) * item_nbytes(self.kinds[n], self.dtypes[n])
-            start = at if self.ties[n] == n else found[self.ties[n]].start
-            found.append(Entry(self.names[n], self.kinds[n], self.dtypes[n], whole, offset, shape, start, nbytes,
+            start = at if self.ties[n] == n else entries[self.ties[n]].start
+            entries.append(Entry(self.names[n], self.kinds[n], self.dtypes[n], whole, offset, shape, start, nbytes,
                                self.mesh(n)))  # fmt: skip
             at += nbytes
-        return tuple(found)
+        return tuple(entries)
 
     def mesh(self, number: int) -> str | None:
         return self.meshes[number] if self.meshes else None

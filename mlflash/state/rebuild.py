@@ -38,80 +38,80 @@ _CONTAINERS = {"d": "a dict", "l": "a list", "t": "a tuple"}
 
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
     """List how a live state differs from a saved one; of objects only what torch would certainly refuse to load."""
-    found: list[str] = []
-    _compare(live, tree, entries, "", found)
-    return found
+    differences: list[str] = []
+    _compare(live, tree, entries, "", differences)
+    return differences
 
 
 def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> None:
     """Compare as `compare` does. Raises StructureMismatch, which names the first differences."""
-    if found := compare(live, tree, entries):
-        shown = "\n    ".join(found[:_LISTED])
-        places = f"{len(found)} place{'s' * (len(found) > 1)}"
+    if differences := compare(live, tree, entries):
+        shown = "\n    ".join(differences[:_LISTED])
+        places = f"{len(differences)} place{'s' * (len(differences) > 1)}"
         raise StructureMismatch(f"the state given differs from the checkpoint in {places}:\n    {shown}")
 
 
-def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str],
+def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, differences: list[str],
              code: containers.Code | None = None) -> None:  # fmt: skip
     name = path or "(the state itself)"
     tag = tree[0]
     if is_object(live):
-        found += torch_objects.refusals(live, tree, entries, path)
+        differences += torch_objects.refusals(live, tree, entries, path)
         return
     if _is_wrapped(tree) or (is_tensor(live) and wrapped_tensors.found_in(live, name) is not None):
-        _compare_wrapped(live, tree, entries, path, found)
+        _compare_wrapped(live, tree, entries, path, differences)
         return
     if tag in ("o", "k"):
-        _compare(live, tree[1], entries, path, found, tree[2] if tag == "k" else None)
+        _compare(live, tree[1], entries, path, differences, tree[2] if tag == "k" else None)
         return
     prefix = path + "." if path else ""
     if isinstance(live, (dict, list, tuple)) and tag in ("d", "l", "t") and not containers.fits(live, code):
-        found.append(f"{name}: {_CONTAINERS[tag] if code is None else ' '.join(code)} in the checkpoint, "
-                     f"{_describe_live(live, name)} in the state given")  # fmt: skip
+        differences.append(f"{name}: {_CONTAINERS[tag] if code is None else ' '.join(code)} in the checkpoint, "
+                           f"{_describe_live(live, name)} in the state given")  # fmt: skip
     if tag == "d" and isinstance(live, dict):
         saved = {decode_plain(key): sub for key, sub in tree[1]}
         for key in live.keys() - saved.keys():
-            found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+            differences.append(f"{prefix}{key}: in the state given, not in the checkpoint")
         for key, sub in saved.items():
             if key in live:
-                _compare(live[key], sub, entries, f"{prefix}{key}", found)
+                _compare(live[key], sub, entries, f"{prefix}{key}", differences)
             else:
-                found.append(f"{prefix}{key}: in the checkpoint, not in the state given")
+                differences.append(f"{prefix}{key}: in the checkpoint, not in the state given")
     elif (tag == "l" and isinstance(live, list)) or (tag == "t" and isinstance(live, tuple)):
         if len(live) != len(tree[1]):
-            found.append(f"{name}: {len(tree[1])} items in the checkpoint, {len(live)} in the state given")
+            differences.append(f"{name}: {len(tree[1])} items in the checkpoint, {len(live)} in the state given")
         for i, (item, sub) in enumerate(zip(live, tree[1], strict=False)):
-            _compare(item, sub, entries, f"{prefix}{i}", found)
+            _compare(item, sub, entries, f"{prefix}{i}", differences)
     elif tag == "e":
         saved_as, given = _describe_entry(entries[tree[1]]), _describe_live(live, name)
         if saved_as != given:
-            found.append(f"{name}: {saved_as} in the checkpoint, {given} in the state given")
+            differences.append(f"{name}: {saved_as} in the checkpoint, {given} in the state given")
     elif tag != "p" or isinstance(live, (dict, list, tuple, np.ndarray)) or is_tensor(live):
-        found.append(f"{name}: {_CONTAINERS.get(tag, 'a plain value')} in the checkpoint, "
-                     f"{_describe_live(live, name)} in the state given")  # fmt: skip
+        differences.append(f"{name}: {_CONTAINERS.get(tag, 'a plain value')} in the checkpoint, "
+                           f"{_describe_live(live, name)} in the state given")  # fmt: skip
 
 
 def _is_wrapped(tree: Tree) -> bool:
     return bool(tree[0] == "k" and tree[2][0] == wrapped_tensors.WRAPPED)
 
 
-def _compare_wrapped(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str]) -> None:
+def _compare_wrapped(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, differences: list[str]) -> None:
     """Compare tensors of which at least one wraps others."""
     name = path or "(the state itself)"
     part = wrapped_tensors.found_in(live, name) if is_tensor(live) else None
     if part is None or not _is_wrapped(tree):
         saved = tree[2][1] if _is_wrapped(tree) else "one that wraps none" if tree[0] == "e" else "no tensor"
-        found.append(f"{name}: {saved} in the checkpoint, {_describe_live(live, name)} in the state given")
+        differences.append(f"{name}: {saved} in the checkpoint, {_describe_live(live, name)} in the state given")
         return
     tensor, shard = part
     inner, attributes = wrapped_tensors.inner_of(tensor), wrapped_tensors.attributes_of(tensor, name, shard)
     saved = {decode_plain(key): sub for key, sub in tree[1][1]}
     if (wrapped_tensors.code_of(tensor), attributes, inner.keys()) != (tree[2], tree[3], saved.keys()):
-        found.append(f"{name}: {tree[2][1]} {[*tree[3].values()]} in the checkpoint, {_describe_live(live, name)} "
-                     f"{[*attributes.values()]} in the state given")  # fmt: skip
+        differences.append(f"{name}: {tree[2][1]} {[*tree[3].values()]} in the checkpoint, "
+                           f"{_describe_live(live, name)} {[*attributes.values()]} in the state given")  # fmt: skip
         return
     for key, sub in saved.items():
-        _compare(inner[key], sub, entries, f"{path}.{key}" if path else key, found)
+        _compare(inner[key], sub, entries, f"{path}.{key}" if path else key, differences)
 
 
 def _describe_entry(entry: Entry) -> str:
@@ -150,7 +150,7 @@ class Filling:
         self._find(live, tree, ("", ""), objects)
         names = paths.unique([path for path, _ in objects])
         # those in the state that load by themselves, and what was saved of each, by path
-        self.objects = dict(zip(names, (one for _, one in objects), strict=True))
+        self.objects = dict(zip(names, (loadable for _, loadable in objects), strict=True))
         self._kept: dict[str, Any] = {}
         self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, former value
         self._attributes: list[tuple[Any, dict[str, Any]]] = []  # state dict, former attributes
@@ -193,29 +193,29 @@ class Filling:
             StructureMismatch: there is none.
         """
         wanted = {n for n in _entry_numbers(tree) if self._entries[n].mesh is not None}
-        found = torch_objects.patterns(live, tree, self._entries)
-        found = {number: like for number, like in found.items() if number in wanted}
+        like_of = torch_objects.patterns(live, tree, self._entries)
+        like_of = {number: like for number, like in like_of.items() if number in wanted}
         wrapped = torch_objects.wrapped_patterns(live, tree, self._entries)
-        for number in wanted - found.keys():
+        for number in wanted - like_of.keys():
             entry = self._entries[number]
             if self._alike is None:
-                self._alike = torch_objects.dtensors_in([self._live, *(its for its, _ in self.objects.values())])
+                self._alike = torch_objects.dtensors_in([self._live, *(item for item, _ in self.objects.values())])
             like = self._alike.get((entry.mesh, entry.global_shape, entry.offset, entry.shape))
             if like is not None:
-                found[number] = like
+                like_of[number] = like
             elif entry.shape != entry.global_shape:
                 raise StructureMismatch("this tensor was saved in shards, and no DTensor of the state given is like "
                                         "it: let the object make it before the restore", tensor=entry.name)  # fmt: skip
             elif (near := self._near(live, entry.mesh)) is not None:
-                found[number] = Replica(near)
-        return found | {~number: like for number, like in wrapped.items()}
+                like_of[number] = Replica(near)
+        return like_of | {~number: like for number, like in wrapped.items()}
 
     def _near(self, live: Any, mesh: str | None) -> Any:
         """Find a DTensor on a mesh: one of an object, or any of the state; None if there is none."""
         for dtensors in (torch_objects.dtensors_in([live]), self._alike or {}):
-            for (its_mesh, *_), one in dtensors.items():
-                if its_mesh == mesh:
-                    return one
+            for (other_mesh, *_), dtensor in dtensors.items():
+                if other_mesh == mesh:
+                    return dtensor
         return None
 
     def fill_leaves(self) -> None:
@@ -244,20 +244,21 @@ class Filling:
                 self._for_good = True
         return not self._for_good
 
-    def _find(self, live: Any, tree: Tree, path: paths.Path, found: list[tuple[paths.Path, tuple[Any, Tree]]]) -> None:
+    def _find(self, live: Any, tree: Tree, path: paths.Path, objects: list[tuple[paths.Path, tuple[Any, Tree]]]
+              ) -> None:  # fmt: skip
         if is_object(live):
-            found.append((path, (live, tree)))
+            objects.append((path, (live, tree)))
             return
         tag, rest = tree[0], tree[1]
         if tag in ("o", "k"):
-            self._find(live, rest, path, found)
+            self._find(live, rest, path, objects)
         elif tag == "d" and isinstance(live, dict):
             for key, sub in rest:
                 key = decode_plain(key)
-                self._find(live.get(key), sub, (paths.at(path[0], str(key)), paths.at(path[1], repr(key))), found)
+                self._find(live.get(key), sub, (paths.at(path[0], str(key)), paths.at(path[1], repr(key))), objects)
         elif tag in ("l", "t") and isinstance(live, (list, tuple)):
             for i, (item, sub) in enumerate(zip(live, rest, strict=False)):
-                self._find(item, sub, (paths.at(path[0], str(i)), paths.at(path[1], str(i))), found)
+                self._find(item, sub, (paths.at(path[0], str(i)), paths.at(path[1], str(i))), objects)
 
     def _into(self, live: Any, tree: Tree) -> Any:
         if is_object(live):

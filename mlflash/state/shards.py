@@ -24,12 +24,12 @@ class Fragment(NamedTuple):
     shape: tuple[int, ...]
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(first: Box, second: Box) -> Box | None:
     """What two boxes have in common; None if that is nothing."""
-    if len({*map(len, (*one, *other))}) > 1:
-        raise ValueError(f"boxes of different dimensions: {one} and {other}")
-    low = tuple(map(max, one[0], other[0]))
-    shape = tuple(map(sub, map(min, map(add, *one), map(add, *other)), low))
+    if len({*map(len, (*first, *second))}) > 1:
+        raise ValueError(f"boxes of different dimensions: {first} and {second}")
+    low = tuple(map(max, first[0], second[0]))
+    shape = tuple(map(sub, map(min, map(add, *first), map(add, *second)), low))
     return None if min(shape, default=1) <= 0 else (low, shape)
 
 

@@ -44,24 +44,24 @@ def _refused_by_module(torch: Any, live: Any, tree: Tree, entries: tuple[Entry, 
     absent = tuple(f"{path}." for path, module in _children(live) if module is None)
     saved = {decode_plain(key): sub for key, sub in tree[1]}
     prefix = f"{name}." if name else ""
-    found = []
+    reasons = []
     for key, tensor in wanted.items():
         if key not in saved:
             if not key.endswith("num_batches_tracked"):  # torch accepts that older versions have none
-                found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+                reasons.append(f"{prefix}{key}: in the state given, not in the checkpoint")
         elif (was := saved[key][0] == "k") is not (is_now := found_in(tensor, key) is not None):
             words = {True: "a tensor that wraps others", False: "one that wraps none"}
-            found.append(f"{prefix}{key}: {words[was]} in the checkpoint, {words[is_now]} in the state given")
+            reasons.append(f"{prefix}{key}: {words[was]} in the checkpoint, {words[is_now]} in the state given")
         elif saved[key][0] == "e":
             entry = entries[saved[key][1]]
             shape, given = entry.global_shape, tuple(tensor.shape)
             if shape != given and not (given == () and len(shape) == 1):
-                found.append(f"{prefix}{key}: {list(shape)} in the checkpoint, {list(given)} in the state given")
-            found += _unlike(entry, tensor, f"{prefix}{key}")
+                reasons.append(f"{prefix}{key}: {list(shape)} in the checkpoint, {list(given)} in the state given")
+            reasons += _unlike(entry, tensor, f"{prefix}{key}")
     for key in saved.keys() - wanted.keys():
         if not str(key).endswith("_extra_state") and not str(key).startswith(absent):
-            found.append(f"{prefix}{key}: in the checkpoint, not in the state given")
-    return sorted(found)
+            reasons.append(f"{prefix}{key}: in the checkpoint, not in the state given")
+    return sorted(reasons)
 
 
 def _unlike(entry: Entry, tensor: Any, name: str) -> list[str]:
@@ -109,19 +109,19 @@ def _children(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _refused_by_optimizer(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
     groups = _item(tree, "param_groups")
     params = [_item(group, "params") for group in groups[1]] if groups[0] == "l" else []
-    if groups[0] != "l" or any(one[0] != "l" for one in params):
+    if groups[0] != "l" or any(listed[0] != "l" for listed in params):
         return []
-    saved, given = [len(one[1]) for one in params], [len(group["params"]) for group in live.param_groups]
+    saved, given = [len(listed[1]) for listed in params], [len(group["params"]) for group in live.param_groups]
     if saved != given:
         return [f"{name or '(the state itself)'}: an optimizer of groups of {saved} parameters in the checkpoint, of "
                 f"{given} in the state given"]  # fmt: skip
-    found = []
+    reasons = []
     for number, like in _matched(_given(live), tree):
         if not isinstance(like, _StateOf):
-            found += _unlike(entries[number], like, entries[number].name)
+            reasons += _unlike(entries[number], like, entries[number].name)
         elif like.parameter.device.type == "meta":  # the state would be made there, too
-            found += _unlike(entries[number], like.parameter, entries[number].name)
-    return found
+            reasons += _unlike(entries[number], like.parameter, entries[number].name)
+    return reasons
 
 
 def _item(tree: Tree, key: str) -> Tree:
@@ -168,22 +168,22 @@ def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, 
     if not _loads_as_torch_does(live):
         return {}
     starts = collections.Counter(entry.start for entry in entries)  # tied tensors must be tied again
-    found, places = {}, []
+    own, places = {}, []
     for number, tensor in _matched(_given(live), tree):
         entry = entries[number]
         if isinstance(tensor, _StateOf) or tensor.requires_grad or not entry.nbytes or starts[entry.start] > 1:
             continue
         try:
-            local, its, place = tensor_entry(sys.modules["torch"], tensor, entry.name)
+            local, local_entry, place = tensor_entry(sys.modules["torch"], tensor, entry.name)
         except StateError:
             continue
-        if place and local.is_contiguous() and dataclasses.replace(its, start=entry.start) == entry:
-            found[number] = tensor
+        if place and local.is_contiguous() and dataclasses.replace(local_entry, start=entry.start) == entry:
+            own[number] = tensor
             places.append((place[0], place[1], place[1] + entry.nbytes))
     places.sort()
-    if any(one[0] == other[0] and one[2] > other[1] for one, other in itertools.pairwise(places)):
+    if any(place[0] == after[0] and place[2] > after[1] for place, after in itertools.pairwise(places)):
         return {}
-    return found
+    return own
 
 
 def load(live: Any, saved: Any, name: str) -> None:
@@ -223,9 +223,9 @@ def _uncast(loaded: Any, saved: Any) -> Any:
     if isinstance(saved, dict):
         loaded.update({key: _uncast(loaded[key], value) for key, value in saved.items()})
     elif isinstance(saved, list):
-        loaded[:] = [_uncast(one, value) for one, value in zip(loaded, saved, strict=True)]
+        loaded[:] = [_uncast(item, value) for item, value in zip(loaded, saved, strict=True)]
     elif type(saved) is tuple:
-        return tuple(_uncast(one, value) for one, value in zip(loaded, saved, strict=True))
+        return tuple(_uncast(item, value) for item, value in zip(loaded, saved, strict=True))
     return loaded
 
 
@@ -252,18 +252,18 @@ def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any
     Raises:
         StructureMismatch: an optimizer has not made a tensor that was saved in shards, and no parameter is like it.
     """
-    found: dict[int, Any] = {}
+    like_of: dict[int, Any] = {}
     for number, like in _matched(_given(live), tree):
         if not isinstance(like, _StateOf):
-            found[number] = like
+            like_of[number] = like
         elif entries[number].mesh is not None and is_like(entries[number], like.parameter):
-            found[number] = like.parameter
+            like_of[number] = like.parameter
         elif _is_dtensor(like.parameter) and entries[number].shape != entries[number].global_shape:
             raise StructureMismatch(
                 "this tensor was saved in shards, and the optimizer has not created it yet: create the "
                 "optimizer's state first (see mlflash.adapters.fsdp.init_optim_state)", tensor=entries[number].name,
             )  # fmt: skip
-    return found
+    return like_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,24 +285,25 @@ def wrapped_patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[
     Raises:
         StructureMismatch: that is cut differently.
     """
-    found: dict[int, Any] = {}
-    for number, one in _matched(_given(live), tree, wrapped=True):
-        if not isinstance(one, _Wrapped):
+    like_of: dict[int, Any] = {}
+    for number, wrapped in _matched(_given(live), tree, wrapped=True):
+        if not isinstance(wrapped, _Wrapped):
             continue
-        like, name = one.like.parameter if isinstance(one.like, _StateOf) else one.like, entries[number].name
+        like = wrapped.like.parameter if isinstance(wrapped.like, _StateOf) else wrapped.like
+        name = entries[number].name
         whole, offset, shape, mesh = place_of(like, name)
         place = [mesh, list(whole), list(offset)]
-        if (place, list(shape)) != (one.attributes["shard"], one.attributes["size"]):
+        if (place, list(shape)) != (wrapped.attributes["shard"], wrapped.attributes["size"]):
             raise StructureMismatch("this tensor wraps others and was saved in shards, which are not cut anew: restore "
                                     "on the ranks and in the shards that saved it", tensor=name,
-                                    expected=one.attributes["shard"], found=place)  # fmt: skip
-        found[number] = like
-    return found
+                                    expected=wrapped.attributes["shard"], found=place)  # fmt: skip
+        like_of[number] = like
+    return like_of
 
 
 def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
     """DTensors in containers, modules and optimizers, by mesh, global shape, offset and shape; no ``state_dict()``."""
-    found: dict[Any, Any] = {}
+    dtensors: dict[Any, Any] = {}
     torch = sys.modules["torch"]
     left = list(lives)
     while left:
@@ -318,8 +319,8 @@ def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
                 whole, offset, shape, mesh = place_of(live, "")
             except StateError:  # for example, a partial placement
                 continue
-            found.setdefault((mesh, whole, offset, shape), live)
-    return found
+            dtensors.setdefault((mesh, whole, offset, shape), live)
+    return dtensors
 
 
 def parameters(state: Any, tree: Tree) -> dict[int, Any]:
@@ -361,8 +362,8 @@ def _matched(like: Any, tree: Tree, optimizers: bool = False, wrapped: bool = Fa
         pairs = [(like, sub) for sub in rest]
     elif tag in ("l", "t") and isinstance(like, (list, tuple)) and len(like) == len(rest):
         pairs = zip(like, rest, strict=True)
-    for one, sub in pairs:
-        yield from _matched(one, sub, optimizers, wrapped)
+    for part, sub in pairs:
+        yield from _matched(part, sub, optimizers, wrapped)
 
 
 def _given(live: Any, made: bool = True) -> Any:

@@ -95,10 +95,10 @@ def make(inner: Mapping[str, Any], code: Code, attributes: Attributes) -> Any:
 
 def loaded(module: str, qualname: str) -> Any:
     """What has a name in the modules that are loaded; None if nothing has it. No code of a module runs."""
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found
+        value = vars(value).get(part) if hasattr(value, "__dict__") else None
+    return value
 
 
 def _loaded(name: str) -> Any:
@@ -107,8 +107,8 @@ def _loaded(name: str) -> Any:
     while module and module not in sys.modules:
         module, _, outer = module.rpartition(".")
         qualname = f"{outer}.{qualname}"
-    found = loaded(module, qualname)
-    return found if isinstance(found, type) else None
+    value = loaded(module, qualname)
+    return value if isinstance(value, type) else None
 
 
 # Contexts: JSON, in which each value that is none of JSON's is a list with a tag
@@ -120,9 +120,9 @@ def _encode(value: Any, package: str, path: str) -> Any:
         return value
     if type(value) in (list, tuple) or isinstance(value, torch.Size):
         tag = "size" if isinstance(value, torch.Size) else "list" if type(value) is list else "tuple"
-        return [tag, *(_encode(one, package, path) for one in value)]
+        return [tag, *(_encode(item, package, path) for item in value)]
     if type(value) is dict and all(type(key) is str for key in value):
-        return ["dict", *([key, _encode(one, package, path)] for key, one in value.items())]
+        return ["dict", *([key, _encode(item, package, path)] for key, item in value.items())]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if isinstance(value, torch.device):
@@ -145,10 +145,10 @@ def _decode(code: Any, package: str) -> Any:
         return code
     tag, *rest = code
     if tag in ("list", "tuple", "size"):
-        made = [_decode(one, package) for one in rest]
+        made = [_decode(item, package) for item in rest]
         return made if tag == "list" else tuple(made) if tag == "tuple" else torch.Size(made)
     if tag == "dict":
-        return {key: _decode(one, package) for key, one in rest}
+        return {key: _decode(item, package) for key, item in rest}
     if tag == "dtype" and isinstance(dtype := getattr(torch, rest[0], None), torch.dtype):
         return dtype
     if tag == "device":
@@ -163,8 +163,8 @@ def _decode(code: Any, package: str) -> Any:
     if tag == "named" and kind.__bases__ == (tuple,):
         return tuple.__new__(kind, fields.values())
     made = object.__new__(kind)
-    for name, one in fields.items():
-        object.__setattr__(made, name, one)
+    for name, item in fields.items():
+        object.__setattr__(made, name, item)
     return made
 
 
@@ -192,13 +192,13 @@ def _check(code: Any, depth: int = 0) -> None:
     if isinstance(code, list):
         tag, *rest = code
         if tag in ("list", "tuple", "size"):
-            for one in rest:
-                _check(one, depth + 1)
+            for item in rest:
+                _check(item, depth + 1)
         elif tag == "dict":
-            for key, one in rest:
+            for key, item in rest:
                 if not isinstance(key, str):
                     raise ValueError("a context has a key that is no text")
-                _check(one, depth + 1)
+                _check(item, depth + 1)
         elif tag in ("data", "named"):
             name, fields = rest
             _check(fields, depth + 1)
