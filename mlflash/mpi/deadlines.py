@@ -47,7 +47,7 @@ class Waits:
         self.waited_s = 0.0  # seconds that this rank has waited so far, for other ranks, its trainer or MPI
         self.abandoned = Event()  # set when the courier must drop what it is doing
         self.poke: Callable[[], None] = lambda: None  # pushes MPI's progress
-        self.go_on_behind: Callable[[], None] = lambda: None  # advances work outside of the jobs
+        self.run_background: Callable[[], None] = lambda: None  # advances work outside of the jobs
         self.pings: Pings | None = None
         self._clock = threading.Lock()  # held by the thread that reports a deadline
         self._naps = 0
@@ -105,7 +105,7 @@ class Waits:
             raise Abandoned
         now = time.monotonic()
         self.poke()
-        self.go_on_behind()
+        self.run_background()
         if now - self._last_ping_look > 0.02:
             self.answer_pings()
             self._last_ping_look = now
@@ -230,7 +230,7 @@ class Waits:
 
 
 _PING, _PONG, _FAILED = 1, 2, 3
-_TOLD = 1000  # the most characters of the reason why a rank failed, or of what it does
+_MOST_LETTERS = 1000  # the most characters of the reason why a rank failed, or of what it does
 _WAIT_S = 2.0
 ASK_ALL = 256  # in larger worlds rank 0 asks the first rank of each node, and that rank asks the others there
 
@@ -255,31 +255,31 @@ class Pings:
         self._mpi, self._comm, self._progress, self._doing = mpi, comm, progress, doing
         self._asked = 0  # how often this rank asked
         # the last answer of each rank: to which question, and how far the rank is
-        self._told: dict[int, tuple[int, int]] = {}
-        self._does: dict[int, str] = {}  # what each rank did then
-        self._kept: deque[Any] = deque()  # buffers of messages that are being sent
+        self._answers: dict[int, tuple[int, int]] = {}
+        self._doings: dict[int, str] = {}  # what each rank did then
+        self._being_sent: deque[Any] = deque()  # buffers of messages that are being sent
         self.failed: RankFailed | None = None  # a rank that has stopped working; None if there is none
 
     def answer(self) -> None:
         status, numbers = self._mpi.Status(), np.empty(1, dtype=np.int64)
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, _PING, status):
             self._comm.Recv(numbers, status.Get_source(), _PING)
-            answer = f"{int(numbers[0])} {self._progress()} {self._doing()[:_TOLD]}"
+            answer = f"{int(numbers[0])} {self._progress()} {self._doing()[:_MOST_LETTERS]}"
             self._send(np.frombuffer(answer.encode(), dtype=np.uint8), status.Get_source(), _PONG)
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, _PONG, status):
             question, far, does = self._receive(status, _PONG).split(" ", 2)
-            self._told[status.Get_source()], self._does[status.Get_source()] = (int(question), int(far)), does
+            self._answers[status.Get_source()], self._doings[status.Get_source()] = (int(question), int(far)), does
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, _FAILED, status):
             number, text = self._receive(status, _FAILED).split(" ", 1)
             self.failed = RankFailed(status.Get_source(), int(number), text)
 
     def doing(self, rank: int) -> str | None:
         """What a rank does, by its answer to the last question; None if it has not answered."""
-        return self._does[rank] if self._told.get(rank, (0, 0))[0] == self._asked else None
+        return self._doings[rank] if self._answers.get(rank, (0, 0))[0] == self._asked else None
 
     def tell_failed(self, text: str) -> None:
         """Tell all other ranks that this one has stopped working, and why, so that they need not wait for it."""
-        message = np.frombuffer(f"{self._progress()} {text[:_TOLD]}".encode(), dtype=np.uint8)
+        message = np.frombuffer(f"{self._progress()} {text[:_MOST_LETTERS]}".encode(), dtype=np.uint8)
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
                 self._send(message, rank, _FAILED)
@@ -294,7 +294,7 @@ class Pings:
         while behind and time.monotonic() < end:
             yield False
             self.answer()
-            answers = {rank: self._told.get(rank, (0, 0)) for rank in behind}
+            answers = {rank: self._answers.get(rank, (0, 0)) for rank in behind}
             behind = {rank for rank, (question, far) in answers.items() if question < number or far < least}
         return sorted(behind)
 
@@ -304,6 +304,6 @@ class Pings:
         return message.tobytes().decode(errors="replace")
 
     def _send(self, message: np.ndarray, to: int, tag: int) -> None:
-        self._kept.append((message, self._comm.Isend(message, to, tag)))
-        while self._kept and self._kept[0][1].Test():
-            self._kept.popleft()
+        self._being_sent.append((message, self._comm.Isend(message, to, tag)))
+        while self._being_sent and self._being_sent[0][1].Test():
+            self._being_sent.popleft()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,9 @@ RDMA_DEVICES = ("/sys/class/infiniband", "/sys/class/cxi")
 AUTO = {"one host": "p2p", "network": "p2p", "RDMA": "rma"}
 
 
-def has_rdma(folders: Sequence[str] | None = None) -> bool:
+def has_rdma() -> bool:
     """Whether this node has an RDMA device (InfiniBand, RoCE, Slingshot)."""
-    looked_in = RDMA_DEVICES if folders is None else folders
-    return any(os.path.isdir(folder) and os.listdir(folder) for folder in looked_in)
+    return any(os.path.isdir(folder) and os.listdir(folder) for folder in RDMA_DEVICES)
 
 
 def between_nodes(world: World) -> str:

@@ -22,7 +22,7 @@ from .world import World
 log = logging.getLogger("mlflash")
 
 _IDLE_S = 0.05  # time between two looks of an idle courier for pings
-_ASIDE_S = 0.001, 0.02  # the same while work outside of jobs makes progress, and while it waits
+_BACKGROUND_S = 0.001, 0.02  # the same while work outside of jobs makes progress, and while it waits
 _GRACE_S = 10.0  # limit for an error to arrive after its deadline
 _LOOK_S = 0.2  # time between two checks of deadlines
 
@@ -54,9 +54,9 @@ class JobThread:
         # argument, a function, has returned True because a job waits
         self.when_idle: Callable[[Callable[[], bool]], None] | None = None
         self._world = world
-        self._aside: Operation | None = None
-        self._nap = _ASIDE_S[0]
-        world.go_on_behind = self._advance  # the rank that a job waits for may itself wait for this work
+        self._background: Operation | None = None
+        self._nap = _BACKGROUND_S[0]
+        world.run_background = self._advance  # the rank that a job waits for may itself wait for this work
         self._queue: Queue[Job | None] = Queue()
         self._over = Event()  # the thread has ended
         self._thread = threading.Thread(target=self._run, name="mlflash-courier", daemon=True)
@@ -69,20 +69,20 @@ class JobThread:
 
     def begin_background(self, moves: Operation) -> None:
         """Begin work outside of the jobs, done a little at a time. To be called in a job; collective if it is."""
-        self._aside, self._nap = moves, _ASIDE_S[0]
+        self._background, self._nap = moves, _BACKGROUND_S[0]
 
     def _advance(self) -> None:
-        self._nap = min(_ASIDE_S[1], 1.3 * self._nap)
+        self._nap = min(_BACKGROUND_S[1], 1.3 * self._nap)
         moved = True
-        while moved and self._aside is not None and self.broken is None:
+        while moved and self._background is not None and self.broken is None:
             try:
-                moved = next(self._aside)
+                moved = next(self._background)
                 if moved:
-                    self._nap = _ASIDE_S[0]
+                    self._nap = _BACKGROUND_S[0]
             except StopIteration:
-                self._aside = None
+                self._background = None
             except Exception as error:
-                self._aside = None
+                self._background = None
                 self._fail(error)
 
     def stop(self, abandon: bool) -> None:
@@ -102,12 +102,12 @@ class JobThread:
     def _serve(self) -> bool:
         """Do the next job, or other work while there is none. Return whether to go on."""
         try:
-            job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)
+            job = self._queue.get(timeout=_IDLE_S if self._background is None else self._nap)
         except queue.Empty:
             if self._world.abandoned.is_set():
                 return False
             self._advance()
-            self._look_around()
+            self._answer_pings()
             self._use_idle_time()
             return True
         if job is None:
@@ -121,7 +121,7 @@ class JobThread:
         while not self._over.wait(_LOOK_S):
             self._world.tell_if_held(_GRACE_S)
 
-    def _look_around(self) -> None:
+    def _answer_pings(self) -> None:
         """Answer pings while there is nothing to do."""
         if self.broken is None:
             try:
@@ -130,7 +130,7 @@ class JobThread:
                 self._fail(error)
 
     def _use_idle_time(self) -> None:
-        if self.when_idle is None or self._aside is not None or self.broken is not None:
+        if self.when_idle is None or self._background is not None or self.broken is not None:
             return
         try:
             self.when_idle(lambda: not self._queue.empty())

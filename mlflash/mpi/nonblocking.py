@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,16 +98,16 @@ class SendRate:
         rate: bytes per second of this rank; 0: no limit.
     """
 
-    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
-        self.rate, self._clock = rate, clock
+    def __init__(self, rate: float):
+        self.rate = rate
         self._free_at = 0.0
 
     def send(self, nbytes: int) -> Operation:
         """Wait until bytes may be sent. For the courier."""
         if self.rate:
-            while self._clock() < self._free_at:
+            while time.monotonic() < self._free_at:
                 yield False
-            self._free_at = max(self._free_at, self._clock() - 1e-3) + nbytes / self.rate
+            self._free_at = max(self._free_at, time.monotonic() - 1e-3) + nbytes / self.rate
 
 
 AT_ONCE = SendRate(0)
