@@ -104,16 +104,16 @@ class Mount:
     options: str  # of the file system: "rw,size=24684092k"
 
 
-def find_mount(mountinfo: str, path: str) -> Mount | None:
-    """Find the file system of a path; of several mounts in one place, the last one covers the others.
+def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
+    """The file system of a path as a process sees it; None if that cannot be seen.
 
-    Args:
-        path: absolute, without links.
+    Of several mounts in one place, the last one covers the others.
 
     Source: proc_pid_mountinfo(5).
     """
+    path = os.path.realpath(path)
     best: Mount | None = None
-    for line in mountinfo.splitlines():
+    for line in _read(Path(root, "proc", pid, "mountinfo")).splitlines():
         fields, _, behind = line.partition(" - ")
         before, after = fields.split(), behind.split()
         if len(before) < 6 or len(after) < 2:
@@ -123,11 +123,6 @@ def find_mount(mountinfo: str, path: str) -> Mount | None:
         if covers and (best is None or len(point) >= len(best.point)):
             best = Mount(before[2], point, after[0], after[2] if len(after) > 2 else "")
     return best
-
-
-def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
-    """The file system of a path as a process sees it; None if that cannot be seen."""
-    return find_mount(_read(Path(root, "proc", pid, "mountinfo")), os.path.realpath(path))
 
 
 def slow_kind(path: str) -> str:

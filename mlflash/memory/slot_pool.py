@@ -39,14 +39,14 @@ class SlotPool:
         self.own = [Slot() for _ in range(slots + spare)]
         self.shares = [Slot() for _ in range(slots + spare)]  # without files if nothing is shared
         self.inbox = {owner: [Slot() for _ in range(slots)] for owner in owners}
-        self._distrusted: list[Slot] = []
+        self._rejected: list[Slot] = []
         self._spare: set[int] = set()  # files to delete as soon as nothing can need them
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
         self.aside: set[int] = set()  # files of this node that are not touched until a newer step is committed
         # returns the attempt that is held in addition to the newest; None: there is none
         self.certified: Callable[[], Attempt | None] = lambda: None
-        self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and sizes of the files that the trainer knows
+        self._reported: dict[SlotId, tuple[int, int]] = {}  # inodes and sizes of the files that the trainer knows
         self._taking = threading.Lock()  # held to take a free slot, or to make one free
         self._is_exchanging = False  # whether slots get other files now, so that none is leased
         self._version = 0  # of what the trainer was told last about files
@@ -69,7 +69,7 @@ class SlotPool:
                 committed.
         """
         before = self.mapped()
-        self._distrusted = []
+        self._rejected = []
         for pair, numbers in [
             (self.own, files.own),
             (self.shares, files.share),
@@ -104,7 +104,7 @@ class SlotPool:
                 slot.use = Use.HOLDS
             else:  # erased as soon as the attempt is whole elsewhere
                 slot.header = None
-                self._distrusted.append(slot)
+                self._rejected.append(slot)
 
     def _attach(self, number: int | None, mapped: dict[int, shared_memory_segment.Segment]) -> Slot:
         if number is None:
@@ -162,7 +162,7 @@ class SlotPool:
             return self._files_of(number)
 
     def _files_of(self, number: int) -> list[SlotFile]:
-        return [self._told_of(name, slot) for name, slot in self._own() if slot.lease == number]
+        return [self._report(name, slot) for name, slot in self._own() if slot.lease == number]
 
     def end_lease(self, number: int, given_up: Collection[int] = ()) -> None:
         """Make the slots of a lease free again. Any thread.
@@ -176,16 +176,16 @@ class SlotPool:
                     slot.unmap()
                 slot.lease, slot.use = 0, Use.FREE
 
-    def _told_of(self, name: SlotId, slot: Slot) -> SlotFile:
-        self._told[name], self._version = (slot.inode, slot.view.nbytes), self._version + 1
+    def _report(self, name: SlotId, slot: Slot) -> SlotFile:
+        self._reported[name], self._version = (slot.inode, slot.view.nbytes), self._version + 1
         number = file_number(slot.name) if slot.inode else None
         return SlotFile(name, number, slot.inode, slot.view.nbytes, self._version)
 
     def news(self) -> list[SlotFile]:
         """The files of own slots that the trainer does not know yet."""
         with self._taking:
-            return [self._told_of(name, slot) for name, slot in self._own()
-                    if self._told.get(name, (0, 0)) != (slot.inode, slot.view.nbytes)]  # fmt: skip
+            return [self._report(name, slot) for name, slot in self._own()
+                    if self._reported.get(name, (0, 0)) != (slot.inode, slot.view.nbytes)]  # fmt: skip
 
     def exchange(self) -> None:
         """Lease no slot until `end_exchange`: they get other files, or what is free in them becomes needed."""
@@ -248,13 +248,13 @@ class SlotPool:
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
         """Free every slot except these (redundancy is whole in its new places), and unseal those found damaged."""
-        if self._distrusted:
+        if self._rejected:
             self.exchange()
-        for slot in self._distrusted:
+        for slot in self._rejected:
             if slot.use is Use.FREE:
                 slot.unseal()
                 slot.use = Use.FREE
-        self._distrusted = []
+        self._rejected = []
         for slot in self.all():
             if slot.use is Use.HOLDS and not self._is_certified(slot) and not any(slot is kept for kept in slots):
                 slot.use = Use.FREE
