@@ -170,7 +170,7 @@ def mend(context: Context, scrubber: Scrubber) -> None:
     scrubber.forget(whole)
     if found or blocks or made:
         left = len(found) - len(whole)
-        context.recorder.mended(told.step, time.perf_counter() - start, blocks, made, left)
+        context.recorder.repaired(told.step, time.perf_counter() - start, blocks, made, left)
         log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still "
                  "damaged",
                  world.rank, told.step, blocks, made, left)  # fmt: skip

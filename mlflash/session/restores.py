@@ -176,7 +176,7 @@ class RestoreSession:
         start, step = time.perf_counter(), 0 if home.header is None else home.header.step
         before = recorder.counts["slots healed"]
         heal_or_remember(context, home)
-        recorder.healed(step, time.perf_counter() - start, recorder.counts["slots healed"] > before)
+        recorder.reprotected(step, time.perf_counter() - start, recorder.counts["slots healed"] > before)
         recorder.holds(context.pool.nbytes)
 
     def mark(self, step: int, is_good: bool) -> int:

@@ -264,7 +264,7 @@ class CourierRecorder(_Tally):
                              saves=self._before["saves"] + self.counts["committed"],
                              **({} if late is None else late.as_fields()))  # fmt: skip
         waited: dict[str, Any] = {}
-        if late is not None and self._rank == 0 and is_worth_a_word(late.slowest.seconds, seconds):
+        if late is not None and self._rank == 0 and is_notable(late.slowest.seconds, seconds):
             waited = {"slowest": late.slowest.rank, "late_in": late.slowest.phase, "late_s": late.slowest.seconds}
         self.events.add("commit", step=step, seconds=seconds, generation=generation, **waited)
         self._info("committed step %d, %.3g s after it was saved", step, seconds)
@@ -307,7 +307,7 @@ class CourierRecorder(_Tally):
         self._heartbeat.beat("unrestorable", unrestorable=short, unrestorable_at=time.time())
         self.events.add("unrestorable", why=text)
 
-    def healed(self, step: int, seconds: float, made: bool) -> None:
+    def reprotected(self, step: int, seconds: float, made: bool) -> None:
         self.seconds["heal"] += seconds
         self.events.add("heal", step=step, seconds=seconds, made=made)
 
@@ -317,7 +317,7 @@ class CourierRecorder(_Tally):
         self.events.add("damage", file=file, kind=kind, step=step, of=of, block=block)
         log.warning("%s", text)
 
-    def mended(self, step: int, seconds: float, blocks: int, made: int, left: int) -> None:
+    def repaired(self, step: int, seconds: float, blocks: int, made: int, left: int) -> None:
         self.seconds["mend"] += seconds
         self.counts["files made again"] += made
         self.events.add("mend", step=step, seconds=seconds, blocks=blocks, made=made, left=left)
@@ -463,7 +463,7 @@ def _decoded(sample: int, at: int) -> float:
     return math.expm1(code / _CODES_PER_E) / 1e6
 
 
-def is_worth_a_word(late_s: float, commit_s: float) -> bool:
+def is_notable(late_s: float, commit_s: float) -> bool:
     """Whether a commit, so many seconds after its `save`, would have been notably earlier without one rank."""
     return late_s >= max(_LEAST_S, _LEAST_SHARE * commit_s)
 
@@ -490,7 +490,7 @@ class Stragglers:
 
     def add(self, slowest: Late, commit_s: float) -> Straggler | None:
         """Add the slowest rank of one commit; return the straggler to report now."""
-        late = slowest if is_worth_a_word(slowest.seconds, commit_s) else None
+        late = slowest if is_notable(slowest.seconds, commit_s) else None
         self._newest.append(late)
         for rank in list(self._reported):
             self._calm[rank] = 0 if late is not None and late.rank == rank else self._calm[rank] + 1

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..telemetry.heartbeat import is_orphan, is_without_courier
-from ..telemetry.recorder import is_worth_a_word
+from ..telemetry.recorder import is_notable
 from ..text import many, named, show_bytes, show_seconds
 from .output import new_table
 from .top_ranks import Heartbeat, Look
@@ -75,7 +75,7 @@ def _summary(look: Look) -> Iterator[Text]:
         ago = _age(look.at - float(restored["times"]["restored"]))
         parts.append(f"restored step {restored['restored']} from {restored['source']} {ago} ago")
     yield Text(", ".join(parts))
-    if is_worth_a_word(float(first.get("slowest_s", 0.0)), float(first.get("commit_s", 0.0))):
+    if is_notable(float(first.get("slowest_s", 0.0)), float(first.get("commit_s", 0.0))):
         yield Text(
             f"the last commit waited for rank {first.get('slowest', '?')}: {show_seconds(first['slowest_s'])} "
             f"late in {first.get('slowest_in', '?')}, on {first.get('slowest_on', '?')}",
@@ -117,7 +117,7 @@ def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> dict[str, Text]:
     is_quiet = worst in ("training", "starting", "no courier") and quiet > _QUIET_S
     latest = max(heartbeats, key=lambda heartbeat: float(heartbeat.get("late_s", 0.0)))
     late = Text("-")
-    if is_worth_a_word(float(latest.get("late_s", 0.0)), float(latest.get("commit_s", 0.0))):
+    if is_notable(float(latest.get("late_s", 0.0)), float(latest.get("commit_s", 0.0))):
         late = Text(f"{show_seconds(latest['late_s'])} {latest.get('late_in', '')}", style="yellow")
     return {
         "state": Text(worst if count == len(heartbeats) else f"{count} {worst}", style=_STYLES[worst]),

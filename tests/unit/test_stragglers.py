@@ -8,16 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from mlflash.telemetry.recorder import (
-    NUMBERS,
-    PHASES,
-    Late,
-    Lateness,
-    PhaseSample,
-    Straggler,
-    Stragglers,
-    is_worth_a_word,
-)
+from mlflash.telemetry.recorder import NUMBERS, PHASES, Late, Lateness, PhaseSample, Straggler, Stragglers, is_notable
 
 USUAL = {"training": 0.5, "copy": 1.0, "deferred": 0.2, "checksums": 2.0, "transfer": 3.0}
 FINE, LATE = Late(5, "copy", 0.01), Late(3, "copy", 2.0)
@@ -72,4 +63,4 @@ def test_the_noise_of_saves_is_not_told_of() -> None:
     assert not any(told([LATE, FINE, FINE, FINE, FINE, FINE] * 50)), "late now and then"
     assert not any(told([Late(3, "copy", 0.2)] * 50, 0.3)), "too short to matter"
     assert not any(told([LATE] * 50, 20.0)), "a small part of a long commit"
-    assert is_worth_a_word(0.25, 1.25) and not is_worth_a_word(0.25, 1.26) and not is_worth_a_word(0.24, 0.3)
+    assert is_notable(0.25, 1.25) and not is_notable(0.25, 1.26) and not is_notable(0.24, 0.3)
