@@ -70,9 +70,6 @@ class Survival:
             counts = np.convolve(np.array(counts, dtype=object), _component_counts(nodes, limits))[: most + 1].tolist()
         return [int(count) for count in counts] + [0] * (most + 1 - len(counts))
 
-    def chance(self, losses: int) -> float:
-        return self.surviving(losses)[losses] / math.comb(self.nodes, losses) if losses <= self.nodes else 0.0
-
 
 def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int, int]] | None = None) -> Survival:
     """What a placement survives. Pure.

@@ -129,15 +129,10 @@ def _describe_live(value: Any, path: str) -> str:
     return f"a {type(value).__name__}"
 
 
-def fill(live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read) -> None:
-    """Put a saved state into a live one, in place; see `Filling`. Call :func:`compare` first."""
-    filling = Filling(live, tree, entries, plain, read)
-    filling.load(filling.objects)
-    filling.fill_leaves()
-
-
 class Filling:
     """Puts a saved state into a live one, in place, and restores the previous values if that fails.
+
+    Call :func:`compare` first.
 
     Args:
         live: tensors and arrays are overwritten, plain leaves replaced, objects get copies through ``load_state_dict``.

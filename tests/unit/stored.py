@@ -13,7 +13,7 @@ from mlflash.save.stage import Staging
 from mlflash.state import manifest
 from mlflash.state.flatten import Flattener
 from mlflash.state.layout import Extents
-from mlflash.state.rebuild import compare, fill, materialize
+from mlflash.state.rebuild import Filling, compare, materialize
 
 
 class Store:
@@ -42,4 +42,6 @@ class Store:
 
     def fill(self, state: Any) -> None:
         assert compare(state, self.manifest.tree, self.manifest.entries) == []
-        fill(state, self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)
+        filling = Filling(state, self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)
+        filling.load(filling.objects)
+        filling.fill_leaves()
