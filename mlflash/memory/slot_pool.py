@@ -287,7 +287,7 @@ class SlotPool:
         self.aside.clear()
 
     def drop_stale(self) -> None:
-        """Delete those of them that hold only older attempts, so that a heal has room."""
+        """Delete those of them that hold only older attempts, so that reprotecting has room."""
         self._drop(self._stale)
 
     def _drop(self, numbers: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Parity of several units, and units made again from what is left of them.
+"""Parity of several units, and units rebuilt from what is left of them.
 
 A systematic code over GF(256), polynomial 0x11d, generator 2: of n data units u_0 .. u_n-1, parity j is the sum
 of 2^(i*j) * u_i. So parity 0 is their XOR, parities 0 and 1 are RAID-6's P and Q, 0 to 2 are raidz3's. For k up to
