@@ -17,7 +17,7 @@ from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.slot import Attempt, Verdict
 from ..storage.store import Store, each
-from .file_index import CARD_NBYTES, Card, read_card
+from .index import CARD_NBYTES, Card, read_card
 
 log = logging.getLogger("mlflash")
 

@@ -24,9 +24,8 @@ from ..storage.dcp_files import METADATA, Contents, Keys, Path, keys_of, metadat
 from ..storage.file_holes import FileWithHoles
 from ..storage.whole_state import build
 from . import checkpoint_directory
-from .file_format import plain_file
-from .file_index import Stored
-from .rank_input import DrainInput, Load, Receipt
+from .index import Stored
+from .rank_input import DrainInput, Load, Receipt, plain_file
 
 MASTER = "checkpoint.mlflash"
 

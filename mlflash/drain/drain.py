@@ -12,7 +12,7 @@ from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot import Attempt
 from ..storage.store import Store
-from .file_index import Stored
+from .index import Stored
 
 if TYPE_CHECKING:
     from ..courier.client import Client

@@ -31,9 +31,8 @@ from ..state.plain_values import decode_plain
 from ..state.shards import covers, cut
 from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles, Source
-from .file_format import add_card
-from .file_index import CARD_NBYTES, Card, Stored
-from .rank_input import DrainInput, Load, Receipt, shown
+from .index import CARD_NBYTES, Card, Stored
+from .rank_input import DrainInput, Load, Receipt, add_card, shown
 
 MASTER = "checkpoint.h5"
 _PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}

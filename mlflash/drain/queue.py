@@ -21,18 +21,15 @@ from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.job_thread import JobThread
 from ..mpi.nonblocking import Operation
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
-from ..state import layout
 from ..storage.store import Store, is_url, open_store
 from . import checkpoint_directory, write
 from .checkpoint_directory import Listing
 from .drain import Drain
 from .provenance import Signer
 from .rank_input import DrainInput
-from .write import Terms
 
 log = logging.getLogger("mlflash")
 
-_CHECKED_BLOCKS = 4  # a checksum in a drained file covers so many blocks
 _FOLDERS = 8  # drained attempts whose folders are remembered
 _LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 
@@ -54,10 +51,7 @@ class DrainQueue:
         self._clean = False  # whether leftovers of interrupted drains of earlier runs were deleted
         self._drained: Attempt | None = None  # the newest attempt whose drain has begun
         self._restored: Attempt | None = None  # restored from memory: an earlier run may not have drained it
-        self._terms = Terms(
-            config.format, config.owner, config.job, _CHECKED_BLOCKS * layout.BLOCK_NBYTES, config.compression,
-            config.drain_rate, config.drain_writers, config.keep_last, config.keep_every, signer,
-        )  # fmt: skip
+        self._signer = signer
 
     @property
     def idle(self) -> bool:
@@ -239,7 +233,7 @@ class DrainQueue:
 
         def moves() -> Operation:
             error = yield from write.run(
-                current, drain_input, context.world, collectives, store, self._terms, not self._clean
+                current, drain_input, context.world, collectives, store, self._config, self._signer, not self._clean
             )
             self._clean = self._clean or current.clean
             for home in drain_input.homes.values():

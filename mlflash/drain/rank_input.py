@@ -1,13 +1,17 @@
-"""What a process hands in to a drain → what goes into each rank's file.
+"""What a process hands in to a drain → what goes into each rank's file, whatever its format.
 
 What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once.
+
+As HDF5 a rank has one file, which begins with its card. DCP's files have no room for a card: there the card and the
+index are files of their own, and so is the file that commits the checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -20,7 +24,8 @@ from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, ties_of
 from ..state.meshes import apart
 from ..state.rebuild import Read
-from .file_index import Place, Places, encode, first_names, numbers_of, rows_of
+from ..storage.file_holes import FileWithHoles, Source
+from .index import CARD_NBYTES, Card, Place, Places, Stored, encode_index, first_names, numbers_of, rows_of
 
 _CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
 _WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
@@ -67,7 +72,7 @@ class Load:
     """What goes into the file of a rank."""
 
     parts: list[Part]
-    sources: list[Callable[[], np.ndarray]]
+    sources: list[Source]
     commons: list[int]  # for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does
     rank: Described
     ties: dict[str, str]
@@ -88,7 +93,7 @@ class Load:
     def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
         """The encoded index of the file, and how many bytes of it say where everything is."""
         raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
-        return encode(raw, home.header.extents.payload_nbytes, places)
+        return encode_index(raw, home.header.extents.payload_nbytes, places)
 
 
 def look(drain_input: DrainInput) -> Look:
@@ -171,7 +176,7 @@ def _checks_of_shared(entries: Sequence[Entry], behind: int, read: Read) -> dict
             if entry.nbytes and entry.start >= behind and entry.shape == entry.global_shape}  # fmt: skip
 
 
-def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
+def _source(read: Read, part: Part) -> Source:
     first, last = part.entry.start, part.entry.start + part.entry.nbytes
     return lambda: read(part.tensor)[first:last]
 
@@ -242,6 +247,37 @@ def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]
         named = [(shown_as(receipt, entry), entry) for entry, _, _ in receipt.pieces]
         found[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
     return found
+
+
+class FileFormat(Protocol):
+    """A file format. Nothing is collective."""
+
+    name: str
+    most_pieces: float  # how many pieces, of all ranks, its last file lists; if there are more, it lists none
+
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+        """Lay out the files of a rank, in the order in which they are to be written."""
+
+    def master_files(
+        self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
+    ) -> list[tuple[str, FileWithHoles]]:
+        """Lay out what is written last; the very last file commits the checkpoint, and has this index."""
+
+
+def plain_file(drain_input: DrainInput, rank: int, owner: str, text: bytes) -> tuple[FileWithHoles, Card]:
+    """Make a file that has a card and an index, and nothing else."""
+    skeleton = FileWithHoles()
+    skeleton.patch(CARD_NBYTES, text)
+    return skeleton, add_card(skeleton, drain_input, rank, owner, CARD_NBYTES, text)
+
+
+def add_card(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner: str, start: int, text: bytes) -> Card:
+    """Put the card on a file that was laid out and has its index ``text`` at ``start``."""
+    card = Card(drain_input.attempt, drain_input.step, rank, drain_input.world_size, skeleton.nbytes, start, len(text),
+                xxhash.xxh3_64_intdigest(text), time.time_ns(), owner, drain_input.mark)  # fmt: skip
+    skeleton.patch(0, card.pack())
+    return card
 
 
 # What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import Config
 from ..courier.describe_ranks import Described, Gathered, gathering
 from ..crash_points import reach
 from ..errors import ConfigError, DrainFailed, MlflashError, pip_install, text_of
@@ -30,46 +31,31 @@ from ..memory.slot import Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.nonblocking import Operation, side_by_side
 from ..mpi.world import World
+from ..state import layout
 from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store, each
-from . import checkpoint_directory, provenance, rank_table
+from . import checkpoint_directory, provenance
 from .drain import Drain
-from .file_format import Form
-from .file_index import Stored
+from .index import Stored, encode_table
 from .provenance import Signer
-from .rank_input import DrainInput, FileDigest, Load, Look, Origin, Receipt, load, look
+from .rank_input import DrainInput, FileDigest, FileFormat, Load, Look, Origin, Receipt, load, look
 
 log = logging.getLogger("mlflash")
 
+_CHECKED_NBYTES = 4 * layout.BLOCK_NBYTES  # a checksum in a drained file covers so many bytes
 _CHUNK_NBYTES = 8 << 20  # bytes per write
 _LOOK_S = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """How drains are done."""
-
-    form: str
-    owner: str
-    job: str
-    block_nbytes: int
-    compression: str = ""
-    rate: float = 0.0  # bytes per second of all ranks together; 0: no limit
-    writers: int = 0  # ranks that write at a time; 0: all
-    keep_last: int = 0
-    keep_every: int = 0
-    signer: Signer = dataclasses.field(default_factory=Signer)
-
-
 def run(
     drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
-    terms: Terms, clean: bool = False,
+    config: Config, signer: Signer, clean: bool = False,
 ) -> Operation:  # fmt: skip
     """Run a drain to its end, and return why it failed, or None. It raises nothing. Collective over the world.
 
     ``clean``: first delete what interrupted drains of earlier runs left.
     """
-    on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
+    on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, config, signer)
     ended: list[MlflashError | None] = []
 
     def main() -> Operation:
@@ -85,12 +71,12 @@ def run(
 
 
 class _OnItsWay:
-    form: Form  # set by `_look`
+    file_format: FileFormat  # set by `_look`
 
     def __init__(self, drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives,
-                 store: Store, terms: Terms):  # fmt: skip
+                 store: Store, config: Config, signer: Signer):  # fmt: skip
         self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
-        self.store, self.inside, self.terms = store, store, terms
+        self.store, self.inside, self.config, self.signer = store, store, config, signer
         self.written: list[str] = []
         self.commits: list[str] = []  # those of them that mark the checkpoint as complete
         self.receipts: list[tuple[Stored, Receipt]] = []
@@ -135,10 +121,10 @@ class _OnItsWay:
         def write() -> None:
             for rank, home in drain_input.homes.items():
                 entries = [home.manifest.entries[looked.digests[rank][one]] for one in common]
-                size, block = drain_input.world_size, self.terms.block_nbytes
-                self._write(rank, load(rank, home, entries, looked, sets, size, block))
+                size = drain_input.world_size
+                self._write(rank, load(rank, home, entries, looked, sets, size, _CHECKED_NBYTES))
 
-        _, error = yield from collectives.in_turn(self.terms.writers, lambda: self._attempt(write))
+        _, error = yield from collectives.in_turn(self.config.drain_writers, lambda: self._attempt(write))
         yield from collectives.raise_together(error)
         reach("drain.written")
         gathered = yield from self._gather()
@@ -183,13 +169,14 @@ class _OnItsWay:
         return result
 
     def _look(self, clean: bool) -> tuple[Look, str]:
-        self.form = _form(self.terms)  # it imports a library: if that fails on one rank, all learn of it here
+        # This imports a library: if that fails on one rank, all learn of it here.
+        self.file_format = _file_format(self.config)
         if self.world.rank:
             return look(self.drain_input), ""
         if clean:  # the first drain of a run may make the directory; later it must exist
             self.store.make()
             with _deleting("what interrupted drains left"):
-                checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
+                checkpoint_directory.delete_leftovers(self.store, self.config.owner, self.drain_input.attempt.run_id)
                 self.drain.clean = True
         folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
         self.inside = self.store.at(folder)
@@ -215,7 +202,7 @@ class _OnItsWay:
             its = group.structure
             own = len(its.names) - len(its.alike) - len(its.shared)
             pieces += len(group.ranks) * own + sets * len(its.shared) + len(its.alike)
-        if pieces <= self.form.most_pieces:
+        if pieces <= self.file_format.most_pieces:
             return
         self.receipts = [(stored, dataclasses.replace(receipt, pieces=[])) for stored, receipt in self.receipts]
         if self.world.rank == 0:
@@ -224,17 +211,17 @@ class _OnItsWay:
     def _write(self, rank: int, loaded: Load) -> None:
         self.described[rank] = loaded.rank
         self.drain.progress += 1
-        files, stored, receipt = self.form.rank_files(
-            self.drain_input, rank, self.drain_input.homes[rank], loaded, self.terms.owner
+        files, stored, receipt = self.file_format.rank_files(
+            self.drain_input, rank, self.drain_input.homes[rank], loaded, self.config.owner
         )
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
-        at_once = min(self.terms.writers or self.world.size, self.world.size)
+        at_once = min(self.config.drain_writers or self.world.size, self.world.size)
         with _closing(files):
             origin, digests = Origin.of(self.drain_input.homes[rank]), _digests(files)
             for name, skeleton in files:
                 self.written.append(name)
-                content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.terms.rate / at_once)
-                self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner))
+                content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.config.drain_rate / at_once)
+                self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.config.owner))
         self.receipts.append((stored, dataclasses.replace(receipt, origin=origin, digests=digests)))
         self.drain.stored[rank] = stored
 
@@ -246,14 +233,14 @@ class _OnItsWay:
             raise DrainFailed("some ranks of the checkpoint did not hand in their state",
                               expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
         each(self._look_for, [stored for stored, _ in told])
-        text = rank_table.encode(self.form.name, self.terms.job, [stored for stored, _ in told], gathered)
+        text = encode_table(self.file_format.name, self.config.job, [stored for stored, _ in told], gathered)
         receipts = [receipt for _, receipt in told]
-        files = self.form.master_files(self.drain_input, text, receipts, self.terms.job, self.terms.owner)
-        terms, tag = self.terms, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
+        files = self.file_format.master_files(self.drain_input, text, receipts, self.config.job, self.config.owner)
+        config, tag = self.config, checkpoint_directory.tag(self.drain_input.attempt, self.config.owner)
         verdict = self._write_verdict(Verdict.UNKNOWN)
         with _closing(files):
-            said = provenance.files(terms.signer, self.drain_input, receipts, _digests(files), self.form.name,
-                                    terms.job, terms.owner, time.time_ns())  # fmt: skip
+            said = provenance.files(self.signer, self.drain_input, receipts, _digests(files), self.file_format.name,
+                                    config.job, config.owner, time.time_ns())  # fmt: skip
             for name, content in said:
                 self.written.append(name)
                 self.inside.write(name, [content], tag)
@@ -269,7 +256,7 @@ class _OnItsWay:
         verdict = self.drain_input.verdict()
         if verdict is not written:
             self.written.append(checkpoint_directory.VERDICT)
-            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.terms.owner, verdict)
+            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.config.owner, verdict)
         return verdict
 
     def _look_for(self, stored: Stored) -> None:
@@ -289,9 +276,9 @@ class _OnItsWay:
 
     def _delete_surplus(self) -> None:
         with _deleting("older checkpoints"):
-            listed, terms = checkpoint_directory.list_checkpoints(self.store), self.terms
-            for one in checkpoint_directory.surplus(listed, terms.owner, terms.keep_last, terms.keep_every):
-                checkpoint_directory.delete(self.store, one)
+            listed, config = checkpoint_directory.list_checkpoints(self.store), self.config
+            for surplus in checkpoint_directory.surplus(listed, config.owner, config.keep_last, config.keep_every):
+                checkpoint_directory.delete(self.store, surplus)
 
 
 @contextlib.contextmanager
@@ -302,8 +289,8 @@ def _deleting(what: str) -> Iterator[None]:
         log.warning("%s could not be deleted: %s", what, problem)
 
 
-def _form(terms: Terms) -> Form:
-    if terms.form == "dcp":
+def _file_format(config: Config) -> FileFormat:
+    if config.format == "dcp":
         try:
             from .dcp_format import Dcp
         except ModuleNotFoundError as error:
@@ -311,7 +298,7 @@ def _form(terms: Terms) -> Form:
         return Dcp()
     from .hdf5_files import Hdf5
 
-    return Hdf5(terms.compression)
+    return Hdf5(config.compression)
 
 
 def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ...]:

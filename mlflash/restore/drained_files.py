@@ -17,9 +17,19 @@ import numpy as np
 import xxhash
 
 from ..courier.ranks import Collectives
-from ..drain import file_index
 from ..drain.checkpoint_directory import Listed
-from ..drain.file_index import CARD_NBYTES, Card, Index, Place, Places, Stored, blocks, read_card
+from ..drain.index import (
+    CARD_NBYTES,
+    Card,
+    Index,
+    Place,
+    Places,
+    Stored,
+    blocks,
+    decode_index,
+    decode_places,
+    read_card,
+)
 from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, pip_install
 from ..events import Event
 from ..state.shards import Box, box
@@ -136,7 +146,7 @@ class DrainedFiles:
             with self._as_corrupt():
                 card = self._card(rank)
                 raw = self._read(stored.card, card.index_start, card.index_nbytes, card.index_check)
-            self._indexes[rank] = file_index.decode(raw, stored.data, stored.data_nbytes)
+            self._indexes[rank] = decode_index(raw, stored.data, stored.data_nbytes)
         return self._indexes[rank]
 
     @contextlib.contextmanager
@@ -177,15 +187,15 @@ class DrainedFiles:
     def places(self, rank: int) -> Places:
         """Read where everything is in the file of a rank: only that part of its index."""
         if rank in self._indexes:
-            return self.index(rank).places
+            return self.index(rank)
         its = self._files[rank]
         with self._as_corrupt():
             self._card(rank)
             raw = self._read(its.card, its.places_start, its.places_nbytes, its.places_check)
-        return file_index.decode_places(raw, its.data, its.data_nbytes)[0]
+        return decode_places(raw, its.data, its.data_nbytes)[0]
 
     def content(self, rank: int, name: str, place: Place, at_once: int = RUN_NBYTES) -> Iterator[np.ndarray]:
-        its = self.index(rank).places
+        its = self.index(rank)
         run = max(its.block_nbytes, at_once // its.block_nbytes * its.block_nbytes)
         for at in range(0, place.nbytes, run):
             end = min(place.nbytes, at + run)

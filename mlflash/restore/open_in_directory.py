@@ -19,10 +19,8 @@ import numpy as np
 
 from ..courier.ranks import Collectives
 from ..courier.wanted_parts import WantedPart, items
-from ..drain import rank_table
 from ..drain.checkpoint_directory import Listed, read_index
-from ..drain.file_index import Index, Place, Places, first_names
-from ..drain.rank_table import Dealt
+from ..drain.index import Index, Place, Places, decode_table, first_names
 from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, MlflashError, text_of
 from ..protect.rank_checkpoint import RankCheckpoint
 from ..state.leaves import Entry
@@ -76,8 +74,8 @@ class OpenInDirectory:
         # Rank 0 reads the file and broadcasts it by a tree.
         packed = self._together(lambda: b"" if world.rank else zlib.compress(reads.run(listed.master, read_table), 1))
         packed = world.broadcast(packed, 0)
-        table = self._together(lambda: rank_table.decode(zlib.decompress(packed), self.world_size))
-        self._files, self._dealt = DrainedFiles(inside, listed, table.files, reads), Dealt(table)
+        table = self._together(lambda: decode_table(zlib.decompress(packed), self.world_size))
+        self._files, self._table = DrainedFiles(inside, listed, table.files, reads), table
         self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
         # Read the index of the rank's own file now: later, only this rank would fail.
         self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))
@@ -167,7 +165,7 @@ class OpenInDirectory:
                 raise
             except (MlflashError, OSError):
                 bad.append(entry.name)
-        return self.index(rank).places.data, nbytes, bad
+        return self.index(rank).data, nbytes, bad
 
     def index(self, rank: int) -> Index:
         return self._own[1] if rank == self._own[0] else self._files.index(rank)
@@ -260,14 +258,13 @@ class OpenInDirectory:
 
     def _holders(self, rank: int, number: int, begin: int, end: int) -> list[tuple[int, int]]:
         """The files that may have rows of a leaf: old rank, and number of the leaf there."""
-        structure, _ = self.olds.row(rank)
+        structure, row = self.olds.row(rank)
         number = structure.ties[number]
         name = structure.names[number]
-        ranks = self._dealt.ranks(rank, number, name, begin, end)
-        if ranks is None:
-            return [(rank, number)]
-        numbers = ((one, self.olds.row(one)[0].numbers.get(name)) for one in ranks)
-        return [(one, its) for one, its in numbers if its is not None]
+        ranks = self._table.holders(rank, structure, row, number, begin, end)
+        numbers = ((held_by, number if held_by == rank else self.olds.row(held_by)[0].numbers.get(name))
+                   for held_by in ranks)  # fmt: skip
+        return [(held_by, held_as) for held_by, held_as in numbers if held_as is not None]
 
     def _runs(self, rank: int, number: int, wanted_part: WantedPart, places: Places) -> Iterator[Run]:
         if (place := places.of.get(number)) is None:

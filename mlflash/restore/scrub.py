@@ -15,7 +15,7 @@ import numpy as np
 from ..courier.state import Context
 from ..drain.checkpoint_directory import Listed
 from ..drain.drain import Drain
-from ..drain.file_index import Card
+from ..drain.index import Card
 from ..errors import MlflashError, text_of
 from ..events import Event
 from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check
