@@ -37,7 +37,7 @@ _CHUNK_NBYTES = 8 << 20
 _NAMED = 4  # hosts in a line
 IsGood = Callable[[bytes, bytes], bool]
 Key = tuple[IsGood, str]
-"""A function that checks a signature of some bytes, and the key as `signatures.public_key` returns it."""
+"""A function that checks a signature of some bytes, and the key as `provenance.public_key` returns it."""
 
 
 @dataclasses.dataclass(frozen=True)
