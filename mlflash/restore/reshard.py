@@ -2,7 +2,7 @@
 
     gather     what the old ranks' slots hold: entries, plain leaves, checksums of whole tensors
     plan       which parts make up each tensor (see `shards`), and which ranks have them
-    exchange   parts on this node are read from its files; ranks are asked for the others (see `exchange_fragments`)
+    exchange   parts on this node are read from its files; ranks are asked for the others (see `fetch`)
     commit     the new slot is protected and committed like a save; only then may the old ones be freed
 
 What each old rank had of its own goes to the rank with its number. If there was no such rank, a rank keeps what it has.

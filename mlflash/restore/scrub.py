@@ -2,7 +2,7 @@
 
 Slots, copies, parity and shares are read a run of blocks at a time. When all of memory was verified once since it last
 changed, the file that this rank wrote for the newest drained checkpoint is read, too. A separate thread does that, so
-that a file system that hangs delays no save. Damage is logged once, and `mend` repairs what it can with the next save.
+that a file system that hangs delays no save. Damage is logged once, and the next save begins with its repair (see `repair`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RUN_NBYTES = 1 << 20  # bytes per read; at least a block
 _EVERY_S = 0.5  # time between reads: to begin one costs as much as a few MB
 _MOST_S = 0.6  # seconds of reading that may be made up after a job
 _ROUND_S = 1.0  # shortest time from round to round, so that a small state is not read all the time
-_MENDABLE = ("own", "copy", "parity")
+_REPAIRABLE = ("own", "copy", "parity")
 _COMES = {
     "own": "The next save repairs it if a copy or parity can",
     "copy": "The next save makes it again",
@@ -161,7 +161,7 @@ class Scrubber:
     def _say(self, slot: Slot, header: Header, block: int | None, how: str) -> None:
         context, kind = self._context, self._kind_of(slot, header)
         self._found.append((slot, header))
-        context.damaged = context.damaged or kind in _MENDABLE
+        context.damaged = context.damaged or kind in _REPAIRABLE
         what = {"own": "slot", "copy": "copy of the slot", "parity": "parity", "share": "share"}[kind]
         world = context.world
         text = (

@@ -170,7 +170,7 @@ MUTANTS = [
     # Heal
     Mutant(
         "heal-makes-nothing", "missing copies and parity are not made again", "restore/reprotect.py",
-        "        protect_again(context, home, lacking)\n        reach(", "        reach(",
+        "        protect_missing(context, home, lacking)\n        reach(", "        reach(",
     ),
     Mutant(
         "heal-not-agreed", "only ranks whose copies are missing heal", "restore/reprotect.py",
@@ -197,7 +197,7 @@ MUTANTS = [
         "    if told.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
     ),
     Mutant(
-        "damage-for-ever", "damage that was repaired is reported again", "restore/reprotect.py",
+        "damage-for-ever", "damage that was repaired is reported again", "restore/repair.py",
         "    context.damaged = False\n    start, world", "    start, world",
     ),
     Mutant(
