@@ -2,7 +2,7 @@
 
 Slots, copies, parity and shares are read a run of blocks at a time. When all of memory was verified once since it last
 changed, the file that this rank wrote for the newest drained checkpoint is read, too. A separate thread does that, so
-that a file system that hangs delays no save. Damage is logged once, and the next save begins with its repair (see `repair`).
+that a file system that hangs delays no save. Damage is logged once, and repaired before the next save (see `repair`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..events import Event
 from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check
 from ..mpi.background_collectives import in_thread
 from ..mpi.nonblocking import Operation
-from .drained_files import DrainedFiles
+from .open_in_directory import DrainedFiles
 
 _DRAINED_RUN_NBYTES = 4 << 20  # per read; at least a block
 _RUN_NBYTES = 1 << 20  # bytes per read; at least a block
