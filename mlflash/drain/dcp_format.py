@@ -61,21 +61,22 @@ class Dcp:
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
     ) -> list[tuple[str, FileWithHoles]]:
-        told = [pickle.loads(zlib.decompress(receipt.more)) for receipt in receipts]  # safe: from ranks of this job
-        key_of = apart(pair for *_, meshes in told for pair in meshes.items())
+        # Safe: these come from ranks of this job.
+        described = [pickle.loads(zlib.decompress(receipt.more)) for receipt in receipts]
+        key_of = apart(pair for *_, meshes in described for pair in meshes.items())
         files: list[Contents] = []
         paths: dict[str, Path | None] = {}
         ties: dict[str, str] = {}
-        for contents, its_paths, its_ties, meshes in told:
+        for contents, rank_paths, rank_ties, meshes in described:
             keys = {key: key_of(key, mesh) for key, mesh in meshes.items()}
             files.append(dataclasses.replace(contents, pieces=[_renamed(piece, keys) for piece in contents.pieces]))
-            for key, path in its_paths.items():
-                its = keys.get(key, key)
-                if path and its != key:
-                    path = (*path[:-1], f"{path[-1]}{its.removeprefix(key)}")
-                if paths.get(its) is None:
-                    paths[its] = path
-            ties = {keys[a]: keys[b] for a, b in its_ties.items()} | ties
+            for key, path in rank_paths.items():
+                name = keys.get(key, key)
+                if path and name != key:
+                    path = (*path[:-1], f"{path[-1]}{name.removeprefix(key)}")
+                if paths.get(name) is None:
+                    paths[name] = path
+            ties = {keys[a]: keys[b] for a, b in rank_ties.items()} | ties
         listing = FileWithHoles()
         listing.patch(
             0,
@@ -112,12 +113,12 @@ def _renamed(entry: Entry, key_of: Mapping[str, str]) -> Entry:
 def _extras(rank: int, home: RankCheckpoint, load: Load, keys: Keys) -> dict[str, bytes]:
     """What DCP pickles: the objects of each rank, except those that rank 0 writes anyway."""
     entries, plain, read = home.manifest.entries, home.manifest.plain, home.reader()
-    found = {}
+    extras = {}
     for key, tree in keys.objects.items():
         inside: list[int] = []
         build(tree, inside.append, lambda _: None)
         if rank and inside and all(load.commons[number] == 0 for number in inside):
             continue
-        found[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
+        extras[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
                                    lambda number: decode_plain(plain[number])))  # fmt: skip
-    return found
+    return extras

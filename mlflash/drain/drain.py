@@ -50,7 +50,7 @@ class Drain:
         self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = Event()
         # called when a rank has made progress, when ranks do not answer, and at the end
-        self.told: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._start = time.perf_counter()
         self._ended = Event()
 
@@ -95,17 +95,17 @@ class Drain:
 
     def moves(self) -> None:
         self.moved, self.silent = time.monotonic(), ((), "")
-        self.told()
+        self.on_change()
 
     def note_silent(self, ranks: Sequence[int], names: str) -> None:
         """Note the ranks that do not answer, as numbers and in words."""
         self.silent = tuple(ranks), names
-        self.told()
+        self.on_change()
 
     def end(self, error: MlflashError | None) -> None:
         self.error, self.seconds = error, time.perf_counter() - self._start
         self._ended.set()
-        self.told()
+        self.on_change()
 
 
 # The drains of this run, as the trainer sees them: it asks for drains, and waits for them.

@@ -188,23 +188,24 @@ def _packed(group: Any, piece: Entry, form: Form, compression: str, raw: np.ndar
     rows = max(1, _RUN_NBYTES // row)
     for first in range(0, shape[0], rows):  # other threads can take h5py's lock between two reads
         last = min(shape[0], first + rows)
-        there, here = _rows(dataset, first, last)
-        dataset.id.write(here, there, np.ascontiguousarray(raw[first * row : last * row]), dataset.id.get_type())
+        in_file, in_memory = _rows(dataset, first, last)
+        dataset.id.write(in_memory, in_file, np.ascontiguousarray(raw[first * row : last * row]), dataset.id.get_type())
 
 
 def read_rows(dataset: Any, first: int, last: int, nbytes: int) -> np.ndarray:
     """Read rows of a dataset as the bytes that were in the slot, ``(nbytes,)`` uint8."""
     raw = np.empty(nbytes, dtype=np.uint8)
-    there, here = _rows(dataset, first, last)
-    dataset.id.read(here, there, raw, dataset.id.get_type())  # in the type of the file, so that HDF5 converts nothing
+    in_file, in_memory = _rows(dataset, first, last)
+    # In the type of the file, so that HDF5 converts nothing.
+    dataset.id.read(in_memory, in_file, raw, dataset.id.get_type())
     return raw
 
 
 def _rows(dataset: Any, first: int, last: int) -> tuple[Any, Any]:
     shape = (last - first, *dataset.shape[1:])
-    there = dataset.id.get_space()
-    there.select_hyperslab((first, *(0,) * (len(shape) - 1)), shape)
-    return there, h5py.h5s.create_simple(shape)
+    in_file = dataset.id.get_space()
+    in_file.select_hyperslab((first, *(0,) * (len(shape) - 1)), shape)
+    return in_file, h5py.h5s.create_simple(shape)
 
 
 def open_file(file: Any) -> Any:
@@ -262,10 +263,10 @@ def _virtual(group: Any, name: str, parts: Sequence[tuple[int, Entry]]) -> None:
         for rank, part in {(part.offset, part.shape): (rank, part) for rank, part in reversed(parts)}.values():
             if part.nbytes:
                 target = space.copy()
-                here = (*part.shape, *form.shape)
-                source = h5py.h5s.create_simple(here) if here else h5py.h5s.create(h5py.h5s.SCALAR)
+                part_shape = (*part.shape, *form.shape)
+                source = h5py.h5s.create_simple(part_shape) if part_shape else h5py.h5s.create(h5py.h5s.SCALAR)
                 if shape:
-                    target.select_hyperslab((*part.offset, *(0,) * len(form.shape)), here)
+                    target.select_hyperslab((*part.offset, *(0,) * len(form.shape)), part_shape)
                 inside = f"/tensors/{dataset_name(part.name)}".replace("%", "%%")  # "%b" would be the number of a block
                 properties.set_virtual(target, rank_file_name(rank).encode(), inside.encode(), source)
     dataset = h5py.Dataset(h5py.h5d.create(group.id, dataset_name(name).encode(), form.dtype, space, properties))
@@ -307,9 +308,9 @@ class Hdf5:
     def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
         name = rank_file_name(rank)
-        here = {part.entry.name for part in load.parts}
+        names_here = {part.entry.name for part in load.parts}
         objects, names = _objects(home)
-        ties = {name: first for name, first in load.ties.items() if first in here}
+        ties = {name: first for name, first in load.ties.items() if first in names_here}
         entries = [part.entry for part in load.parts]
         skeleton, starts = tensors(entries, load.sources, ties, objects, self._compression)
         places = load.places(home, name, starts)
@@ -328,7 +329,8 @@ class Hdf5:
             "job": job,
             "by": "mlflash",
         }
-        objects = {key: value for one in reversed(receipts) if one.names for key, value in one.objects.items()}
+        planned = [receipt.objects for receipt in reversed(receipts) if receipt.names]
+        objects = {key: value for part in planned for key, value in part.items()}
         skeleton = whole(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
         _finish(skeleton, drain_input, -1, owner, text)
         return [(MASTER, skeleton)]

@@ -37,12 +37,12 @@ _KINDS = {
     "form": str, "files": dict, "signer": str, "drain": str,
 }  # fmt: skip
 _LISTS: dict[str, Callable[[Any], Any]] = {
-    "versions": lambda its: all(type(value) is str for value in its.values()),
-    "nodes": lambda its: all(type(one) is dict and {*one} == {"host", "ranks"} and type(one["host"]) is str
-                             and type(one["ranks"]) is int for one in its),
-    "files": lambda its: all(FILE_NAME.fullmatch(name) and type(one) is dict and {*one} == {"nbytes", "sha256"}
-                             and type(one["nbytes"]) is int and one["nbytes"] >= 0 and type(one["sha256"]) is str
-                             and _HEX.fullmatch(one["sha256"]) for name, one in its.items()),
+    "versions": lambda versions: all(type(version) is str for version in versions.values()),
+    "nodes": lambda nodes: all(type(node) is dict and {*node} == {"host", "ranks"} and type(node["host"]) is str
+                               and type(node["ranks"]) is int for node in nodes),
+    "files": lambda files: all(FILE_NAME.fullmatch(name) and type(file) is dict and {*file} == {"nbytes", "sha256"}
+                               and type(file["nbytes"]) is int and file["nbytes"] >= 0 and type(file["sha256"]) is str
+                               and _HEX.fullmatch(file["sha256"]) for name, file in files.items()),
 }  # fmt: skip
 
 
@@ -66,10 +66,10 @@ def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], 
     """Return the files that are written before the one that commits a checkpoint, by name."""
     origins = [receipt.origin for receipt in receipts if receipt.origin is not None]
     digests = [digest for receipt in receipts for digest in receipt.digests]
-    said = next((origin.said for origin in origins if origin.said), {})
+    given = next((origin.provenance for origin in origins if origin.provenance), {})
     document = {
         "format": FORMAT,
-        "versions": dict(said.get("versions", {})),
+        "versions": dict(given.get("versions", {})),
         "job": job,
         "uid": os.getuid(),
         "step": drain_input.step,
@@ -81,10 +81,10 @@ def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], 
         "saved": _time(max((origin.unix_ns for origin in origins), default=0)),
         "drained": _time(now_ns),
         "by": drain_input.by,
-        "given": said.get("given", {}),
+        "given": given.get("given", {}),
         "checks": dict(drain_input.checks),
         "form": form,
-        "files": {its.name: {"nbytes": its.nbytes, "sha256": its.sha256} for its in (*digests, *last)},
+        "files": {digest.name: {"nbytes": digest.nbytes, "sha256": digest.sha256} for digest in (*digests, *last)},
         "signer": signer.key,
         "drain": tag(drain_input.attempt, owner),
     }

@@ -83,12 +83,12 @@ class Load:
     def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
         """Where the parts are in a file, given where each begins there; None: it is compressed."""
         numbers = numbers_of(home.manifest.entries)
-        found = {}
+        place_of = {}
         for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
-            its, whole = part.entry, part.tensor
-            begin, rows = (its.offset[0] - whole.offset[0], its.shape[0]) if its.shape else (0, 1)
-            found[numbers[its.name]] = Place(start or 0, its.nbytes, begin, rows, first, start is None)
-        return Places(data, self.block_nbytes, self.checks, found)
+            entry, whole = part.entry, part.tensor
+            begin, rows = (entry.offset[0] - whole.offset[0], entry.shape[0]) if entry.shape else (0, 1)
+            place_of[numbers[entry.name]] = Place(start or 0, entry.nbytes, begin, rows, first, start is None)
+        return Places(data, self.block_nbytes, self.checks, place_of)
 
     def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
         """The encoded index of the file, and how many bytes of it say where everything is."""
@@ -99,14 +99,14 @@ class Load:
 def look(drain_input: DrainInput) -> Look:
     """Open what is handed in, and make digests of the whole tensors that other ranks may hold alike."""
     drain_input.homes = drain_input.open()
-    found = Look({}, [], {})
+    looked = Look({}, [], {})
     for rank, home in sorted(drain_input.homes.items()):
         read, behind = home.reader(), home.header.extents.payload_nbytes
         if home.manifest.shared is not None:
-            found.sets[rank] = home.manifest.shared.by
-        mine: dict[bytes, int] = {}
+            looked.sets[rank] = home.manifest.shared.by
+        digests: dict[bytes, int] = {}
         entries = home.manifest.entries
-        checks = found.checks.setdefault(rank, {})
+        checks = looked.checks.setdefault(rank, {})
         for number, (entry, first) in enumerate(zip(entries, ties_of(entries), strict=True)):
             is_shared = entry.nbytes and entry.start >= behind
             if drain_input.world_size == 1 or entry.shape != entry.global_shape or is_shared:
@@ -114,11 +114,11 @@ def look(drain_input: DrainInput) -> Look:
             if first == number:
                 content = xxhash.xxh3_128_intdigest(read(entry).data) if entry.nbytes else 0
                 if entry.nbytes:
-                    mine[digest(entry, content)] = number
+                    digests[digest(entry, content)] = number
             checks[number] = checks[first] if first != number else content & _CHECK
-        found.digests[rank] = mine
-        found.table = found.table or list(mine)
-    return found
+        looked.digests[rank] = digests
+        looked.table = looked.table or list(digests)
+    return looked
 
 
 def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
@@ -133,18 +133,18 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
     siblings = sorted(other for other, by in sets.items() if by == sets.get(rank))
     nth = siblings.index(rank) if shared else 0
     begins = []
-    for those, ranks, mine in ((common, world_size, rank), (shared, len(siblings), nth)):
-        dealt = list(deal(those, ranks, mine)) if those else []
-        begins.append(_position(those, *dealt[0][:2]) if dealt else -1)
+    for tensors, ranks, nth_rank in ((common, world_size, rank), (shared, len(siblings), nth)):
+        dealt = list(deal(tensors, ranks, nth_rank)) if tensors else []
+        begins.append(_position(tensors, *dealt[0][:2]) if dealt else -1)
         for number, begin, end in dealt:
-            tensor = those[number]
+            tensor = tensors[number]
             parts.append(Part(part_of(tensor, begin, end), tensor, alike[tensor.name]))
     read = home.reader()
     known = looked.checks[rank] | (_checks_of_shared(entries, behind, read) if len(siblings) < world_size else {})
     described = Described.of(entries, home.manifest.tree, home.manifest.plain, known,
                              (sets.get(rank, -1) if shared else -1, *begins))  # fmt: skip
     numbers = numbers_of(entries)
-    in_order = [tuple(numbers[entry.name] for entry in those) for those in (common, shared)]
+    in_order = [tuple(numbers[entry.name] for entry in tensors) for tensors in (common, shared)]
     structure = dataclasses.replace(described.structure, alike=in_order[0], shared=in_order[1])
     described = dataclasses.replace(described, structure=structure)
     sources = [_source(read, part) for part in parts]
@@ -166,8 +166,8 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
 
 
 def _position(entries: Sequence[Entry], number: int, row: int) -> int:
-    its = entries[number]
-    return sum(entry.nbytes for entry in entries[:number]) + row * (its.nbytes // its.shape[0] if its.shape else 0)
+    last = entries[number]
+    return sum(entry.nbytes for entry in entries[:number]) + row * (last.nbytes // last.shape[0] if last.shape else 0)
 
 
 def _checks_of_shared(entries: Sequence[Entry], behind: int, read: Read) -> dict[int, int]:
@@ -199,12 +199,12 @@ class Origin:
     scheme: str
     unix_ns: int  # when its slot was sealed
     # the provenance in its manifest; only for the lowest rank, because it is the same on the others
-    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, home: RankCheckpoint) -> Origin:
-        header, said = home.header, home.manifest.provenance
-        return cls(header.node_index, header.node, header.scheme, header.unix_ns, {} if header.rank else said)
+        header, provenance = home.header, home.manifest.provenance
+        return cls(header.node_index, header.node, header.scheme, header.unix_ns, {} if header.rank else provenance)
 
 
 @dataclasses.dataclass
@@ -242,11 +242,11 @@ def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]
             forms.setdefault(shown_as(receipt, entry), set()).add(
                 (entry.kind, entry.dtype, entry.global_shape, check if own else None)
             )
-    found: dict[int, list[tuple[str, Entry, bool]]] = {}
+    pieces: dict[int, list[tuple[str, Entry, bool]]] = {}
     for receipt in receipts:
         named = [(shown_as(receipt, entry), entry) for entry, _, _ in receipt.pieces]
-        found[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
-    return found
+        pieces[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
+    return pieces
 
 
 class FileFormat(Protocol):
@@ -286,8 +286,8 @@ def add_card(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner:
 
 def digest(entry: Entry, content: int) -> bytes:
     """16 bytes for a tensor with its name, dtype, shape and content (its XXH3-128)."""
-    said = f"{entry.name}\0{entry.kind}\0{entry.dtype}\0{entry.global_shape}\0{content:x}"
-    return xxhash.xxh3_128_digest(said.encode())
+    text = f"{entry.name}\0{entry.kind}\0{entry.dtype}\0{entry.global_shape}\0{content:x}"
+    return xxhash.xxh3_128_digest(text.encode())
 
 
 def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:

@@ -110,17 +110,17 @@ class _OnItsWay:
         self.inside = self.store.at(folder)
         self.drain.path, self.drain.inside, self.drain.attempt = self.inside.path, self.inside, drain_input.attempt
         hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), looked.sets))
-        sets = {rank: by for _, theirs in hosts for rank, by in theirs.items()}
+        sets = {rank: by for _, rank_sets in hosts for rank, by in rank_sets.items()}
         lowest = min(range(world.size), key=lambda process: hosts[process][0])
         table: list[bytes] = yield from collectives.broadcast(looked.table, lowest)
-        mine = [all(one in held for held in looked.digests.values()) for one in table]
-        alike = yield from collectives.agree(np.array(mine, dtype=np.uint8))
-        common = [one for one, is_alike in zip(table, alike, strict=True) if is_alike]
+        is_held = [all(digest in held for held in looked.digests.values()) for digest in table]
+        alike = yield from collectives.agree(np.array(is_held, dtype=np.uint8))
+        common = [digest for digest, is_alike in zip(table, alike, strict=True) if is_alike]
         reach("drain.dealt")
 
         def write() -> None:
             for rank, home in drain_input.homes.items():
-                entries = [home.manifest.entries[looked.digests[rank][one]] for one in common]
+                entries = [home.manifest.entries[looked.digests[rank][digest]] for digest in common]
                 size = drain_input.world_size
                 self._write(rank, load(rank, home, entries, looked, sets, size, _CHECKED_NBYTES))
 
@@ -129,8 +129,8 @@ class _OnItsWay:
         reach("drain.written")
         gathered = yield from self._gather()
         self._list_no_more_than_it_may(gathered, len({*sets.values()}))
-        told = yield from collectives.collect(self.receipts)
-        receipts = sorted((r for those in told for r in those), key=lambda pair: pair[1].rank)
+        gathered_receipts = yield from collectives.collect(self.receipts)
+        receipts = sorted((r for pairs in gathered_receipts for r in pairs), key=lambda pair: pair[1].rank)
         yield from self._together(lambda: self._commit(receipts, gathered))
         reach("drain.committed")
         if world.rank == 0:
@@ -199,9 +199,9 @@ class _OnItsWay:
         """Do not list pieces of tensors for rank 0 if all ranks together have too many of them."""
         pieces = 0
         for group in gathered.groups:
-            its = group.structure
-            own = len(its.names) - len(its.alike) - len(its.shared)
-            pieces += len(group.ranks) * own + sets * len(its.shared) + len(its.alike)
+            structure = group.structure
+            own = len(structure.names) - len(structure.alike) - len(structure.shared)
+            pieces += len(group.ranks) * own + sets * len(structure.shared) + len(structure.alike)
         if pieces <= self.file_format.most_pieces:
             return
         self.receipts = [(stored, dataclasses.replace(receipt, pieces=[])) for stored, receipt in self.receipts]
@@ -225,23 +225,23 @@ class _OnItsWay:
         self.receipts.append((stored, dataclasses.replace(receipt, origin=origin, digests=digests)))
         self.drain.stored[rank] = stored
 
-    def _commit(self, told: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
+    def _commit(self, pairs: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
         """Write the provenance, and then the file that commits the checkpoint (rank 0)."""
         if self.world.rank:
             return
-        if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
+        if [receipt.rank for _, receipt in pairs] != list(range(self.drain_input.world_size)):
             raise DrainFailed("some ranks of the checkpoint did not hand in their state",
-                              expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
-        each(self._look_for, [stored for stored, _ in told])
-        text = encode_table(self.file_format.name, self.config.job, [stored for stored, _ in told], gathered)
-        receipts = [receipt for _, receipt in told]
+                              expected=f"{self.drain_input.world_size} ranks", found=len(pairs))  # fmt: skip
+        each(self._look_for, [stored for stored, _ in pairs])
+        text = encode_table(self.file_format.name, self.config.job, [stored for stored, _ in pairs], gathered)
+        receipts = [receipt for _, receipt in pairs]
         files = self.file_format.master_files(self.drain_input, text, receipts, self.config.job, self.config.owner)
         config, tag = self.config, checkpoint_directory.tag(self.drain_input.attempt, self.config.owner)
         verdict = self._write_verdict(Verdict.UNKNOWN)
         with _closing(files):
-            said = provenance.files(self.signer, self.drain_input, receipts, _digests(files), self.file_format.name,
-                                    config.job, config.owner, time.time_ns())  # fmt: skip
-            for name, content in said:
+            documents = provenance.files(self.signer, self.drain_input, receipts, _digests(files),
+                                         self.file_format.name, config.job, config.owner, time.time_ns())  # fmt: skip
+            for name, content in documents:
                 self.written.append(name)
                 self.inside.write(name, [content], tag)
             for name, skeleton in files:
@@ -262,10 +262,10 @@ class _OnItsWay:
     def _look_for(self, stored: Stored) -> None:
         """Check that the files of a rank exist: a checkpoint with a missing file must not be committed."""
         for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one file in HDF5
-            found = self.inside.nbytes(name)
-            if found != nbytes:
+            size = self.inside.nbytes(name)
+            if size != nbytes:
                 raise DrainFailed(
-                    "a file has another size than what was written", expected=f"{nbytes} bytes in {name}", found=found
+                    "a file has another size than what was written", expected=f"{nbytes} bytes in {name}", found=size
                 )
         self.drain.progress += 1
 
@@ -302,7 +302,7 @@ def _file_format(config: Config) -> FileFormat:
 
 
 def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ...]:
-    return tuple(FileDigest(name, its.nbytes, its.digest_beside_tensors(_CHUNK_NBYTES)) for name, its in files)
+    return tuple(FileDigest(name, file.nbytes, file.digest_beside_tensors(_CHUNK_NBYTES)) for name, file in files)
 
 
 @contextlib.contextmanager

@@ -53,11 +53,11 @@ class Sources:
         """
         if wanted.is_newest and self._context.config.prefer_certified:
             try:
-                found = self._choose(WantedStep(certified=True), others, source, bad, checked)
+                certified = self._choose(WantedStep(certified=True), others, source, bad, checked)
             except StepNotFound:
-                found = None
-            if found is not None:
-                return found
+                certified = None
+            if certified is not None:
+                return certified
             if self._context.world.rank == 0:
                 log.warning("no step is certified: the newest one is taken (prefer_certified)")
         return self._choose(wanted, others, source, bad, checked)
@@ -65,22 +65,22 @@ class Sources:
     def _choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
                 ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
         store = self._drains.store if source is None else open_store(source)
-        there = self._drains.look(store)
-        listed = [one for one in there.listed if wanted.fits(one.step, one.verdict)]
-        struck: dict[Place, str] = {}
-        left = [one for one in listed if one.folder not in bad]
+        listing = self._drains.look(store)
+        listed = [checkpoint for checkpoint in listing.listed if wanted.fits(checkpoint.step, checkpoint.verdict)]
+        rejected: dict[Place, str] = {}
+        left = [checkpoint for checkpoint in listed if checkpoint.folder not in bad]
         if source is None:
             oldest = left[0].card.attempt.generation if left else 0
-            found = find_and_verify(self._context, wanted, others, oldest, checked, struck)
-            if found is not None:
+            in_memory = find_and_verify(self._context, wanted, others, oldest, checked, rejected)
+            if in_memory is not None:
                 self._context.looked = True
-                return found
+                return in_memory
         if left and store is not None:
-            if struck and not self._context.left.unusable:  # keep what memory has: the directory may be damaged, too
+            if rejected and not self._context.left.unusable:  # keep what memory has: the directory may be damaged, too
                 self._context.leave_alone()
-            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, struck)
+            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, rejected)
             return left[0]
-        self._refuse_unusable(wanted, source, there, bad, struck)
+        self._refuse_unusable(wanted, source, listing, bad, rejected)
         self._say_what_others_wrote(store)
         self._context.looked = True
         return None
@@ -89,34 +89,34 @@ class Sources:
         """Warn of checkpoints of other libraries in the directory: training would begin anew without a word."""
         if store is None or self._context.world.rank != 0 or self._context.config.fresh:
             return
-        if (found := find_other_format(store)) is not None:
+        if (other := find_other_format(store)) is not None:
             log.warning("nothing is restored, but %s has a checkpoint of %s. mlflash restores what it saved itself: "
-                        "load that checkpoint as before, or see mlflash import", *found)  # fmt: skip
+                        "load that checkpoint as before, or see mlflash import", *other)  # fmt: skip
 
-    def _refuse_unusable(self, wanted: WantedStep, source: str | None, there: Listing, bad: Mapping[str, str],
-                         struck: Mapping[Place, str]) -> None:  # fmt: skip
+    def _refuse_unusable(self, wanted: WantedStep, source: str | None, listing: Listing, bad: Mapping[str, str],
+                         rejected: Mapping[Place, str]) -> None:  # fmt: skip
         """Raise if there are checkpoints, but none of them can be used. Collective over the world."""
-        reasons, begun = why_not(self._context, struck) if source is None else ({}, [])
+        reasons, begun = why_not(self._context, rejected) if source is None else ({}, [])
         in_memory = bool(reasons)
-        marked = {one.folder: "it was marked bad" for one in there.listed if one.verdict is Verdict.BAD}
-        for folder, why in {**marked, **there.damaged, **bad}.items():
+        marked = [checkpoint.folder for checkpoint in listing.listed if checkpoint.verdict is Verdict.BAD]
+        for folder, why in {**dict.fromkeys(marked, "it was marked bad"), **listing.damaged, **bad}.items():
             at = step_of(folder)
             if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
                 reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
         held = [] if source is not None or wanted.is_newest else restorable_steps(self._context)
-        if not wanted.is_newest and (wanted.step is not None or held or there.listed):
+        if not wanted.is_newest and (wanted.step is not None or held or listing.listed):
             step = wanted.step
-            drained = sorted({one.step for one in there.listed if one.folder not in bad})
+            drained = sorted({checkpoint.step for checkpoint in listing.listed if checkpoint.folder not in bad})
             store = self._drains.store if source is None else open_store(source)
-            in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
+            in_store = f", in {store.path}: {listing.problem or drained}" if store is not None else ""
             why = "this step cannot be restored" if step is not None else f"there is no step that is {wanted}"
             if step in reasons:
                 why = f"this step exists but cannot be restored: {reasons[step]}"
             raise StepNotFound(why, step=step,
                                found=f"steps in memory: {held}{in_store}")  # fmt: skip
-        if reasons or there.problem:
+        if reasons or listing.problem:
             error = Unrestorable(
-                (f"{there.problem}, and memory has nothing that can be restored" if there.problem else
+                (f"{listing.problem}, and memory has nothing that can be restored" if listing.problem else
                  "there are checkpoints, but none of them can be restored")
                 + ": nothing was deleted. Start again when the missing nodes or files are back, or begin anew "
                   "with Checkpointer(fresh=True) or MLFLASH_FRESH=1",
@@ -130,7 +130,7 @@ class Sources:
             log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
                         ", ".join(map(str, begun)))  # fmt: skip
 
-    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, struck: Mapping[Place, str]
+    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, rejected: Mapping[Place, str]
                  ) -> None:  # fmt: skip
         """Log why the directory is taken, and which newer steps are lost by that. Collective over the world."""
         self._context.restored.source, self._context.restored.rolled_forward = path, False
@@ -139,7 +139,7 @@ class Sources:
             why = "as asked"
         else:
             held = restorable_steps(self._context)
-            reasons, _ = why_not(self._context, struck)
+            reasons, _ = why_not(self._context, rejected)
             lost = {step: reason for step, reason in reasons.items() if step > listed.step}
             why = f"memory has only older steps: {held}" if held else "memory has nothing that can be restored"
         if self._context.world.rank == 0:
@@ -157,18 +157,18 @@ class Sources:
 
 def restorable_steps(context: Context, alike: bool = False) -> list[int]:
     """List the steps for which some node has every rank's slot, ascending. Collective over the world."""
-    found = context.take_stock()
+    inventory = context.take_stock()
     whole = [
         step
-        for attempt, step, size in found.attempts()
-        if (not alike or size == context.world.size) and choose(found.of(attempt), context.world.topology.node_of)
+        for attempt, step, size in inventory.attempts()
+        if (not alike or size == context.world.size) and choose(inventory.of(attempt), context.world.topology.node_of)
     ]
     return sorted(set(whole))
 
 
 def find_and_verify(
     context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
-    struck: dict[Place, str] | None = None,
+    rejected: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
     """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
 
@@ -185,14 +185,14 @@ def find_and_verify(
         WorldSizeChanged: another number of ranks saved it, and it must not be resharded.
     """
     context.pool.exchange()
-    there = context.take_stock()
+    inventory = context.take_stock()
     reach("restore.listed")
     while True:
-        found = there.since(oldest)
+        newer = inventory.since(oldest)
         node_of, is_free = context.world.topology.node_of, wanted.is_newest
         skip_stuck, skip_suspect = context.config.skip_stuck * is_free, context.config.on_suspect == "keep" and is_free
-        choice = choose(found, node_of, wanted, skip_stuck, skip_suspect)
-        passed_over = choose(found, node_of, wanted) if skip_stuck or skip_suspect else choice
+        choice = choose(newer, node_of, wanted, skip_stuck, skip_suspect)
+        passed_over = choose(newer, node_of, wanted) if skip_stuck or skip_suspect else choice
         if choice is None:
             return None
         same_ranks = choice.world_size == context.world.size
@@ -203,7 +203,7 @@ def find_and_verify(
                 step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{context.world.size}",
             )  # fmt: skip
         slots: dict[int, Slot] = {}
-        bad = bring(context, there, choice, slots, checked)
+        bad = bring(context, inventory, choice, slots, checked)
         if not bad:
             if same_ranks:
                 own = next(slot for slot in context.pool.own if is_of(slot, context.world.rank, choice.attempt))
@@ -212,9 +212,9 @@ def find_and_verify(
             bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
         if bad:
             context.pool.unmap_others(slots.values())
-            there = there.without(bad)
-            if struck is not None:
-                struck |= bad
+            inventory = inventory.without(bad)
+            if rejected is not None:
+                rejected |= bad
             continue
         if context.world.rank == 0:
             _warn(choice, passed_over, skip_stuck)
@@ -242,30 +242,31 @@ def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
 def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
             ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
     context.restored.restores, context.restored.verdict = choice.restores + 1, choice.verdict
-    mine = {
+    homes = {
         rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
         for rank, slot in slots.items()
     }
     if choice.world_size != context.world.size:
         context.restored.source = "other ranks"
         context.restored.rolled_forward = False
-        return FoundElsewhere(choice.attempt, choice.step, context.restored.restores, mine, files)
+        return FoundElsewhere(choice.attempt, choice.step, context.restored.restores, homes, files)
     place, own = choice.source[context.world.rank], slots[context.world.rank]
     context.restored.source = "parity" if place is None else context.world.topology.node_names[place[0]]
     context.restored.rolled_forward = not context.world.any_of(own.committed)
     if not context.restored.rolled_forward:
         give_receipts(own)
-    return mine[context.world.rank]
+    return homes[context.world.rank]
 
 
-def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
+def why_not(context: Context, rejected: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
     """Return why each committed step in memory cannot be restored, newest first; and the steps whose saves did not end.
 
     Collective over the world.
     """
-    traces = [one for one in context.find_traces() if one.attempt is None or one.attempt.generation >= context.floor]
-    told = commit_records.why_not(traces, struck, context.world.topology.node_names)
-    return told, sorted({one.step for one in traces if one.step >= 0} - told.keys())
+    floor = context.floor
+    traces = [trace for trace in context.find_traces() if trace.attempt is None or trace.attempt.generation >= floor]
+    reasons = commit_records.why_not(traces, rejected, context.world.topology.node_names)
+    return reasons, sorted({trace.step for trace in traces if trace.step >= 0} - reasons.keys())
 
 
 def count_restore(context: Context, home: Slot) -> None:
@@ -293,8 +294,8 @@ def count_restore(context: Context, home: Slot) -> None:
 
 def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
-    restorable = (one for one in drains.look().listed if NEWEST.fits(one.step, one.verdict))
-    newest = max((one.card.attempt.generation for one in restorable), default=0)
+    restorable = (checkpoint for checkpoint in drains.look().listed if NEWEST.fits(checkpoint.step, checkpoint.verdict))
+    newest = max((checkpoint.card.attempt.generation for checkpoint in restorable), default=0)
     found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
     if found is None:
         return None
@@ -304,9 +305,9 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     else:
         attempt, step, homes = found.attempt, found.step, found.homes
         headers = [home.header for home in homes.values()]
-        told = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
+        agreed = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
                                            "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
-        world_size, mark = told.world_size, told.mark
+        world_size, mark = agreed.world_size, agreed.mark
     drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
                              verdict=lambda: context.restored.verdict)  # fmt: skip
     return drains.begin(drain_input)

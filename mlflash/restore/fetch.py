@@ -51,7 +51,7 @@ _ASK, _BODY, _CHECK = 41, 42, 43
 _DEPTH = 2  # runs in flight between two ranks
 
 
-def bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
+def bring(context: Context, inventory: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
            ) -> dict[Place, str]:  # fmt: skip
     """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without."""
     same_ranks = choice.world_size == context.world.size
@@ -64,7 +64,7 @@ def bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, S
         bad = dict.fromkeys(repairs.beyond, "it is damaged, and parity cannot rebuild it")
     if not bad:
         reach("restore.verified")
-        context.adopt(there, choice)
+        context.adopt(inventory, choice)
         reach("restore.adopted")
         lost = repairs.run() if repairs is not None else []
         bad = dict.fromkeys(lost, "the state that was rebuilt from parity is damaged")
@@ -89,7 +89,7 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     Return bad blocks that parity may repair, by rank; and files that cannot be restored from, and why.
     """
     world = context.world
-    mine: list[tuple[int, list[int] | str]] = []
+    damage: list[tuple[int, list[int] | str]] = []
     for rank, place in enumerate(choice.source):
         if serves[rank] == world.rank and place is not None:
             try:
@@ -100,12 +100,12 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
                     slots[rank].manifest()
             except (CorruptSlot, OSError) as error:
                 log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
-                mine.append((rank, getattr(error, "message", str(error))))
+                damage.append((rank, getattr(error, "message", str(error))))
             else:
-                mine += [(rank, blocks)] if blocks else []
-    found = [pair for pairs in world.gather(mine) for pair in pairs]
-    bad = {place: why for rank, why in found if isinstance(why, str) and (place := choice.source[rank]) is not None}
-    return {rank: blocks for rank, blocks in found if not isinstance(blocks, str)}, dict(sorted(bad.items()))
+                damage += [(rank, blocks)] if blocks else []
+    reports = [pair for pairs in world.gather(damage) for pair in pairs]
+    bad = {place: why for rank, why in reports if isinstance(why, str) and (place := choice.source[rank]) is not None}
+    return {rank: blocks for rank, blocks in reports if not isinstance(blocks, str)}, dict(sorted(bad.items()))
 
 
 def _open(context: Context, attempt: Attempt, rank: int, place: Place) -> Slot:
@@ -154,10 +154,10 @@ def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int,
     world = context.world
     if all(server == rank for rank, server in enumerate(serves)):
         return []
-    mine = {rank: slots[rank] for rank, server in enumerate(serves) if server == world.rank and rank != world.rank}
+    sent = {rank: slots[rank] for rank, server in enumerate(serves) if server == world.rank and rank != world.rank}
     server = serves[world.rank] if serves[world.rank] != world.rank else None
     home = None if server is None else context.pool.free_slot(context.pool.own)
-    whole = fetch(context, mine, server, home, slot_of(world.rank, choice.attempt))
+    whole = fetch(context, sent, server, home, slot_of(world.rank, choice.attempt))
     reach("restore.fetched")
     context.recorder.counts["slots fetched"] += server is not None
     failed = [] if whole else [choice.source[world.rank]]
@@ -228,21 +228,21 @@ def gather_shares(
 
     Return where the shares are; and the files to do without, if that failed.
     """
-    mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
-    files, bad = ({}, []) if not context.world.any_of(mine) else _gather_shares(context, choice, mine, checked)
+    needed = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
+    files, bad = ({}, []) if not context.world.any_of(needed) else _gather_shares(context, choice, needed, checked)
     reach("restore.gathered")
     return files, bad
 
 
 def _gather_shares(
-    context: Context, choice: Choice, mine: Mapping[int, Shared], checked: bool
+    context: Context, choice: Choice, needed: Mapping[int, Shared], checked: bool
 ) -> tuple[ShareFiles, list[Place]]:
-    needs = context.world.gather(mine)
-    lacking = {rank for theirs in needs for rank, shared in theirs.items()
+    needs = context.world.gather(needed)
+    lacking = {rank for of_rank in needs for rank, shared in of_rank.items()
                if any((shared.by, number) not in choice.shares for number in range(shared.shares))}  # fmt: skip
     if lacking:  # their slots exist, but shares that they need do not: this attempt is incomplete
         return {}, sorted({place for rank in lacking for place in _files_of(choice, rank)})
-    errands = list(_errands(context, choice, [[*theirs.values()] for theirs in needs]))
+    errands = list(_errands(context, choice, [[*of_rank.values()] for of_rank in needs]))
     bad = _verify_shares(context, choice.attempt, errands, checked)
     files = {(e.node, e.share): e.place[1] for e in errands if not e.comes}
     pending = [] if bad else [e for e in errands if e.comes]
@@ -273,8 +273,8 @@ def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]
         }
         for nth, (share, nbytes) in enumerate(sorted(needed.items())):
             places = choice.shares[share]
-            here = [place for place in places if place[0] == node]
-            place = here[0] if here else places[(node + nth) % len(places)]
+            local = [place for place in places if place[0] == node]
+            place = local[0] if local else places[(node + nth) % len(places)]
             whose = next((rank for rank in ranks if context.shares.get(rank) == share), ranks[nth % len(ranks)])
             yield _Errand(share, nbytes, whose, node, place, topology.reader(whose, place[0]))
 
@@ -314,7 +314,7 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
                 ) -> tuple[dict[tuple[int, Share], int], list[Place]]:  # fmt: skip
     """Fetch one share each for some ranks; return the files where they are now, and those that could not be used."""
     world, pool = context.world, context.pool
-    mine = next((errand for errand in errands if errand.rank == world.rank), None)
+    errand_here = next((errand for errand in errands if errand.rank == world.rank), None)
     serves: dict[int, Slot] = {}
     bad = []
     for errand in errands:
@@ -328,23 +328,23 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
         pool.unmap_others(serves.values())
         return {}, bad
     target = None
-    is_mine = mine is not None and context.shares.get(world.rank) == mine.share
-    if mine is not None:
-        target = (pool.free_slot(pool.shares) if is_mine else None) or Slot()
-    is_wanted = functools.partial(_is_share, attempt, mine) if mine is not None else lambda header: False
-    whole = fetch(context, serves, None if mine is None else mine.server, target, is_wanted)
-    context.recorder.counts["shares fetched"] += mine is not None
+    is_own = errand_here is not None and context.shares.get(world.rank) == errand_here.share
+    if errand_here is not None:
+        target = (pool.free_slot(pool.shares) if is_own else None) or Slot()
+    is_wanted = functools.partial(_is_share, attempt, errand_here) if errand_here is not None else lambda header: False
+    whole = fetch(context, serves, None if errand_here is None else errand_here.server, target, is_wanted)
+    context.recorder.counts["shares fetched"] += errand_here is not None
     pool.unmap_others(serves.values())
-    told = None
-    if mine is not None and target is not None:
-        told = (mine.share, file_number(target.name), whole, mine.place)
+    report = None
+    if errand_here is not None and target is not None:
+        report = (errand_here.share, file_number(target.name), whole, errand_here.place)
         if not any(target is slot for slot in pool.shares):
             pool.keep_for_now(target)
             pool.unmap_others([target])
     arrived = {}
-    for rank, news in enumerate(world.gather(told)):
-        if news is not None:
-            share, number, good, place = news
+    for rank, sent in enumerate(world.gather(report)):
+        if sent is not None:
+            share, number, good, place = sent
             arrived[world.topology.node_of[rank], share] = number
             bad += [] if good else [place]
     return arrived, bad
@@ -366,19 +366,19 @@ def exchange_fragments(
     if world.world is None:
         return True
     questions = {
-        rank: pickle.dumps([(p.rank, p.number, p.source, p.shape) for p in those]) for rank, those in asked.items()
+        rank: pickle.dumps([(p.rank, p.number, p.source, p.shape) for p in parts]) for rank, parts in asked.items()
     }
-    lengths, theirs = np.zeros(world.size, dtype=np.int64), np.zeros(world.size, dtype=np.int64)
+    lengths, their_lengths = np.zeros(world.size, dtype=np.int64), np.zeros(world.size, dtype=np.int64)
     for rank, text in questions.items():
         lengths[rank] = len(text)
-    world.finish(world.world.Ialltoall(lengths, theirs))
-    arrived = {int(rank): np.empty(int(theirs[rank]), dtype=np.uint8) for rank in np.flatnonzero(theirs)}
+    world.finish(world.world.Ialltoall(lengths, their_lengths))
+    arrived = {int(rank): np.empty(int(their_lengths[rank]), dtype=np.uint8) for rank in np.flatnonzero(their_lengths)}
     requests = [world.data.Irecv([text, world.mpi.BYTE], rank, _ASK) for rank, text in arrived.items()]
     requests += [world.data.Isend([np.frombuffer(text, np.uint8), world.mpi.BYTE], rank, _ASK)
                  for rank, text in questions.items()]  # fmt: skip
     world.finish(*requests)
     work = [_send_fragments(world, rank, pickle.loads(text.tobytes()), has) for rank, text in arrived.items()]
-    work += [_receive_fragments(world, rank, those) for rank, those in asked.items()]
+    work += [_receive_fragments(world, rank, parts) for rank, parts in asked.items()]
     world.waiting_for = sorted({*arrived, *asked})
     good = world.drive(work)
     world.waiting_for = ()
@@ -417,9 +417,9 @@ def _receive_fragments(world: World, peer: int, wanted: Sequence[WantedPart]) ->
             posted.append((run, raw, check, body, world.data.Irecv([check, world.mpi.BYTE], peer, _CHECK)))
         if not posted:
             return good
-        target, raw, check, body, told = posted.popleft()
+        target, raw, check, body, checked = posted.popleft()
         yield from done(body)
-        yield from done(told)
+        yield from done(checked)
         good &= xxhash.xxh3_64_intdigest(raw.data) == int(check[0])
         target[...] = raw.reshape(target.shape)
         yield True

@@ -1,4 +1,4 @@
-"""The restores of this run: found, fetched, loaded together, and healed in the background.
+"""The restores of this run: found, fetched, loaded together, and protected in the background.
 
 An error on any rank is raised on all of them, so that no rank trains on from another step than the others.
 """
@@ -183,7 +183,7 @@ class Restores:
         self._ranks, self._recorder, self._slots = trainer.ranks, trainer.recorder, trainer.slots
         self._loading = Loading(trainer.ranks, saves)
         self._began = time.perf_counter()  # start of the current restore
-        self._found: FoundInMemory | None = None  # by the last search; None: nothing, or a checkpoint of a directory
+        self._in_memory: FoundInMemory | None = None  # what the last search found there
         self._whole: set[Listed] = set()  # checkpoints of the directory of which every byte is verified
 
     @_told
@@ -270,7 +270,7 @@ class Restores:
             return found
         if isinstance(found, RankCheckpoint):
             self._courier.call("heal_first", self._number_of(found))
-            restores = 0 if self._found is None else self._found.restores
+            restores = 0 if self._in_memory is None else self._in_memory.restores
             found = self._as_elsewhere(found, restores, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
 
@@ -407,13 +407,13 @@ class Restores:
         self._saves.settle()
         self._drains.settle()
         self._saves.forget()
-        self._found, again = None, search.source is None
+        self._in_memory, again = None, search.source is None
         while True:
             found = self._courier.call("choose", search.wanted, search.others, search.source, search.bad,
                                        search.checked, again, search.remember)  # fmt: skip
             if found is None or isinstance(found, FoundInMemory):
                 self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-                self._found = found
+                self._in_memory = found
                 return found
             again = False
             store = open_store(search.source or self._trainer.config.directory or "")
@@ -470,14 +470,13 @@ class Restores:
         where = source.path if isinstance(source, OpenInDirectory) else "memory"
         how = "" if isinstance(source, RankCheckpoint) else f", put together for {self._ranks.size} ranks"
         nbytes = source.slot.header.extents.nbytes if isinstance(source, RankCheckpoint) and source.slot.header else 0
-        came_from = (
-            source.path if isinstance(source, OpenInDirectory) else self._found.restored_from if self._found else ""
-        )
+        in_memory = "" if self._in_memory is None else self._in_memory.restored_from
+        came_from = source.path if isinstance(source, OpenInDirectory) else in_memory
         self._recorder.restored(step, time.perf_counter() - self._began, where, came_from, nbytes, how)
 
     def _hold_until_protected(self, home: RankCheckpoint) -> None:
         """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
-        if self._found is not None and self._found.rolled_forward:
+        if self._in_memory is not None and self._in_memory.rolled_forward:
             self._courier.call("hold_older", self._number_of(home))
 
 

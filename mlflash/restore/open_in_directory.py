@@ -186,9 +186,9 @@ class DrainedFiles:
             card = read_card(raw)
         except CorruptSlot as error:
             raise CorruptSlot(f"{path}/{stored.card}: {error.message}", step=self._listed.step) from None
-        found = (nbytes, card.attempt, card.rank, card.index_check, data_nbytes)
-        wanted = (stored.nbytes, self._listed.card.attempt, rank, stored.index_check, stored.data_nbytes)
-        if found != wanted:
+        stored_card = (nbytes, card.attempt, card.rank, card.index_check, data_nbytes)
+        committed = (stored.nbytes, self._listed.card.attempt, rank, stored.index_check, stored.data_nbytes)
+        if stored_card != committed:
             raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._listed.step)
         return card
 
@@ -206,27 +206,27 @@ class DrainedFiles:
         """Read where everything is in the file of a rank: only that part of its index."""
         if rank in self._indexes:
             return self.index(rank)
-        its = self._files[rank]
+        files = self._files[rank]
         with self._as_corrupt():
             self._card(rank)
-            raw = self._read(its.card, its.places_start, its.places_nbytes, its.places_check)
-        return decode_places(raw, its.data, its.data_nbytes)[0]
+            raw = self._read(files.card, files.places_start, files.places_nbytes, files.places_check)
+        return decode_places(raw, files.data, files.data_nbytes)[0]
 
     def content(self, rank: int, name: str, place: Place, at_once: int = _RUN_NBYTES) -> Iterator[np.ndarray]:
-        its = self.index(rank)
-        run = max(its.block_nbytes, at_once // its.block_nbytes * its.block_nbytes)
+        places = self.index(rank)
+        run = max(places.block_nbytes, at_once // places.block_nbytes * places.block_nbytes)
         for at in range(0, place.nbytes, run):
             end = min(place.nbytes, at + run)
             if place.packed:
-                raw = self._unpacked(its, name, place.nbytes // place.rows, at, end)
+                raw = self._unpacked(places, name, place.nbytes // place.rows, at, end)
             else:
-                raw = self._read_part(its.data, place.start + at, end - at)
-            self._check(its, place, name, at, raw, end - at)
+                raw = self._read_part(places.data, place.start + at, end - at)
+            self._check(places, place, name, at, raw, end - at)
             yield raw
 
-    def fetch(self, runs: Sequence[Run], its: Places) -> Iterator[int]:
+    def fetch(self, runs: Sequence[Run], places: Places) -> Iterator[int]:
         """Read from a file what some runs need, in the order of the file; yield the number of bytes each time."""
-        size = its.block_nbytes
+        size = places.block_nbytes
         done, needed = 0, sum(run.target.nbytes for run in runs)
         batch: list[tuple[Run, int, int]] = []
         bounds = [run.bounds for run in runs]
@@ -236,18 +236,18 @@ class DrainedFiles:
             low, high = low // size * size, min(run.place.nbytes, blocks(high, size) * size)
             if run.place.packed:
                 row = run.target.shape[-1] * math.prod(run.shape[1:])
-                raw = self._unpacked(its, run.name, row, low, high, (done, needed))
-                self._check_and_fill(its, run, low, raw, high - low)
+                raw = self._unpacked(places, run.name, row, low, high, (done, needed))
+                self._check_and_fill(places, run, low, raw, high - low)
                 done += run.target.nbytes
                 yield high - low
                 continue
             if batch and not self._joins(batch, run.place.start + low, run.place.start + high):
-                yield self._fetch_at_once(its, batch, (done, needed))
+                yield self._fetch_at_once(places, batch, (done, needed))
                 done += sum(run.target.nbytes for run, _, _ in batch)
                 batch = []
             batch.append((run, low, high))
         if batch:
-            yield self._fetch_at_once(its, batch, (done, needed))
+            yield self._fetch_at_once(places, batch, (done, needed))
 
     def _joins(self, batch: list[tuple[Run, int, int]], low: int, high: int) -> bool:
         """Whether bytes of the file are read together with those of a batch, which begin before them."""
@@ -255,55 +255,55 @@ class DrainedFiles:
         run, _, last = batch[-1]
         return low - run.place.start - last <= _GAP_NBYTES and high - first <= _RUN_NBYTES
 
-    def _fetch_at_once(self, its: Places, batch: list[tuple[Run, int, int]], far: tuple[int, int]) -> int:
+    def _fetch_at_once(self, places: Places, batch: list[tuple[Run, int, int]], far: tuple[int, int]) -> int:
         first = batch[0][0].place.start + batch[0][1]
         last = max(run.place.start + high for run, _, high in batch)
-        raw = self._read_part(its.data, first, last - first, far)
+        raw = self._read_part(places.data, first, last - first, far)
         for run, low, high in batch:
             at = run.place.start + low - first
-            self._check_and_fill(its, run, low, raw[at : at + high - low], high - low)
+            self._check_and_fill(places, run, low, raw[at : at + high - low], high - low)
         return last - first
 
     def _read_part(self, name: str, start: int, nbytes: int, far: tuple[int, int] = (0, 0)) -> np.ndarray:
         raw = self._run(name, lambda: self._inside.read(name, start, nbytes), *far)
         return np.frombuffer(raw, dtype=np.uint8)
 
-    def _check_and_fill(self, its: Places, run: Run, low: int, raw: np.ndarray, nbytes: int) -> None:
-        self._check(its, run.place, run.name, low, raw, nbytes)
+    def _check_and_fill(self, places: Places, run: Run, low: int, raw: np.ndarray, nbytes: int) -> None:
+        self._check(places, run.place, run.name, low, raw, nbytes)
         first, last = run.bounds
         run.fill(raw[first - low : last - low])
 
-    def _check(self, its: Places, place: Place, name: str, low: int, raw: np.ndarray, nbytes: int) -> None:
+    def _check(self, places: Places, place: Place, name: str, low: int, raw: np.ndarray, nbytes: int) -> None:
         """Check whole blocks of a place; ``low`` is where they begin there."""
-        size = its.block_nbytes
-        wanted = its.checks[place.first_check + low // size :]
+        size = places.block_nbytes
+        wanted = places.checks[place.first_check + low // size :]
         for number, at in enumerate(range(0, nbytes, size)):
             if raw.nbytes != nbytes or xxhash.xxh3_64_intdigest(raw[at : at + size].data) != int(wanted[number]):
-                raise CorruptSlot(f"block {low // size + number} is damaged in {self._inside.path}/{its.data}",
+                raise CorruptSlot(f"block {low // size + number} is damaged in {self._inside.path}/{places.data}",
                                   tensor=name, step=self._listed.step)  # fmt: skip
 
-    def _unpacked(self, its: Places, name: str, row: int, low: int, high: int, far: tuple[int, int] = (0, 0)
+    def _unpacked(self, places: Places, name: str, row: int, low: int, high: int, far: tuple[int, int] = (0, 0)
                   ) -> np.ndarray:  # fmt: skip
         """Read bytes of rows that HDF5 has compressed; each row has so many bytes."""
         first, last = low // row, -(-high // row)
-        raw = self._run(its.data, lambda: self._read_rows(its, name, row, first, last), *far)
+        raw = self._run(places.data, lambda: self._read_rows(places, name, row, first, last), *far)
         return raw[low - first * row : high - first * row]
 
-    def _read_rows(self, its: Places, name: str, row: int, first: int, last: int) -> np.ndarray:
+    def _read_rows(self, places: Places, name: str, row: int, first: int, last: int) -> np.ndarray:
         from ..drain import hdf5_files
 
         try:
-            if its.data not in self._open:
-                file = self._inside.open(its.data)
-                self._open[its.data] = (hdf5_files.open_file(file), file)
-            dataset = self._open[its.data][0]["tensors"][hdf5_files.dataset_name(name)]
+            if places.data not in self._open:
+                file = self._inside.open(places.data)
+                self._open[places.data] = (hdf5_files.open_file(file), file)
+            dataset = self._open[places.data][0]["tensors"][hdf5_files.dataset_name(name)]
             return hdf5_files.read_rows(dataset, first, last, (last - first) * row)
         except Exception as error:  # HDF5 may raise anything if a file is damaged or a plugin is missing
-            if its.data in self._open and (missing := hdf5_files.missing_filters(self._open[its.data][0])):
-                raise ConfigError(f"{self._inside.path}/{its.data} cannot be read here: its compression "
+            if places.data in self._open and (missing := hdf5_files.missing_filters(self._open[places.data][0])):
+                raise ConfigError(f"{self._inside.path}/{places.data} cannot be read here: its compression "
                                   f"({', '.join(missing)}) is not installed: {pip_install('compression')}",
                                   tensor=name, step=self._listed.step) from None  # fmt: skip
-            raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{its.data}: {error}", tensor=name,
+            raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{places.data}: {error}", tensor=name,
                               step=self._listed.step) from None  # fmt: skip
 
 
@@ -450,11 +450,11 @@ class OpenInDirectory:
 
     def _plain_of(self, rank: int) -> list[Any]:
         """The plain leaves of an old rank: its file is read only if the ranks have different ones."""
-        its = self.olds.groups[self.olds.group_of(rank)]
-        if rank == its.ranks[0] or self.olds.plain_differ.isdisjoint(its.structure.paths):
-            return its.plain
+        group = self.olds.groups[self.olds.group_of(rank)]
+        if rank == group.ranks[0] or self.olds.plain_differ.isdisjoint(group.structure.paths):
+            return group.plain
         plain = self.index(rank).manifest.plain
-        if len(plain) != len(its.plain):
+        if len(plain) != len(group.plain):
             raise CorruptSlot(
                 "this file has another structure than the one that was committed", step=self.step, rank=rank
             )
@@ -482,7 +482,7 @@ class OpenInDirectory:
                 wanted.append(_all_of(rank, number, entry, raw[entry.name]))
         for _ in self._read(wanted):
             pass
-        return {name: its.tobytes() for name, its in raw.items()}
+        return {name: content.tobytes() for name, content in raw.items()}
 
     def _read(self, wanted: Iterable[WantedPart]) -> Iterator[int]:
         """Read parts, so many at a time because each takes memory; yield the number of bytes each time."""
@@ -498,28 +498,28 @@ class OpenInDirectory:
             begin, rows = (part.source[0], part.shape[0]) if part.shape else (0, 1)
             elements = math.prod(part.shape)
             holders = self._holders(part.rank, part.number, begin, begin + rows) if elements else []
-            its = _Asked(part, elements, len(holders))
-            self._refuse_missing([its])
+            asked_part = _Asked(part, elements, len(holders))
+            self._refuse_missing([asked_part])
             for rank, number in holders:
-                asked.setdefault(rank, []).append((number, its))
+                asked.setdefault(rank, []).append((number, asked_part))
         yield from self._read_files(asked, set(asked))
 
     def _read_files(self, asked: dict[int, list[tuple[int, _Asked]]], ranks: set[int]) -> Iterator[int]:
         """Read what is asked for from the files of some ranks; each rank begins with another one."""
         first = self._world.rank * self.world_size // self._world.size
         for rank in sorted(ranks & asked.keys(), key=lambda rank: (rank - first) % self.world_size):
-            places, those = self._files.places(rank), asked.pop(rank)
+            places, of_rank = self._files.places(rank), asked.pop(rank)
             runs: list[Run] = []
-            for number, its in those:
-                its.files -= 1
-                for run in self._runs(rank, number, its.part, places):
-                    its.left -= math.prod(run.part[1])
+            for number, asked_part in of_rank:
+                asked_part.files -= 1
+                for run in self._runs(rank, number, asked_part.part, places):
+                    asked_part.left -= math.prod(run.part[1])
                     runs.append(run)
-            self._refuse_missing(its for _, its in those)
+            self._refuse_missing(asked_part for _, asked_part in of_rank)
             yield from self._files.fetch(runs, places)
 
     def _refuse_missing(self, asked: Iterable[_Asked]) -> None:
-        if missing := next((its.part for its in asked if its.left and not its.files), None):
+        if missing := next((asked_part.part for asked_part in asked if asked_part.left and not asked_part.files), None):
             raise CorruptSlot("parts of this tensor are not in the files of the checkpoint",
                               tensor=self._leaf(missing.rank, missing.number)[0], step=self.step)  # fmt: skip
 

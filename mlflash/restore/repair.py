@@ -46,34 +46,34 @@ def repair(context: Context, scrubber: Scrubber) -> None:
     start, world = time.perf_counter(), context.world
     home = max((slot for slot in context.pool.own if slot.use is Use.HOLDS and slot.header is not None),
                key=lambda slot: slot.generation, default=None)  # fmt: skip
-    told = None if home is None or home.header is None or context.unhealed is not None else home.header
-    attempts = world.gather(None if told is None else (told.attempt, told.world_size))
-    if home is None or told is None or any(one != (told.attempt, world.size) for one in attempts):
+    header = None if home is None or home.header is None or context.unhealed is not None else home.header
+    attempts = world.gather(None if header is None else (header.attempt, header.world_size))
+    if home is None or header is None or any(attempt != (header.attempt, world.size) for attempt in attempts):
         return  # on all ranks: there is no attempt that all of them hold
     reach("mend.begun")
-    found = scrubber.damaged
-    for slot in (home, *_holding(context, told.attempt)):
+    damaged = scrubber.damaged
+    for slot in (home, *_holding(context, header.attempt)):
         _restore_head(slot)
-    blocks, is_whole = _repair_own(context, home, told.attempt)
+    blocks, is_whole = _repair_own(context, home, header.attempt)
     reach("mend.repaired")
     made = 0
     if world.all_of(is_whole):
-        made = _reprotect(context, home, told.attempt)
+        made = _reprotect(context, home, header.attempt)
     else:
         is_lost = [rank for rank, whole in enumerate(world.gather(is_whole)) if not whole]
         if world.rank == 0:
             log.warning("step %d: the slots of ranks %s stay damaged because neither copies nor parity can "
-                        "repair them; the next commit replaces them", told.step, is_lost)  # fmt: skip
+                        "repair them; the next commit replaces them", header.step, is_lost)  # fmt: skip
     reach("mend.done")
     world.renew_deadline()
-    whole = [slot for slot in found if slot.use is not Use.HOLDS or _is_whole(context, slot)]
+    whole = [slot for slot in damaged if slot.use is not Use.HOLDS or _is_whole(context, slot)]
     scrubber.forget(whole)
-    if found or blocks or made:
-        left = len(found) - len(whole)
-        context.recorder.mended(told.step, time.perf_counter() - start, blocks, made, left)
+    if damaged or blocks or made:
+        left = len(damaged) - len(whole)
+        context.recorder.mended(header.step, time.perf_counter() - start, blocks, made, left)
         log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still "
                  "damaged",
-                 world.rank, told.step, blocks, made, left)  # fmt: skip
+                 world.rank, header.step, blocks, made, left)  # fmt: skip
 
 
 def _restore_head(slot: Slot) -> None:
@@ -96,13 +96,13 @@ def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bo
     world = context.world
     bad = _bad_blocks(context, home)
     # A slot whose table is lost takes no part, because nothing tells what its blocks must be.
-    damaged = {rank: one for rank, one in enumerate(world.gather(bad)) if one}
+    damaged = {rank: blocks for rank, blocks in enumerate(world.gather(bad)) if blocks}
     if not damaged:
         return 0, bad is not None
     _repair_from_copies(context, home, attempt, damaged)
     left = _still_bad(home, bad)
     context.recorder.counts["blocks repaired"] += len(bad or ()) - len(left)
-    damaged = {rank: one for rank, one in enumerate(world.gather(left)) if one}
+    damaged = {rank: blocks for rank, blocks in enumerate(world.gather(left)) if blocks}
     if damaged and context.protection.placement.parity_groups and world.all_of(bad is not None):
         _repair_from_parity(context, home, attempt, damaged)
         left = _still_bad(home, left)
@@ -152,12 +152,12 @@ def _reprotect(context: Context, home: Slot, attempt: Attempt) -> int:
             log.warning("copies or parity could not be made again: %s", error)
         return 0
     reach("mend.copied")
-    new = [slot for slot in _holding(context, attempt) if not any(slot is one for one in before)]
+    new = [slot for slot in _holding(context, attempt) if not any(slot is other for other in before)]
     give_receipts(*new)
     for pair in pool.inbox.values():
-        if any(slot is one for one in new for slot in pair):
+        if any(slot is other for other in new for slot in pair):
             for slot in pair:
-                if any(slot is one for one in before):
+                if any(slot is other for other in before):
                     slot.unseal()
                     slot.use = Use.FREE
     return len(new)
@@ -183,8 +183,8 @@ def _repair_from_copies(context: Context, home: Slot, attempt: Attempt, damaged:
     """
     world, placement = context.world, context.protection.placement
     held = {rank: copy for rank in damaged if (copy := _copy_of(context, rank, attempt)) is not None}
-    mine = {rank: _good(copy, damaged[rank]) for rank, copy in held.items()}
-    good: list[dict[int, list[int]]] = world.gather(mine)
+    good_here = {rank: _good(copy, damaged[rank]) for rank, copy in held.items()}
+    good: list[dict[int, list[int]]] = world.gather(good_here)
     work: list[Operation] = []
     waits: set[int] = set()
     for rank, blocks in damaged.items():
@@ -287,20 +287,20 @@ class ParityRepairs:
         world, topology = self._context.world, self._context.world.topology
         places = zip(group.ranks, group.files, strict=True)
         readers = [-1 if place is None else topology.reader(rank, place[0]) for rank, place in places]
-        mine = [(nth, self._verify(group, nth)) for nth, reader in enumerate(readers) if reader == world.rank]
-        bad: dict[int, list[int] | None] = dict(pair for pairs in world.gather(mine) for pair in pairs)
+        bad_here = [(nth, self._verify(group, nth)) for nth, reader in enumerate(readers) if reader == world.rank]
+        bad: dict[int, list[int] | None] = dict(pair for pairs in world.gather(bad_here) for pair in pairs)
         good = [nth for nth in range(len(group.ranks)) if bad.get(nth) is not None]
         rebuilt = [rank for rank in group.ranks if rank in self._choice.rebuilt]
-        told = None
+        heads_here = None
         if good and readers[good[0]] == world.rank:
             heads = read_heads(self._parity[group, good[0]])
             wanted = [(header.pack(), table.tobytes()) for header, table in heads if header.rank in rebuilt]
-            told = (tuple(header.extents for header, _ in heads), wanted)
-        told = next((heads for heads in world.gather(told) if heads is not None), None)
-        if told is None:
+            heads_here = (tuple(header.extents for header, _ in heads), wanted)
+        heads_here = next((heads for heads in world.gather(heads_here) if heads is not None), None)
+        if heads_here is None:
             self._give_up(group)
             return
-        extents, packed = told
+        extents, packed = heads_here
         stripes = Stripes(tuple(part.blocks for part in extents), group.losses, len(self._repairs))
         lost: set[Unit] = set()
         for nth, rank in enumerate(group.ranks):

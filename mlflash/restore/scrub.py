@@ -49,7 +49,7 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
     assert drain.inside is not None and drain.attempt is not None
     card = Card(drain.attempt, drain.step, -1, 0, 0, 0, 0, 0, 0, "")
     files = DrainedFiles(drain.inside, Listed("", "", card), drain.stored)
-    found = []
+    damaged = []
     for rank, stored in drain.stored.items():
         try:
             for entry, place in files.index(rank).pieces:
@@ -59,10 +59,10 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
                     if over.wait(raw.nbytes / rate):
                         return []
         except MlflashError as error:
-            found.append((rank, stored.data, error.message))
+            damaged.append((rank, stored.data, error.message))
         except Exception as error:  # fsspec may raise anything
-            found.append((rank, stored.data, text_of(error)))
-    return found
+            damaged.append((rank, stored.data, text_of(error)))
+    return damaged
 
 
 class Scrubber:
@@ -79,7 +79,7 @@ class Scrubber:
         self._held: list[tuple[Slot, Header]] = []
         self._verifying = self._verify()
         self._is_verified = False  # everything that is held, since it last changed
-        self._found: list[tuple[Slot, Header]] = []  # damaged, and reported
+        self._reported: list[tuple[Slot, Header]] = []  # damaged, and reported
         self._drain: Drain | None = None  # the drain whose file was read, or is being read
         self._reading: Operation | None = None
         self._over = Event()
@@ -103,11 +103,12 @@ class Scrubber:
     @property
     def damaged(self) -> list[Slot]:
         """The slots that were found damaged and still hold the same."""
-        return [slot for slot, header in self._found if slot.header is header and slot.use is Use.HOLDS]
+        return [slot for slot, header in self._reported if slot.header is header and slot.use is Use.HOLDS]
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """Verify slots again that were found damaged, because they were repaired."""
-        self._found = [one for one in self._found if not any(one[0] is slot for slot in slots)]
+        repaired = {id(slot) for slot in slots}
+        self._reported = [(slot, header) for slot, header in self._reported if id(slot) not in repaired]
         self._held = []
 
     # Memory
@@ -122,7 +123,7 @@ class Scrubber:
         ]  # fmt: skip
         if [(id(slot), id(header)) for slot, header in held] != [(id(a), id(b)) for a, b in self._held]:
             self._held, self._verifying, self._is_verified = held, self._verify(), False
-            self._found = [(slot, header) for slot, header in self._found if slot.header is header]
+            self._reported = [(slot, header) for slot, header in self._reported if slot.header is header]
 
     def _verify(self) -> Iterator[int]:
         """Verify all that is held, again and again; yield the bytes of each read, and 0 if there is nothing to do."""
@@ -160,7 +161,7 @@ class Scrubber:
 
     def _say(self, slot: Slot, header: Header, block: int | None, how: str) -> None:
         context, kind = self._context, self._kind_of(slot, header)
-        self._found.append((slot, header))
+        self._reported.append((slot, header))
         context.damaged = context.damaged or kind in _REPAIRABLE
         what = {"own": "slot", "copy": "copy of the slot", "parity": "parity", "share": "share"}[kind]
         world = context.world
@@ -172,7 +173,7 @@ class Scrubber:
 
     def _kind_of(self, slot: Slot, header: Header) -> str:
         if header.kind is Kind.SLOT:
-            return "own" if any(slot is one for one in self._context.pool.own) else "copy"
+            return "own" if any(slot is own for own in self._context.pool.own) else "copy"
         return "parity" if header.kind is Kind.PARITY else "share"
 
     # The directory

@@ -160,12 +160,12 @@ MUTANTS = [
     ),
     Mutant(
         "damage-not-told", "only the rank that finds a damaged slot passes it over", "restore/fetch.py",
-        "    found = [pair for pairs in world.gather(mine) for pair in pairs]\n    bad = {",
-        "    found = mine\n    bad = {",
+        "    reports = [pair for pairs in world.gather(damage) for pair in pairs]\n    bad = {",
+        "    reports = damage\n    bad = {",
     ),
     Mutant(
         "lost-is-never-was", "a committed step that cannot be restored counts as nothing", "restore/choose.py",
-        "        if reasons or there.problem:\n", "        if there.problem:\n",
+        "        if reasons or listing.problem:\n", "        if listing.problem:\n",
     ),
     # Heal
     Mutant(
