@@ -93,7 +93,8 @@ class Drain:
         return DeadlineExceeded(f"the drain of this step has not ended: {why}{who} (it may still end)", step=self.step,
                                 ranks=ranks)  # fmt: skip
 
-    def moves(self) -> None:
+    def note_progress(self) -> None:
+        """Note that some rank has made progress."""
         self.moved, self.silent = time.monotonic(), ((), "")
         self.on_change()
 

@@ -22,11 +22,12 @@ from ..mpi.job_thread import JobThread
 from ..mpi.nonblocking import Operation
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..storage.store import Store, is_url, open_store
-from . import checkpoint_directory, write
+from . import checkpoint_directory
 from .checkpoint_directory import Listing
 from .drain import Drain
 from .provenance import Signer
 from .rank_input import DrainInput
+from .write import DrainRun
 
 log = logging.getLogger("mlflash")
 
@@ -229,12 +230,10 @@ class DrainQueue:
         current = self.last = Drain(drain_input.step, self._look, self._config.timeout_s)
         self._on_begin(current)
         context.recorder.counts["drains"] += 1
-        collectives = self._collectives
+        run = DrainRun(current, drain_input, context.world, self._collectives, store, self._config, self._signer)
 
         def moves() -> Operation:
-            error = yield from write.run(
-                current, drain_input, context.world, collectives, store, self._config, self._signer, not self._clean
-            )
+            error = yield from run.moves(clean=not self._clean)
             self._clean = self._clean or current.clean
             for home in drain_input.homes.values():
                 context.pool.unmap_others([home.slot, *home.shares])

@@ -47,40 +47,42 @@ _CHUNK_NBYTES = 8 << 20  # bytes per write
 _LOOK_S = 0.2
 
 
-def run(
-    drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
-    config: Config, signer: Signer, clean: bool = False,
-) -> Operation:  # fmt: skip
-    """Run a drain to its end, and return why it failed, or None. It raises nothing. Collective over the world.
+@dataclasses.dataclass
+class DrainRun:
+    """A drain on its way. Collective over the world."""
 
-    ``clean``: first delete what interrupted drains of earlier runs left.
-    """
-    on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, config, signer)
-    ended: list[MlflashError | None] = []
+    drain: Drain
+    drain_input: DrainInput
+    world: World
+    collectives: BackgroundCollectives
+    store: Store
+    config: Config
+    signer: Signer
 
-    def main() -> Operation:
-        ended.append((yield from on_its_way.run_or_undo(clean)))
-
-    def silent(ranks: Sequence[int]) -> None:
-        drain.note_silent(ranks, world.names_of(ranks))
-
-    yield from side_by_side(
-        [main(), collectives.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)]
-    )
-    return ended[0]
-
-
-class _OnItsWay:
-    file_format: FileFormat  # set by `_look`
-
-    def __init__(self, drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives,
-                 store: Store, config: Config, signer: Signer):  # fmt: skip
-        self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
-        self.store, self.inside, self.config, self.signer = store, store, config, signer
+    def __post_init__(self) -> None:
+        self.inside = self.store  # the folder of this checkpoint, once it has one
         self.written: list[str] = []
         self.commits: list[str] = []  # those of them that mark the checkpoint as complete
         self.receipts: list[tuple[Stored, Receipt]] = []
         self.described: dict[int, Described] = {}  # ranks whose files this rank writes
+
+    def moves(self, clean: bool) -> Operation:
+        """Run to the end, and return why it failed, or None. It raises nothing.
+
+        ``clean``: first delete what interrupted drains of earlier runs left.
+        """
+        drain, ended = self.drain, list[MlflashError | None]()
+
+        def main() -> Operation:
+            ended.append((yield from self.run_or_undo(clean)))
+
+        def silent(ranks: Sequence[int]) -> None:
+            drain.note_silent(ranks, self.world.names_of(ranks))
+
+        yield from side_by_side(
+            [main(), self.collectives.beat(lambda: drain.progress, lambda: bool(ended), drain.note_progress, silent)]
+        )
+        return ended[0]
 
     def run_or_undo(self, clean: bool) -> Operation:
         error: MlflashError | None = None
