@@ -120,5 +120,5 @@ def _extras(rank: int, home: RankCheckpoint, load: Load, keys: Keys) -> dict[str
         if rank and inside and all(load.commons[number] == 0 for number in inside):
             continue
         extras[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
-                                   lambda number: decode_plain(plain[number])))  # fmt: skip
+                                    lambda number: decode_plain(plain[number])))  # fmt: skip
     return extras

@@ -175,7 +175,7 @@ def find_and_verify(
     Args:
         others: if another number of ranks saved it, bring it to where it can be read.
         oldest: pass over attempts of a smaller generation, because there is something newer elsewhere.
-        struck: gets the files that were found to be damaged, and how; the same on all ranks.
+        rejected: gets the files that were found to be damaged, and how; the same on all ranks.
 
     Returns:
         This rank's state, every byte of it verified on every rank; or what this rank has of other ranks' states; None
@@ -306,7 +306,7 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
         attempt, step, homes = found.attempt, found.step, found.homes
         headers = [home.header for home in homes.values()]
         agreed = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
-                                           "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
+                                             "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
         world_size, mark = agreed.world_size, agreed.mark
     drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
                              verdict=lambda: context.restored.verdict)  # fmt: skip

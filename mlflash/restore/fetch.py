@@ -52,7 +52,7 @@ _DEPTH = 2  # runs in flight between two ranks
 
 
 def bring(context: Context, inventory: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
-           ) -> dict[Place, str]:  # fmt: skip
+          ) -> dict[Place, str]:  # fmt: skip
     """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without."""
     same_ranks = choice.world_size == context.world.size
     serves = _servers(context, choice)

@@ -41,6 +41,7 @@ from ..drain.index import (
 )
 from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, MlflashError, pip_install, text_of
 from ..events import Event
+from ..memory.slot import Attempt
 from ..protect.rank_checkpoint import RankCheckpoint
 from ..state.leaves import Entry
 from ..state.manifest import Manifest
@@ -140,9 +141,9 @@ class Run:
 class DrainedFiles:
     """Reads the files of a checkpoint, without a deadline where there are no ``reads``. Nothing is collective."""
 
-    def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored],
+    def __init__(self, inside: Store, attempt: Attempt, step: int, files: Sequence[Stored] | Mapping[int, Stored],
                  reads: TimelyReads | None = None):  # fmt: skip
-        self._inside, self._listed, self._files, self._reads = inside, listed, files, reads
+        self._inside, self._attempt, self._step, self._files, self._reads = inside, attempt, step, files, reads
         self._open: dict[str, tuple[Any, Any]] = {}  # compressed files, which are read through HDF5
         self._indexes: dict[int, Index] = {}
 
@@ -173,7 +174,7 @@ class DrainedFiles:
         try:
             yield
         except OSError as problem:
-            raise CorruptSlot(f"{self._inside.path} cannot be read: {problem}", step=self._listed.step) from None
+            raise CorruptSlot(f"{self._inside.path} cannot be read: {problem}", step=self._step) from None
 
     def name_of(self, rank: int) -> str:
         return self._files[rank].card
@@ -185,11 +186,11 @@ class DrainedFiles:
         try:
             card = read_card(raw)
         except CorruptSlot as error:
-            raise CorruptSlot(f"{path}/{stored.card}: {error.message}", step=self._listed.step) from None
+            raise CorruptSlot(f"{path}/{stored.card}: {error.message}", step=self._step) from None
         stored_card = (nbytes, card.attempt, card.rank, card.index_check, data_nbytes)
-        committed = (stored.nbytes, self._listed.card.attempt, rank, stored.index_check, stored.data_nbytes)
+        committed = (stored.nbytes, self._attempt, rank, stored.index_check, stored.data_nbytes)
         if stored_card != committed:
-            raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._listed.step)
+            raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._step)
         return card
 
     def _read_card(self, stored: Stored) -> tuple[int, bytes, int]:
@@ -199,7 +200,7 @@ class DrainedFiles:
     def _read(self, name: str, start: int, nbytes: int, check: int) -> bytes:
         raw = self._run(name, lambda: self._inside.read(name, start, nbytes))
         if len(raw) != nbytes or xxhash.xxh3_64_intdigest(raw) != check:
-            raise CorruptSlot(f"the index of {self._inside.path}/{name} is damaged", step=self._listed.step)
+            raise CorruptSlot(f"the index of {self._inside.path}/{name} is damaged", step=self._step)
         return raw
 
     def places(self, rank: int) -> Places:
@@ -280,7 +281,7 @@ class DrainedFiles:
         for number, at in enumerate(range(0, nbytes, size)):
             if raw.nbytes != nbytes or xxhash.xxh3_64_intdigest(raw[at : at + size].data) != int(wanted[number]):
                 raise CorruptSlot(f"block {low // size + number} is damaged in {self._inside.path}/{places.data}",
-                                  tensor=name, step=self._listed.step)  # fmt: skip
+                                  tensor=name, step=self._step)  # fmt: skip
 
     def _unpacked(self, places: Places, name: str, row: int, low: int, high: int, far: tuple[int, int] = (0, 0)
                   ) -> np.ndarray:  # fmt: skip
@@ -302,9 +303,9 @@ class DrainedFiles:
             if places.data in self._open and (missing := hdf5_files.missing_filters(self._open[places.data][0])):
                 raise ConfigError(f"{self._inside.path}/{places.data} cannot be read here: its compression "
                                   f"({', '.join(missing)}) is not installed: {pip_install('compression')}",
-                                  tensor=name, step=self._listed.step) from None  # fmt: skip
+                                  tensor=name, step=self._step) from None  # fmt: skip
             raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{places.data}: {error}", tensor=name,
-                              step=self._listed.step) from None  # fmt: skip
+                              step=self._step) from None  # fmt: skip
 
 
 # What all ranks do together
@@ -346,7 +347,8 @@ class OpenInDirectory:
         packed = self._together(lambda: b"" if world.rank else zlib.compress(reads.run(listed.master, read_table), 1))
         packed = world.broadcast(packed, 0)
         table = self._together(lambda: decode_table(zlib.decompress(packed), self.world_size))
-        self._files, self._table = DrainedFiles(inside, listed, table.files, reads), table
+        self._files = DrainedFiles(inside, listed.card.attempt, listed.step, table.files, reads)
+        self._table = table
         self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
         # Read the index of the rank's own file now: later, only this rank would fail.
         self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..courier.state import Context
-from ..drain.checkpoint_directory import Listed
 from ..drain.drain import Drain
-from ..drain.index import Card
 from ..errors import MlflashError, text_of
 from ..events import Event
 from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check
@@ -47,8 +45,7 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
         For each file that is damaged or cannot be read: the rank whose state it has, its name, and why.
     """
     assert drain.inside is not None and drain.attempt is not None
-    card = Card(drain.attempt, drain.step, -1, 0, 0, 0, 0, 0, 0, "")
-    files = DrainedFiles(drain.inside, Listed("", "", card), drain.stored)
+    files = DrainedFiles(drain.inside, drain.attempt, drain.step, drain.stored)
     damaged = []
     for rank, stored in drain.stored.items():
         try:
