@@ -77,11 +77,11 @@ def step_of(name: str) -> int | None:
 
 
 def list_checkpoints(store: Store) -> list[Listed]:
-    """List the committed checkpoints, newest first; see `look`."""
-    return [*look(store).listed]
+    """List the committed checkpoints, newest first; see `scan`."""
+    return [*scan(store).listed]
 
 
-def look(store: Store) -> Listing:
+def scan(store: Store) -> Listing:
     """List what is in a directory. Reads only the first bytes of each checkpoint. Raises OSError."""
     listed: list[Listed] = []
     damaged: dict[str, str] = {}

@@ -32,7 +32,7 @@ from ..state.shards import covers, cut
 from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles, Source
 from .index import CARD_NBYTES, Card, Stored
-from .rank_input import DrainInput, Load, Receipt, add_card, shown
+from .rank_input import DrainInput, RankContent, Receipt, add_card, shown
 
 MASTER = "checkpoint.h5"
 _PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}
@@ -219,7 +219,7 @@ def missing_filters(file: Any) -> list[str]:
     """The names of the compressions of an open file that this process cannot read."""
     missing: dict[str, None] = {}
 
-    def look(name: str, dataset: Any) -> None:
+    def note_missing(name: str, dataset: Any) -> None:
         if isinstance(dataset, h5py.Dataset):
             made = dataset.id.get_create_plist()
             for number in range(made.get_nfilters()):
@@ -227,7 +227,7 @@ def missing_filters(file: Any) -> list[str]:
                 if not h5py.h5z.filter_avail(code):
                     missing[called.decode(errors="replace") or str(code)] = None
 
-    file.visititems(look)
+    file.visititems(note_missing)
     return [*missing]
 
 
@@ -305,19 +305,19 @@ class Hdf5:
     def __init__(self, compression: str):
         self._compression = compression
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
         name = rank_file_name(rank)
-        names_here = {part.entry.name for part in load.parts}
+        names_here = {part.entry.name for part in content.parts}
         objects, names = _objects(home)
-        ties = {name: first for name, first in load.ties.items() if first in names_here}
-        entries = [part.entry for part in load.parts]
-        skeleton, starts = tensors(entries, load.sources, ties, objects, self._compression)
-        places = load.places(home, name, starts)
-        text, first_nbytes = load.index(home, places)
+        ties = {name: first for name, first in content.ties.items() if first in names_here}
+        entries = [part.entry for part in content.parts]
+        skeleton, starts = tensors(entries, content.sources, ties, objects, self._compression)
+        places = content.places(home, name, starts)
+        text, first_nbytes = content.index(home, places)
         card = _finish(skeleton, drain_input, rank, owner, text)
         stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
-        receipt = Receipt.of(rank, load, places, objects if names or rank == 0 else None, names)
+        receipt = Receipt.of(rank, content, places, objects if names or rank == 0 else None, names)
         return [(name, skeleton)], stored, receipt
 
     def master_files(

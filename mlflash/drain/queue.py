@@ -131,7 +131,7 @@ class DrainQueue:
         attempt = self._restored
         if not self._context.world.all_of(attempt is not None):
             return False
-        return attempt not in [listed.card.attempt for listed in self.look().listed]
+        return attempt not in [listed.card.attempt for listed in self.listing().listed]
 
     def give_up(self) -> None:
         if self.last is not None:
@@ -171,7 +171,7 @@ class DrainQueue:
         if why := store.why_not_writable():
             log.warning("no checkpoint can be drained to %s: %s", store.path, why)
 
-    def look(self, store: Store | None = None) -> Listing:
+    def listing(self, store: Store | None = None) -> Listing:
         """List what is in the directory, except what a fresh start passes over; or everything that is in another one.
 
         Collective over the world: rank 0 looks. A directory that cannot be read gives a warning and counts as empty.
@@ -190,7 +190,7 @@ class DrainQueue:
         listing: Listing | None = None
         problem = ""
         if world.rank == 0:
-            looking = in_thread(lambda: checkpoint_directory.look(store), "mlflash-list")
+            looking = in_thread(lambda: checkpoint_directory.scan(store), "mlflash-list")
             end = time.monotonic() + self._config.timeout_s / 2
             try:
                 while listing is None and time.monotonic() < end:
@@ -227,7 +227,7 @@ class DrainQueue:
             slot.drains = True
         self._since, self._asked = 0, False
         self._drained = drain_input.attempt
-        current = self.last = Drain(drain_input.step, self._look, self._config.timeout_s)
+        current = self.last = Drain(drain_input.step, self._refuse_if_broken, self._config.timeout_s)
         self._on_begin(current)
         context.recorder.counts["drains"] += 1
         run = DrainRun(current, drain_input, context.world, self._collectives, store, self._config, self._signer)
@@ -249,7 +249,7 @@ class DrainQueue:
         self._courier.begin_background(moves())
         return current
 
-    def _look(self) -> None:
+    def _refuse_if_broken(self) -> None:
         if self._courier.broken is not None:
             raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
 

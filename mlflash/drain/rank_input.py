@@ -48,7 +48,7 @@ class DrainInput:
 
 
 @dataclasses.dataclass
-class Look:
+class Survey:
     """What a process knows about its part before it hears from the others."""
 
     digests: dict[int, dict[bytes, int]]  # for each rank, of its whole tensors, with the numbers of their entries
@@ -68,7 +68,7 @@ class Part:
 
 
 @dataclasses.dataclass
-class Load:
+class RankContent:
     """What goes into the file of a rank."""
 
     parts: list[Part]
@@ -96,17 +96,17 @@ class Load:
         return encode_index(raw, home.header.extents.payload_nbytes, places)
 
 
-def look(drain_input: DrainInput) -> Look:
+def survey_of(drain_input: DrainInput) -> Survey:
     """Open what is handed in, and make digests of the whole tensors that other ranks may hold alike."""
     drain_input.homes = drain_input.open()
-    looked = Look({}, [], {})
+    survey = Survey({}, [], {})
     for rank, home in sorted(drain_input.homes.items()):
         read, behind = home.reader(), home.header.extents.payload_nbytes
         if home.manifest.shared is not None:
-            looked.sets[rank] = home.manifest.shared.by
+            survey.sets[rank] = home.manifest.shared.by
         digests: dict[bytes, int] = {}
         entries = home.manifest.entries
-        checks = looked.checks.setdefault(rank, {})
+        checks = survey.checks.setdefault(rank, {})
         for number, (entry, first) in enumerate(zip(entries, ties_of(entries), strict=True)):
             is_shared = entry.nbytes and entry.start >= behind
             if drain_input.world_size == 1 or entry.shape != entry.global_shape or is_shared:
@@ -116,13 +116,13 @@ def look(drain_input: DrainInput) -> Look:
                 if entry.nbytes:
                     digests[digest(entry, content)] = number
             checks[number] = checks[first] if first != number else content & _CHECK
-        looked.digests[rank] = digests
-        looked.table = looked.table or list(digests)
-    return looked
+        survey.digests[rank] = digests
+        survey.table = survey.table or list(digests)
+    return survey
 
 
-def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
-         world_size: int, block_nbytes: int) -> Load:  # fmt: skip
+def content_of(rank: int, home: RankCheckpoint, common: Sequence[Entry], survey: Survey, sets: Mapping[int, int],
+               world_size: int, block_nbytes: int) -> RankContent:  # fmt: skip
     """Return what a rank writes: what only it holds, and its part of what several hold, all of it verified."""
     entries, behind = home.manifest.entries, home.header.extents.payload_nbytes
     names = first_names(entries)
@@ -140,7 +140,7 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
             tensor = tensors[number]
             parts.append(Part(part_of(tensor, begin, end), tensor, alike[tensor.name]))
     read = home.reader()
-    known = looked.checks[rank] | (_checks_of_shared(entries, behind, read) if len(siblings) < world_size else {})
+    known = survey.checks[rank] | (_checks_of_shared(entries, behind, read) if len(siblings) < world_size else {})
     described = Described.of(entries, home.manifest.tree, home.manifest.plain, known,
                              (sets.get(rank, -1) if shared else -1, *begins))  # fmt: skip
     numbers = numbers_of(entries)
@@ -162,7 +162,8 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
     reach("drain.verified")
     commons = [alike.get(name, -1) if entry.nbytes else -1 for entry, name in zip(entries, names, strict=True)]
     ties = {entry.name: name for entry, name in zip(entries, names, strict=True) if entry.name != name}
-    return Load(parts, sources, commons, described, ties, block_nbytes, np.array(checks, dtype="<u8"), first_checks)
+    sums = np.array(checks, dtype="<u8")
+    return RankContent(parts, sources, commons, described, ties, block_nbytes, sums, first_checks)
 
 
 def _position(entries: Sequence[Entry], number: int, row: int) -> int:
@@ -221,11 +222,11 @@ class Receipt:
     digests: tuple[FileDigest, ...] = ()
 
     @classmethod
-    def of(cls, rank: int, load: Load, places: Places, objects: Any, names: Mapping[str, str] | None = None
+    def of(cls, rank: int, content: RankContent, places: Places, objects: Any, names: Mapping[str, str] | None = None
            ) -> Receipt:  # fmt: skip
         pieces = [(part.entry, part.common >= 0, places.check(place))
-                  for part, place in zip(load.parts, places.of.values(), strict=True)]  # fmt: skip
-        return cls(rank, pieces, load.ties, objects, names or {})
+                  for part, place in zip(content.parts, places.of.values(), strict=True)]  # fmt: skip
+        return cls(rank, pieces, content.ties, objects, names or {})
 
 
 def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]]]:
@@ -255,7 +256,7 @@ class FileFormat(Protocol):
     name: str
     most_pieces: float  # how many pieces, of all ranks, its last file lists; if there are more, it lists none
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
         """Lay out the files of a rank, in the order in which they are to be written."""
 

@@ -1,6 +1,6 @@
 """A committed checkpoint → a folder of the directory, in the background, straight from the slots.
 
-    look      each rank makes digests of what others may hold alike; rank 0 names the folder
+    survey    each rank makes digests of what others may hold alike; rank 0 names the folder
     deal      what all ranks hold alike, and what sets of them share, is dealt out                2 gathers, 1 allreduce
     write     at most so many ranks at a time: checksums, the slot verified, the file written      1 allreduce
     tell      what each rank holds becomes one table (see `describe_ranks`)                       3 gathers, 1 allreduce
@@ -38,7 +38,7 @@ from . import checkpoint_directory, provenance
 from .drain import Drain
 from .index import Stored, encode_table
 from .provenance import Signer
-from .rank_input import DrainInput, FileDigest, FileFormat, Load, Look, Origin, Receipt, load, look
+from .rank_input import DrainInput, FileDigest, FileFormat, Origin, RankContent, Receipt, Survey, content_of, survey_of
 
 log = logging.getLogger("mlflash")
 
@@ -106,25 +106,25 @@ class DrainRun:
     def run(self, clean: bool) -> Operation:
         reach("drain.begun")
         world, collectives, drain_input = self.world, self.collectives, self.drain_input
-        looked: Look
-        looked, folder = yield from self._together(lambda: self._look(clean))
+        survey: Survey
+        survey, folder = yield from self._together(lambda: self._prepare(clean))
         folder = yield from collectives.broadcast(folder)
         self.inside = self.store.at(folder)
         self.drain.path, self.drain.inside, self.drain.attempt = self.inside.path, self.inside, drain_input.attempt
-        hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), looked.sets))
+        hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), survey.sets))
         sets = {rank: by for _, rank_sets in hosts for rank, by in rank_sets.items()}
         lowest = min(range(world.size), key=lambda process: hosts[process][0])
-        table: list[bytes] = yield from collectives.broadcast(looked.table, lowest)
-        is_held = [all(digest in held for held in looked.digests.values()) for digest in table]
+        table: list[bytes] = yield from collectives.broadcast(survey.table, lowest)
+        is_held = [all(digest in held for held in survey.digests.values()) for digest in table]
         alike = yield from collectives.agree(np.array(is_held, dtype=np.uint8))
         common = [digest for digest, is_alike in zip(table, alike, strict=True) if is_alike]
         reach("drain.dealt")
 
         def write() -> None:
             for rank, home in drain_input.homes.items():
-                entries = [home.manifest.entries[looked.digests[rank][digest]] for digest in common]
+                entries = [home.manifest.entries[survey.digests[rank][digest]] for digest in common]
                 size = drain_input.world_size
-                self._write(rank, load(rank, home, entries, looked, sets, size, _CHECKED_NBYTES))
+                self._write(rank, content_of(rank, home, entries, survey, sets, size, _CHECKED_NBYTES))
 
         _, error = yield from collectives.in_turn(self.config.drain_writers, lambda: self._attempt(write))
         yield from collectives.raise_together(error)
@@ -170,11 +170,11 @@ class DrainRun:
         yield from self.collectives.raise_together(error)
         return result
 
-    def _look(self, clean: bool) -> tuple[Look, str]:
+    def _prepare(self, clean: bool) -> tuple[Survey, str]:
         # This imports a library: if that fails on one rank, all learn of it here.
         self.file_format = _file_format(self.config)
         if self.world.rank:
-            return look(self.drain_input), ""
+            return survey_of(self.drain_input), ""
         if clean:  # the first drain of a run may make the directory; later it must exist
             self.store.make()
             with _deleting("what interrupted drains left"):
@@ -183,7 +183,7 @@ class DrainRun:
         folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
         self.inside = self.store.at(folder)
         self.inside.make(parents=False)
-        return look(self.drain_input), folder
+        return survey_of(self.drain_input), folder
 
     def _gather(self) -> Operation:
         steps, answer = gathering(self.described), None
@@ -210,11 +210,11 @@ class DrainRun:
         if self.world.rank == 0:
             log.info("step %d: the last file shows no tensor whole, as ranks hold %d pieces", self.drain.step, pieces)
 
-    def _write(self, rank: int, loaded: Load) -> None:
-        self.described[rank] = loaded.rank
+    def _write(self, rank: int, rank_content: RankContent) -> None:
+        self.described[rank] = rank_content.rank
         self.drain.progress += 1
         files, stored, receipt = self.file_format.rank_files(
-            self.drain_input, rank, self.drain_input.homes[rank], loaded, self.config.owner
+            self.drain_input, rank, self.drain_input.homes[rank], rank_content, self.config.owner
         )
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
         at_once = min(self.config.drain_writers or self.world.size, self.world.size)
@@ -234,7 +234,7 @@ class DrainRun:
         if [receipt.rank for _, receipt in pairs] != list(range(self.drain_input.world_size)):
             raise DrainFailed("some ranks of the checkpoint did not hand in their state",
                               expected=f"{self.drain_input.world_size} ranks", found=len(pairs))  # fmt: skip
-        each(self._look_for, [stored for stored, _ in pairs])
+        each(self._refuse_missing, [stored for stored, _ in pairs])
         text = encode_table(self.file_format.name, self.config.job, [stored for stored, _ in pairs], gathered)
         receipts = [receipt for _, receipt in pairs]
         files = self.file_format.master_files(self.drain_input, text, receipts, self.config.job, self.config.owner)
@@ -261,7 +261,7 @@ class DrainRun:
             checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.config.owner, verdict)
         return verdict
 
-    def _look_for(self, stored: Stored) -> None:
+    def _refuse_missing(self, stored: Stored) -> None:
         """Check that the files of a rank exist: a checkpoint with a missing file must not be committed."""
         for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one file in HDF5
             size = self.inside.nbytes(name)

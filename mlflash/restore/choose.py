@@ -65,7 +65,7 @@ class Sources:
     def _choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
                 ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
         store = self._drains.store if source is None else open_store(source)
-        listing = self._drains.look(store)
+        listing = self._drains.listing(store)
         listed = [checkpoint for checkpoint in listing.listed if wanted.fits(checkpoint.step, checkpoint.verdict)]
         rejected: dict[Place, str] = {}
         left = [checkpoint for checkpoint in listed if checkpoint.folder not in bad]
@@ -294,7 +294,8 @@ def count_restore(context: Context, home: Slot) -> None:
 
 def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
-    restorable = (checkpoint for checkpoint in drains.look().listed if NEWEST.fits(checkpoint.step, checkpoint.verdict))
+    listed = drains.listing().listed
+    restorable = (checkpoint for checkpoint in listed if NEWEST.fits(checkpoint.step, checkpoint.verdict))
     newest = max((checkpoint.card.attempt.generation for checkpoint in restorable), default=0)
     found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
     if found is None:

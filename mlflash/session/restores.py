@@ -192,7 +192,7 @@ class RestoreSession:
 
         world.on_all(write)
         found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)
-        listed, store = self._drains.look().listed, self._drains.store
+        listed, store = self._drains.listing().listed, self._drains.store
 
         def write_folders() -> None:
             if world.rank == 0 and store is not None:
@@ -208,5 +208,5 @@ class RestoreSession:
         """List the steps that can be restored, according to headers; ``alike``: only those of as many ranks as now."""
         context = self.context
         size = context.world.size
-        drained = {one.step for one in self._drains.look().listed if not alike or one.card.world_size == size}
+        drained = {one.step for one in self._drains.listing().listed if not alike or one.card.world_size == size}
         return sorted(drained.union(restorable_steps(context, alike=alike)))
