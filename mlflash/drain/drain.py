@@ -44,7 +44,6 @@ class Drain:
         self.inside: Store | None = None  # the folder; None before it has a name
         self.stored: dict[int, Stored] = {}  # written by this rank, by the rank whose state it is
         self.attempt: Attempt | None = None
-        self.clean = False  # whether leftovers of interrupted drains of earlier runs were deleted (rank 0)
         self.moved = time.monotonic()  # when any rank last made progress
         # the ranks that do not answer while no rank makes progress, as numbers and in words
         self.silent: tuple[tuple[int, ...], str] = ((), "")

@@ -49,7 +49,7 @@ class DrainQueue:
         self._asked = False
         self._certified: Attempt | None = None  # certified, but not yet noted in the directory
         self._folders: dict[Attempt, str] = {}  # drained by this run; the newest is last
-        self._clean = False  # whether leftovers of interrupted drains of earlier runs were deleted
+        self._cleans = True  # whether what interrupted drains of earlier runs left is still to be deleted
         self._drained: Attempt | None = None  # the newest attempt whose drain has begun
         self._restored: Attempt | None = None  # restored from memory: an earlier run may not have drained it
         self._signer = signer
@@ -230,11 +230,12 @@ class DrainQueue:
         current = self.last = Drain(drain_input.step, self._refuse_if_broken, self._config.timeout_s)
         self._on_begin(current)
         context.recorder.counts["drains"] += 1
-        run = DrainRun(current, drain_input, context.world, self._collectives, store, self._config, self._signer)
+        run = DrainRun(current, drain_input, context.world, self._collectives, store, self._config, self._signer,
+                       self._cleans)  # fmt: skip
 
         def moves() -> Operation:
-            error = yield from run.moves(clean=not self._clean)
-            self._clean = self._clean or current.clean
+            error = yield from run.moves()
+            self._cleans = run.cleans
             for home in drain_input.homes.values():
                 context.pool.unmap_others([home.slot, *home.shares])
             context.pool.drained(held)

@@ -58,6 +58,7 @@ class DrainRun:
     store: Store
     config: Config
     signer: Signer
+    cleans: bool  # whether what interrupted drains of earlier runs left is still to be deleted; for rank 0
 
     def __post_init__(self) -> None:
         self.inside = self.store  # the folder of this checkpoint, once it has one
@@ -66,15 +67,12 @@ class DrainRun:
         self.receipts: list[tuple[Stored, Receipt]] = []
         self.described: dict[int, Described] = {}  # ranks whose files this rank writes
 
-    def moves(self, clean: bool) -> Operation:
-        """Run to the end, and return why it failed, or None. It raises nothing.
-
-        ``clean``: first delete what interrupted drains of earlier runs left.
-        """
+    def moves(self) -> Operation:
+        """Run to the end, and return why it failed, or None. It raises nothing."""
         drain, ended = self.drain, list[MlflashError | None]()
 
         def main() -> Operation:
-            ended.append((yield from self.run_or_undo(clean)))
+            ended.append((yield from self.run_or_undo()))
 
         def silent(ranks: Sequence[int]) -> None:
             drain.note_silent(ranks, self.world.names_of(ranks))
@@ -84,12 +82,12 @@ class DrainRun:
         )
         return ended[0]
 
-    def run_or_undo(self, clean: bool) -> Operation:
+    def run_or_undo(self) -> Operation:
         error: MlflashError | None = None
         step, world = self.drain.step, self.world
         try:
             try:
-                yield from self.run(clean)
+                yield from self.run()
             except MlflashError as problem:  # the same on all ranks
                 error = problem
                 yield from self.undo()
@@ -103,11 +101,11 @@ class DrainRun:
         reach("drain.ended")
         return error
 
-    def run(self, clean: bool) -> Operation:
+    def run(self) -> Operation:
         reach("drain.begun")
         world, collectives, drain_input = self.world, self.collectives, self.drain_input
         survey: Survey
-        survey, folder = yield from self._together(lambda: self._prepare(clean))
+        survey, folder = yield from self._together(self._prepare)
         folder = yield from collectives.broadcast(folder)
         self.inside = self.store.at(folder)
         self.drain.path, self.drain.inside, self.drain.attempt = self.inside.path, self.inside, drain_input.attempt
@@ -170,16 +168,16 @@ class DrainRun:
         yield from self.collectives.raise_together(error)
         return result
 
-    def _prepare(self, clean: bool) -> tuple[Survey, str]:
+    def _prepare(self) -> tuple[Survey, str]:
         # This imports a library: if that fails on one rank, all learn of it here.
         self.file_format = _file_format(self.config)
         if self.world.rank:
             return survey_of(self.drain_input), ""
-        if clean:  # the first drain of a run may make the directory; later it must exist
+        if self.cleans:  # the first drain of a run may make the directory; later it must exist
             self.store.make()
             with _deleting("what interrupted drains left"):
                 checkpoint_directory.delete_leftovers(self.store, self.config.owner, self.drain_input.attempt.run_id)
-                self.drain.clean = True
+                self.cleans = False
         folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
         self.inside = self.store.at(folder)
         self.inside.make(parents=False)
