@@ -317,7 +317,9 @@ class Hdf5:
         text, first_nbytes = content.index(home, places)
         card = _finish(skeleton, drain_input, rank, owner, text)
         stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
-        receipt = Receipt.of(rank, content, places, objects if names or rank == 0 else None, names)
+        pieces = [(part.entry, part.common >= 0, places.check(place))
+                  for part, place in zip(content.parts, places.of.values(), strict=True)]  # fmt: skip
+        receipt = Receipt(rank, pieces, content.ties, objects if names or rank == 0 else None, names)
         return [(name, skeleton)], stored, receipt
 
     def master_files(

@@ -221,13 +221,6 @@ class Receipt:
     origin: Origin | None = None
     digests: tuple[FileDigest, ...] = ()
 
-    @classmethod
-    def of(cls, rank: int, content: RankContent, places: Places, objects: Any, names: Mapping[str, str] | None = None
-           ) -> Receipt:  # fmt: skip
-        pieces = [(part.entry, part.common >= 0, places.check(place))
-                  for part, place in zip(content.parts, places.of.values(), strict=True)]  # fmt: skip
-        return cls(rank, pieces, content.ties, objects, names or {})
-
 
 def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]]]:
     """For each rank its pieces: of which tensor, and whether the tensor has one value, and not another on each rank."""

@@ -161,18 +161,18 @@ def _half_loaded(step: int) -> str:
     return f"the load of step {step} did not finish"
 
 
-def _told(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[Concatenate[Restores, _Takes], _Gives]:
+def _doing(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[Concatenate[Restores, _Takes], _Gives]:
     """Let other ranks know that this one restores as long as a method runs, and log for whom it waits in the method."""
 
     @functools.wraps(method)
-    def told(self: Restores, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
+    def doing(self: Restores, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
         self._ranks.tell_doing("restoring")
         try:
             return method(self, *args, **kwargs)
         finally:
             self._ranks.tell_doing("")
 
-    return told
+    return doing
 
 
 class Restores:
@@ -186,7 +186,7 @@ class Restores:
         self._in_memory: FoundInMemory | None = None  # what the last search found there
         self._whole: set[Listed] = set()  # checkpoints of the directory of which every byte is verified
 
-    @_told
+    @_doing
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.begun.wait()
@@ -198,8 +198,7 @@ class Restores:
         if found is None:
             self._prepare_or_warn(state)
             return None
-        compared = self._compare(found, state)
-        opened, filling = compared.opened, compared.filling
+        opened, filling, has_same = self._compare(found, state)
         if isinstance(opened, RankCheckpoint) and filling is None:  # other shards
             home, opened = opened, self._as_elsewhere(opened, found.restores)
             self._courier.call("heal_first", self._number_of(home))
@@ -208,14 +207,20 @@ class Restores:
         assert filling is not None
         start = time.perf_counter()
         self._hold_until_protected(opened)
-        self._loading.fill(opened.header.step, filling, compared.has_same)
+        self._loading.fill(opened.header.step, filling, has_same)
         self._recorder.seconds["load"] += time.perf_counter() - start
         return self._restored(opened)
 
-    def _compare(self, found: FoundInMemory, state: Any) -> _Compared:
+    def _compare(self, found: FoundInMemory, state: Any
+                 ) -> tuple[RankCheckpoint | FoundElsewhere, Filling | None, bool]:  # fmt: skip
         """Open what was found in memory, and compare it with a state. Collective over the world.
 
-        Raises StructureMismatch on all ranks, if the state of any does not match.
+        Returns:
+            What was opened; what fills the state with it, None if ranks or shards are others, so that the state must be
+            put together; and whether all ranks have objects of the same names.
+
+        Raises:
+            StructureMismatch: on all ranks, if the state of any does not match.
         """
 
         def look() -> tuple[RankCheckpoint | FoundElsewhere, Filling | None]:
@@ -231,13 +236,13 @@ class Restores:
             return [int(looked[1] is not None), name, -name]
 
         (opened, filling), (is_alike, low, high) = self._ranks.together_least(look, numbers, 3, _unreadable, found.step)
-        return _Compared(opened, filling if is_alike else None, low == -high)
+        return opened, filling if is_alike else None, low == -high
 
     def _as_elsewhere(self, home: RankCheckpoint, restores: int, same_ranks: bool = False) -> FoundElsewhere:
         return FoundElsewhere(home.header.attempt, home.header.step, restores, {self._ranks.rank: home}, home.files,
                               same_ranks)  # fmt: skip
 
-    @_told
+    @_doing
     def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Return the state anew; see `Checkpointer.load`."""
         search = _Search(wanted, source, checked=copy)
@@ -261,7 +266,7 @@ class Restores:
         state = self._ranks.together(build, lambda why: MlflashError(f"loading failed: {why}"), home.header.step)
         return self._restored(home), state
 
-    @_told
+    @_doing
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
         find = self._find_whole if step is None else self._find
@@ -274,7 +279,7 @@ class Restores:
             found = self._as_elsewhere(found, restores, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
 
-    @_told
+    @_doing
     def read(
         self,
         opened: OpenCheckpoint,
@@ -298,7 +303,7 @@ class Restores:
             return
         self._count(step, opened)
 
-    @_told
+    @_doing
     def steps(self, alike: bool = False) -> list[int]:
         """List the steps that can be restored; with ``alike`` those that the same number of ranks has saved."""
         self._saves.settle()
@@ -478,15 +483,6 @@ class Restores:
         """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
         if self._in_memory is not None and self._in_memory.rolled_forward:
             self._courier.call("hold_older", self._number_of(home))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compared:
-    """What was found in memory and opened, and how it fits a state."""
-
-    opened: RankCheckpoint | FoundElsewhere
-    filling: Filling | None  # of the state; None: ranks or shards are others, so that it must be put together
-    has_same: bool  # whether all ranks have objects of the same names
 
 
 def _unreadable(why: str) -> StructureMismatch:
