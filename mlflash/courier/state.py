@@ -87,7 +87,7 @@ class Context:
     left: Left = dataclasses.field(default_factory=Left)
     looked: bool = False
     gives_way: bool = False
-    damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
+    damaged: bool = False  # whether the scrubber has found damage here that `restore.repair` may repair
     trainer: Trainer | None = None
     _told: tuple[SharingNews, bool] = (SharingNews(), False)
 

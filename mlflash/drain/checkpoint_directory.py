@@ -17,7 +17,7 @@ from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.slot import Attempt, Verdict
 from ..storage.store import Store, each
-from .file_index import CARD_NBYTES, Card, read_card
+from .index import CARD_NBYTES, Card, read_card
 
 log = logging.getLogger("mlflash")
 
@@ -77,13 +77,13 @@ def step_of(name: str) -> int | None:
 
 
 def list_checkpoints(store: Store) -> list[Listed]:
-    """List the committed checkpoints, newest first; see `look`."""
-    return [*look(store).listed]
+    """List the committed checkpoints, newest first; see `scan`."""
+    return [*scan(store).listed]
 
 
-def look(store: Store) -> Listing:
+def scan(store: Store) -> Listing:
     """List what is in a directory. Reads only the first bytes of each checkpoint. Raises OSError."""
-    found: list[Listed] = []
+    listed: list[Listed] = []
     damaged: dict[str, str] = {}
     for folder in store.names():
         inside = store.at(folder)
@@ -97,10 +97,10 @@ def look(store: Store) -> Listing:
                 damaged[folder] = f"{master}: {error}"
                 continue
             if card.rank < 0:
-                found.append(Listed(folder, master, card, read_verdict(inside, card)))
+                listed.append(Listed(folder, master, card, read_verdict(inside, card)))
                 damaged.pop(folder, None)
                 break
-    return Listing(tuple(sorted(found, key=lambda one: one.age, reverse=True)), damaged)
+    return Listing(tuple(sorted(listed, key=lambda checkpoint: checkpoint.age, reverse=True)), damaged)
 
 
 def read_verdict(inside: Store, card: Card) -> Verdict:
@@ -115,16 +115,16 @@ def read_verdict(inside: Store, card: Card) -> Verdict:
 
 def write_verdict(inside: Store, attempt: Attempt, owner: str, verdict: Verdict) -> None:
     """Write what is known about the values of a checkpoint."""
-    its = tag(attempt, owner)
-    inside.write(VERDICT, [f"{verdict.name} {its}\n".encode()], its)
+    owner_tag = tag(attempt, owner)
+    inside.write(VERDICT, [f"{verdict.name} {owner_tag}\n".encode()], owner_tag)
 
 
 def mark(store: Store, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
     """Write a user's verdict on a step into its checkpoints; return their folders."""
-    its = [one for one in listed if one.step == step]
-    for one in its:
-        write_verdict(store.at(one.folder), one.card.attempt, one.card.owner, verdict)
-    return [one.folder for one in its]
+    of_step = [checkpoint for checkpoint in listed if checkpoint.step == step]
+    for checkpoint in of_step:
+        write_verdict(store.at(checkpoint.folder), checkpoint.card.attempt, checkpoint.card.owner, verdict)
+    return [checkpoint.folder for checkpoint in of_step]
 
 
 def new_folder(store: Store, step: int) -> str:
@@ -164,28 +164,29 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
     """
     if not keep_last:
         return []
-    mine = sorted((one for one in listed if one.card.owner == owner), key=lambda one: one.age, reverse=True)
-    bad = [one for one in mine if one.verdict is Verdict.BAD]
-    good = [one for one in mine if one.verdict is not Verdict.BAD]
+    own = [checkpoint for checkpoint in listed if checkpoint.card.owner == owner]
+    own.sort(key=lambda checkpoint: checkpoint.age, reverse=True)
+    bad = [checkpoint for checkpoint in own if checkpoint.verdict is Verdict.BAD]
+    good = [checkpoint for checkpoint in own if checkpoint.verdict is not Verdict.BAD]
     # If a step was drained twice, the older checkpoint of the two is of no use: it does not count, and is not kept.
-    newest = {one.step: one for one in reversed(good)}
-    useful = [one for one in good if newest[one.step] is one]
-    certified = next((one for one in useful if one.verdict.is_certified), None)
+    newest = {checkpoint.step: checkpoint for checkpoint in reversed(good)}
+    useful = [checkpoint for checkpoint in good if newest[checkpoint.step] is checkpoint]
+    certified = next((checkpoint for checkpoint in useful if checkpoint.verdict.is_certified), None)
     last = useful[:keep_last]
     kept = [*last, *([] if certified is None else [certified])]
-    kept += [one for one in bad if len(last) < keep_last or one.age > last[-1].age]
-    kept += [one for one in useful if keep_every and one.step % keep_every == 0]
-    return [one for one in mine if one not in kept]
+    kept += [checkpoint for checkpoint in bad if len(last) < keep_last or checkpoint.age > last[-1].age]
+    kept += [checkpoint for checkpoint in useful if keep_every and checkpoint.step % keep_every == 0]
+    return [checkpoint for checkpoint in own if checkpoint not in kept]
 
 
 def delete(store: Store, listed: Listed) -> None:
     """Delete a checkpoint: first the file that commits it. Files of others, and then its folder, stay."""
     inside = store.at(listed.folder)
     names = [name for name in inside.names() if name != listed.master]
-    is_mine = each(lambda name: _is_of(inside, name, listed.card), names)
+    is_own = each(lambda name: _is_of(inside, name, listed.card), names)
     inside.remove(listed.master)
     reach("drain.uncommitted")
-    _remove(inside, [name for name, mine in zip(names, is_mine, strict=True) if mine])
+    _remove(inside, [name for name, own in zip(names, is_own, strict=True) if own])
     if not inside.remove_directory():
         log.warning("%s stays: there are files in it that this job did not write", inside.path)
 
@@ -199,23 +200,23 @@ def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
         names = _names(inside) or []
         if any(master in names for master in MASTERS):
             continue
-        mine = _left_over(inside, names, owner, run_id)
-        _remove(inside, mine)
-        if mine:
+        leftovers = _left_over(inside, names, owner, run_id)
+        _remove(inside, leftovers)
+        if leftovers:
             inside.remove_directory()
 
 
 def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> list[str]:
-    mine: list[str] = []
+    leftovers: list[str] = []
     drains: dict[Attempt, Card] = {}
     for name, card in zip(names, each(lambda name: _card_of(inside, name), names), strict=True):
         if (match := _TEMPORARY.fullmatch(name)) is not None:  # its card may not be written yet
             if match["owner"] == _digest(owner) and match["run"] != run_id.hex():
-                mine.append(name)
+                leftovers.append(name)
         elif card is not None and card.owner == owner and card.attempt.run_id != run_id:
             drains[card.attempt] = card
-    is_mine = each(lambda name: any(_is_of(inside, name, card) for card in drains.values()), names)
-    return list(dict.fromkeys([*mine, *(name for name, its in zip(names, is_mine, strict=True) if its)]))
+    is_own = each(lambda name: any(_is_of(inside, name, card) for card in drains.values()), names)
+    return list(dict.fromkeys([*leftovers, *(name for name, own in zip(names, is_own, strict=True) if own)]))
 
 
 def _remove(inside: Store, names: list[str]) -> None:
@@ -234,10 +235,10 @@ def _is_of(inside: Store, name: str, of: Card) -> bool:
         return match["tag"] == tag(of.attempt, of.owner)
     if name in (".metadata", VERDICT, PROVENANCE, SIGNATURE):
         try:
-            said = inside.read(PROVENANCE if name == SIGNATURE else name)
+            content = inside.read(PROVENANCE if name == SIGNATURE else name)
         except (FileNotFoundError, PermissionError):
             return False
-        return tag(of.attempt, of.owner).encode() in said
+        return tag(of.attempt, of.owner).encode() in content
     rank = DATA_NAME.fullmatch(name)
     card = _card_of(inside, name if rank is None else f"rank-{int(rank[1]):05d}.mlflash")
     return card is not None and (card.attempt, card.owner) == (of.attempt, of.owner)

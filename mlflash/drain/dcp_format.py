@@ -23,9 +23,8 @@ from ..storage.dcp_files import METADATA, Contents, Keys, Path, keys_of, metadat
 from ..storage.file_holes import FileWithHoles
 from ..storage.whole_state import build
 from . import checkpoint_directory
-from .file_format import plain_file
-from .file_index import Stored
-from .rank_input import DrainInput, Load, Receipt
+from .index import Stored
+from .rank_input import DrainInput, RankContent, Receipt, plain_file
 
 MASTER = "checkpoint.mlflash"
 
@@ -36,46 +35,47 @@ class Dcp:
     name = "dcp"
     most_pieces: float = math.inf
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
-        key_of, extras, paths = _keys(rank, home, load)
-        known = [number for number, part in enumerate(load.parts) if part.entry.name in key_of]
-        pieces = [_renamed(load.parts[number].entry, key_of) for number in known]
-        skeleton, places, begin = rank_file(pieces, [load.sources[number] for number in known], extras)
+        key_of, extras, paths = _keys(rank, home, content)
+        known = [number for number, part in enumerate(content.parts) if part.entry.name in key_of]
+        pieces = [_renamed(content.parts[number].entry, key_of) for number in known]
+        skeleton, places, begin = rank_file(pieces, [content.sources[number] for number in known], extras)
         starts = dict(zip(known, begin, strict=True))
-        for number, part in enumerate(load.parts):
+        for number, part in enumerate(content.parts):
             if number not in starts:  # arrays, and tensors in tuples: only mlflash reads them
                 starts[number] = skeleton.nbytes
-                skeleton.place(starts[number], part.entry.nbytes, load.sources[number])
+                skeleton.place(starts[number], part.entry.nbytes, content.sources[number])
         name, card_name = f"__{rank}_0.distcp", f"rank-{rank:05d}.mlflash"
-        where = load.places(home, name, [starts[number] for number in range(len(load.parts))])
-        text, first_nbytes = load.index(home, where)
+        where = content.places(home, name, [starts[number] for number in range(len(content.parts))])
+        text, first_nbytes = content.index(home, where)
         card_file, card = plain_file(drain_input, rank, owner, text)
         stored = Stored.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
-        ties = {key_of[a]: key_of[b] for a, b in load.ties.items() if a in key_of and b in key_of}
+        ties = {key_of[a]: key_of[b] for a, b in content.ties.items() if a in key_of and b in key_of}
         meshes = {key_of[entry.name]: entry.mesh for entry in home.manifest.entries if entry.name in key_of}
         more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties, meshes))
-        receipt = Receipt(rank, [], load.ties, None, more=zlib.compress(more, 1))
+        receipt = Receipt(rank, [], content.ties, None, more=zlib.compress(more, 1))
         return [(card_name, card_file), (name, skeleton)], stored, receipt
 
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
     ) -> list[tuple[str, FileWithHoles]]:
-        told = [pickle.loads(zlib.decompress(receipt.more)) for receipt in receipts]  # safe: from ranks of this job
-        key_of = apart(pair for *_, meshes in told for pair in meshes.items())
+        # Safe: these come from ranks of this job.
+        described = [pickle.loads(zlib.decompress(receipt.more)) for receipt in receipts]
+        key_of = apart(pair for *_, meshes in described for pair in meshes.items())
         files: list[Contents] = []
         paths: dict[str, Path | None] = {}
         ties: dict[str, str] = {}
-        for contents, its_paths, its_ties, meshes in told:
+        for contents, rank_paths, rank_ties, meshes in described:
             keys = {key: key_of(key, mesh) for key, mesh in meshes.items()}
             files.append(dataclasses.replace(contents, pieces=[_renamed(piece, keys) for piece in contents.pieces]))
-            for key, path in its_paths.items():
-                its = keys.get(key, key)
-                if path and its != key:
-                    path = (*path[:-1], f"{path[-1]}{its.removeprefix(key)}")
-                if paths.get(its) is None:
-                    paths[its] = path
-            ties = {keys[a]: keys[b] for a, b in its_ties.items()} | ties
+            for key, path in rank_paths.items():
+                name = keys.get(key, key)
+                if path and name != key:
+                    path = (*path[:-1], f"{path[-1]}{name.removeprefix(key)}")
+                if paths.get(name) is None:
+                    paths[name] = path
+            ties = {keys[a]: keys[b] for a, b in rank_ties.items()} | ties
         listing = FileWithHoles()
         listing.patch(
             0,
@@ -91,7 +91,7 @@ class Dcp:
 
 
 def _keys(
-    rank: int, home: RankCheckpoint, load: Load
+    rank: int, home: RankCheckpoint, content: RankContent
 ) -> tuple[dict[str, str], dict[str, bytes], Mapping[str, Path | None]]:
     """DCP's keys of the tensors, by name; its pickled objects, by key; and where each key is in the nested state."""
     entries, tree = home.manifest.entries, home.manifest.tree
@@ -102,22 +102,22 @@ def _keys(
         return dcp_plans.names_of(tree, entries), objects, dict.fromkeys(plan.names()) | plan.paths()
     keys = keys_of(tree, entries)
     names = {entries[number].name: key for key, number in keys.tensors.items()}
-    return names, _extras(rank, home, load, keys), keys.paths
+    return names, _extras(rank, home, content, keys), keys.paths
 
 
 def _renamed(entry: Entry, key_of: Mapping[str, str]) -> Entry:
     return dataclasses.replace(entry, name=key_of[entry.name])
 
 
-def _extras(rank: int, home: RankCheckpoint, load: Load, keys: Keys) -> dict[str, bytes]:
+def _extras(rank: int, home: RankCheckpoint, content: RankContent, keys: Keys) -> dict[str, bytes]:
     """What DCP pickles: the objects of each rank, except those that rank 0 writes anyway."""
     entries, plain, read = home.manifest.entries, home.manifest.plain, home.reader()
-    found = {}
+    extras = {}
     for key, tree in keys.objects.items():
         inside: list[int] = []
         build(tree, inside.append, lambda _: None)
-        if rank and inside and all(load.commons[number] == 0 for number in inside):
+        if rank and inside and all(content.commons[number] == 0 for number in inside):
             continue
-        found[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
-                                   lambda number: decode_plain(plain[number])))  # fmt: skip
-    return found
+        extras[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
+                                    lambda number: decode_plain(plain[number])))  # fmt: skip
+    return extras

@@ -12,7 +12,7 @@ from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot import Attempt
 from ..storage.store import Store
-from .file_index import Stored
+from .index import Stored
 
 if TYPE_CHECKING:
     from ..courier.client import Client
@@ -44,13 +44,12 @@ class Drain:
         self.inside: Store | None = None  # the folder; None before it has a name
         self.stored: dict[int, Stored] = {}  # written by this rank, by the rank whose state it is
         self.attempt: Attempt | None = None
-        self.clean = False  # whether leftovers of interrupted drains of earlier runs were deleted (rank 0)
         self.moved = time.monotonic()  # when any rank last made progress
         # the ranks that do not answer while no rank makes progress, as numbers and in words
         self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = Event()
         # called when a rank has made progress, when ranks do not answer, and at the end
-        self.told: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._start = time.perf_counter()
         self._ended = Event()
 
@@ -93,19 +92,20 @@ class Drain:
         return DeadlineExceeded(f"the drain of this step has not ended: {why}{who} (it may still end)", step=self.step,
                                 ranks=ranks)  # fmt: skip
 
-    def moves(self) -> None:
+    def note_progress(self) -> None:
+        """Note that some rank has made progress."""
         self.moved, self.silent = time.monotonic(), ((), "")
-        self.told()
+        self.on_change()
 
     def note_silent(self, ranks: Sequence[int], names: str) -> None:
         """Note the ranks that do not answer, as numbers and in words."""
         self.silent = tuple(ranks), names
-        self.told()
+        self.on_change()
 
     def end(self, error: MlflashError | None) -> None:
         self.error, self.seconds = error, time.perf_counter() - self._start
         self._ended.set()
-        self.told()
+        self.on_change()
 
 
 # The drains of this run, as the trainer sees them: it asks for drains, and waits for them.

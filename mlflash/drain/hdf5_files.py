@@ -30,9 +30,8 @@ from ..state.plain_values import decode_plain
 from ..state.shards import covers, cut
 from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles, Source
-from .file_format import add_card
-from .file_index import CARD_NBYTES, Card, Stored
-from .rank_input import DrainInput, Load, Receipt, shown
+from .index import CARD_NBYTES, Card, Stored
+from .rank_input import DrainInput, RankContent, Receipt, add_card, shown
 
 MASTER = "checkpoint.h5"
 _PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}
@@ -188,23 +187,24 @@ def _packed(group: Any, piece: Entry, form: Form, compression: str, raw: np.ndar
     rows = max(1, _RUN_NBYTES // row)
     for first in range(0, shape[0], rows):  # other threads can take h5py's lock between two reads
         last = min(shape[0], first + rows)
-        there, here = _rows(dataset, first, last)
-        dataset.id.write(here, there, np.ascontiguousarray(raw[first * row : last * row]), dataset.id.get_type())
+        in_file, in_memory = _rows(dataset, first, last)
+        dataset.id.write(in_memory, in_file, np.ascontiguousarray(raw[first * row : last * row]), dataset.id.get_type())
 
 
 def read_rows(dataset: Any, first: int, last: int, nbytes: int) -> np.ndarray:
     """Read rows of a dataset as the bytes that were in the slot, ``(nbytes,)`` uint8."""
     raw = np.empty(nbytes, dtype=np.uint8)
-    there, here = _rows(dataset, first, last)
-    dataset.id.read(here, there, raw, dataset.id.get_type())  # in the type of the file, so that HDF5 converts nothing
+    in_file, in_memory = _rows(dataset, first, last)
+    # In the type of the file, so that HDF5 converts nothing.
+    dataset.id.read(in_memory, in_file, raw, dataset.id.get_type())
     return raw
 
 
 def _rows(dataset: Any, first: int, last: int) -> tuple[Any, Any]:
     shape = (last - first, *dataset.shape[1:])
-    there = dataset.id.get_space()
-    there.select_hyperslab((first, *(0,) * (len(shape) - 1)), shape)
-    return there, h5py.h5s.create_simple(shape)
+    in_file = dataset.id.get_space()
+    in_file.select_hyperslab((first, *(0,) * (len(shape) - 1)), shape)
+    return in_file, h5py.h5s.create_simple(shape)
 
 
 def open_file(file: Any) -> Any:
@@ -218,7 +218,7 @@ def missing_filters(file: Any) -> list[str]:
     """The names of the compressions of an open file that this process cannot read."""
     missing: dict[str, None] = {}
 
-    def look(name: str, dataset: Any) -> None:
+    def note_missing(name: str, dataset: Any) -> None:
         if isinstance(dataset, h5py.Dataset):
             made = dataset.id.get_create_plist()
             for number in range(made.get_nfilters()):
@@ -226,7 +226,7 @@ def missing_filters(file: Any) -> list[str]:
                 if not h5py.h5z.filter_avail(code):
                     missing[called.decode(errors="replace") or str(code)] = None
 
-    file.visititems(look)
+    file.visititems(note_missing)
     return [*missing]
 
 
@@ -262,10 +262,10 @@ def _virtual(group: Any, name: str, parts: Sequence[tuple[int, Entry]]) -> None:
         for rank, part in {(part.offset, part.shape): (rank, part) for rank, part in reversed(parts)}.values():
             if part.nbytes:
                 target = space.copy()
-                here = (*part.shape, *form.shape)
-                source = h5py.h5s.create_simple(here) if here else h5py.h5s.create(h5py.h5s.SCALAR)
+                part_shape = (*part.shape, *form.shape)
+                source = h5py.h5s.create_simple(part_shape) if part_shape else h5py.h5s.create(h5py.h5s.SCALAR)
                 if shape:
-                    target.select_hyperslab((*part.offset, *(0,) * len(form.shape)), here)
+                    target.select_hyperslab((*part.offset, *(0,) * len(form.shape)), part_shape)
                 inside = f"/tensors/{dataset_name(part.name)}".replace("%", "%%")  # "%b" would be the number of a block
                 properties.set_virtual(target, rank_file_name(rank).encode(), inside.encode(), source)
     dataset = h5py.Dataset(h5py.h5d.create(group.id, dataset_name(name).encode(), form.dtype, space, properties))
@@ -304,19 +304,21 @@ class Hdf5:
     def __init__(self, compression: str):
         self._compression = compression
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
         name = rank_file_name(rank)
-        here = {part.entry.name for part in load.parts}
+        names_here = {part.entry.name for part in content.parts}
         objects, names = _objects(home)
-        ties = {name: first for name, first in load.ties.items() if first in here}
-        entries = [part.entry for part in load.parts]
-        skeleton, starts = tensors(entries, load.sources, ties, objects, self._compression)
-        places = load.places(home, name, starts)
-        text, first_nbytes = load.index(home, places)
+        ties = {name: first for name, first in content.ties.items() if first in names_here}
+        entries = [part.entry for part in content.parts]
+        skeleton, starts = tensors(entries, content.sources, ties, objects, self._compression)
+        places = content.places(home, name, starts)
+        text, first_nbytes = content.index(home, places)
         card = _finish(skeleton, drain_input, rank, owner, text)
         stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
-        receipt = Receipt.of(rank, load, places, objects if names or rank == 0 else None, names)
+        pieces = [(part.entry, part.common >= 0, places.check(place))
+                  for part, place in zip(content.parts, places.of.values(), strict=True)]  # fmt: skip
+        receipt = Receipt(rank, pieces, content.ties, objects if names or rank == 0 else None, names)
         return [(name, skeleton)], stored, receipt
 
     def master_files(
@@ -328,7 +330,8 @@ class Hdf5:
             "job": job,
             "by": "mlflash",
         }
-        objects = {key: value for one in reversed(receipts) if one.names for key, value in one.objects.items()}
+        planned = [receipt.objects for receipt in reversed(receipts) if receipt.names]
+        objects = {key: value for part in planned for key, value in part.items()}
         skeleton = whole(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
         _finish(skeleton, drain_input, -1, owner, text)
         return [(MASTER, skeleton)]

@@ -11,19 +11,25 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config import Config
-from ..errors import CorruptSlot
+from ..errors import ConfigError, CorruptSlot, pip_install
 from ..storage import canonical_json
-from ..storage.signatures import Sign, private_key
 from .checkpoint_directory import FILE_NAME, PROVENANCE, SIGNATURE, tag
 from .rank_input import DrainInput, FileDigest, Origin, Receipt
 
 FORMAT = 1
+
+Sign = Callable[[bytes], bytes]
+"""Gives the 64 bytes of a signature."""
+
+_PRIVATE = "an Ed25519 private key in PEM, without a password (openssl genpkey -algorithm ed25519)"
+_PUBLIC = "an Ed25519 public key in PEM (openssl pkey -pubout)"
 _HEX = re.compile("[0-9a-f]{64}")
 _KINDS = {
     "versions": dict, "job": str, "uid": int, "step": int, "run": str, "generation": int, "world_size": int,
@@ -31,12 +37,12 @@ _KINDS = {
     "form": str, "files": dict, "signer": str, "drain": str,
 }  # fmt: skip
 _LISTS: dict[str, Callable[[Any], Any]] = {
-    "versions": lambda its: all(type(value) is str for value in its.values()),
-    "nodes": lambda its: all(type(one) is dict and {*one} == {"host", "ranks"} and type(one["host"]) is str
-                             and type(one["ranks"]) is int for one in its),
-    "files": lambda its: all(FILE_NAME.fullmatch(name) and type(one) is dict and {*one} == {"nbytes", "sha256"}
-                             and type(one["nbytes"]) is int and one["nbytes"] >= 0 and type(one["sha256"]) is str
-                             and _HEX.fullmatch(one["sha256"]) for name, one in its.items()),
+    "versions": lambda versions: all(type(version) is str for version in versions.values()),
+    "nodes": lambda nodes: all(type(node) is dict and {*node} == {"host", "ranks"} and type(node["host"]) is str
+                               and type(node["ranks"]) is int for node in nodes),
+    "files": lambda files: all(FILE_NAME.fullmatch(name) and type(file) is dict and {*file} == {"nbytes", "sha256"}
+                               and type(file["nbytes"]) is int and file["nbytes"] >= 0 and type(file["sha256"]) is str
+                               and _HEX.fullmatch(file["sha256"]) for name, file in files.items()),
 }  # fmt: skip
 
 
@@ -60,10 +66,10 @@ def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], 
     """Return the files that are written before the one that commits a checkpoint, by name."""
     origins = [receipt.origin for receipt in receipts if receipt.origin is not None]
     digests = [digest for receipt in receipts for digest in receipt.digests]
-    said = next((origin.said for origin in origins if origin.said), {})
+    given = next((origin.provenance for origin in origins if origin.provenance), {})
     document = {
         "format": FORMAT,
-        "versions": dict(said.get("versions", {})),
+        "versions": dict(given.get("versions", {})),
         "job": job,
         "uid": os.getuid(),
         "step": drain_input.step,
@@ -75,10 +81,10 @@ def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], 
         "saved": _time(max((origin.unix_ns for origin in origins), default=0)),
         "drained": _time(now_ns),
         "by": drain_input.by,
-        "given": said.get("given", {}),
+        "given": given.get("given", {}),
         "checks": dict(drain_input.checks),
         "form": form,
-        "files": {its.name: {"nbytes": its.nbytes, "sha256": its.sha256} for its in (*digests, *last)},
+        "files": {digest.name: {"nbytes": digest.nbytes, "sha256": digest.sha256} for digest in (*digests, *last)},
         "signer": signer.key,
         "drain": tag(drain_input.attempt, owner),
     }
@@ -127,3 +133,52 @@ def read(raw: bytes) -> dict[str, Any]:
     if wrong:
         raise CorruptSlot(f"entries that mlflash writes are missing or wrong: {', '.join(wrong)}")
     return document
+
+
+# Ed25519 signatures by the package `cryptography`, which is loaded only if something is signed or checked.
+
+
+def private_key(path: str) -> tuple[Sign, str]:
+    """Read a private key: what signs with it, and its public key in hexadecimal. Raises ConfigError if it cannot."""
+    kind, load = _load_library("Ed25519PrivateKey", "load_pem_private_key")
+    key = _read_key(path, lambda raw: load(raw, password=None), kind, _PRIVATE)
+    return key.sign, key.public_key().public_bytes_raw().hex()
+
+
+def public_key(path: str) -> tuple[Callable[[bytes, bytes], bool], str]:
+    """Read a public key: what checks a signature of some bytes, and the key. Raises ConfigError if it cannot."""
+    kind, load = _load_library("Ed25519PublicKey", "load_pem_public_key")
+    key = _read_key(path, load, kind, _PUBLIC)
+    invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
+
+    def is_good(signature: bytes, content: bytes) -> bool:
+        try:
+            key.verify(signature, content)
+        except invalid:
+            return False
+        return True
+
+    return is_good, key.public_bytes_raw().hex()
+
+
+def _load_library(kind: str, load: str) -> tuple[type, Callable[..., Any]]:
+    try:
+        ed25519 = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
+        serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
+    except ImportError as error:
+        raise ConfigError(f"signatures need the package cryptography: {pip_install('sign')}",
+                          found=str(error)) from None  # fmt: skip
+    return getattr(ed25519, kind), getattr(serialization, load)
+
+
+def _read_key(path: str, load: Callable[[bytes], Any], kind: type, expected: str) -> Any:
+    try:
+        with open(path, "rb") as file:
+            key = load(file.read())
+    except OSError as error:
+        raise ConfigError("a key cannot be read", expected=expected, found=str(error)) from None
+    except Exception as error:  # the package may raise anything if this is no key, or needs a password
+        raise ConfigError(f"{path} is not a key that can be used", expected=expected, found=str(error)) from None
+    if not isinstance(key, kind):
+        raise ConfigError(f"{path} is not a key that can be used", expected=expected, found=type(key).__name__)
+    return key

@@ -21,18 +21,16 @@ from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.job_thread import JobThread
 from ..mpi.nonblocking import Operation
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
-from ..state import layout
 from ..storage.store import Store, is_url, open_store
-from . import checkpoint_directory, write
+from . import checkpoint_directory
 from .checkpoint_directory import Listing
 from .drain import Drain
 from .provenance import Signer
 from .rank_input import DrainInput
-from .write import Terms
+from .write import DrainRun
 
 log = logging.getLogger("mlflash")
 
-_CHECKED_BLOCKS = 4  # a checksum in a drained file covers so many blocks
 _FOLDERS = 8  # drained attempts whose folders are remembered
 _LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 
@@ -40,24 +38,21 @@ _LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 class DrainQueue:
     """Drains checkpoints to the directory."""
 
-    def __init__(self, config: Config, context: Context, courier: JobThread, told: Callable[[Drain], None],
+    def __init__(self, config: Config, context: Context, courier: JobThread, on_begin: Callable[[Drain], None],
                  signer: Signer):  # fmt: skip
-        self._config, self._context, self._courier, self._told = config, context, courier, told
+        self._config, self._context, self._courier, self._on_begin = config, context, courier, on_begin
         self.store: Store | None = None if config.directory is None else open_store(config.directory)
         self.last: Drain | None = None
         self._collectives: BackgroundCollectives | None = None
-        self._said = ""  # why the directory could not be read when it was looked at last
+        self._problem = ""  # why the directory could not be read when it was looked at last
         self._since = 0  # checkpoints committed since the newest drained one
         self._asked = False
         self._certified: Attempt | None = None  # certified, but not yet noted in the directory
         self._folders: dict[Attempt, str] = {}  # drained by this run; the newest is last
-        self._clean = False  # whether leftovers of interrupted drains of earlier runs were deleted
+        self._cleans = True  # whether what interrupted drains of earlier runs left is still to be deleted
         self._drained: Attempt | None = None  # the newest attempt whose drain has begun
         self._restored: Attempt | None = None  # restored from memory: an earlier run may not have drained it
-        self._terms = Terms(
-            config.format, config.owner, config.job, _CHECKED_BLOCKS * layout.BLOCK_NBYTES, config.compression,
-            config.drain_rate, config.drain_writers, config.keep_last, config.keep_every, signer,
-        )  # fmt: skip
+        self._signer = signer
 
     @property
     def idle(self) -> bool:
@@ -121,7 +116,7 @@ class DrainQueue:
             return
         pool = self._context.pool
         held = [slot for slot in pool.own if slot.header is not None and slot.use is Use.HOLDS]
-        slot = max(held, key=lambda one: one.generation, default=None)
+        slot = max(held, key=lambda slot: slot.generation, default=None)
         missing = DrainFailed("nothing was committed or restored yet") if slot is None else None
         self._context.world.raise_together(missing)
         assert slot is not None and slot.header is not None
@@ -136,31 +131,31 @@ class DrainQueue:
         attempt = self._restored
         if not self._context.world.all_of(attempt is not None):
             return False
-        return attempt not in [one.card.attempt for one in self.look().listed]
+        return attempt not in [listed.card.attempt for listed in self.listing().listed]
 
     def give_up(self) -> None:
         if self.last is not None:
             self.last.given_up.set()
 
-    def go_beyond(self) -> None:
+    def advance_generation(self) -> None:
         """Continue the numbers of a directory that a fresh start passes over. Collective over the world."""
         if self._context.world.rank == 0 and self.store is not None:
             # On a separate thread, because the file system may hang. Nobody waits for the result.
             threading.Thread(target=self._say_what_will_not_come, args=(self.store,), name="mlflash-look",
                              daemon=True).start()  # fmt: skip
-        context, there = self._context, self._list(self.store)
-        others = [one for one in there.listed if self._config.mark not in (0, one.card.mark)]
-        if there.problem:  # its checkpoints have small numbers, or numbers from an earlier time
+        context, listing = self._context, self._list(self.store)
+        others = [checkpoint for checkpoint in listing.listed if self._config.mark not in (0, checkpoint.card.mark)]
+        if listing.problem:  # its checkpoints have small numbers, or numbers from an earlier time
             newest = int(context.world.broadcast(time.time_ns() // 1_000_000, 0))
             if self._config.mark and not context.take_stock().rows.size:
                 context.floor = newest
         else:
-            newest = max((one.card.attempt.generation for one in there.listed), default=0)
-        context.floor = max(context.floor, *(one.card.attempt.generation + 1 for one in others), 0)
+            newest = max((checkpoint.card.attempt.generation for checkpoint in listing.listed), default=0)
+        context.floor = max(context.floor, *(checkpoint.card.attempt.generation + 1 for checkpoint in others), 0)
         context.generation = max(context.generation, newest)
         if others and context.world.rank == 0:
             log.warning("fresh start %r: steps %s in %s are passed over, and stay there", self._config.fresh,
-                        sorted({one.step for one in others}), self.store and self.store.path)  # fmt: skip
+                        sorted({checkpoint.step for checkpoint in others}), self.store and self.store.path)  # fmt: skip
 
     def _say_what_will_not_come(self, store: Store) -> None:
         """Log at the start, and not only when a drain fails, what will not be drained."""
@@ -176,7 +171,7 @@ class DrainQueue:
         if why := store.why_not_writable():
             log.warning("no checkpoint can be drained to %s: %s", store.path, why)
 
-    def look(self, store: Store | None = None) -> Listing:
+    def listing(self, store: Store | None = None) -> Listing:
         """List what is in the directory, except what a fresh start passes over; or everything that is in another one.
 
         Collective over the world: rank 0 looks. A directory that cannot be read gives a warning and counts as empty.
@@ -184,35 +179,35 @@ class DrainQueue:
         floor = self._context.floor
         if store not in (None, self.store) or not floor:
             return self._list(store or self.store)
-        there = self._list(self.store)
-        ours = tuple(one for one in there.listed if one.card.attempt.generation >= floor)
-        return Listing(ours, {}, there.problem)  # if a checkpoint cannot be read, its job is unknown
+        listing = self._list(self.store)
+        own = tuple(checkpoint for checkpoint in listing.listed if checkpoint.card.attempt.generation >= floor)
+        return Listing(own, {}, listing.problem)  # if a checkpoint cannot be read, its job is unknown
 
     def _list(self, store: Store | None) -> Listing:
         if store is None:
             return Listing()
         world = self._context.world
-        found: Listing | None = None
+        listing: Listing | None = None
         problem = ""
         if world.rank == 0:
-            looking = in_thread(lambda: checkpoint_directory.look(store), "mlflash-list")
+            looking = in_thread(lambda: checkpoint_directory.scan(store), "mlflash-list")
             end = time.monotonic() + self._config.timeout_s / 2
             try:
-                while found is None and time.monotonic() < end:
+                while listing is None and time.monotonic() < end:
                     try:
                         next(looking)
                         time.sleep(_LOOK_S)
                     except StopIteration as through:
-                        found = through.value
-                if found is None:
+                        listing = through.value
+                if listing is None:
                     problem = f"{store.path} does not answer"
             except Exception as error:  # fsspec may raise anything
                 problem = f"{store.path} cannot be read: {error}"
-            if problem and problem != self._said:
+            if problem and problem != self._problem:
                 log.warning("nothing is restored from the directory: %s", problem)
-            self._said = problem
-        told: Listing = world.broadcast(found or Listing(problem=problem), 0)
-        return told
+            self._problem = problem
+        agreed: Listing = world.broadcast(listing or Listing(problem=problem), 0)
+        return agreed
 
     def free(self) -> None:
         if self._collectives is not None:
@@ -232,16 +227,15 @@ class DrainQueue:
             slot.drains = True
         self._since, self._asked = 0, False
         self._drained = drain_input.attempt
-        current = self.last = Drain(drain_input.step, self._look, self._config.timeout_s)
-        self._told(current)
+        current = self.last = Drain(drain_input.step, self._refuse_if_broken, self._config.timeout_s)
+        self._on_begin(current)
         context.recorder.counts["drains"] += 1
-        collectives = self._collectives
+        run = DrainRun(current, drain_input, context.world, self._collectives, store, self._config, self._signer,
+                       self._cleans)  # fmt: skip
 
         def moves() -> Operation:
-            error = yield from write.run(
-                current, drain_input, context.world, collectives, store, self._terms, not self._clean
-            )
-            self._clean = self._clean or current.clean
+            error = yield from run.moves()
+            self._cleans = run.cleans
             for home in drain_input.homes.values():
                 context.pool.unmap_others([home.slot, *home.shares])
             context.pool.drained(held)
@@ -256,7 +250,7 @@ class DrainQueue:
         self._courier.begin_background(moves())
         return current
 
-    def _look(self) -> None:
+    def _refuse_if_broken(self) -> None:
         if self._courier.broken is not None:
             raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
 
@@ -278,4 +272,4 @@ class DrainQueue:
             header.attempt, header.step, context.world.size, open_home_of_mine, header.mark,
             checks={"values": verdict.name.lower()} if verdict else {}, verdict=lambda: slot.verdict,
         )  # fmt: skip
-        self.begin(drain_input, [one for one in (slot, share) if one is not None])
+        self.begin(drain_input, [held for held in (slot, share) if held is not None])

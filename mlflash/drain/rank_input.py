@@ -1,13 +1,17 @@
-"""What a process hands in to a drain → what goes into each rank's file.
+"""What a process hands in to a drain → what goes into each rank's file, whatever its format.
 
 What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once.
+
+As HDF5 a rank has one file, which begins with its card. DCP's files have no room for a card: there the card and the
+index are files of their own, and so is the file that commits the checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -19,7 +23,8 @@ from ..protect.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, apart, ties_of
 from ..state.rebuild import Read
-from .file_index import Place, Places, encode, first_names, numbers_of, rows_of
+from ..storage.file_holes import FileWithHoles, Source
+from .index import CARD_NBYTES, Card, Place, Places, Stored, encode_index, first_names, numbers_of, rows_of
 
 _CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
 _WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
@@ -42,7 +47,7 @@ class DrainInput:
 
 
 @dataclasses.dataclass
-class Look:
+class Survey:
     """What a process knows about its part before it hears from the others."""
 
     digests: dict[int, dict[bytes, int]]  # for each rank, of its whole tensors, with the numbers of their entries
@@ -62,11 +67,11 @@ class Part:
 
 
 @dataclasses.dataclass
-class Load:
+class RankContent:
     """What goes into the file of a rank."""
 
     parts: list[Part]
-    sources: list[Callable[[], np.ndarray]]
+    sources: list[Source]
     commons: list[int]  # for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does
     rank: Described
     ties: dict[str, str]
@@ -77,30 +82,30 @@ class Load:
     def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
         """Where the parts are in a file, given where each begins there; None: it is compressed."""
         numbers = numbers_of(home.manifest.entries)
-        found = {}
+        place_of = {}
         for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
-            its, whole = part.entry, part.tensor
-            begin, rows = (its.offset[0] - whole.offset[0], its.shape[0]) if its.shape else (0, 1)
-            found[numbers[its.name]] = Place(start or 0, its.nbytes, begin, rows, first, start is None)
-        return Places(data, self.block_nbytes, self.checks, found)
+            entry, whole = part.entry, part.tensor
+            begin, rows = (entry.offset[0] - whole.offset[0], entry.shape[0]) if entry.shape else (0, 1)
+            place_of[numbers[entry.name]] = Place(start or 0, entry.nbytes, begin, rows, first, start is None)
+        return Places(data, self.block_nbytes, self.checks, place_of)
 
     def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
         """The encoded index of the file, and how many bytes of it say where everything is."""
         raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
-        return encode(raw, home.header.extents.payload_nbytes, places)
+        return encode_index(raw, home.header.extents.payload_nbytes, places)
 
 
-def look(drain_input: DrainInput) -> Look:
+def survey_of(drain_input: DrainInput) -> Survey:
     """Open what is handed in, and make digests of the whole tensors that other ranks may hold alike."""
     drain_input.homes = drain_input.open()
-    found = Look({}, [], {})
+    survey = Survey({}, [], {})
     for rank, home in sorted(drain_input.homes.items()):
         read, behind = home.reader(), home.header.extents.payload_nbytes
         if home.manifest.shared is not None:
-            found.sets[rank] = home.manifest.shared.by
-        mine: dict[bytes, int] = {}
+            survey.sets[rank] = home.manifest.shared.by
+        digests: dict[bytes, int] = {}
         entries = home.manifest.entries
-        checks = found.checks.setdefault(rank, {})
+        checks = survey.checks.setdefault(rank, {})
         for number, (entry, first) in enumerate(zip(entries, ties_of(entries), strict=True)):
             is_shared = entry.nbytes and entry.start >= behind
             if drain_input.world_size == 1 or entry.shape != entry.global_shape or is_shared:
@@ -108,15 +113,15 @@ def look(drain_input: DrainInput) -> Look:
             if first == number:
                 content = xxhash.xxh3_128_intdigest(read(entry).data) if entry.nbytes else 0
                 if entry.nbytes:
-                    mine[digest(entry, content)] = number
+                    digests[digest(entry, content)] = number
             checks[number] = checks[first] if first != number else content & _CHECK
-        found.digests[rank] = mine
-        found.table = found.table or list(mine)
-    return found
+        survey.digests[rank] = digests
+        survey.table = survey.table or list(digests)
+    return survey
 
 
-def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
-         world_size: int, block_nbytes: int) -> Load:  # fmt: skip
+def content_of(rank: int, home: RankCheckpoint, common: Sequence[Entry], survey: Survey, sets: Mapping[int, int],
+               world_size: int, block_nbytes: int) -> RankContent:  # fmt: skip
     """Return what a rank writes: what only it holds, and its part of what several hold, all of it verified."""
     entries, behind = home.manifest.entries, home.header.extents.payload_nbytes
     names = first_names(entries)
@@ -127,18 +132,18 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
     siblings = sorted(other for other, by in sets.items() if by == sets.get(rank))
     nth = siblings.index(rank) if shared else 0
     begins = []
-    for those, ranks, mine in ((common, world_size, rank), (shared, len(siblings), nth)):
-        dealt = list(deal(those, ranks, mine)) if those else []
-        begins.append(_position(those, *dealt[0][:2]) if dealt else -1)
+    for tensors, ranks, nth_rank in ((common, world_size, rank), (shared, len(siblings), nth)):
+        dealt = list(deal(tensors, ranks, nth_rank)) if tensors else []
+        begins.append(_position(tensors, *dealt[0][:2]) if dealt else -1)
         for number, begin, end in dealt:
-            tensor = those[number]
+            tensor = tensors[number]
             parts.append(Part(part_of(tensor, begin, end), tensor, alike[tensor.name]))
     read = home.reader()
-    known = looked.checks[rank] | (_checks_of_shared(entries, behind, read) if len(siblings) < world_size else {})
+    known = survey.checks[rank] | (_checks_of_shared(entries, behind, read) if len(siblings) < world_size else {})
     described = Described.of(entries, home.manifest.tree, home.manifest.plain, known,
                              (sets.get(rank, -1) if shared else -1, *begins))  # fmt: skip
     numbers = numbers_of(entries)
-    in_order = [tuple(numbers[entry.name] for entry in those) for those in (common, shared)]
+    in_order = [tuple(numbers[entry.name] for entry in tensors) for tensors in (common, shared)]
     structure = dataclasses.replace(described.structure, alike=in_order[0], shared=in_order[1])
     described = dataclasses.replace(described, structure=structure)
     sources = [_source(read, part) for part in parts]
@@ -156,12 +161,13 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
     reach("drain.verified")
     commons = [alike.get(name, -1) if entry.nbytes else -1 for entry, name in zip(entries, names, strict=True)]
     ties = {entry.name: name for entry, name in zip(entries, names, strict=True) if entry.name != name}
-    return Load(parts, sources, commons, described, ties, block_nbytes, np.array(checks, dtype="<u8"), first_checks)
+    sums = np.array(checks, dtype="<u8")
+    return RankContent(parts, sources, commons, described, ties, block_nbytes, sums, first_checks)
 
 
 def _position(entries: Sequence[Entry], number: int, row: int) -> int:
-    its = entries[number]
-    return sum(entry.nbytes for entry in entries[:number]) + row * (its.nbytes // its.shape[0] if its.shape else 0)
+    last = entries[number]
+    return sum(entry.nbytes for entry in entries[:number]) + row * (last.nbytes // last.shape[0] if last.shape else 0)
 
 
 def _checks_of_shared(entries: Sequence[Entry], behind: int, read: Read) -> dict[int, int]:
@@ -170,7 +176,7 @@ def _checks_of_shared(entries: Sequence[Entry], behind: int, read: Read) -> dict
             if entry.nbytes and entry.start >= behind and entry.shape == entry.global_shape}  # fmt: skip
 
 
-def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
+def _source(read: Read, part: Part) -> Source:
     first, last = part.entry.start, part.entry.start + part.entry.nbytes
     return lambda: read(part.tensor)[first:last]
 
@@ -193,12 +199,12 @@ class Origin:
     scheme: str
     unix_ns: int  # when its slot was sealed
     # the provenance in its manifest; only for the lowest rank, because it is the same on the others
-    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, home: RankCheckpoint) -> Origin:
-        header, said = home.header, home.manifest.provenance
-        return cls(header.node_index, header.node, header.scheme, header.unix_ns, {} if header.rank else said)
+        header, provenance = home.header, home.manifest.provenance
+        return cls(header.node_index, header.node, header.scheme, header.unix_ns, {} if header.rank else provenance)
 
 
 @dataclasses.dataclass
@@ -213,13 +219,6 @@ class Receipt:
     more: bytes = b""
     origin: Origin | None = None
     digests: tuple[FileDigest, ...] = ()
-
-    @classmethod
-    def of(cls, rank: int, load: Load, places: Places, objects: Any, names: Mapping[str, str] | None = None
-           ) -> Receipt:  # fmt: skip
-        pieces = [(part.entry, part.common >= 0, places.check(place))
-                  for part, place in zip(load.parts, places.of.values(), strict=True)]  # fmt: skip
-        return cls(rank, pieces, load.ties, objects, names or {})
 
 
 def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]]]:
@@ -236,11 +235,42 @@ def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]
             forms.setdefault(shown_as(receipt, entry), set()).add(
                 (entry.kind, entry.dtype, entry.global_shape, check if own else None)
             )
-    found: dict[int, list[tuple[str, Entry, bool]]] = {}
+    pieces: dict[int, list[tuple[str, Entry, bool]]] = {}
     for receipt in receipts:
         named = [(shown_as(receipt, entry), entry) for entry, _, _ in receipt.pieces]
-        found[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
-    return found
+        pieces[receipt.rank] = [(name, entry, len(forms[name]) == 1) for name, entry in named]
+    return pieces
+
+
+class FileFormat(Protocol):
+    """A file format. Nothing is collective."""
+
+    name: str
+    most_pieces: float  # how many pieces, of all ranks, its last file lists; if there are more, it lists none
+
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+        """Lay out the files of a rank, in the order in which they are to be written."""
+
+    def master_files(
+        self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
+    ) -> list[tuple[str, FileWithHoles]]:
+        """Lay out what is written last; the very last file commits the checkpoint, and has this index."""
+
+
+def plain_file(drain_input: DrainInput, rank: int, owner: str, text: bytes) -> tuple[FileWithHoles, Card]:
+    """Make a file that has a card and an index, and nothing else."""
+    skeleton = FileWithHoles()
+    skeleton.patch(CARD_NBYTES, text)
+    return skeleton, add_card(skeleton, drain_input, rank, owner, CARD_NBYTES, text)
+
+
+def add_card(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner: str, start: int, text: bytes) -> Card:
+    """Put the card on a file that was laid out and has its index ``text`` at ``start``."""
+    card = Card(drain_input.attempt, drain_input.step, rank, drain_input.world_size, skeleton.nbytes, start, len(text),
+                xxhash.xxh3_64_intdigest(text), time.time_ns(), owner, drain_input.mark)  # fmt: skip
+    skeleton.patch(0, card.pack())
+    return card
 
 
 # What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor
@@ -249,8 +279,8 @@ def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]
 
 def digest(entry: Entry, content: int) -> bytes:
     """16 bytes for a tensor with its name, dtype, shape and content (its XXH3-128)."""
-    said = f"{entry.name}\0{entry.kind}\0{entry.dtype}\0{entry.global_shape}\0{content:x}"
-    return xxhash.xxh3_128_digest(said.encode())
+    text = f"{entry.name}\0{entry.kind}\0{entry.dtype}\0{entry.global_shape}\0{content:x}"
+    return xxhash.xxh3_128_digest(text.encode())
 
 
 def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:

@@ -1,6 +1,6 @@
 """A committed checkpoint → a folder of the directory, in the background, straight from the slots.
 
-    look      each rank makes digests of what others may hold alike; rank 0 names the folder
+    survey    each rank makes digests of what others may hold alike; rank 0 names the folder
     deal      what all ranks hold alike, and what sets of them share, is dealt out                2 gathers, 1 allreduce
     write     at most so many ranks at a time: checksums, the slot verified, the file written      1 allreduce
     tell      what each rank holds becomes one table (see `describe_ranks`)                       3 gathers, 1 allreduce
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import Config
 from ..courier.describe_ranks import Described, Gathered, gathering
 from ..crash_points import reach
 from ..errors import ConfigError, DrainFailed, MlflashError, pip_install, text_of
@@ -30,78 +31,63 @@ from ..memory.slot import Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.nonblocking import Operation, side_by_side
 from ..mpi.world import World
+from ..state import layout
 from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store, each
-from . import checkpoint_directory, provenance, rank_table
+from . import checkpoint_directory, provenance
 from .drain import Drain
-from .file_format import Form
-from .file_index import Stored
+from .index import Stored, encode_table
 from .provenance import Signer
-from .rank_input import DrainInput, FileDigest, Load, Look, Origin, Receipt, load, look
+from .rank_input import DrainInput, FileDigest, FileFormat, Origin, RankContent, Receipt, Survey, content_of, survey_of
 
 log = logging.getLogger("mlflash")
 
+_CHECKED_NBYTES = 4 * layout.BLOCK_NBYTES  # a checksum in a drained file covers so many bytes
 _CHUNK_NBYTES = 8 << 20  # bytes per write
 _LOOK_S = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """How drains are done."""
+@dataclasses.dataclass
+class DrainRun:
+    """A drain on its way. Collective over the world."""
 
-    form: str
-    owner: str
-    job: str
-    block_nbytes: int
-    compression: str = ""
-    rate: float = 0.0  # bytes per second of all ranks together; 0: no limit
-    writers: int = 0  # ranks that write at a time; 0: all
-    keep_last: int = 0
-    keep_every: int = 0
-    signer: Signer = dataclasses.field(default_factory=Signer)
+    drain: Drain
+    drain_input: DrainInput
+    world: World
+    collectives: BackgroundCollectives
+    store: Store
+    config: Config
+    signer: Signer
+    cleans: bool  # whether what interrupted drains of earlier runs left is still to be deleted; for rank 0
 
-
-def run(
-    drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
-    terms: Terms, clean: bool = False,
-) -> Operation:  # fmt: skip
-    """Run a drain to its end, and return why it failed, or None. It raises nothing. Collective over the world.
-
-    ``clean``: first delete what interrupted drains of earlier runs left.
-    """
-    on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
-    ended: list[MlflashError | None] = []
-
-    def main() -> Operation:
-        ended.append((yield from on_its_way.run_or_undo(clean)))
-
-    def silent(ranks: Sequence[int]) -> None:
-        drain.note_silent(ranks, world.names_of(ranks))
-
-    yield from side_by_side(
-        [main(), collectives.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)]
-    )
-    return ended[0]
-
-
-class _OnItsWay:
-    form: Form  # set by `_look`
-
-    def __init__(self, drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives,
-                 store: Store, terms: Terms):  # fmt: skip
-        self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
-        self.store, self.inside, self.terms = store, store, terms
+    def __post_init__(self) -> None:
+        self.inside = self.store  # the folder of this checkpoint, once it has one
         self.written: list[str] = []
         self.commits: list[str] = []  # those of them that mark the checkpoint as complete
         self.receipts: list[tuple[Stored, Receipt]] = []
         self.described: dict[int, Described] = {}  # ranks whose files this rank writes
 
-    def run_or_undo(self, clean: bool) -> Operation:
+    def moves(self) -> Operation:
+        """Run to the end, and return why it failed, or None. It raises nothing."""
+        drain, ended = self.drain, list[MlflashError | None]()
+
+        def main() -> Operation:
+            ended.append((yield from self.run_or_undo()))
+
+        def silent(ranks: Sequence[int]) -> None:
+            drain.note_silent(ranks, self.world.names_of(ranks))
+
+        yield from side_by_side(
+            [main(), self.collectives.beat(lambda: drain.progress, lambda: bool(ended), drain.note_progress, silent)]
+        )
+        return ended[0]
+
+    def run_or_undo(self) -> Operation:
         error: MlflashError | None = None
         step, world = self.drain.step, self.world
         try:
             try:
-                yield from self.run(clean)
+                yield from self.run()
             except MlflashError as problem:  # the same on all ranks
                 error = problem
                 yield from self.undo()
@@ -115,36 +101,36 @@ class _OnItsWay:
         reach("drain.ended")
         return error
 
-    def run(self, clean: bool) -> Operation:
+    def run(self) -> Operation:
         reach("drain.begun")
         world, collectives, drain_input = self.world, self.collectives, self.drain_input
-        looked: Look
-        looked, folder = yield from self._together(lambda: self._look(clean))
+        survey: Survey
+        survey, folder = yield from self._together(self._prepare)
         folder = yield from collectives.broadcast(folder)
         self.inside = self.store.at(folder)
         self.drain.path, self.drain.inside, self.drain.attempt = self.inside.path, self.inside, drain_input.attempt
-        hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), looked.sets))
-        sets = {rank: by for _, theirs in hosts for rank, by in theirs.items()}
+        hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), survey.sets))
+        sets = {rank: by for _, rank_sets in hosts for rank, by in rank_sets.items()}
         lowest = min(range(world.size), key=lambda process: hosts[process][0])
-        table: list[bytes] = yield from collectives.broadcast(looked.table, lowest)
-        mine = [all(one in held for held in looked.digests.values()) for one in table]
-        alike = yield from collectives.agree(np.array(mine, dtype=np.uint8))
-        common = [one for one, is_alike in zip(table, alike, strict=True) if is_alike]
+        table: list[bytes] = yield from collectives.broadcast(survey.table, lowest)
+        is_held = [all(digest in held for held in survey.digests.values()) for digest in table]
+        alike = yield from collectives.agree(np.array(is_held, dtype=np.uint8))
+        common = [digest for digest, is_alike in zip(table, alike, strict=True) if is_alike]
         reach("drain.dealt")
 
         def write() -> None:
             for rank, home in drain_input.homes.items():
-                entries = [home.manifest.entries[looked.digests[rank][one]] for one in common]
-                size, block = drain_input.world_size, self.terms.block_nbytes
-                self._write(rank, load(rank, home, entries, looked, sets, size, block))
+                entries = [home.manifest.entries[survey.digests[rank][digest]] for digest in common]
+                size = drain_input.world_size
+                self._write(rank, content_of(rank, home, entries, survey, sets, size, _CHECKED_NBYTES))
 
-        _, error = yield from collectives.in_turn(self.terms.writers, lambda: self._attempt(write))
+        _, error = yield from collectives.in_turn(self.config.drain_writers, lambda: self._attempt(write))
         yield from collectives.raise_together(error)
         reach("drain.written")
         gathered = yield from self._gather()
         self._list_no_more_than_it_may(gathered, len({*sets.values()}))
-        told = yield from collectives.collect(self.receipts)
-        receipts = sorted((r for those in told for r in those), key=lambda pair: pair[1].rank)
+        gathered_receipts = yield from collectives.collect(self.receipts)
+        receipts = sorted((r for pairs in gathered_receipts for r in pairs), key=lambda pair: pair[1].rank)
         yield from self._together(lambda: self._commit(receipts, gathered))
         reach("drain.committed")
         if world.rank == 0:
@@ -182,19 +168,20 @@ class _OnItsWay:
         yield from self.collectives.raise_together(error)
         return result
 
-    def _look(self, clean: bool) -> tuple[Look, str]:
-        self.form = _form(self.terms)  # it imports a library: if that fails on one rank, all learn of it here
+    def _prepare(self) -> tuple[Survey, str]:
+        # This imports a library: if that fails on one rank, all learn of it here.
+        self.file_format = _file_format(self.config)
         if self.world.rank:
-            return look(self.drain_input), ""
-        if clean:  # the first drain of a run may make the directory; later it must exist
+            return survey_of(self.drain_input), ""
+        if self.cleans:  # the first drain of a run may make the directory; later it must exist
             self.store.make()
             with _deleting("what interrupted drains left"):
-                checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
-                self.drain.clean = True
+                checkpoint_directory.delete_leftovers(self.store, self.config.owner, self.drain_input.attempt.run_id)
+                self.cleans = False
         folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
         self.inside = self.store.at(folder)
         self.inside.make(parents=False)
-        return look(self.drain_input), folder
+        return survey_of(self.drain_input), folder
 
     def _gather(self) -> Operation:
         steps, answer = gathering(self.described), None
@@ -212,49 +199,49 @@ class _OnItsWay:
         """Do not list pieces of tensors for rank 0 if all ranks together have too many of them."""
         pieces = 0
         for group in gathered.groups:
-            its = group.structure
-            own = len(its.names) - len(its.alike) - len(its.shared)
-            pieces += len(group.ranks) * own + sets * len(its.shared) + len(its.alike)
-        if pieces <= self.form.most_pieces:
+            structure = group.structure
+            own = len(structure.names) - len(structure.alike) - len(structure.shared)
+            pieces += len(group.ranks) * own + sets * len(structure.shared) + len(structure.alike)
+        if pieces <= self.file_format.most_pieces:
             return
         self.receipts = [(stored, dataclasses.replace(receipt, pieces=[])) for stored, receipt in self.receipts]
         if self.world.rank == 0:
             log.info("step %d: the last file shows no tensor whole, as ranks hold %d pieces", self.drain.step, pieces)
 
-    def _write(self, rank: int, loaded: Load) -> None:
-        self.described[rank] = loaded.rank
+    def _write(self, rank: int, rank_content: RankContent) -> None:
+        self.described[rank] = rank_content.rank
         self.drain.progress += 1
-        files, stored, receipt = self.form.rank_files(
-            self.drain_input, rank, self.drain_input.homes[rank], loaded, self.terms.owner
+        files, stored, receipt = self.file_format.rank_files(
+            self.drain_input, rank, self.drain_input.homes[rank], rank_content, self.config.owner
         )
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
-        at_once = min(self.terms.writers or self.world.size, self.world.size)
+        at_once = min(self.config.drain_writers or self.world.size, self.world.size)
         with _closing(files):
             origin, digests = Origin.of(self.drain_input.homes[rank]), _digests(files)
             for name, skeleton in files:
                 self.written.append(name)
-                content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.terms.rate / at_once)
-                self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner))
+                content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.config.drain_rate / at_once)
+                self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.config.owner))
         self.receipts.append((stored, dataclasses.replace(receipt, origin=origin, digests=digests)))
         self.drain.stored[rank] = stored
 
-    def _commit(self, told: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
+    def _commit(self, pairs: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
         """Write the provenance, and then the file that commits the checkpoint (rank 0)."""
         if self.world.rank:
             return
-        if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
+        if [receipt.rank for _, receipt in pairs] != list(range(self.drain_input.world_size)):
             raise DrainFailed("some ranks of the checkpoint did not hand in their state",
-                              expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
-        each(self._look_for, [stored for stored, _ in told])
-        text = rank_table.encode(self.form.name, self.terms.job, [stored for stored, _ in told], gathered)
-        receipts = [receipt for _, receipt in told]
-        files = self.form.master_files(self.drain_input, text, receipts, self.terms.job, self.terms.owner)
-        terms, tag = self.terms, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
+                              expected=f"{self.drain_input.world_size} ranks", found=len(pairs))  # fmt: skip
+        each(self._refuse_missing, [stored for stored, _ in pairs])
+        text = encode_table(self.file_format.name, self.config.job, [stored for stored, _ in pairs], gathered)
+        receipts = [receipt for _, receipt in pairs]
+        files = self.file_format.master_files(self.drain_input, text, receipts, self.config.job, self.config.owner)
+        config, tag = self.config, checkpoint_directory.tag(self.drain_input.attempt, self.config.owner)
         verdict = self._write_verdict(Verdict.UNKNOWN)
         with _closing(files):
-            said = provenance.files(terms.signer, self.drain_input, receipts, _digests(files), self.form.name,
-                                    terms.job, terms.owner, time.time_ns())  # fmt: skip
-            for name, content in said:
+            documents = provenance.files(self.signer, self.drain_input, receipts, _digests(files),
+                                         self.file_format.name, config.job, config.owner, time.time_ns())  # fmt: skip
+            for name, content in documents:
                 self.written.append(name)
                 self.inside.write(name, [content], tag)
             for name, skeleton in files:
@@ -269,16 +256,16 @@ class _OnItsWay:
         verdict = self.drain_input.verdict()
         if verdict is not written:
             self.written.append(checkpoint_directory.VERDICT)
-            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.terms.owner, verdict)
+            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.config.owner, verdict)
         return verdict
 
-    def _look_for(self, stored: Stored) -> None:
+    def _refuse_missing(self, stored: Stored) -> None:
         """Check that the files of a rank exist: a checkpoint with a missing file must not be committed."""
         for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one file in HDF5
-            found = self.inside.nbytes(name)
-            if found != nbytes:
+            size = self.inside.nbytes(name)
+            if size != nbytes:
                 raise DrainFailed(
-                    "a file has another size than what was written", expected=f"{nbytes} bytes in {name}", found=found
+                    "a file has another size than what was written", expected=f"{nbytes} bytes in {name}", found=size
                 )
         self.drain.progress += 1
 
@@ -289,9 +276,9 @@ class _OnItsWay:
 
     def _delete_surplus(self) -> None:
         with _deleting("older checkpoints"):
-            listed, terms = checkpoint_directory.list_checkpoints(self.store), self.terms
-            for one in checkpoint_directory.surplus(listed, terms.owner, terms.keep_last, terms.keep_every):
-                checkpoint_directory.delete(self.store, one)
+            listed, config = checkpoint_directory.list_checkpoints(self.store), self.config
+            for surplus in checkpoint_directory.surplus(listed, config.owner, config.keep_last, config.keep_every):
+                checkpoint_directory.delete(self.store, surplus)
 
 
 @contextlib.contextmanager
@@ -302,8 +289,8 @@ def _deleting(what: str) -> Iterator[None]:
         log.warning("%s could not be deleted: %s", what, problem)
 
 
-def _form(terms: Terms) -> Form:
-    if terms.form == "dcp":
+def _file_format(config: Config) -> FileFormat:
+    if config.format == "dcp":
         try:
             from .dcp_format import Dcp
         except ModuleNotFoundError as error:
@@ -311,11 +298,11 @@ def _form(terms: Terms) -> Form:
         return Dcp()
     from .hdf5_files import Hdf5
 
-    return Hdf5(terms.compression)
+    return Hdf5(config.compression)
 
 
 def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ...]:
-    return tuple(FileDigest(name, its.nbytes, its.digest_beside_tensors(_CHUNK_NBYTES)) for name, its in files)
+    return tuple(FileDigest(name, file.nbytes, file.digest_beside_tensors(_CHUNK_NBYTES)) for name, file in files)
 
 
 @contextlib.contextmanager

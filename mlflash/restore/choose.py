@@ -1,20 +1,34 @@
-"""Memory or a directory: which checkpoint a restore takes, and what it reports if nothing can be used."""
+"""The checkpoint that a restore takes: the newest whole one in memory, or one of a directory.
+
+    list         each node lists its sealed slots; all ranks make the same choice
+    fetch        every byte of every slot is verified, and slots come to where they can be read (see `fetch`)
+    (load)       by the caller, from its own slot; the ranks agree on an error there, too
+    reprotect    copies and parity are checked, and made if they are missing (see `reprotect`)
+
+A slot that is found to be bad is removed from the list and the choice is made again, so that all ranks always take the
+same attempt. If nothing can be used, the error says what exists and why.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 
+from ..courier.choose_checkpoint import Choice, choose
 from ..courier.state import Context
+from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed, Listing, step_of
+from ..drain.drain import Drain
 from ..drain.queue import DrainQueue
-from ..errors import StepNotFound, Unrestorable
-from ..memory.inventory import MOST_STEPS, Place, WantedStep
-from ..memory.slot import Verdict
-from ..protect.rank_checkpoint import RankCheckpoint
+from ..drain.rank_input import DrainInput
+from ..errors import StepNotFound, Unrestorable, WorldSizeChanged
+from ..memory.inventory import MOST_STEPS, NEWEST, Place, WantedStep, why_unrestorable
+from ..memory.slot import Slot, Verdict
+from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..storage.store import Store, find_other_format, open_store
-from . import fetch
+from .fetch import bring, gather_shares, is_of
 from .open_in_memory import FoundElsewhere
+from .reprotect import give_receipts, reprotect
 
 log = logging.getLogger("mlflash")
 
@@ -36,11 +50,11 @@ class Sources:
         """
         if wanted.is_newest and self._context.config.prefer_certified:
             try:
-                found = self._choose(WantedStep(certified=True), others, source, bad, checked)
+                certified = self._choose(WantedStep(certified=True), others, source, bad, checked)
             except StepNotFound:
-                found = None
-            if found is not None:
-                return found
+                certified = None
+            if certified is not None:
+                return certified
             if self._context.world.rank == 0:
                 log.warning("no step is certified: the newest one is taken (prefer_certified)")
         return self._choose(wanted, others, source, bad, checked)
@@ -48,22 +62,22 @@ class Sources:
     def _choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
                 ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
         store = self._drains.store if source is None else open_store(source)
-        there = self._drains.look(store)
-        listed = [one for one in there.listed if wanted.fits(one.step, one.verdict)]
-        struck: dict[Place, str] = {}
-        left = [one for one in listed if one.folder not in bad]
+        listing = self._drains.listing(store)
+        listed = [checkpoint for checkpoint in listing.listed if wanted.fits(checkpoint.step, checkpoint.verdict)]
+        rejected: dict[Place, str] = {}
+        left = [checkpoint for checkpoint in listed if checkpoint.folder not in bad]
         if source is None:
             oldest = left[0].card.attempt.generation if left else 0
-            found = fetch.find_and_verify(self._context, wanted, others, oldest, checked, struck)
-            if found is not None:
+            in_memory = find_and_verify(self._context, wanted, others, oldest, checked, rejected)
+            if in_memory is not None:
                 self._context.looked = True
-                return found
+                return in_memory
         if left and store is not None:
-            if struck and not self._context.left.unusable:  # keep what memory has: the directory may be damaged, too
+            if rejected and not self._context.left.unusable:  # keep what memory has: the directory may be damaged, too
                 self._context.leave_alone()
-            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, struck)
+            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, rejected)
             return left[0]
-        self._refuse_unusable(wanted, source, there, bad, struck)
+        self._refuse_unusable(wanted, source, listing, bad, rejected)
         self._say_what_others_wrote(store)
         self._context.looked = True
         return None
@@ -72,34 +86,34 @@ class Sources:
         """Warn of checkpoints of other libraries in the directory: training would begin anew without a word."""
         if store is None or self._context.world.rank != 0 or self._context.config.fresh:
             return
-        if (found := find_other_format(store)) is not None:
+        if (other := find_other_format(store)) is not None:
             log.warning("nothing is restored, but %s has a checkpoint of %s. mlflash restores what it saved itself: "
-                        "load that checkpoint as before, or see mlflash import", *found)  # fmt: skip
+                        "load that checkpoint as before, or see mlflash import", *other)  # fmt: skip
 
-    def _refuse_unusable(self, wanted: WantedStep, source: str | None, there: Listing, bad: Mapping[str, str],
-                         struck: Mapping[Place, str]) -> None:  # fmt: skip
+    def _refuse_unusable(self, wanted: WantedStep, source: str | None, listing: Listing, bad: Mapping[str, str],
+                         rejected: Mapping[Place, str]) -> None:  # fmt: skip
         """Raise if there are checkpoints, but none of them can be used. Collective over the world."""
-        reasons, begun = fetch.why_not(self._context, struck) if source is None else ({}, [])
+        reasons, begun = why_not(self._context, rejected) if source is None else ({}, [])
         in_memory = bool(reasons)
-        marked = {one.folder: "it was marked bad" for one in there.listed if one.verdict is Verdict.BAD}
-        for folder, why in {**marked, **there.damaged, **bad}.items():
+        marked = [checkpoint.folder for checkpoint in listing.listed if checkpoint.verdict is Verdict.BAD]
+        for folder, why in {**dict.fromkeys(marked, "it was marked bad"), **listing.damaged, **bad}.items():
             at = step_of(folder)
             if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
                 reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
-        held = [] if source is not None or wanted.is_newest else fetch.restorable_steps(self._context)
-        if not wanted.is_newest and (wanted.step is not None or held or there.listed):
+        held = [] if source is not None or wanted.is_newest else restorable_steps(self._context)
+        if not wanted.is_newest and (wanted.step is not None or held or listing.listed):
             step = wanted.step
-            drained = sorted({one.step for one in there.listed if one.folder not in bad})
+            drained = sorted({checkpoint.step for checkpoint in listing.listed if checkpoint.folder not in bad})
             store = self._drains.store if source is None else open_store(source)
-            in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
+            in_store = f", in {store.path}: {listing.problem or drained}" if store is not None else ""
             why = "this step cannot be restored" if step is not None else f"there is no step that is {wanted}"
             if step in reasons:
                 why = f"this step exists but cannot be restored: {reasons[step]}"
             raise StepNotFound(why, step=step,
                                found=f"steps in memory: {held}{in_store}")  # fmt: skip
-        if reasons or there.problem:
+        if reasons or listing.problem:
             error = Unrestorable(
-                (f"{there.problem}, and memory has nothing that can be restored" if there.problem else
+                (f"{listing.problem}, and memory has nothing that can be restored" if listing.problem else
                  "there are checkpoints, but none of them can be restored")
                 + ": nothing was deleted. Start again when the missing nodes or files are back, or begin anew "
                   "with Checkpointer(fresh=True) or MLFLASH_FRESH=1",
@@ -113,7 +127,7 @@ class Sources:
             log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
                         ", ".join(map(str, begun)))  # fmt: skip
 
-    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, struck: Mapping[Place, str]
+    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, rejected: Mapping[Place, str]
                  ) -> None:  # fmt: skip
         """Log why the directory is taken, and which newer steps are lost by that. Collective over the world."""
         self._context.restored.source, self._context.restored.rolled_forward = path, False
@@ -121,8 +135,8 @@ class Sources:
         if source is not None or not wanted.is_newest:
             why = "as asked"
         else:
-            held = fetch.restorable_steps(self._context)
-            reasons, _ = fetch.why_not(self._context, struck)
+            held = restorable_steps(self._context)
+            reasons, _ = why_not(self._context, rejected)
             lost = {step: reason for step, reason in reasons.items() if step > listed.step}
             why = f"memory has only older steps: {held}" if held else "memory has nothing that can be restored"
         if self._context.world.rank == 0:
@@ -133,3 +147,174 @@ class Sources:
                             "they can be read: it would continue from step %d and overwrite them",
                             listed.step, path, text, listed.step)  # fmt: skip
             log.info("restoring step %d from %s: %s", listed.step, path, why)
+
+
+# Memory
+
+
+def restorable_steps(context: Context, alike: bool = False) -> list[int]:
+    """List the steps for which some node has every rank's slot, ascending. Collective over the world."""
+    inventory = context.take_stock()
+    whole = [
+        step
+        for attempt, step, size in inventory.attempts()
+        if (not alike or size == context.world.size) and choose(inventory.of(attempt), context.world.topology.node_of)
+    ]
+    return sorted(set(whole))
+
+
+def find_and_verify(
+    context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
+    rejected: dict[Place, str] | None = None,
+) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
+    """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
+
+    Args:
+        others: if another number of ranks saved it, bring it to where it can be read.
+        oldest: pass over attempts of a smaller generation, because there is something newer elsewhere.
+        rejected: gets the files that were found to be damaged, and how; the same on all ranks.
+
+    Returns:
+        This rank's state, every byte of it verified on every rank; or what this rank has of other ranks' states; None
+        if there is nothing.
+
+    Raises:
+        WorldSizeChanged: another number of ranks saved it, and it must not be resharded.
+    """
+    context.pool.exchange()
+    inventory = context.take_stock()
+    reach("restore.listed")
+    while True:
+        newer = inventory.since(oldest)
+        node_of, is_free = context.world.topology.node_of, wanted.is_newest
+        skip_stuck, skip_suspect = context.config.skip_stuck * is_free, context.config.on_suspect == "keep" and is_free
+        choice = choose(newer, node_of, wanted, skip_stuck, skip_suspect)
+        passed_over = choose(newer, node_of, wanted) if skip_stuck or skip_suspect else choice
+        if choice is None:
+            return None
+        same_ranks = choice.world_size == context.world.size
+        if not same_ranks and not others:
+            raise WorldSizeChanged(
+                "another number of ranks saved the checkpoint in memory: restore(state) converts it to this number. To "
+                "ignore it, use another job name, `fresh` or `mlflash clean`",
+                step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{context.world.size}",
+            )  # fmt: skip
+        slots: dict[int, Slot] = {}
+        bad = bring(context, inventory, choice, slots, checked)
+        if not bad:
+            if same_ranks:
+                own = next(slot for slot in context.pool.own if is_of(slot, context.world.rank, choice.attempt))
+                slots = {context.world.rank: own}
+            files, lacking = gather_shares(context, choice, slots, checked)
+            bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
+        if bad:
+            context.pool.unmap_others(slots.values())
+            inventory = inventory.without(bad)
+            if rejected is not None:
+                rejected |= bad
+            continue
+        if context.world.rank == 0:
+            _warn(choice, passed_over, skip_stuck)
+        return _opened(context, choice, slots, files)
+
+
+def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
+    """Log why the newest attempt is not taken, or what is wrong with the one that is taken."""
+    if passed_over is not None and passed_over.attempt != choice.attempt:
+        if skip_stuck and passed_over.restores >= skip_stuck:
+            log.warning(
+                "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
+                "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, skip_stuck,
+            )  # fmt: skip
+        else:
+            log.warning("the values of step %d were suspect when it was saved: step %d is taken instead "
+                        "(on_suspect='keep')", passed_over.step, choice.step)  # fmt: skip
+    if choice.verdict is Verdict.SUSPECT:
+        log.warning("step %d is restored, and its values were suspect when it was saved: restore(before=%d) takes an "
+                    "older one", choice.step, choice.step)  # fmt: skip
+    elif choice.verdict is Verdict.BAD:
+        log.warning("step %d is restored, which was marked bad", choice.step)
+
+
+def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
+            ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
+    context.restored.restores, context.restored.verdict = choice.restores + 1, choice.verdict
+    homes = {
+        rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
+        for rank, slot in slots.items()
+    }
+    if choice.world_size != context.world.size:
+        context.restored.source = "other ranks"
+        context.restored.rolled_forward = False
+        return FoundElsewhere(choice.attempt, choice.step, context.restored.restores, homes, files)
+    place, own = choice.source[context.world.rank], slots[context.world.rank]
+    context.restored.source = "parity" if place is None else context.world.topology.node_names[place[0]]
+    context.restored.rolled_forward = not context.world.any_of(own.committed)
+    if not context.restored.rolled_forward:
+        give_receipts(own)
+    return homes[context.world.rank]
+
+
+def why_not(context: Context, rejected: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
+    """Return why each committed step in memory cannot be restored, newest first; and the steps whose saves did not end.
+
+    Collective over the world.
+    """
+    floor = context.floor
+    traces = [trace for trace in context.find_traces() if trace.attempt is None or trace.attempt.generation >= floor]
+    reasons = why_unrestorable(traces, rejected, context.world.topology.node_names)
+    return reasons, sorted({trace.step for trace in traces if trace.step >= 0} - reasons.keys())
+
+
+def count_restore(context: Context, home: Slot) -> None:
+    """Count, once per run, that a run has restored this attempt, and warn if other runs have done so before.
+
+    The count is stored with the slot; a newer commit begins a new one.
+    """
+    header = home.header
+    assert header is not None
+    if header.attempt == context.restored.counted:
+        return
+    context.restored.counted = header.attempt
+    home.record_restores(header.attempt, context.restored.restores)
+    if context.restored.restores > 1 and context.world.rank == 0:
+        log.warning(
+            "step %d was restored %d times now and nothing newer was committed since: if training always fails at the "
+            "same place, Checkpointer(skip_stuck=%d) takes the step before it",
+            header.step, context.restored.restores, context.restored.restores,
+        )  # fmt: skip
+
+
+# Without training, on any number of processes: each can hand in the state of several ranks of the job. Lost slots are
+# first rebuilt from copies or parity, and stay in memory.
+
+
+def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
+    """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
+    listed = drains.listing().listed
+    restorable = (checkpoint for checkpoint in listed if NEWEST.fits(checkpoint.step, checkpoint.verdict))
+    newest = max((checkpoint.card.attempt.generation for checkpoint in restorable), default=0)
+    found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
+    if found is None:
+        return None
+    if isinstance(found, RankCheckpoint):
+        homes, header = {context.world.rank: found}, found.header
+        attempt, step, world_size, mark = header.attempt, header.step, header.world_size, header.mark
+    else:
+        attempt, step, homes = found.attempt, found.step, found.homes
+        headers = [home.header for home in homes.values()]
+        agreed = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
+                                             "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
+        world_size, mark = agreed.world_size, agreed.mark
+    drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
+                             verdict=lambda: context.restored.verdict)  # fmt: skip
+    return drains.begin(drain_input)
+
+
+def reprotect_newest(context: Context) -> int | None:
+    """Make what the newest checkpoint in memory lacks, on as many ranks as the job has; return its step."""
+    found = find_and_verify(context, NEWEST)
+    if not isinstance(found, RankCheckpoint):
+        return None
+    reprotect(context, found.slot)
+    return found.header.step

@@ -1,180 +1,57 @@
-"""Memory → the newest whole checkpoint, on every rank; then lost copies and parity are made again.
+"""Slots, shares and parts of tensors on other nodes → this node, where they are read.
 
-    take stock   each node lists its sealed slots; all ranks make the same choice
-    verify       every byte of every slot that will be used, on all ranks, before anything is loaded
-    repair       lost slots and damaged blocks are rebuilt from parity, if there is any
-    fetch        slots on other nodes are copied to a slot of the rank's own
-    gather       so are the shares of what several ranks hold alike
-    (load)       by the caller, from its own slot; the ranks agree on an error there, too
-    heal         copies and parity are checked, and made again if they are missing
+Every byte is verified, where it lies and where it arrives:
 
-A slot that is found to be bad is removed from the list and the choice is made again, so that all ranks always take the
-same attempt.
+verify       every byte of every slot that will be used, on all ranks, before anything is loaded
+repair       lost slots and damaged blocks are rebuilt from parity, if there is any (see `repair`)
+fetch        slots on other nodes are copied to a slot of the rank's own
+gather       so are the shares of what several ranks hold alike
+exchange     if a state is put together from slots of other ranks, they send the parts that are asked for
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from ..courier.choose_checkpoint import Choice, choose
+import numpy as np
+import xxhash
+
+from ..courier.choose_checkpoint import Choice
 from ..courier.state import Context
+from ..courier.wanted_parts import WantedPart, items
 from ..crash_points import reach
-from ..drain.drain import Drain
-from ..drain.queue import DrainQueue
-from ..drain.rank_input import DrainInput
-from ..errors import CorruptSlot, WorldSizeChanged
-from ..memory.inventory import NEWEST, Inventory, Place, WantedStep, why_unrestorable
+from ..errors import CorruptSlot
+from ..memory.inventory import Inventory, Place
 from ..memory.node_directory import file_number
-from ..memory.slot import Attempt, Header, Kind, Slot, Use, Verdict
+from ..memory.slot import Attempt, Header, Kind, Slot, Use
+from ..mpi.nonblocking import Operation, done
+from ..mpi.world import World
+from ..protect import transfer
 from ..protect.deduplication import Share, cuts
-from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
+from ..protect.rank_checkpoint import ShareFiles
 from ..protect.transfer import Source, offer, receive, send, slot_of
+from ..state import layout
+from ..state.leaves import Entry
 from ..state.manifest import Shared
-from .open_in_memory import FoundElsewhere
-from .rebuild import Repairs
-from .reprotect import give_receipts, heal
+from ..state.rebuild import Read
+from ..state.shards import box, cut
+from .repair import ParityRepairs
 
 log = logging.getLogger("mlflash")
 
-
-def restorable_steps(context: Context, alike: bool = False) -> list[int]:
-    """List the steps for which some node has every rank's slot, ascending. Collective over the world."""
-    found = context.take_stock()
-    whole = [
-        step
-        for attempt, step, size in found.attempts()
-        if (not alike or size == context.world.size) and choose(found.of(attempt), context.world.topology.node_of)
-    ]
-    return sorted(set(whole))
+_ASK, _BODY, _CHECK = 41, 42, 43
+_DEPTH = 2  # runs in flight between two ranks
 
 
-def find_and_verify(
-    context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
-    struck: dict[Place, str] | None = None,
-) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
-    """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
-
-    Args:
-        others: if another number of ranks saved it, bring it to where it can be read.
-        oldest: pass over attempts of a smaller generation, because there is something newer elsewhere.
-        struck: gets the files that were found to be damaged, and how; the same on all ranks.
-
-    Returns:
-        This rank's state, every byte of it verified on every rank; or what this rank has of other ranks' states; None
-        if there is nothing.
-
-    Raises:
-        WorldSizeChanged: another number of ranks saved it, and it must not be resharded.
-    """
-    context.pool.exchange()
-    there = context.take_stock()
-    reach("restore.listed")
-    while True:
-        found = there.since(oldest)
-        node_of, is_free = context.world.topology.node_of, wanted.is_newest
-        skip_stuck, skip_suspect = context.config.skip_stuck * is_free, context.config.on_suspect == "keep" and is_free
-        choice = choose(found, node_of, wanted, skip_stuck, skip_suspect)
-        passed_over = choose(found, node_of, wanted) if skip_stuck or skip_suspect else choice
-        if choice is None:
-            return None
-        same_ranks = choice.world_size == context.world.size
-        if not same_ranks and not others:
-            raise WorldSizeChanged(
-                "another number of ranks saved the checkpoint in memory: restore(state) converts it to this number. To "
-                "ignore it, use another job name, `fresh` or `mlflash clean`",
-                step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{context.world.size}",
-            )  # fmt: skip
-        slots: dict[int, Slot] = {}
-        bad = _bring(context, there, choice, slots, checked)
-        if not bad:
-            if same_ranks:
-                own = next(slot for slot in context.pool.own if _is(slot, context.world.rank, choice.attempt))
-                slots = {context.world.rank: own}
-            files, lacking = gather_shares(context, choice, slots, checked)
-            bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
-        if bad:
-            context.pool.unmap_others(slots.values())
-            there = there.without(bad)
-            if struck is not None:
-                struck |= bad
-            continue
-        if context.world.rank == 0:
-            _warn(choice, passed_over, skip_stuck)
-        return _opened(context, choice, slots, files)
-
-
-def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
-    """Log why the newest attempt is not taken, or what is wrong with the one that is taken."""
-    if passed_over is not None and passed_over.attempt != choice.attempt:
-        if skip_stuck and passed_over.restores >= skip_stuck:
-            log.warning(
-                "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
-                "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, skip_stuck,
-            )  # fmt: skip
-        else:
-            log.warning("the values of step %d were suspect when it was saved: step %d is taken instead "
-                        "(on_suspect='keep')", passed_over.step, choice.step)  # fmt: skip
-    if choice.verdict is Verdict.SUSPECT:
-        log.warning("step %d is restored, and its values were suspect when it was saved: restore(before=%d) takes an "
-                    "older one", choice.step, choice.step)  # fmt: skip
-    elif choice.verdict is Verdict.BAD:
-        log.warning("step %d is restored, which was marked bad", choice.step)
-
-
-def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
-            ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
-    context.restored.restores, context.restored.verdict = choice.restores + 1, choice.verdict
-    mine = {
-        rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
-        for rank, slot in slots.items()
-    }
-    if choice.world_size != context.world.size:
-        context.restored.source = "other ranks"
-        context.restored.rolled_forward = False
-        return FoundElsewhere(choice.attempt, choice.step, context.restored.restores, mine, files)
-    place, own = choice.source[context.world.rank], slots[context.world.rank]
-    context.restored.source = "parity" if place is None else context.world.topology.node_names[place[0]]
-    context.restored.rolled_forward = not context.world.any_of(own.committed)
-    if not context.restored.rolled_forward:
-        give_receipts(own)
-    return mine[context.world.rank]
-
-
-def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
-    """Return why each committed step in memory cannot be restored, newest first; and the steps whose saves did not end.
-
-    Collective over the world.
-    """
-    traces = [one for one in context.find_traces() if one.attempt is None or one.attempt.generation >= context.floor]
-    told = why_unrestorable(traces, struck, context.world.topology.node_names)
-    return told, sorted({one.step for one in traces if one.step >= 0} - told.keys())
-
-
-def count(context: Context, home: Slot) -> None:
-    """Count, once per run, that a run has restored this attempt, and warn if other runs have done so before.
-
-    The count is stored with the slot; a newer commit begins a new one.
-    """
-    header = home.header
-    assert header is not None
-    if header.attempt == context.restored.counted:
-        return
-    context.restored.counted = header.attempt
-    home.record_restores(header.attempt, context.restored.restores)
-    if context.restored.restores > 1 and context.world.rank == 0:
-        log.warning(
-            "step %d was restored %d times now and nothing newer was committed since: if training always fails at the "
-            "same place, Checkpointer(skip_stuck=%d) takes the step before it",
-            header.step, context.restored.restores, context.restored.restores,
-        )  # fmt: skip
-
-
-def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
-           ) -> dict[Place, str]:  # fmt: skip
+def bring(context: Context, inventory: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
+          ) -> dict[Place, str]:  # fmt: skip
     """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without."""
     same_ranks = choice.world_size == context.world.size
     serves = _servers(context, choice)
@@ -182,11 +59,11 @@ def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, 
     damaged, bad = _verify(context, choice, serves, read, checked)
     repairs = None
     if not bad and (damaged or choice.rebuilt):
-        repairs = Repairs(context, choice, serves, read, damaged)
+        repairs = ParityRepairs(context, choice, serves, read, damaged)
         bad = dict.fromkeys(repairs.beyond, "it is damaged, and parity cannot rebuild it")
     if not bad:
         reach("restore.verified")
-        context.adopt(there, choice)
+        context.adopt(inventory, choice)
         reach("restore.adopted")
         lost = repairs.run() if repairs is not None else []
         bad = dict.fromkeys(lost, "the state that was rebuilt from parity is damaged")
@@ -211,7 +88,7 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     Return bad blocks that parity may repair, by rank; and files that cannot be restored from, and why.
     """
     world = context.world
-    mine: list[tuple[int, list[int] | str]] = []
+    damage: list[tuple[int, list[int] | str]] = []
     for rank, place in enumerate(choice.source):
         if serves[rank] == world.rank and place is not None:
             try:
@@ -222,17 +99,17 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
                     slots[rank].manifest()
             except (CorruptSlot, OSError) as error:
                 log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
-                mine.append((rank, getattr(error, "message", str(error))))
+                damage.append((rank, getattr(error, "message", str(error))))
             else:
-                mine += [(rank, blocks)] if blocks else []
-    found = [pair for pairs in world.gather(mine) for pair in pairs]
-    bad = {place: why for rank, why in found if isinstance(why, str) and (place := choice.source[rank]) is not None}
-    return {rank: blocks for rank, blocks in found if not isinstance(blocks, str)}, dict(sorted(bad.items()))
+                damage += [(rank, blocks)] if blocks else []
+    reports = [pair for pairs in world.gather(damage) for pair in pairs]
+    bad = {place: why for rank, why in reports if isinstance(why, str) and (place := choice.source[rank]) is not None}
+    return {rank: blocks for rank, blocks in reports if not isinstance(blocks, str)}, dict(sorted(bad.items()))
 
 
 def _open(context: Context, attempt: Attempt, rank: int, place: Place) -> Slot:
     slot = context.pool.open(place[1])
-    if not _is(slot, rank, attempt):
+    if not is_of(slot, rank, attempt):
         raise CorruptSlot("the header of a slot changed", rank=rank)
     return slot
 
@@ -266,7 +143,8 @@ def _servers(context: Context, choice: Choice) -> list[int]:
     ]
 
 
-def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:
+def is_of(slot: Slot, rank: int, attempt: Attempt) -> bool:
+    """Whether a slot holds the state that a rank had at an attempt."""
     return slot.header is not None and (slot.header.rank, slot.header.attempt) == (rank, attempt)
 
 
@@ -275,10 +153,10 @@ def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int,
     world = context.world
     if all(server == rank for rank, server in enumerate(serves)):
         return []
-    mine = {rank: slots[rank] for rank, server in enumerate(serves) if server == world.rank and rank != world.rank}
+    sent = {rank: slots[rank] for rank, server in enumerate(serves) if server == world.rank and rank != world.rank}
     server = serves[world.rank] if serves[world.rank] != world.rank else None
     home = None if server is None else context.pool.free_slot(context.pool.own)
-    whole = fetch(context, mine, server, home, slot_of(world.rank, choice.attempt))
+    whole = fetch(context, sent, server, home, slot_of(world.rank, choice.attempt))
     reach("restore.fetched")
     context.recorder.counts["slots fetched"] += server is not None
     failed = [] if whole else [choice.source[world.rank]]
@@ -336,21 +214,21 @@ def gather_shares(
 
     Return where the shares are; and the files to do without, if that failed.
     """
-    mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
-    files, bad = ({}, []) if not context.world.any_of(mine) else _gather_shares(context, choice, mine, checked)
+    needed = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
+    files, bad = ({}, []) if not context.world.any_of(needed) else _gather_shares(context, choice, needed, checked)
     reach("restore.gathered")
     return files, bad
 
 
 def _gather_shares(
-    context: Context, choice: Choice, mine: Mapping[int, Shared], checked: bool
+    context: Context, choice: Choice, needed: Mapping[int, Shared], checked: bool
 ) -> tuple[ShareFiles, list[Place]]:
-    needs = context.world.gather(mine)
-    lacking = {rank for theirs in needs for rank, shared in theirs.items()
+    needs = context.world.gather(needed)
+    lacking = {rank for of_rank in needs for rank, shared in of_rank.items()
                if any((shared.by, number) not in choice.shares for number in range(shared.shares))}  # fmt: skip
     if lacking:  # their slots exist, but shares that they need do not: this attempt is incomplete
         return {}, sorted({place for rank in lacking for place in _files_of(choice, rank)})
-    errands = list(_errands(context, choice, [[*theirs.values()] for theirs in needs]))
+    errands = list(_errands(context, choice, [[*of_rank.values()] for of_rank in needs]))
     bad = _verify_shares(context, choice.attempt, errands, checked)
     files = {(e.node, e.share): e.place[1] for e in errands if not e.comes}
     pending = [] if bad else [e for e in errands if e.comes]
@@ -381,8 +259,8 @@ def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]
         }
         for nth, (share, nbytes) in enumerate(sorted(needed.items())):
             places = choice.shares[share]
-            here = [place for place in places if place[0] == node]
-            place = here[0] if here else places[(node + nth) % len(places)]
+            local = [place for place in places if place[0] == node]
+            place = local[0] if local else places[(node + nth) % len(places)]
             whose = next((rank for rank in ranks if context.shares.get(rank) == share), ranks[nth % len(ranks)])
             yield _Errand(share, nbytes, whose, node, place, topology.reader(whose, place[0]))
 
@@ -422,7 +300,7 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
                 ) -> tuple[dict[tuple[int, Share], int], list[Place]]:  # fmt: skip
     """Fetch one share each for some ranks; return the files where they are now, and those that could not be used."""
     world, pool = context.world, context.pool
-    mine = next((errand for errand in errands if errand.rank == world.rank), None)
+    errand_here = next((errand for errand in errands if errand.rank == world.rank), None)
     serves: dict[int, Slot] = {}
     bad = []
     for errand in errands:
@@ -436,57 +314,104 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
         pool.unmap_others(serves.values())
         return {}, bad
     target = None
-    is_mine = mine is not None and context.shares.get(world.rank) == mine.share
-    if mine is not None:
-        target = (pool.free_slot(pool.shares) if is_mine else None) or Slot()
-    is_wanted = functools.partial(_is_share, attempt, mine) if mine is not None else lambda header: False
-    whole = fetch(context, serves, None if mine is None else mine.server, target, is_wanted)
-    context.recorder.counts["shares fetched"] += mine is not None
+    is_own = errand_here is not None and context.shares.get(world.rank) == errand_here.share
+    if errand_here is not None:
+        target = (pool.free_slot(pool.shares) if is_own else None) or Slot()
+    is_wanted = functools.partial(_is_share, attempt, errand_here) if errand_here is not None else lambda header: False
+    whole = fetch(context, serves, None if errand_here is None else errand_here.server, target, is_wanted)
+    context.recorder.counts["shares fetched"] += errand_here is not None
     pool.unmap_others(serves.values())
-    told = None
-    if mine is not None and target is not None:
-        told = (mine.share, file_number(target.name), whole, mine.place)
+    report = None
+    if errand_here is not None and target is not None:
+        report = (errand_here.share, file_number(target.name), whole, errand_here.place)
         if not any(target is slot for slot in pool.shares):
             pool.keep_for_now(target)
             pool.unmap_others([target])
     arrived = {}
-    for rank, news in enumerate(world.gather(told)):
-        if news is not None:
-            share, number, good, place = news
+    for rank, sent in enumerate(world.gather(report)):
+        if sent is not None:
+            share, number, good, place = sent
             arrived[world.topology.node_of[rank], share] = number
             bad += [] if good else [place]
     return arrived, bad
 
 
-# Without training, on any number of processes: each can hand in the state of several ranks of the job. Lost slots are
-# first rebuilt from copies or parity, and stay in memory.
+# Each rank tells the others which parts of tensors it needs from them, and every part travels in runs of at most a
+# chunk. Parts of a shard that is cut along another dimension are strided: the sender packs them, because a Get would
+# need a datatype for each.
 
 
-def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
-    """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
-    restorable = (one for one in drains.look().listed if NEWEST.fits(one.step, one.verdict))
-    newest = max((one.card.attempt.generation for one in restorable), default=0)
-    found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
-    if found is None:
-        return None
-    if isinstance(found, RankCheckpoint):
-        homes, header = {context.world.rank: found}, found.header
-        attempt, step, world_size, mark = header.attempt, header.step, header.world_size, header.mark
-    else:
-        attempt, step, homes = found.attempt, found.step, found.homes
-        headers = [home.header for home in homes.values()]
-        told = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
-                                           "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
-        world_size, mark = told.world_size, told.mark
-    drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
-                             verdict=lambda: context.restored.verdict)  # fmt: skip
-    return drains.begin(drain_input)
+def exchange_fragments(
+    context: Context, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
+) -> bool:
+    """Send what others ask for from what this rank ``has`` of old ranks, and receive what this rank asks for.
+
+    Return whether all of that arrived whole.
+    """
+    world = context.world
+    if world.world is None:
+        return True
+    questions = {
+        rank: pickle.dumps([(p.rank, p.number, p.source, p.shape) for p in parts]) for rank, parts in asked.items()
+    }
+    lengths, their_lengths = np.zeros(world.size, dtype=np.int64), np.zeros(world.size, dtype=np.int64)
+    for rank, text in questions.items():
+        lengths[rank] = len(text)
+    world.finish(world.world.Ialltoall(lengths, their_lengths))
+    arrived = {int(rank): np.empty(int(their_lengths[rank]), dtype=np.uint8) for rank in np.flatnonzero(their_lengths)}
+    requests = [world.data.Irecv([text, world.mpi.BYTE], rank, _ASK) for rank, text in arrived.items()]
+    requests += [world.data.Isend([np.frombuffer(text, np.uint8), world.mpi.BYTE], rank, _ASK)
+                 for rank, text in questions.items()]  # fmt: skip
+    world.finish(*requests)
+    work = [_send_fragments(world, rank, pickle.loads(text.tobytes()), has) for rank, text in arrived.items()]
+    work += [_receive_fragments(world, rank, parts) for rank, parts in asked.items()]
+    world.waiting_for = sorted({*arrived, *asked})
+    good = world.drive(work)
+    world.waiting_for = ()
+    return all(good)
 
 
-def heal_newest(context: Context) -> int | None:
-    """Heal the newest checkpoint in memory, on as many ranks as the job has; return its step."""
-    found = find_and_verify(context, NEWEST)
-    if not isinstance(found, RankCheckpoint):
-        return None
-    heal(context, found.slot)
-    return found.header.step
+def _send_fragments(world: World, peer: int, wanted: Sequence[tuple[int, int, Any, Any]],
+                    has: Mapping[int, tuple[Read, Sequence[Entry]]]) -> Operation:  # fmt: skip
+    sent: collections.deque[tuple[Any, ...]] = collections.deque()
+    for rank, number, source, shape in wanted:
+        read, entries = has[rank]
+        part = items(read(entries[number]), entries[number])[box(source, shape)]
+        for run in _runs(part):
+            raw = np.ascontiguousarray(run).reshape(-1)
+            check = np.array([xxhash.xxh3_64_intdigest(raw.data)], dtype="<u8")
+            body = world.data.Isend([raw, world.mpi.BYTE], peer, _BODY)
+            sent.append((body, world.data.Isend([check, world.mpi.BYTE], peer, _CHECK)))
+            yield True
+            while len(sent) > _DEPTH:
+                for request in sent.popleft():
+                    yield from done(request)
+    for requests in sent:
+        for request in requests:
+            yield from done(request)
+    return True
+
+
+def _receive_fragments(world: World, peer: int, wanted: Sequence[WantedPart]) -> Operation:
+    runs = (run for wanted_part in wanted for run in _runs(wanted_part.target))
+    posted: collections.deque[tuple[np.ndarray, np.ndarray, np.ndarray, Any, Any]] = collections.deque()
+    good = True
+    while True:
+        while len(posted) < _DEPTH and (run := next(runs, None)) is not None:
+            raw, check = np.empty(run.nbytes, dtype=np.uint8), np.empty(1, dtype="<u8")
+            body = world.data.Irecv([raw, world.mpi.BYTE], peer, _BODY)
+            posted.append((run, raw, check, body, world.data.Irecv([check, world.mpi.BYTE], peer, _CHECK)))
+        if not posted:
+            return good
+        target, raw, check, body, checked = posted.popleft()
+        yield from done(body)
+        yield from done(checked)
+        good &= xxhash.xxh3_64_intdigest(raw.data) == int(check[0])
+        target[...] = raw.reshape(target.shape)
+        yield True
+
+
+def _runs(part: np.ndarray) -> Iterator[np.ndarray]:
+    """Cut ``(*shape, item bytes)`` into runs of at most a chunk."""
+    for offset, shape in cut(part.shape[:-1], part.shape[-1], transfer.CHUNK_BLOCKS * layout.BLOCK_NBYTES):
+        yield part[box(offset, shape)]

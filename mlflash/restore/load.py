@@ -1,4 +1,4 @@
-"""The restores of this run: found, fetched, loaded together, and healed in the background.
+"""The restores of this run: found, fetched, loaded together, and protected in the background.
 
 An error on any rank is raised on all of them, so that no rank trains on from another step than the others.
 """
@@ -52,6 +52,19 @@ _UNDEFINED = ("the state that you gave is now undefined: restore again, or begin
 Found = RankCheckpoint | FoundElsewhere | OpenInDirectory | None
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What a restore looks for, and what it passes over."""
+
+    wanted: WantedStep
+    source: str | None = None
+    others: bool = False  # whether another number of ranks may have saved it
+    told: Collection[str] = ()  # names of entries whose bytes are needed of every rank
+    checked: bool = True  # whether all of what is in memory is verified
+    remember: bool = False  # whether the next search may take what this one has verified
+    bad: dict[str, str] = dataclasses.field(default_factory=dict)  # folders to pass over, and why
 
 
 class Loading:
@@ -148,18 +161,18 @@ def _half_loaded(step: int) -> str:
     return f"the load of step {step} did not finish"
 
 
-def _told(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[Concatenate[Restores, _Takes], _Gives]:
+def _doing(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[Concatenate[Restores, _Takes], _Gives]:
     """Let other ranks know that this one restores as long as a method runs, and log for whom it waits in the method."""
 
     @functools.wraps(method)
-    def told(self: Restores, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
+    def doing(self: Restores, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
         self._ranks.tell_doing("restoring")
         try:
             return method(self, *args, **kwargs)
         finally:
             self._ranks.tell_doing("")
 
-    return told
+    return doing
 
 
 class Restores:
@@ -170,41 +183,44 @@ class Restores:
         self._ranks, self._recorder, self._slots = trainer.ranks, trainer.recorder, trainer.slots
         self._loading = Loading(trainer.ranks, saves)
         self._began = time.perf_counter()  # start of the current restore
-        self._from = ""  # where the newest checkpoint was found
-        self._rolled_forward = False
-        self._restores = 0
+        self._in_memory: FoundInMemory | None = None  # what the last search found there
         self._whole: set[Listed] = set()  # checkpoints of the directory of which every byte is verified
 
-    @_told
+    @_doing
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.begun.wait()
         self._saves.find_replicas(state)
-        bad: dict[str, str] = {}
-        while isinstance(found := self._choose(wanted, others=True, source=source, bad=bad), OpenInDirectory):
-            with contextlib.closing(found), self._passing_over(found, bad):
+        search = _Search(wanted, source, others=True)
+        while isinstance(found := self._choose(search), OpenInDirectory):
+            with contextlib.closing(found), self._passing_over(found, search):
                 return self._put_together(found, state)
         if found is None:
             self._prepare_or_warn(state)
             return None
-        compared = self._compare(found, state)
-        opened, filling = compared.opened, compared.filling
+        opened, filling, has_same = self._compare(found, state)
         if isinstance(opened, RankCheckpoint) and filling is None:  # other shards
-            home, opened = opened, self._as_elsewhere(opened)
+            home, opened = opened, self._as_elsewhere(opened, found.restores)
             self._courier.call("heal_first", self._number_of(home))
         if isinstance(opened, FoundElsewhere):
             return self._put_together(OpenInMemory(self._trainer, opened, checks=True), state)
         assert filling is not None
         start = time.perf_counter()
-        self._hold_until_healed(opened)
-        self._loading.fill(opened.header.step, filling, compared.has_same)
+        self._hold_until_protected(opened)
+        self._loading.fill(opened.header.step, filling, has_same)
         self._recorder.seconds["load"] += time.perf_counter() - start
         return self._restored(opened)
 
-    def _compare(self, found: FoundInMemory, state: Any) -> _Compared:
+    def _compare(self, found: FoundInMemory, state: Any
+                 ) -> tuple[RankCheckpoint | FoundElsewhere, Filling | None, bool]:  # fmt: skip
         """Open what was found in memory, and compare it with a state. Collective over the world.
 
-        Raises StructureMismatch on all ranks, if the state of any does not match.
+        Returns:
+            What was opened; what fills the state with it, None if ranks or shards are others, so that the state must be
+            put together; and whether all ranks have objects of the same names.
+
+        Raises:
+            StructureMismatch: on all ranks, if the state of any does not match.
         """
 
         def look() -> tuple[RankCheckpoint | FoundElsewhere, Filling | None]:
@@ -215,54 +231,55 @@ class Restores:
             refuse_differences(state, manifest.tree, manifest.entries)
             return opened, Filling(state, manifest.tree, manifest.entries, manifest.plain, opened.reader())
 
-        def told(looked: tuple[RankCheckpoint | FoundElsewhere, Filling | None]) -> list[int]:
+        def numbers(looked: tuple[RankCheckpoint | FoundElsewhere, Filling | None]) -> list[int]:
             name = 0 if looked[1] is None else name_of_objects(looked[1])
             return [int(looked[1] is not None), name, -name]
 
-        (opened, filling), (is_alike, low, high) = self._ranks.together_least(look, told, 3, _unreadable, found.step)
-        return _Compared(opened, filling if is_alike else None, low == -high)
+        (opened, filling), (is_alike, low, high) = self._ranks.together_least(look, numbers, 3, _unreadable, found.step)
+        return opened, filling if is_alike else None, low == -high
 
-    def _as_elsewhere(self, home: RankCheckpoint, same_ranks: bool = False) -> FoundElsewhere:
-        return FoundElsewhere(home.header.attempt, home.header.step, self._restores, {self._ranks.rank: home},
-                              home.files, same_ranks)  # fmt: skip
+    def _as_elsewhere(self, home: RankCheckpoint, restores: int, same_ranks: bool = False) -> FoundElsewhere:
+        return FoundElsewhere(home.header.attempt, home.header.step, restores, {self._ranks.rank: home}, home.files,
+                              same_ranks)  # fmt: skip
 
-    @_told
+    @_doing
     def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Return the state anew; see `Checkpointer.load`."""
-        bad: dict[str, str] = {}
-        while isinstance(found := self._find(wanted, source=source, bad=bad, checked=copy), OpenInDirectory):
-            with contextlib.closing(found), self._passing_over(found, bad):
+        search = _Search(wanted, source, checked=copy)
+        while isinstance(found := self._find(search), OpenInDirectory):
+            with contextlib.closing(found), self._passing_over(found, search):
                 return self._load_drained(found)
         if not isinstance(found, RankCheckpoint):
             return None, None
         reach("restore.loading")
         home = found
-        self._hold_until_healed(home)
+        self._hold_until_protected(home)
 
         def build() -> Any:
-            its, manifest = home, home.manifest
+            read_from, manifest = home, home.manifest
             if not copy:
                 lend = self._slots.lend
-                its = RankCheckpoint(lend(home.slot), manifest, [lend(share) for share in home.shares], home.files)
-            return materialize(manifest.tree, manifest.entries, manifest.plain, its.reader(), copy)
+                shares = [lend(share) for share in home.shares]
+                read_from = RankCheckpoint(lend(home.slot), manifest, shares, home.files)
+            return materialize(manifest.tree, manifest.entries, manifest.plain, read_from.reader(), copy)
 
         state = self._ranks.together(build, lambda why: MlflashError(f"loading failed: {why}"), home.header.step)
         return self._restored(home), state
 
-    @_told
+    @_doing
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
         find = self._find_whole if step is None else self._find
-        found = find(WantedStep(step), others=True, source=source, told=told)
+        found = find(_Search(WantedStep(step), source, others=True, told=told))
         if found is None or isinstance(found, OpenInDirectory):
             return found
         if isinstance(found, RankCheckpoint):
-            home = found
-            self._courier.call("heal_first", self._number_of(home))
-            found = self._as_elsewhere(home, same_ranks=True)
+            self._courier.call("heal_first", self._number_of(found))
+            restores = 0 if self._in_memory is None else self._in_memory.restores
+            found = self._as_elsewhere(found, restores, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
 
-    @_told
+    @_doing
     def read(
         self,
         opened: OpenCheckpoint,
@@ -286,7 +303,7 @@ class Restores:
             return
         self._count(step, opened)
 
-    @_told
+    @_doing
     def steps(self, alike: bool = False) -> list[int]:
         """List the steps that can be restored; with ``alike`` those that the same number of ranks has saved."""
         self._saves.settle()
@@ -295,7 +312,7 @@ class Restores:
 
     def newest_step(self) -> int | None:
         """Find the newest step that can be loaded; see `Adapting.newest_step`."""
-        return self._close(self._find_whole(NEWEST, others=True, remember=True))
+        return self._close(self._find_whole(_Search(NEWEST, others=True, remember=True)))
 
     def newest_alike(self) -> int | None:
         """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
@@ -309,13 +326,13 @@ class Restores:
             raise Unrestorable(
                 "there are checkpoints of this number of ranks, but none of them can be loaded", reasons=reasons
             )
-        self._close(self._find(NEWEST, others=True, checked=False))  # raises if what exists cannot be used
+        self._close(self._find(_Search(NEWEST, others=True, checked=False)))  # raises if what exists cannot be used
         return None
 
     def _why_not(self, step: int) -> str | None:
         """Return why a step cannot be loaded on the number of ranks that saved it; None if it can."""
         try:
-            found = self._close(self._find_whole(WantedStep(step), remember=True))
+            found = self._close(self._find_whole(_Search(WantedStep(step), remember=True)))
         except (CorruptSlot, StepNotFound, WorldSizeChanged) as error:  # the same on all ranks
             if self._ranks.rank == 0:
                 log.warning("step %d cannot be loaded: %s", step, error)
@@ -380,11 +397,8 @@ class Restores:
         self._count(found.step, found)
         return found.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
 
-    def _find(
-        self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
-        bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
-    ) -> Found:  # fmt: skip
-        found = self._choose(wanted, others, source, told, bad, checked, remember)
+    def _find(self, search: _Search) -> Found:
+        found = self._choose(search)
         if not isinstance(found, FoundInMemory):
             return found
         start = time.perf_counter()
@@ -392,33 +406,30 @@ class Restores:
         self._recorder.seconds["find and fetch"] += time.perf_counter() - start
         return opened
 
-    def _choose(
-        self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
-        bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
-    ) -> FoundInMemory | OpenInDirectory | None:  # fmt: skip
+    def _choose(self, search: _Search) -> FoundInMemory | OpenInDirectory | None:
         """Choose a checkpoint; see `RestoreSession.choose`. One of a directory is opened."""
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.settle()
         self._saves.forget()
-        passed_over = {} if bad is None else bad
-        again = source is None
+        self._in_memory, again = None, search.source is None
         while True:
-            found = self._courier.call("choose", wanted, others, source, passed_over, checked, again, remember)
+            found = self._courier.call("choose", search.wanted, search.others, search.source, search.bad,
+                                       search.checked, again, search.remember)  # fmt: skip
             if found is None or isinstance(found, FoundInMemory):
                 self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+                self._in_memory = found
                 return found
-            again, self._from, self._rolled_forward = False, "", False
-            store = open_store(source or self._trainer.config.directory or "")
+            again = False
+            store = open_store(search.source or self._trainer.config.directory or "")
             try:
-                return OpenInDirectory(self._ranks, store, found, told)
+                return OpenInDirectory(self._ranks, store, found, search.told)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found, str(error), passed_over)
+                self._pass_over(found, str(error), search)
             finally:
                 self._recorder.seconds["find and fetch"] += time.perf_counter() - start
 
     def _open_found(self, found: FoundInMemory) -> RankCheckpoint | FoundElsewhere:
-        self._from, self._rolled_forward, self._restores = found.restored_from, found.rolled_forward, found.restores
         slots, node = self._slots, self._ranks.node_index
         if found.own is not None:
             return open_rank_checkpoint(slots.open, node, slots.holding(found.own), found.files)
@@ -426,26 +437,22 @@ class Restores:
         return FoundElsewhere(found.attempt, found.step, found.restores, homes, found.files)
 
     @contextlib.contextmanager
-    def _passing_over(self, opened: OpenInDirectory, bad: dict[str, str]) -> Iterator[None]:
+    def _passing_over(self, opened: OpenInDirectory, search: _Search) -> Iterator[None]:
         """Pass over a checkpoint of the directory that is found to be damaged."""
         try:
             yield
         except CorruptSlot as error:  # the same on all ranks
-            self._pass_over(opened.listed, opened.damage or str(error), bad)
+            self._pass_over(opened.listed, opened.damage or str(error), search)
 
-    def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
-        bad[listed.folder] = why
+    def _pass_over(self, listed: Listed, why: str, search: _Search) -> None:
+        search.bad[listed.folder] = why
         if self._ranks.rank == 0:
             log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)
 
-    def _find_whole(
-        self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
-        remember: bool = False,
-    ) -> Found:  # fmt: skip
+    def _find_whole(self, search: _Search) -> Found:
         """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
-        bad: dict[str, str] = {}
-        while isinstance(found := self._find(wanted, others, source, told, bad, remember=remember), OpenInDirectory):
-            with self._passing_over(found, bad):
+        while isinstance(found := self._find(search), OpenInDirectory):
+            with self._passing_over(found, search):
                 self._verify_once(found)
                 return found
             found.close()
@@ -468,22 +475,14 @@ class Restores:
         where = source.path if isinstance(source, OpenInDirectory) else "memory"
         how = "" if isinstance(source, RankCheckpoint) else f", put together for {self._ranks.size} ranks"
         nbytes = source.slot.header.extents.nbytes if isinstance(source, RankCheckpoint) and source.slot.header else 0
-        came_from = source.path if isinstance(source, OpenInDirectory) else self._from
+        in_memory = "" if self._in_memory is None else self._in_memory.restored_from
+        came_from = source.path if isinstance(source, OpenInDirectory) else in_memory
         self._recorder.restored(step, time.perf_counter() - self._began, where, came_from, nbytes, how)
 
-    def _hold_until_healed(self, home: RankCheckpoint) -> None:
+    def _hold_until_protected(self, home: RankCheckpoint) -> None:
         """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
-        if self._rolled_forward:
+        if self._in_memory is not None and self._in_memory.rolled_forward:
             self._courier.call("hold_older", self._number_of(home))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compared:
-    """What was found in memory and opened, and how it fits a state."""
-
-    opened: RankCheckpoint | FoundElsewhere
-    filling: Filling | None  # of the state; None: ranks or shards are others, so that it must be put together
-    has_same: bool  # whether all ranks have objects of the same names
 
 
 def _unreadable(why: str) -> StructureMismatch:

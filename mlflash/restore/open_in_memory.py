@@ -68,10 +68,10 @@ class OpenInMemory:
         self.step, self.restores = found.step, found.restores
         me = self._ranks.rank
         self.home = found.homes.get(me) if found.same_ranks else None
-        mine = self._ranks.on_all(
+        described = self._ranks.on_all(
             lambda: {rank: _describe(me, home, checks, told) for rank, home in found.homes.items()}
         )
-        gathered = gather_ranks(self._ranks, mine)
+        gathered = gather_ranks(self._ranks, described)
         self._places: dict[int, tuple[int, int]] = {
             rank: (server, file) for rank, (server, file, _) in gathered.more.items()
         }

@@ -2,7 +2,7 @@
 
     gather     what the old ranks' slots hold: entries, plain leaves, checksums of whole tensors
     plan       which parts make up each tensor (see `shards`), and which ranks have them
-    exchange   parts on this node are read from its files; ranks are asked for the others (see `exchange_fragments`)
+    exchange   parts on this node are read from its files; ranks are asked for the others (see `fetch`)
     commit     the new slot is protected and committed like a save; only then may the old ones be freed
 
 What each old rank had of its own goes to the rank with its number. If there was no such rank, a rank keeps what it has.
@@ -222,9 +222,9 @@ def _refuse_flat_shards(state: Any, old: OldRank, olds: OldRanks) -> None:
 
 def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
     """Return an entry of the checkpoint in the shard that the live tensor of its name has."""
-    mine = live.get(entry.name)
+    tensor = live.get(entry.name)
     same = (entry.kind, entry.dtype, entry.global_shape)
-    return mine if mine is not None and (mine.kind, mine.dtype, mine.global_shape) == same else entry
+    return tensor if tensor is not None and (tensor.kind, tensor.dtype, tensor.global_shape) == same else entry
 
 
 def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
@@ -260,16 +260,16 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
                 "this tensor was saved in shards, and the state that you gave does not say which shard it needs: "
                 "create the optimizer's state first (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
             )  # fmt: skip
-        found = olds.parts(entry, rank)
-        if found is None and value is None:  # there is no live value that could stay
-            found = olds.parts(entry, like)
-        if found is not None:
-            made_of[number] = found
+        parts = olds.parts(entry, rank)
+        if parts is None and value is None:  # there is no live value that could stay
+            parts = olds.parts(entry, like)
+        if parts is not None:
+            made_of[number] = parts
     paths = plain_leaves(own.tree)
-    here = plain_leaves(flat.structure.tree)
+    live_paths = plain_leaves(flat.structure.tree)
     values: list[Any] = [None] * len(paths)
     for path, at in paths.items():
-        values[at] = flat.plain[here[path]] if path in here else own.plain[path]
+        values[at] = flat.plain[live_paths[path]] if path in live_paths else own.plain[path]
     return _Wanted(Flat.of(leaves, own.tree, olds.merge_plain(values, paths, rank)), made_of)
 
 

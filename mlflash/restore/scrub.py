@@ -2,7 +2,7 @@
 
 Slots, copies, parity and shares are read a run of blocks at a time. When all of memory was verified once since it last
 changed, the file that this rank wrote for the newest drained checkpoint is read, too. A separate thread does that, so
-that a file system that hangs delays no save. Damage is logged once, and `mend` repairs what it can with the next save.
+that a file system that hangs delays no save. Damage is logged once, and repaired before the next save (see `repair`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..courier.state import Context
-from ..drain.checkpoint_directory import Listed
 from ..drain.drain import Drain
-from ..drain.file_index import Card
 from ..errors import MlflashError, text_of
 from ..events import Event
 from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check
 from ..mpi.background_collectives import in_thread
 from ..mpi.nonblocking import Operation
-from .drained_files import DrainedFiles
+from .open_in_directory import DrainedFiles
 
 _DRAINED_RUN_NBYTES = 4 << 20  # per read; at least a block
 _RUN_NBYTES = 1 << 20  # bytes per read; at least a block
 _EVERY_S = 0.5  # time between reads: to begin one costs as much as a few MB
 _MOST_S = 0.6  # seconds of reading that may be made up after a job
 _ROUND_S = 1.0  # shortest time from round to round, so that a small state is not read all the time
-_MENDABLE = ("own", "copy", "parity")
+_REPAIRABLE = ("own", "copy", "parity")
 _COMES = {
     "own": "The next save repairs it if a copy or parity can",
     "copy": "The next save makes it again",
@@ -47,9 +45,8 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
         For each file that is damaged or cannot be read: the rank whose state it has, its name, and why.
     """
     assert drain.inside is not None and drain.attempt is not None
-    card = Card(drain.attempt, drain.step, -1, 0, 0, 0, 0, 0, 0, "")
-    files = DrainedFiles(drain.inside, Listed("", "", card), drain.stored)
-    found = []
+    files = DrainedFiles(drain.inside, drain.attempt, drain.step, drain.stored)
+    damaged = []
     for rank, stored in drain.stored.items():
         try:
             for entry, place in files.index(rank).pieces:
@@ -59,10 +56,10 @@ def why_damaged(drain: Drain, rate: float, over: Event) -> list[tuple[int, str, 
                     if over.wait(raw.nbytes / rate):
                         return []
         except MlflashError as error:
-            found.append((rank, stored.data, error.message))
+            damaged.append((rank, stored.data, error.message))
         except Exception as error:  # fsspec may raise anything
-            found.append((rank, stored.data, text_of(error)))
-    return found
+            damaged.append((rank, stored.data, text_of(error)))
+    return damaged
 
 
 class Scrubber:
@@ -79,7 +76,7 @@ class Scrubber:
         self._held: list[tuple[Slot, Header]] = []
         self._verifying = self._verify()
         self._is_verified = False  # everything that is held, since it last changed
-        self._found: list[tuple[Slot, Header]] = []  # damaged, and reported
+        self._reported: list[tuple[Slot, Header]] = []  # damaged, and reported
         self._drain: Drain | None = None  # the drain whose file was read, or is being read
         self._reading: Operation | None = None
         self._over = Event()
@@ -103,11 +100,12 @@ class Scrubber:
     @property
     def damaged(self) -> list[Slot]:
         """The slots that were found damaged and still hold the same."""
-        return [slot for slot, header in self._found if slot.header is header and slot.use is Use.HOLDS]
+        return [slot for slot, header in self._reported if slot.header is header and slot.use is Use.HOLDS]
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """Verify slots again that were found damaged, because they were repaired."""
-        self._found = [one for one in self._found if not any(one[0] is slot for slot in slots)]
+        repaired = {id(slot) for slot in slots}
+        self._reported = [(slot, header) for slot, header in self._reported if id(slot) not in repaired]
         self._held = []
 
     # Memory
@@ -122,7 +120,7 @@ class Scrubber:
         ]  # fmt: skip
         if [(id(slot), id(header)) for slot, header in held] != [(id(a), id(b)) for a, b in self._held]:
             self._held, self._verifying, self._is_verified = held, self._verify(), False
-            self._found = [(slot, header) for slot, header in self._found if slot.header is header]
+            self._reported = [(slot, header) for slot, header in self._reported if slot.header is header]
 
     def _verify(self) -> Iterator[int]:
         """Verify all that is held, again and again; yield the bytes of each read, and 0 if there is nothing to do."""
@@ -160,8 +158,8 @@ class Scrubber:
 
     def _say(self, slot: Slot, header: Header, block: int | None, how: str) -> None:
         context, kind = self._context, self._kind_of(slot, header)
-        self._found.append((slot, header))
-        context.damaged = context.damaged or kind in _MENDABLE
+        self._reported.append((slot, header))
+        context.damaged = context.damaged or kind in _REPAIRABLE
         what = {"own": "slot", "copy": "copy of the slot", "parity": "parity", "share": "share"}[kind]
         world = context.world
         text = (
@@ -172,7 +170,7 @@ class Scrubber:
 
     def _kind_of(self, slot: Slot, header: Header) -> str:
         if header.kind is Kind.SLOT:
-            return "own" if any(slot is one for one in self._context.pool.own) else "copy"
+            return "own" if any(slot is own for own in self._context.pool.own) else "copy"
         return "parity" if header.kind is Kind.PARITY else "share"
 
     # The directory

@@ -243,7 +243,7 @@ class Hosted:
                 state = {name: getattr(drain, name) for name in _TOLD_OF_DRAIN}
                 self._link.send(Call(self.number, 0, "drain_moved", (number, state)))
 
-        drain.told = tell
+        drain.on_change = tell
         tell()
 
 

@@ -18,11 +18,10 @@ from ..memory.node_directory import file_number
 from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Attempt, Slot, Verdict
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
-from ..restore import fetch
-from ..restore.choose import Sources
-from ..restore.exchange_fragments import exchange
+from ..restore.choose import Sources, count_restore, restorable_steps
+from ..restore.fetch import exchange_fragments
 from ..restore.open_in_memory import FoundElsewhere
-from ..restore.reprotect import heal_or_remember
+from ..restore.reprotect import reprotect_or_remember
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,7 @@ class RestoreSession:
         try:
             context.world.on_all(lambda: self._open(attempt, homes, files, opened))
             has = {rank: (home.reader(), home.manifest.entries) for rank, home in opened.items()}
-            good = exchange(context, has, asked)
+            good = exchange_fragments(context, has, asked)
         finally:
             context.pool.unmap_others(slot for home in opened.values() for slot in (home.slot, *home.shares))
         nbytes = sum(part.target.nbytes for parts in asked.values() for part in parts)
@@ -154,7 +153,7 @@ class RestoreSession:
         """
         context = self.context
         if context.restored.rolled_forward or not context.world.all_of(context.pool.has_free):
-            heal_or_remember(context, context.pool.own[own])
+            reprotect_or_remember(context, context.pool.own[own])
 
     def restored(self, own: int | None) -> None:
         """Note that a step was restored, from own slot ``own``; None: it was put together, or came from a directory."""
@@ -164,7 +163,7 @@ class RestoreSession:
         self._drains.restored(self._attempt)
         if own is not None:
             home = context.pool.own[own]
-            fetch.count(context, home)
+            count_restore(context, home)
             context.unhealed = None  # the heal comes now, and saves wait for it
             assert home.header is not None
             is_suspect = context.restored.verdict in (Verdict.SUSPECT, Verdict.BAD)
@@ -175,7 +174,7 @@ class RestoreSession:
         context, recorder, home = self.context, self.context.recorder, self.context.pool.own[own]
         start, step = time.perf_counter(), 0 if home.header is None else home.header.step
         before = recorder.counts["slots healed"]
-        heal_or_remember(context, home)
+        reprotect_or_remember(context, home)
         recorder.reprotected(step, time.perf_counter() - start, recorder.counts["slots healed"] > before)
         recorder.holds(context.pool.nbytes)
 
@@ -192,7 +191,7 @@ class RestoreSession:
 
         world.on_all(write)
         found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)
-        listed, store = self._drains.look().listed, self._drains.store
+        listed, store = self._drains.listing().listed, self._drains.store
 
         def write_folders() -> None:
             if world.rank == 0 and store is not None:
@@ -208,5 +207,5 @@ class RestoreSession:
         """List the steps that can be restored, according to headers; ``alike``: only those of as many ranks as now."""
         context = self.context
         size = context.world.size
-        drained = {one.step for one in self._drains.look().listed if not alike or one.card.world_size == size}
-        return sorted(drained.union(fetch.restorable_steps(context, alike=alike)))
+        drained = {one.step for one in self._drains.listing().listed if not alike or one.card.world_size == size}
+        return sorted(drained.union(restorable_steps(context, alike=alike)))

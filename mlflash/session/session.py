@@ -21,9 +21,9 @@ from ..mpi.job_thread import JobThread
 from ..mpi.world import World
 from ..placement.survival import describe, of
 from ..protect.deduplication import Shareable
-from ..restore.choose import Sources
-from ..restore.fetch import heal_newest, scavenge
-from ..restore.reprotect import heal_or_remember, mend, protect_left
+from ..restore.choose import Sources, reprotect_newest, scavenge
+from ..restore.repair import repair
+from ..restore.reprotect import reprotect_left, reprotect_or_remember
 from ..restore.scrub import Scrubber
 from ..version import __version__
 from .restores import RestoreSession
@@ -103,7 +103,7 @@ class Session(RestoreSession):
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._sources = Sources(context, self._drains)
         pool, threads = context.pool, context.copy_threads.threads
-        self._drains.go_beyond()
+        self._drains.advance_generation()
         told = world.agree(any_of={"goes_on": facts.goes_on}, max_of={"interrupted": facts.interrupted})
         return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
                        context.left.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
@@ -114,7 +114,7 @@ class Session(RestoreSession):
 
         Returns this step and its generation; None and 0: there is no step that counts as committed.
         """
-        return protect_left(self.context)
+        return reprotect_left(self.context)
 
     def free(self) -> None:
         """Free windows, communicators and threads as soon as all ranks ask for it. Afterwards a rank may leave."""
@@ -159,8 +159,8 @@ class Session(RestoreSession):
     def commit(self, request: SaveRequest, trainer: Trainer) -> int:
         """Complete a save, and return the generation of its attempt."""
         context, scrubber = self.context, self._scrubber
-        commit.bring_to_end(request, trainer, context, self._drains, lambda home: heal_or_remember(context, home),
-                            lambda: mend(context, scrubber))  # fmt: skip
+        commit.bring_to_end(request, trainer, context, self._drains, lambda home: reprotect_or_remember(context, home),
+                            lambda: repair(context, scrubber))  # fmt: skip
         return context.generation
 
     def commit_restored(self, request: SaveRequest, restores: int, trainer: Trainer) -> None:
@@ -209,7 +209,7 @@ class Session(RestoreSession):
 
     def heal_newest(self) -> int | None:
         """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
-        return heal_newest(self.context)
+        return reprotect_newest(self.context)
 
     # Answered at once
 

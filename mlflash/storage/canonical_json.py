@@ -43,14 +43,14 @@ def _check(value: Any, path: str) -> None:
         if not value.isascii():
             _check_text(value, path)
     elif isinstance(value, list):
-        for number, one in enumerate(value):
-            _check(one, f"{path}[{number}]")
+        for number, item in enumerate(value):
+            _check(item, f"{path}[{number}]")
     elif isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"the key {key!r} of {path or 'it'} is no text")
             _check_text(key, path)
-            _check(one, f"{path}.{key}" if path else key)
+            _check(item, f"{path}.{key}" if path else key)
     else:
         raise ValueError(f"{path or 'it'} is of {type(value)}, which JSON does not have")
 

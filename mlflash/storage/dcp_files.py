@@ -122,10 +122,10 @@ def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping
                 stored[dcp.MetadataIndex(key)] = _StorageInfo(file.name, *place)
     for key, tensor in described.items():
         if isinstance(tensor, dcp.TensorStorageMetadata):
-            found, count = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tuple(tensor.size))
-            if found != count:
+            held, count = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tuple(tensor.size))
+            if held != count:
                 raise StructureMismatch("the files do not hold each element of this tensor once", tensor=key,
-                                        expected=f"{count} elements", found=found)  # fmt: skip
+                                        expected=f"{count} elements", found=held)  # fmt: skip
     for key, other in (ties or {}).items():
         described[key] = described[other]
         for number, chunk in enumerate(described[other].chunks):
@@ -244,10 +244,10 @@ def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
     """Give each leaf the key of ``dcp.save``, or an exact path, see `paths`. Raises StateError without a dict."""
     if inside(tree)[0] != "d":
         raise StateError("a DCP checkpoint holds a dict: save the state as {'state': ...}")
-    found = list(_visit(tree, (), entries))
-    names = unique([(".".join(map(str, path)), ".".join(exact)) for path, exact, _ in found])
+    parts = list(_visit(tree, (), entries))
+    names = unique([(".".join(map(str, path)), ".".join(exact)) for path, exact, _ in parts])
     keys = Keys()
-    for key, (path, _, part) in zip(names, found, strict=True):
+    for key, (path, _, part) in zip(names, parts, strict=True):
         keys.paths[key] = path
         if _is_tensor(node := inside(part), entries):
             keys.tensors[key] = node[1]

@@ -47,10 +47,10 @@ class Index:
     def decode(text: bytes) -> Index:
         """Undo `encode`; blanks may follow. Raises CorruptSlot if it is not an index."""
         try:
-            found = json.loads(text)
-            tensors = tuple((str(name), tuple(int(n) for n in offset)) for name, offset in found["tensors"])
-            places = {str(name): (int(start), int(end)) for name, (start, end) in found["parts"].items()}
-            return Index(tensors, places, found["planner_data"])
+            document = json.loads(text)
+            tensors = tuple((str(name), tuple(int(n) for n in offset)) for name, offset in document["tensors"])
+            places = {str(name): (int(start), int(end)) for name, (start, end) in document["parts"].items()}
+            return Index(tensors, places, document["planner_data"])
         except (ValueError, TypeError, LookupError) as error:
             raise CorruptSlot(f"the index of a DCP checkpoint is damaged: {error!r}") from None
 
@@ -99,14 +99,14 @@ def names_of(tree: Tree, entries: Iterable[Entry]) -> dict[str, str]:
 
 def values(index: Index, blob: bytes) -> dict[str, tuple[Tree, list[Any]]]:
     """What a rank wrote that is not a tensor, by name: a tree, and its plain leaves; without what is more than data."""
-    found = {}
+    value_of = {}
     for name, (start, end) in index.parts.items():
         plain: list[Any] = []
         try:
-            found[name] = (_tree_of(_load(blob[start:end]), name, plain), plain)
+            value_of[name] = (_tree_of(_load(blob[start:end]), name, plain), plain)
         except (StateError, pickle.UnpicklingError) as error:
             log.debug("not for other programs: %s: %s", name, str(error).splitlines()[0])
-    return found
+    return value_of
 
 
 def _load(raw: bytes) -> Any:

@@ -52,11 +52,8 @@ class FileWithHoles:
         """Write something that the library does not know about."""
         os.pwrite(self.file.fileno(), content, start)
 
-    def stream(self, chunk_nbytes: int) -> Iterator[memoryview]:
-        """Yield the whole file, front to back, in pieces of at most so many bytes."""
-        return self._stream(chunk_nbytes, tensors=True)
-
-    def _stream(self, chunk_nbytes: int, tensors: bool) -> Iterator[memoryview]:
+    def stream(self, chunk_nbytes: int, tensors: bool = True) -> Iterator[memoryview]:
+        """Yield the file, front to back, in pieces of at most so many bytes; ``tensors``: with their bytes."""
         at = 0
         for start, nbytes, source, is_tensor in sorted(self._places, key=lambda place: place.start):
             yield from self._between(at, start, chunk_nbytes)
@@ -80,7 +77,7 @@ class FileWithHoles:
     def digest_beside_tensors(self, chunk_nbytes: int) -> str:
         """SHA-256 of the bytes of the file that belong to no tensor, front to back. No tensor is read."""
         made = hashlib.sha256()
-        for content in self._stream(chunk_nbytes, tensors=False):
+        for content in self.stream(chunk_nbytes, tensors=False):
             made.update(content)
         return made.hexdigest()
 

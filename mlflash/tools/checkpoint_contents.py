@@ -238,7 +238,7 @@ def read_directory(path: str, one: Listed, wanted: str | None, numbers: bool) ->
                 found.plain = plain_of(its.manifest, wanted)
             for entry, place in its.pieces:
                 if matches(entry.name, wanted):
-                    run = Run(f"{one.folder}/{its.places.data}", -1 if place.packed else place.start, place.nbytes)
+                    run = Run(f"{one.folder}/{its.data}", -1 if place.packed else place.start, place.nbytes)
                     shard = Shard(entry, rank, "", (run,))
                     if numbers:
                         shard.numbers = statistics(entry, drained.content(rank, entry.name, place))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..courier.ranks import Collectives
 from ..courier.wanted_parts import WantedPart, items
-from ..drain.file_index import first_names
+from ..drain.index import first_names
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..restore.open_in_memory import OpenCheckpoint
 from ..state import shards

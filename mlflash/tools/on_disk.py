@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..drain import file_index, provenance, rank_table
+from ..drain import provenance
 from ..drain.checkpoint_directory import (
     DATA_NAME,
     FILE_NAME,
@@ -24,7 +24,7 @@ from ..drain.checkpoint_directory import (
     read_index,
     step_of,
 )
-from ..drain.file_index import CARD_NBYTES, Card, read_card
+from ..drain.index import CARD_NBYTES, Card, decode_places, decode_table, read_card
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..memory.inventory import NEWEST
 from ..memory.slot import Verdict
@@ -37,7 +37,7 @@ _CHUNK_NBYTES = 8 << 20
 _NAMED = 4  # hosts in a line
 IsGood = Callable[[bytes, bytes], bool]
 Key = tuple[IsGood, str]
-"""A function that checks a signature of some bytes, and the key as `signatures.public_key` returns it."""
+"""A function that checks a signature of some bytes, and the key as `provenance.public_key` returns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _look_into(store: Store) -> DirectoryContents:
 def stored_nbytes(store: Store, one: Listed) -> int:
     """Count the bytes of the tensors' files of a checkpoint; 0 if unknown."""
     try:
-        table = rank_table.decode(read_index(store.at(one.folder), one), one.card.world_size)
+        table = decode_table(read_index(store.at(one.folder), one), one.card.world_size)
         return sum(stored.data_nbytes for stored in table.files)
     except (MlflashError, OSError):
         return 0
@@ -294,7 +294,7 @@ def _tensors(inside: Store, name: str, card: Card | None, nbytes: int) -> list[t
         return []
     assert card is not None
     raw = inside.read(name, card.index_start, card.index_nbytes)
-    places, _ = file_index.decode_places(raw, name, nbytes)
+    places, _ = decode_places(raw, name, nbytes)
     return [(its.start, its.start + its.nbytes) for its in places.of.values() if its.nbytes and not its.packed]
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import Config
+from ..drain.provenance import public_key
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..memory.node_directory import NodeDirectory
 from ..mpi.world import World, gather_from_all
-from ..storage.signatures import public_key
 from ..storage.store import open_store
 from ..text import many, show_bytes
 from . import choose_job, on_disk, shell_completion

@@ -20,7 +20,7 @@ import pytest
 from harness import Cluster, Result
 
 from mlflash.crash_points import POINTS
-from mlflash.drain import file_index
+from mlflash.drain import index
 
 # Several blocks and chunks per rank.
 SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}
@@ -499,8 +499,8 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def card_of(path: Path) -> file_index.Card:
-    return file_index.read_card(path.read_bytes()[: file_index.CARD_NBYTES])
+def card_of(path: Path) -> index.Card:
+    return index.read_card(path.read_bytes()[: index.CARD_NBYTES])
 
 
 def flip_in(folder: Path, name: str, at: int, only: str = "") -> None:
@@ -508,7 +508,7 @@ def flip_in(folder: Path, name: str, at: int, only: str = "") -> None:
     for path in sorted(folder.glob(f"rank-*{only}.h5")):
         card = card_of(path)
         raw = path.read_bytes()[card.index_start :][: card.index_nbytes]
-        its = file_index.decode(raw, path.name, card.file_nbytes)
+        its = index.decode_index(raw, path.name, card.file_nbytes)
         for entry, place in its.pieces:
             if entry.name == name and place.nbytes > at:
                 flip(path, place.start + at)

@@ -25,8 +25,8 @@ from keys import key_pair
 from mlflash import Checkpointer, errors
 from mlflash.cli import main
 from mlflash.drain.checkpoint_directory import list_checkpoints
+from mlflash.drain.provenance import public_key
 from mlflash.storage import store
-from mlflash.storage.signatures import public_key
 from mlflash.storage.store import Directory, Remote, open_store
 from mlflash.tools import on_disk
 from mlflash.tools.on_disk import verify_files

@@ -19,9 +19,9 @@ from waiting import until
 
 from mlflash import Checkpointer, errors
 from mlflash.drain.checkpoint_directory import list_checkpoints
+from mlflash.drain.provenance import public_key
 from mlflash.mpi.world import World
 from mlflash.placement.topology import this_node
-from mlflash.storage.signatures import public_key
 from mlflash.storage.store import open_store
 from mlflash.tools import on_disk
 

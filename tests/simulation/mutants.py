@@ -160,17 +160,17 @@ MUTANTS = [
     ),
     Mutant(
         "damage-not-told", "only the rank that finds a damaged slot passes it over", "restore/fetch.py",
-        "    found = [pair for pairs in world.gather(mine) for pair in pairs]\n    bad = {",
-        "    found = mine\n    bad = {",
+        "    reports = [pair for pairs in world.gather(damage) for pair in pairs]\n    bad = {",
+        "    reports = damage\n    bad = {",
     ),
     Mutant(
         "lost-is-never-was", "a committed step that cannot be restored counts as nothing", "restore/choose.py",
-        "        if reasons or there.problem:\n", "        if there.problem:\n",
+        "        if reasons or listing.problem:\n", "        if listing.problem:\n",
     ),
     # Heal
     Mutant(
         "heal-makes-nothing", "missing copies and parity are not made again", "restore/reprotect.py",
-        "        protect_again(context, home, lacking)\n        reach(", "        reach(",
+        "        protect_missing(context, home, lacking)\n        reach(", "        reach(",
     ),
     Mutant(
         "heal-not-agreed", "only ranks whose copies are missing heal", "restore/reprotect.py",
@@ -197,7 +197,7 @@ MUTANTS = [
         "    if told.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
     ),
     Mutant(
-        "damage-for-ever", "damage that was repaired is reported again", "restore/reprotect.py",
+        "damage-for-ever", "damage that was repaired is reported again", "restore/repair.py",
         "    context.damaged = False\n    start, world", "    start, world",
     ),
     Mutant(

@@ -121,12 +121,12 @@ def changed_and_checked_when_sent_for_parity() -> None:
 
 def damaged_on_its_way() -> None:
     """While "changed" is held: parts that this rank sends and receives do not have their checksums."""
-    from mlflash.restore import exchange_fragments
+    from mlflash.restore import fetch
 
     def digest(raw: Any) -> int:
         return 1 if holds.is_held("changed") else xxhash.xxh3_64_intdigest(raw)
 
-    exchange_fragments.xxhash = SimpleNamespace(xxh3_64_intdigest=digest)  # type: ignore[assignment]
+    fetch.xxhash = SimpleNamespace(xxh3_64_intdigest=digest)  # type: ignore[assignment]
 
 
 # Counts

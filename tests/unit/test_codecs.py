@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from mlflash.config import Config
 from mlflash.courier.describe_ranks import Described, gather_ranks
-from mlflash.drain import file_index, rank_table
-from mlflash.drain.file_index import Card, Place, Places, Stored
-from mlflash.drain.rank_table import RankTable
+from mlflash.drain import index
+from mlflash.drain.index import Card, Place, RankTable, Stored
 from mlflash.errors import CorruptSlot
 from mlflash.launch.lines import BadLine, Lines, pack
 from mlflash.memory.slot import COMMIT_START, MAX_GROUP, Attempt, Header, Kind, any_record, pack_record, unpack
@@ -198,30 +197,30 @@ def cards(draw: st.DrawFn) -> Card:
 
 
 @st.composite
-def indexes(draw: st.DrawFn) -> file_index.Index:
+def indexes(draw: st.DrawFn) -> index.Index:
     held, places, checks = draw(manifests()), {}, 0
     for number, entry in enumerate(held.entries):
         packed = bool(entry.shape and entry.nbytes) and draw(st.booleans())
         rows = entry.shape[0] if entry.shape else 1
         places[number] = Place(entry.start, entry.nbytes, 0, rows, checks, packed)
-        checks += file_index.blocks(entry.nbytes, BLOCK_NBYTES)
+        checks += index.blocks(entry.nbytes, BLOCK_NBYTES)
     sums = np.array(draw(st.lists(U64, min_size=checks, max_size=checks)), dtype=np.uint64)
-    return file_index.Index(held, Places("x", BLOCK_NBYTES, sums, places))
+    return index.Index("x", BLOCK_NBYTES, sums, places, held)
 
 
-def encode_index(its: file_index.Index) -> bytes:
-    return file_index.encode(encode_manifest(its.manifest), PAYLOAD_NBYTES, its.places)[0]
+def encode_index(its: index.Index) -> bytes:
+    return index.encode_index(encode_manifest(its.manifest), PAYLOAD_NBYTES, its)[0]
 
 
-def plain_index(its: file_index.Index) -> Any:
-    return its.manifest, its.places.data, its.places.block_nbytes, its.places.checks.tolist(), its.places.of
+def plain_index(its: index.Index) -> Any:
+    return its.manifest, its.data, its.block_nbytes, its.checks.tolist(), its.of
 
 
-def is_index(its: file_index.Index) -> bool:
+def is_index(its: index.Index) -> bool:
     """Whether the rows that a reader would take are in the file and in a tensor, and have checksums."""
     return all(
         (place.packed or 0 <= place.start <= place.start + place.nbytes <= PAYLOAD_NBYTES)
-        and place.first_check + file_index.blocks(place.nbytes, its.places.block_nbytes) <= its.places.checks.size
+        and place.first_check + index.blocks(place.nbytes, its.block_nbytes) <= its.checks.size
         and entry.nbytes == place.nbytes
         and is_inside(entry)
         for entry, place in its.pieces
@@ -232,16 +231,16 @@ def is_index(its: file_index.Index) -> bool:
 def hostile_indexes(draw: st.DrawFn) -> bytes:
     """An index with rows that are elsewhere, of no tensor, or without checksums."""
     its = draw(indexes())
-    places, checks = dict(its.places.of), its.places.checks
+    places, checks = dict(its.of), its.checks
     wrong = st.integers(0, 9) | st.sampled_from([PAYLOAD_NBYTES, 2**60, 2**61, 2**63, 2**64 - 1])
     for number in draw(st.lists(st.integers(0, 9), max_size=2)):
         field = draw(st.sampled_from(Place._fields))
         value = draw(st.booleans()) if field == "packed" else draw(wrong)
         places[number] = places.get(number, Place(0, 0, 0, 0, 0, False))._replace(**{field: value})
-    raw = file_index.encode(
+    raw = index.encode_index(
         b"",
         draw(st.sampled_from([PAYLOAD_NBYTES, 0, 2**63])),
-        dataclasses.replace(its.places, of=places, checks=checks[: draw(st.integers(0, 99))]),
+        dataclasses.replace(its, of=places, checks=checks[: draw(st.integers(0, 99))]),
     )[0]
     return raw + draw(hostile_manifests() | st.just(encode_manifest(its.manifest)))
 
@@ -265,7 +264,7 @@ def write_table() -> bytes:
         ]
         its = Described.of(held, ["d", [["n", ["p", 0]]]], [rank], {1: 5, 2: 6, 3: 7}, dealt)
         mine[rank] = dataclasses.replace(its, structure=dataclasses.replace(its.structure, alike=(2, 1), shared=(3,)))
-    return rank_table.encode("hdf5", "job", FILES, gather_ranks(World(None, this_node(), math.inf), mine))
+    return index.encode_table("hdf5", "job", FILES, gather_ranks(World(None, this_node(), math.inf), mine))
 
 
 @st.composite
@@ -311,14 +310,14 @@ def read_part(raw: bytes) -> Any:
 CODECS = {
     "header of a slot": Codec(headers(), Header.pack, unpack),
     "record in a slot": Codec(st.tuples(ATTEMPTS, I64), write_record, read_record),
-    "card of a file": Codec(cards(), Card.pack, file_index.read_card),
+    "card of a file": Codec(cards(), Card.pack, index.read_card),
     "manifest": Codec(manifests(), encode_manifest, partial(manifest.decode, payload_nbytes=PAYLOAD_NBYTES),
                       is_valid=is_manifest, hostile=hostile_manifests()),
-    "index of a file": Codec(indexes(), encode_index, partial(file_index.decode, data="x", data_nbytes=PAYLOAD_NBYTES),
+    "index of a file": Codec(indexes(), encode_index, partial(index.decode_index, data="x", data_nbytes=PAYLOAD_NBYTES),
                              is_valid=is_index, plainly=plain_index, hostile=hostile_indexes()),
     "table of ranks": Codec(
-        st.builds(lambda: rank_table.decode(write_table(), 2)), lambda _: write_table(),
-        partial(rank_table.decode, world_size=2), is_valid=is_table, hostile=hostile_tables(),
+        st.builds(lambda: index.decode_table(write_table(), 2)), lambda _: write_table(),
+        partial(index.decode_table, world_size=2), is_valid=is_table, hostile=hostile_tables(),
         plainly=lambda its: (its.files, its.dealt.tolist(), its.differ, its.plain_differ),
     ),
     "structure of ranks": Codec(

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.drain import checkpoint_directory, file_index
+from mlflash.drain import checkpoint_directory, index
 from mlflash.drain import (
     rank_input as rank_input,
 )
 from mlflash.drain.checkpoint_directory import Listed
-from mlflash.drain.file_index import CARD_NBYTES, Card
+from mlflash.drain.index import CARD_NBYTES, Card
 from mlflash.memory.slot import Attempt, Verdict
 from mlflash.state.leaves import Entry
 from mlflash.storage.store import Directory
@@ -49,7 +49,7 @@ def test_the_bytes_of_a_card_are_the_golden_ones() -> None:
     )  # fmt: skip
     expected += xxhash.xxh3_64_intdigest(expected).to_bytes(8, "little")
     assert len(expected) < CHECKED_NBYTES
-    assert CARD.pack() == expected.ljust(CARD_NBYTES, b"\0"), "the card changed: raise file_index.VERSION"
+    assert CARD.pack() == expected.ljust(CARD_NBYTES, b"\0"), "the card changed: raise index.VERSION"
     assert dataclasses.replace(CARD, rank=-1).pack()[10:12] == b"\1\0"
 
 
@@ -59,15 +59,15 @@ def test_the_bytes_of_a_card_are_the_golden_ones() -> None:
 )
 def test_a_card_that_contradicts_itself_is_refused_though_its_checksum_is_right(wrong: dict[str, int]) -> None:
     with pytest.raises(errors.CorruptSlot, match="contradict"):
-        file_index.read_card(dataclasses.replace(CARD, **wrong).pack())
+        index.read_card(dataclasses.replace(CARD, **wrong).pack())
 
 
 def test_the_longest_name_of_a_job_fits_into_a_card_whole() -> None:
     owners = {Config(job="j" * 63 + last, directory="/d").owner for last in "ab"}
-    packed = {file_index.read_card(dataclasses.replace(CARD, owner=owner).pack()).owner for owner in owners}
+    packed = {index.read_card(dataclasses.replace(CARD, owner=owner).pack()).owner for owner in owners}
     assert packed == owners
     longest = f"{2**32 - 1}:{'0' * 8}:{'j' * 64}"
-    assert file_index.read_card(dataclasses.replace(CARD, owner=longest).pack()).owner == longest
+    assert index.read_card(dataclasses.replace(CARD, owner=longest).pack()).owner == longest
 
 
 # The file that commits

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mlflash import Checkpointer
 from mlflash.drain import hdf5_files
-from mlflash.drain.file_index import CARD_NBYTES
+from mlflash.drain.index import CARD_NBYTES
 from mlflash.state.leaves import TORCH_ITEM_NBYTES, Entry, array_entry, live_bytes, tensor_entry
 from mlflash.storage.file_holes import FileWithHoles, Source
 from mlflash.storage.store import Directory

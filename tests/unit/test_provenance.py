@@ -18,12 +18,12 @@ from keys import key_pair
 
 from mlflash import config
 from mlflash.drain import provenance
+from mlflash.drain.provenance import private_key, public_key
 from mlflash.drain.rank_input import DrainInput, FileDigest, Origin, Receipt
 from mlflash.errors import ConfigError, CorruptSlot
 from mlflash.memory.slot import Attempt
 from mlflash.state import manifest
 from mlflash.storage import canonical_json
-from mlflash.storage.signatures import private_key, public_key
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

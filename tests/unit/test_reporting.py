@@ -544,8 +544,6 @@ def test_a_line_is_what_the_decider_writes() -> None:
 
 def test_whatever_a_journal_says_is_known_to_the_report() -> None:
     root = Path(mlflash.__file__).parent
-    said = {
-        kind for path in (root / "run").glob("*.py") for kind in re.findall(r'note\(\s*"(\w+)"', path.read_text())
-    }
+    said = {kind for path in (root / "run").glob("*.py") for kind in re.findall(r'note\(\s*"(\w+)"', path.read_text())}
     assert said >= {"start", "recovered", "host_back"}
     assert said <= {*_JOURNAL_KINDS}
