@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from .courier.records import SaveRequest, Trainer
-from .courier.state import Context, Saved, needs_room
+from .courier.state import CourierState, Saved, needs_room
 from .crash_points import reach
 from .drain.queue import DrainQueue
 from .errors import (
@@ -56,7 +56,7 @@ class MendFirst(Exception):
 class Save:
     """One save that the courier is working on."""
 
-    def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
+    def __init__(self, request: SaveRequest, trainer: Trainer, context: CourierState, is_restored: bool = False):
         self.request, self.trainer = request, trainer
         self.attempt = Attempt(bytes(16), 0)  # its number, which the ranks agree on when they announce it
         leased = context.pool.leased(request.lease)
@@ -87,7 +87,7 @@ class Save:
         return self.request.plan.layout.extents
 
 
-def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda: None) -> None:
+def run(save: Save, context: CourierState, committed_now: Callable[[], None] = lambda: None) -> None:
     """Run one save to its end. Collective over the world.
 
     Args:
@@ -139,7 +139,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         reach("commit.seen")
 
 
-def _settle(save: Save, context: Context) -> None:
+def _settle(save: Save, context: CourierState) -> None:
     """Agree on what is shared in a new structure."""
     request = save.request
     replicas = context.sharers
@@ -166,7 +166,7 @@ def _lay_out(save: Save) -> None:
     save.request.plan = save.trainer.lay_out()
 
 
-def _announce(save: Save, context: Context) -> bool:
+def _announce(save: Save, context: CourierState) -> bool:
     """Tell the other ranks; return False if some rank's structure is new and must be settled first."""
     request = save.request
     world, pool = context.world, context.pool
@@ -215,7 +215,7 @@ def _announce(save: Save, context: Context) -> bool:
     return True
 
 
-def _falls_in(context: Context, step: int, low: int) -> bool:
+def _falls_in(context: CourierState, step: int, low: int) -> bool:
     """Whether a rank that left saves out catches up: ranks that are ahead stay at their step, and the others continue.
 
     An exception, such as one of a signal handler, may have kept a rank from posting some saves, and its saves would
@@ -244,7 +244,7 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
         save.request.problem = save.request.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
 
-def _protect(save: Save, context: Context) -> None:
+def _protect(save: Save, context: CourierState) -> None:
     world, request = context.world, save.request
     assert save.slot is not None and request.plan is not None
     looks = save.looks = ValueLooks(context, save.attempt.generation)
@@ -287,13 +287,13 @@ def _protect(save: Save, context: Context) -> None:
     context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.left.unusable)))
 
 
-def _gone(save: Save, context: Context) -> list[str]:
+def _gone(save: Save, context: CourierState) -> list[str]:
     """The files of this rank's slots for a save that are in no directory any more."""
     slots = [save.slot, *_shares(save), *context.protection.kept(context.pool, save.attempt)]
     return [slot.name for slot in slots if slot is not None and slot.is_gone]
 
 
-def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:
+def _record(save: Save, context: CourierState, slots: Iterable[Slot]) -> None:
     """Write the receipt, and the verdict on the values, into slots that hold the attempt."""
     for slot in slots:
         if slot is not save.share:
@@ -321,7 +321,7 @@ def _note(save: Save, problem: MlflashError | None) -> None:
     save.request.problem = save.request.problem or problem
 
 
-def _confirm(save: Save, context: Context) -> None:
+def _confirm(save: Save, context: CourierState) -> None:
     """Seal this rank's share, if all ranks that hold it hold the same."""
     request = save.request
     replicas = context.sharers
@@ -342,7 +342,7 @@ def _confirm(save: Save, context: Context) -> None:
     reach("share.sealed")
 
 
-def _share_header(save: Save, context: Context, check: int) -> Header | None:
+def _share_header(save: Save, context: CourierState, check: int) -> Header | None:
     header = _header(save, context, check)
     plan = save.request.plan
     if header is None or plan is None or plan.sharing is None or plan.share_extents is None:
@@ -352,7 +352,7 @@ def _share_header(save: Save, context: Context, check: int) -> Header | None:
     )
 
 
-def _header(save: Save, context: Context, check: int) -> Header | None:
+def _header(save: Save, context: CourierState, check: int) -> Header | None:
     request = save.request
     with save.times.of("deferred"):
         _note(save, save.trainer.is_changed())
@@ -408,7 +408,7 @@ class PhaseTimes:
         self.took["checksums"] = max(0.0, time.perf_counter() - self._since - self.took["transfer"])
 
 
-def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drains: DrainQueue,
+def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, drains: DrainQueue,
                  heal: Callable[[Slot], None], mend: Callable[[], None]) -> None:  # fmt: skip
     """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
 
@@ -453,7 +453,7 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drain
         recorder.seconds["protect and commit"] += time.perf_counter() - start
 
 
-def _committed(save: Save, context: Context, drains: DrainQueue) -> None:
+def _committed(save: Save, context: CourierState, drains: DrainQueue) -> None:
     recorder = context.recorder
     if not save.is_given_up:
         context.unhealed = None  # a newer step has full redundancy
@@ -468,7 +468,7 @@ def _committed(save: Save, context: Context, drains: DrainQueue) -> None:
 class ValueLooks:
     """The value checks of one save on this rank."""
 
-    def __init__(self, context: Context, generation: int):
+    def __init__(self, context: CourierState, generation: int):
         self._examiner, self._generation = context.examiner, generation
         self._begun: list[Examination] = []
 
@@ -493,13 +493,13 @@ class ValueLooks:
         return [finding for one in self._begun for finding in one.findings]
 
 
-def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
+def tell(context: CourierState, step: int, findings: Sequence[Finding]) -> None:
     """Let the recorder report what is suspect on this rank, if anything is."""
     if findings:
         context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
 
 
-def certify(context: Context, due: Saved) -> bool:
+def certify(context: CourierState, due: Saved) -> bool:
     """Check all values of an attempt that training continued from, and certify it. Collective over the world."""
     findings = _findings_in_all(context, due)
     differed = context.replicas is not None and context.replicas.differed_at == due.step
@@ -515,7 +515,7 @@ def certify(context: Context, due: Saved) -> bool:
     return bool(agreed.good)
 
 
-def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
+def _findings_in_all(context: CourierState, due: Saved) -> list[Finding] | None:
     own = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
     if own is None or own.header is None:
         return None

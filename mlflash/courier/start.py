@@ -30,7 +30,7 @@ from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import listed
 from .choose_checkpoint import look_at_earlier_runs
-from .state import Certification, Context, Saved, losses_of
+from .state import Certification, CourierState, Saved, losses_of
 
 log = logging.getLogger("mlflash")
 
@@ -39,7 +39,7 @@ _NAMED = 3  # hosts or domains named in a warning
 
 def make(config: Config, world: World, problem: MlflashError | None = None,
          replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
-         trains_on: frozenset[int] = frozenset()) -> Context:  # fmt: skip
+         trains_on: frozenset[int] = frozenset()) -> CourierState:  # fmt: skip
     """Connect the ranks, lock the job, find what earlier runs left, and take their files over. Collective.
 
     Args:
@@ -85,7 +85,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
 def _assemble(
     config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None,
     start: str, trains_on: frozenset[int],
-) -> Context:  # fmt: skip
+) -> CourierState:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
     left = look_at_earlier_runs(config, world, memory)
     recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
@@ -104,7 +104,7 @@ def _assemble(
     pool.certified = certification.certified_attempt
     if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
         certification.certified = Saved(left.certified.attempt, left.certified.step)
-    context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
+    context = CourierState(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
                       certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)

@@ -57,7 +57,7 @@ class Restored:
 
 
 @dataclasses.dataclass
-class Context:
+class CourierState:
     """What saving and restoring work with.
 
     Attributes:

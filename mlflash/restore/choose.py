@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..drain.checkpoint_directory import Listed, Listing, step_of
 from ..drain.queue import DrainQueue
 from ..errors import StepNotFound, Unrestorable
@@ -26,7 +26,7 @@ _NAMED = 4  # steps that are lost, in one line
 class Sources:
     """Chooses what the courier restores."""
 
-    def __init__(self, context: Context, drains: DrainQueue):
+    def __init__(self, context: CourierState, drains: DrainQueue):
         self._context, self._drains = context, drains
 
     def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool

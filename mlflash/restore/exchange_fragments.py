@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..courier.wanted_parts import WantedPart, items
 from ..mpi.nonblocking import Operation, done
 from ..mpi.world import World
@@ -29,7 +29,7 @@ _DEPTH = 2  # runs in flight between two ranks
 
 
 def exchange(
-    context: Context, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
+    context: CourierState, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
 ) -> bool:
     """Send what others ask for from what this rank ``has`` of old ranks, and receive what this rank asks for.
 

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..courier.choose_checkpoint import Choice, choose
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..crash_points import reach
 from ..drain.drain import Drain
 from ..drain.queue import DrainQueue
@@ -44,7 +44,7 @@ from .reprotect import give_receipts, heal
 log = logging.getLogger("mlflash")
 
 
-def restorable_steps(context: Context, alike: bool = False) -> list[int]:
+def restorable_steps(context: CourierState, alike: bool = False) -> list[int]:
     """List the steps for which some node has every rank's slot, ascending. Collective over the world."""
     found = context.take_stock()
     whole = [
@@ -56,7 +56,7 @@ def restorable_steps(context: Context, alike: bool = False) -> list[int]:
 
 
 def find_and_verify(
-    context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
+    context: CourierState, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
     struck: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
     """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
@@ -128,7 +128,7 @@ def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
         log.warning("step %d is restored, which was marked bad", choice.step)
 
 
-def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
+def _opened(context: CourierState, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
             ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
     context.restored.restores, context.restored.verdict = choice.restores + 1, choice.verdict
     mine = {
@@ -147,7 +147,7 @@ def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: 
     return mine[context.world.rank]
 
 
-def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
+def why_not(context: CourierState, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
     """Return why each committed step in memory cannot be restored, newest first; and the steps whose saves did not end.
 
     Collective over the world.
@@ -157,7 +157,7 @@ def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, st
     return told, sorted({one.step for one in traces if one.step >= 0} - told.keys())
 
 
-def count(context: Context, home: Slot) -> None:
+def count(context: CourierState, home: Slot) -> None:
     """Count, once per run, that a run has restored this attempt, and warn if other runs have done so before.
 
     The count is stored with the slot; a newer commit begins a new one.
@@ -176,7 +176,7 @@ def count(context: Context, home: Slot) -> None:
         )  # fmt: skip
 
 
-def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
+def _bring(context: CourierState, there: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
            ) -> dict[Place, str]:  # fmt: skip
     """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without."""
     same_ranks = choice.world_size == context.world.size
@@ -207,7 +207,7 @@ def _bring(context: Context, there: Inventory, choice: Choice, slots: dict[int, 
     return {}
 
 
-def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
+def _verify(context: CourierState, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
             ) -> tuple[dict[int, list[int]], dict[Place, str]]:  # fmt: skip
     """Verify every byte of the slots of a choice, on all ranks.
 
@@ -233,14 +233,14 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     return {rank: blocks for rank, blocks in found if not isinstance(blocks, str)}, dict(sorted(bad.items()))
 
 
-def _open(context: Context, attempt: Attempt, rank: int, place: Place) -> Slot:
+def _open(context: CourierState, attempt: Attempt, rank: int, place: Place) -> Slot:
     slot = context.pool.open(place[1])
     if not _is(slot, rank, attempt):
         raise CorruptSlot("the header of a slot changed", rank=rank)
     return slot
 
 
-def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
+def _bad_blocks(context: CourierState, slot: Slot, parity: bool) -> list[int]:
     """Read every byte of a slot; return the bad blocks, if there is parity to repair them."""
     if not parity:
         slot.verify(context.copy_threads)
@@ -257,7 +257,7 @@ def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
     return bad
 
 
-def _servers(context: Context, choice: Choice) -> list[int]:
+def _servers(context: CourierState, choice: Choice) -> list[int]:
     """For each rank of the choice, the rank that reads its slot.
 
     That is the rank itself if it is on the node of the slot, otherwise ranks of that node in turn. For a slot that is
@@ -273,7 +273,7 @@ def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:
     return slot.header is not None and (slot.header.rank, slot.header.attempt) == (rank, attempt)
 
 
-def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
+def _fetch(context: CourierState, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
     """Fetch slots from other nodes; return those that did not arrive whole."""
     world = context.world
     if all(server == rank for rank, server in enumerate(serves)):
@@ -288,7 +288,7 @@ def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int,
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
 
 
-def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
+def fetch(context: CourierState, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
           is_wanted: Callable[[Header], bool]) -> bool:  # fmt: skip
     """Send files to other ranks (``serves``) and receive one from ``server``. Collective.
 
@@ -346,7 +346,7 @@ class _Errand:
 
 
 def gather_shares(
-    context: Context, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
+    context: CourierState, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
 ) -> tuple[ShareFiles, list[Place]]:
     """Bring the shares that slots need to the nodes where these slots are read. Collective.
 
@@ -359,7 +359,7 @@ def gather_shares(
 
 
 def _gather_shares(
-    context: Context, choice: Choice, mine: Mapping[int, Shared], checked: bool
+    context: CourierState, choice: Choice, mine: Mapping[int, Shared], checked: bool
 ) -> tuple[ShareFiles, list[Place]]:
     needs = context.world.gather(mine)
     lacking = {rank for theirs in needs for rank, shared in theirs.items()
@@ -384,7 +384,7 @@ def _files_of(choice: Choice, rank: int) -> list[Place]:
     return [place] if place is not None else [p for p in (group.files if group else ()) if p is not None]
 
 
-def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
+def _errands(context: CourierState, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
     """Which rank does what on each node, given where each rank needs these shares; the same list on all ranks."""
     topology = context.world.topology
     for node, ranks in enumerate(topology.ranks_on):
@@ -403,7 +403,7 @@ def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]
             yield _Errand(share, nbytes, whose, node, place, topology.reader(whose, place[0]))
 
 
-def _verify_shares(context: Context, attempt: Attempt, errands: list[_Errand], checked: bool) -> list[Place]:
+def _verify_shares(context: CourierState, attempt: Attempt, errands: list[_Errand], checked: bool) -> list[Place]:
     bad = []
     for errand in errands:
         if errand.rank == context.world.rank and not errand.comes:
@@ -422,7 +422,7 @@ def _verify_shares(context: Context, attempt: Attempt, errands: list[_Errand], c
     return sorted(place for places in context.world.gather(bad) for place in places)
 
 
-def _open_share(context: Context, attempt: Attempt, errand: _Errand) -> Slot:
+def _open_share(context: CourierState, attempt: Attempt, errand: _Errand) -> Slot:
     slot = context.pool.open(errand.place[1])
     if slot.header is None or not _is_share(attempt, errand, slot.header):
         raise CorruptSlot("the header of a share changed", rank=errand.rank)
@@ -434,7 +434,7 @@ def _is_share(attempt: Attempt, errand: _Errand, header: Header) -> bool:
     return found == (Kind.SHARE, attempt, errand.share, errand.nbytes)
 
 
-def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
+def _fetch_some(context: CourierState, attempt: Attempt, errands: list[_Errand]
                 ) -> tuple[dict[tuple[int, Share], int], list[Place]]:  # fmt: skip
     """Fetch one share each for some ranks; return the files where they are now, and those that could not be used."""
     world, pool = context.world, context.pool
@@ -478,7 +478,7 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
 # first rebuilt from copies or parity, and stay in memory.
 
 
-def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
+def scavenge(context: CourierState, drains: DrainQueue) -> Drain | None:
     """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
     restorable = (one for one in drains.look().listed if NEWEST.fits(one.step, one.verdict))
     newest = max((one.card.attempt.generation for one in restorable), default=0)
@@ -499,7 +499,7 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     return drains.begin(drain_input)
 
 
-def heal_newest(context: Context) -> int | None:
+def heal_newest(context: CourierState) -> int | None:
     """Heal the newest checkpoint in memory, on as many ranks as the job has; return its step."""
     found = find_and_verify(context, NEWEST)
     if not isinstance(found, RankCheckpoint):

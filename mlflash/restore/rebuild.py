@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..courier.choose_checkpoint import Choice, ParityGroup
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.inventory import Place
@@ -52,7 +52,7 @@ class Repairs:
         beyond: the files of groups that have lost too much; if there are any, nothing can be repaired.
     """
 
-    def __init__(self, context: Context, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],
+    def __init__(self, context: CourierState, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],
                  damaged: Mapping[int, Sequence[int]]):  # fmt: skip
         self._context, self._choice, self._serves, self._slots, self._damaged = context, choice, serves, slots, damaged
         self._parity: dict[tuple[ParityGroup, int], Slot] = {}

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from ..courier.choose_checkpoint import choose
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
 from ..memory.node_directory import file_number
@@ -34,7 +34,7 @@ def give_receipts(*slots: Slot) -> None:
             slot.record_commit(slot.header.attempt, slot.header.step)
 
 
-def heal_or_remember(context: Context, home: Slot) -> None:
+def heal_or_remember(context: CourierState, home: Slot) -> None:
     """Heal, with a few retries. What cannot be healed now is remembered, and each later save first tries again."""
     for _ in range(_HEAL_TRIES):
         try:
@@ -52,7 +52,7 @@ def heal_or_remember(context: Context, home: Slot) -> None:
             return
 
 
-def protect_left(context: Context) -> tuple[int | None, int]:
+def protect_left(context: CourierState) -> tuple[int | None, int]:
     """Make the redundancy whole of the newest attempt in memory, as a courier may have died before it was.
 
     Collective over the world. The slots of all ranks may be sealed although no rank has agreed that all copies are:
@@ -77,7 +77,7 @@ def protect_left(context: Context) -> tuple[int | None, int]:
     return (home.header.step, attempt.generation) if counts else (None, 0)
 
 
-def heal(context: Context, home: Slot) -> None:
+def heal(context: CourierState, home: Slot) -> None:
     """Make the copies and parity of the restored attempt in their new places; then free everything else. Collective.
 
     Raises:
@@ -110,7 +110,7 @@ def heal(context: Context, home: Slot) -> None:
     reach("heal.done")
 
 
-def protect_again(context: Context, home: Slot, lacking: bool) -> None:
+def protect_again(context: CourierState, home: Slot, lacking: bool) -> None:
     """Make again what `Protection.missing` has found to be missing. Collective over the world."""
     world, pool, protection = context.world, context.pool, context.protection
     header = home.header
@@ -137,7 +137,7 @@ def protect_again(context: Context, home: Slot, lacking: bool) -> None:
 # damaged ones. Nothing damaged is given up before there is something better: a restore finds what it found before.
 
 
-def mend(context: Context, scrubber: Scrubber) -> None:
+def mend(context: CourierState, scrubber: Scrubber) -> None:
     """Repair what can be repaired. Collective over the world; in a job, while no save is being protected.
 
     What cannot be repaired stays as it is. No rank counts as damaged afterwards: the next finding begins anew.
@@ -191,7 +191,7 @@ def _restore_head(slot: Slot) -> None:
         give_receipts(slot)
 
 
-def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bool]:
+def _repair_own(context: CourierState, home: Slot, attempt: Attempt) -> tuple[int, bool]:
     """Repair the own slots of all ranks; return how many blocks were repaired here, and whether this slot is whole."""
     world = context.world
     bad = _bad_blocks(context, home)
@@ -209,7 +209,7 @@ def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bo
     return len(bad or ()) - len(left), bad is not None and not left
 
 
-def _bad_blocks(context: Context, home: Slot) -> list[int] | None:
+def _bad_blocks(context: CourierState, home: Slot) -> list[int] | None:
     """The bad blocks of a slot; None if its table is damaged."""
     assert home.header is not None
     if table_check(home.table(home.header.extents)) != home.header.table_check:
@@ -222,7 +222,7 @@ def _still_bad(home: Slot, blocks: Sequence[int] | None) -> list[int]:
     return [block for block in blocks or () if block not in good]
 
 
-def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, list[int]]) -> None:
+def _repair_from_parity(context: CourierState, home: Slot, attempt: Attempt, damaged: Mapping[int, list[int]]) -> None:
     """Repair blocks from parity; each member of a group must read its own slot."""
     world = context.world
     choice = choose(context.take_stock().of(attempt), world.topology.node_of)
@@ -236,7 +236,7 @@ def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged:
     repairs.close()
 
 
-def _make_again(context: Context, home: Slot, attempt: Attempt) -> int:
+def _make_again(context: CourierState, home: Slot, attempt: Attempt) -> int:
     """Make copies and parity again that are not whole; return how many were made here."""
     world, pool, protection = context.world, context.pool, context.protection
     before = _holding(context, attempt)
@@ -263,11 +263,11 @@ def _make_again(context: Context, home: Slot, attempt: Attempt) -> int:
     return len(new)
 
 
-def _holding(context: Context, attempt: Attempt) -> list[Slot]:
+def _holding(context: CourierState, attempt: Attempt) -> list[Slot]:
     return [slot for slot in context.protection.kept(context.pool, attempt) if slot.use is Use.HOLDS]
 
 
-def _is_whole(context: Context, slot: Slot) -> bool:
+def _is_whole(context: CourierState, slot: Slot) -> bool:
     assert slot.header is not None
     return read_header(slot.view) == slot.header and _bad_blocks(context, slot) == []
 
@@ -276,7 +276,7 @@ def _is_whole(context: Context, slot: Slot) -> bool:
 # damaged slot. Nothing is unsealed: whatever happens meanwhile, no block gets worse.
 
 
-def repair(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, Sequence[int]]) -> None:
+def repair(context: CourierState, home: Slot, attempt: Attempt, damaged: Mapping[int, Sequence[int]]) -> None:
     """Repair blocks that copies have; ``home``: the own slot, with a whole table if any of its blocks are damaged.
 
     Collective over the world.
@@ -303,7 +303,7 @@ def repair(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int,
     world.waiting_for = ()
 
 
-def _copy_of(context: Context, owner: int, attempt: Attempt) -> Slot | None:
+def _copy_of(context: CourierState, owner: int, attempt: Attempt) -> Slot | None:
     for slot in context.pool.inbox.get(owner, ()):
         if owner != context.world.rank and slot.use is Use.HOLDS and slot.header is not None:
             try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..courier.records import FoundInMemory
-from ..courier.state import Context, Saved
+from ..courier.state import CourierState, Saved
 from ..courier.wanted_parts import WantedPart
 from ..drain import checkpoint_directory
 from ..drain.checkpoint_directory import Listed
@@ -38,7 +38,7 @@ class _Checked:
 class RestoreSession:
     """What a trainer calls to restore. All of it is collective over the world, and done in jobs."""
 
-    context: Context
+    context: CourierState
     _drains: DrainQueue
     _sources: Sources
 

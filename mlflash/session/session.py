@@ -10,7 +10,7 @@ from .. import commit, crash_points
 from ..config import Config
 from ..courier.records import SaveRequest, Start, Started, Trainer
 from ..courier.start import make
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..drain.drain import Drain
 from ..drain.provenance import Signer, signer_of
 from ..drain.queue import DrainQueue
@@ -176,11 +176,11 @@ class Session(RestoreSession):
             save.slot.record_restores(save.attempt, restores)
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
-        """Make slots, and those of their redundancy; see `Context.reserve`."""
+        """Make slots, and those of their redundancy; see `CourierState.reserve`."""
         self.context.reserve(nbytes, share_nbytes, is_first)
 
     def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
-        """Find the ranks that hold the same state; see `Context.find_replicas`."""
+        """Find the ranks that hold the same state; see `CourierState.find_replicas`."""
         self.context.find_replicas(held)
 
     def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
@@ -248,13 +248,13 @@ class Session(RestoreSession):
 # What a rank can report about itself
 
 
-def survives(context: Context) -> str:
+def survives(context: CourierState) -> str:
     """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
     survival = of(context.world.topology, context.protection.placement, context.shares)
     return describe(survival, context.domains_by_kind)
 
 
-def run_facts(context: Context) -> dict[str, Any]:
+def run_facts(context: CourierState) -> dict[str, Any]:
     """Facts that do not change during this run, for its recorder."""
     world, config, protection = context.world, context.config, context.protection
     return {
@@ -265,7 +265,7 @@ def run_facts(context: Context) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
+def report_of(context: CourierState, drain: Drain | None) -> dict[str, Any]:
     """Counters, seconds per verb, and the placement of this rank.
 
     Returns:
