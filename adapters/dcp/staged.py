@@ -109,7 +109,7 @@ class Staged:
         checkpointer: gives the slot. If no slot is free now, the tensors are cloned instead.
         state_dict: nested dicts and lists of tensors.
         laid: the state dict's layout.
-        until, owned: see `Adapting.save_or_warn`.
+        until, owned: see `AdapterAPI.save_or_warn`.
 
     Attributes:
         token: its number in this process.

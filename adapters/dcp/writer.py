@@ -6,7 +6,7 @@
 
 Ranks do not wait for each other before `finish`, in which rank 0 waits for the commit. `dcp.save` tells all ranks what
 failed before that. By then other ranks may have posted the save, and this one has not. In that case it posts a failure
-with its next collective call (see `Adapting.begin`), so that the queues of all ranks match.
+with its next collective call (see `AdapterAPI.begin`), so that the queues of all ranks match.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class MemoryWriter(StorageWriter):
     Attributes:
         enabled: whether it writes anything.
         until: you may change it between saves.
-        owned: gives more tensors that change only in those steps, see `Adapting.save_or_warn`.
+        owned: gives more tensors that change only in those steps, see `AdapterAPI.save_or_warn`.
     """
 
     enabled = True

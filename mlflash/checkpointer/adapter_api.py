@@ -139,7 +139,7 @@ def _without_checksums() -> Iterator[bool]:
         serialization.set_crc32_options(True)
 
 
-class Adapting:
+class AdapterAPI:
     """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`."""
 
     def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, config: Config,

@@ -25,7 +25,7 @@ from ..restore.load import Restores
 from ..save.queue import SaveQueue
 from ..save.snapshot import Snapshot
 from . import off, uncaught, unclosed
-from .adapter_api import Adapting
+from .adapter_api import AdapterAPI
 from .connect import connect
 
 log = logging.getLogger("mlflash")
@@ -71,7 +71,7 @@ class Checkpointer:
         DeadlineExceeded: some ranks did not make their Checkpointer in time.
     """
 
-    adapting: Adapting
+    adapting: AdapterAPI
     _trainer: TrainerContext
     _courier: Client
     _drains: Drains
@@ -103,7 +103,7 @@ class Checkpointer:
                 log.warning("the environment sets %s, which is no setting of mlflash", name)
         self._saves = SaveQueue(trainer)
         self._restores = Restores(trainer, self._saves, self._drains)
-        self.adapting = Adapting(trainer.ranks, self._saves, self._restores, self._drains, self._config,
+        self.adapting = AdapterAPI(trainer.ranks, self._saves, self._restores, self._drains, self._config,
                                  self._check_open)  # fmt: skip
         unclosed.add(
             self, lambda me, state: me._end_alone(state, "this Checkpointer was left open"), Checkpointer._leave

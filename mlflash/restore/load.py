@@ -251,7 +251,7 @@ class Restores:
 
     @_told
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
-        """Open a checkpoint to read any part of it; see `Adapting.open`."""
+        """Open a checkpoint to read any part of it; see `AdapterAPI.open`."""
         find = self._find_whole if step is None else self._find
         found = find(WantedStep(step), others=True, source=source, told=told)
         if found is None or isinstance(found, OpenInDirectory):
@@ -270,7 +270,7 @@ class Restores:
         done: Callable[[], None],
         anew: bool = False,
     ) -> None:
-        """Read from an opened checkpoint and close it; see `Adapting.read`."""
+        """Read from an opened checkpoint and close it; see `AdapterAPI.read`."""
         start, step = time.perf_counter(), opened.step
         wanted_parts: list[WantedPart] = []
         try:
@@ -294,11 +294,11 @@ class Restores:
         return steps
 
     def newest_step(self) -> int | None:
-        """Find the newest step that can be loaded; see `Adapting.newest_step`."""
+        """Find the newest step that can be loaded; see `AdapterAPI.newest_step`."""
         return self._close(self._find_whole(NEWEST, others=True, remember=True))
 
     def newest_alike(self) -> int | None:
-        """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
+        """Find the largest step that the number of ranks that saved it can load; see `AdapterAPI.newest_alike`."""
         reasons: dict[int, str] = {}
         for step in reversed(self.steps(alike=True)):
             why = self._why_not(step)

@@ -82,7 +82,7 @@ class SaveQueue:
         return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
-        """Announce that a save follows; see `Adapting.begin`."""
+        """Announce that a save follows; see `AdapterAPI.begin`."""
         self.begun.end()
         begun = self.begun.add(step, thread, self.staged_states.all)
         self.last_step = step if self.last_step is None else max(step, self.last_step)
@@ -98,7 +98,7 @@ class SaveQueue:
             pass  # the failure was reported for this step
 
     def save_again(self, flat: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
-        """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
+        """Save what was begun, which may be the newest one once more; see `AdapterAPI.save_again`."""
 
         def fill(save: PendingSave) -> None:
             if isinstance(flat, MlflashError):

@@ -397,7 +397,7 @@ class ReservedSaves:
         self._lock = threading.Lock()
 
     def add(self, step: int, thread: threading.Thread, staged_states: tuple[StagedState, ...]) -> ReservedSave:
-        """Announce that a save follows; see `Adapting.begin`."""
+        """Announce that a save follows; see `AdapterAPI.begin`."""
         begun = ReservedSave(step, thread, staged_states)
         with self._lock:
             self._all.append(begun)
