@@ -45,11 +45,11 @@ from .state.layout import Extents, Layout
 log = logging.getLogger("mlflash")
 
 
-class OneAhead(Exception):
+class RankSkippedSave(Exception):
     """The other ranks have not come to this save yet: this rank has left one out."""
 
 
-class MendFirst(Exception):
+class RepairFirst(Exception):
     """Some rank has damage at rest: all ranks must repair it before this save."""
 
 
@@ -95,8 +95,8 @@ def run(save: Save, context: CourierState, committed_now: Callable[[], None] = l
 
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
-        OneAhead: the other ranks come to this save with their next one: run it once more.
-        MendFirst: on all ranks, unless it is restored: repair first, and then run it once more.
+        RankSkippedSave: the other ranks come to this save with their next one: run it once more.
+        RepairFirst: on all ranks, unless it is restored: repair first, and then run it once more.
     """
     error: MlflashError | None = None
     with save.times.of("deferred"):
@@ -192,16 +192,16 @@ def _announce(save: Save, context: CourierState) -> bool:
     )  # fmt: skip
     save.times.announced()
     if told.damaged and not save.is_restored:
-        raise MendFirst
+        raise RepairFirst
     if not told.settled:
         return False
     context.generation = 1 + told.newest
     save.attempt = Attempt(context.run_id, context.generation)
     save.drains_idle, save.drain_asked = told.drains_idle, told.drain_asked
-    falls_in = told.low != told.high and _falls_in(context, step, told.low)
-    if falls_in and step > told.low:
-        raise OneAhead
-    if told.failed and not falls_in:
+    catches_up = told.low != told.high and _catches_up(context, step, told.low)
+    if catches_up and step > told.low:
+        raise RankSkippedSave
+    if told.failed and not catches_up:
         world.raise_together(request.problem)
     if told.low != told.high:
         unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
@@ -215,7 +215,7 @@ def _announce(save: Save, context: CourierState) -> bool:
     return True
 
 
-def _falls_in(context: CourierState, step: int, low: int) -> bool:
+def _catches_up(context: CourierState, step: int, low: int) -> bool:
     """Whether a rank that left saves out catches up: ranks that are ahead stay at their step, and the others continue.
 
     An exception, such as one of a signal handler, may have kept a rank from posting some saves, and its saves would
@@ -228,10 +228,10 @@ def _falls_in(context: CourierState, step: int, low: int) -> bool:
     collective.
     """
     left = -1 if context.left_at is None else context.left_at
-    falls_in = context.world.all_of(step > left if step == low else low <= left)
-    if step == low or not falls_in:
+    catches_up = context.world.all_of(step > left if step == low else low <= left)
+    if step == low or not catches_up:
         context.left_at = step
-    return falls_in
+    return catches_up
 
 
 def _locally(save: Save, work: Callable[[], object]) -> None:
@@ -424,9 +424,9 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, 
             try:
                 run(save, context, lambda: _committed(save, context, drains))
                 break
-            except OneAhead:
+            except RankSkippedSave:
                 world.job_number += 1
-            except MendFirst:  # afterwards no rank reports damage any more
+            except RepairFirst:  # afterwards no rank reports damage any more
                 try:
                     mend()
                 except MlflashError as error:

@@ -142,7 +142,7 @@ class DrainQueue:
         if self.last is not None:
             self.last.given_up.set()
 
-    def go_beyond(self) -> None:
+    def advance_generation(self) -> None:
         """Continue the numbers of a directory that a fresh start passes over. Collective over the world."""
         if self._context.world.rank == 0 and self.store is not None:
             # On a separate thread, because the file system may hang. Nobody waits for the result.

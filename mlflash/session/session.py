@@ -103,7 +103,7 @@ class Session(RestoreSession):
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._sources = Sources(context, self._drains)
         pool, threads = context.pool, context.copy_threads.threads
-        self._drains.go_beyond()
+        self._drains.advance_generation()
         told = world.agree(any_of={"goes_on": facts.goes_on}, max_of={"interrupted": facts.interrupted})
         return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
                        context.left.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
