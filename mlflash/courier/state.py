@@ -90,7 +90,7 @@ class CourierState:
     gives_way: bool = False
     damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
     trainer: Trainer | None = None
-    _told: tuple[SharingNews, bool] = (SharingNews(), False)
+    _reported: tuple[SharingNews, bool] = (SharingNews(), False)
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
@@ -146,11 +146,11 @@ class CourierState:
         if self.pool.has_free:
             self.trainer.freed()
         sharing, is_unhealed = self.sharing, self.unhealed is not None
-        if sharing != self._told[0]:
-            self.trainer.told_sharing(sharing)
-        if is_unhealed != self._told[1]:
-            self.trainer.told_unhealed(is_unhealed)
-        self._told = sharing, is_unhealed
+        if sharing != self._reported[0]:
+            self.trainer.set_sharing(sharing)
+        if is_unhealed != self._reported[1]:
+            self.trainer.set_unhealed(is_unhealed)
+        self._reported = sharing, is_unhealed
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots of at least a given size, and those for their redundancy. Collective over the world.

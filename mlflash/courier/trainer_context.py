@@ -44,8 +44,8 @@ class TrainerContext:
     def update(self, files: Iterable[SlotFile]) -> None:
         self.slots.update(files)
 
-    def told_sharing(self, sharing: SharingNews) -> None:
+    def set_sharing(self, sharing: SharingNews) -> None:
         self.sharing = sharing
 
-    def told_unhealed(self, is_unhealed: bool) -> None:
+    def set_unhealed(self, is_unhealed: bool) -> None:
         self.is_unhealed = is_unhealed

@@ -339,11 +339,11 @@ class RemoteTrainer:
     def freed(self) -> None:
         self._tell("freed")
 
-    def told_sharing(self, sharing: SharingNews) -> None:
-        self._tell("told_sharing", sharing)
+    def set_sharing(self, sharing: SharingNews) -> None:
+        self._tell("set_sharing", sharing)
 
-    def told_unhealed(self, is_unhealed: bool) -> None:
-        self._tell("told_unhealed", is_unhealed)
+    def set_unhealed(self, is_unhealed: bool) -> None:
+        self._tell("set_unhealed", is_unhealed)
 
     # In the middle of a job
 
