@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import Config
-from ..courier.client import one_unit
+from ..courier.client import restart_scope
 from ..courier.ranks import Ranks
+from ..courier.trainer_context import TrainerContext
 from ..courier.wanted_parts import WantedPart
 from ..drain.drain import Drains
 from ..errors import MlflashError, SaveFailed, StateError, StepOrderError, Unrestorable
@@ -142,14 +142,11 @@ def _without_checksums() -> Iterator[bool]:
 class AdapterAPI:
     """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`."""
 
-    def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, config: Config,
+    def __init__(self, trainer: TrainerContext, saves: SaveQueue, restores: Restores, drains: Drains,
                  check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
-        self.ranks, self._strict, self._config = ranks, config.strict, config
-        self._loading = Loading(ranks, saves)
-
-    def _unit(self) -> contextlib.AbstractContextManager[None]:
-        return self.ranks.unit()
+        self.ranks, self._courier, self._config = trainer.ranks, trainer.courier, trainer.config
+        self._loading = Loading(trainer.ranks, saves)
 
     def own_files(self) -> OwnFiles:
         """Make what writes a framework's own checkpoints to memory and then to disk. Collective over comm."""
@@ -159,7 +156,7 @@ class AdapterAPI:
             lambda: BackgroundFiles(where.memory, where.job, run, rank, size, where.drain_rate / size),
             lambda text: StateError(f"checkpoints cannot be moved to disk in the background: {text}"),
         )
-        return OwnFiles(files, self.ranks, self._strict)
+        return OwnFiles(files, self.ranks, self._config.strict)
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Let rank 0 read what other ranks might see in another state, such as files, and send it to all of them.
@@ -183,7 +180,7 @@ class AdapterAPI:
             raise StateError(f"rank 0 could not read what all ranks need to know: {why}", rank=0)
         return found
 
-    @one_unit
+    @restart_scope
     def save_or_warn(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot | None:
@@ -207,11 +204,11 @@ class AdapterAPI:
         try:
             return self.save(step, state, until, owned)
         except (StateError, StepOrderError):  # the job was posted nevertheless, and reports the error
-            if self._strict:
+            if self._config.strict:
                 raise
             return None
 
-    @one_unit
+    @restart_scope
     def save(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot:
@@ -235,7 +232,7 @@ class AdapterAPI:
         """
         self._saves.lazy.steps.hold_back()
 
-    @one_unit
+    @restart_scope
     def newest_step(self, instead: object = None) -> int | None:
         """Find the newest step that can really be loaded, whichever ranks saved it: every byte of it is verified.
 
@@ -253,7 +250,7 @@ class AdapterAPI:
         self._check_open()
         return self._or_instead(self._restores.newest_step, instead)
 
-    @one_unit
+    @restart_scope
     def newest_alike(self, instead: object = None) -> int | None:
         """Find the largest step that the number of ranks that saved it can really load. Collective over comm."""
         self._check_open()
@@ -299,7 +296,7 @@ class AdapterAPI:
         self._check_open()
         self._saves.begun.end()
 
-    @one_unit
+    @restart_scope
     def save_again(self, state: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
         """Save leaves that an adapter made, as :meth:`.Checkpointer.save` does, as the step that was begun.
 
@@ -348,7 +345,7 @@ class AdapterAPI:
         """The step of this run's newest drain, if that has ended well. Not collective."""
         return self._drains.drained
 
-    @one_unit
+    @restart_scope
     def open(
         self, step: int | None = None, told: Collection[str] = (), source: str | None = None
     ) -> OpenCheckpoint | None:
@@ -371,7 +368,7 @@ class AdapterAPI:
         self._check_open()
         return self._restores.open(step, told, source)
 
-    @one_unit
+    @restart_scope
     def load_together(self, step: int, work: Callable[[], T], anew: bool = False) -> T:
         """Let a framework load what was restored or read into its objects: on all ranks, or on none.
 
@@ -400,7 +397,7 @@ class AdapterAPI:
         """Note that the whole state was loaded from something else: after a failed load, it may be saved again."""
         self._saves.undefined = ""
 
-    @one_unit
+    @restart_scope
     def read(
         self,
         opened: OpenCheckpoint,

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
-from ..courier.client import FORKED, Client, one_unit
+from ..courier.client import FORKED, Client, restart_scope
 from ..courier.trainer_context import TrainerContext
 from ..drain.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
@@ -103,8 +103,7 @@ class Checkpointer:
                 log.warning("the environment sets %s, which is no setting of mlflash", name)
         self._saves = SaveQueue(trainer)
         self._restores = Restores(trainer, self._saves, self._drains)
-        self.adapting = AdapterAPI(trainer.ranks, self._saves, self._restores, self._drains, self._config,
-                                 self._check_open)  # fmt: skip
+        self.adapting = AdapterAPI(trainer, self._saves, self._restores, self._drains, self._check_open)
         unclosed.add(
             self, lambda me, state: me._end_alone(state, "this Checkpointer was left open"), Checkpointer._leave
         )
@@ -118,7 +117,7 @@ class Checkpointer:
 
     # Saving
 
-    @one_unit
+    @restart_scope
     def save(self, step: int, state: Any, *, until: Any = None) -> Snapshot:
         """Copy the state into this rank's slot; it is then protected and committed in the background.
 
@@ -154,7 +153,7 @@ class Checkpointer:
         self._check_open()
         self._saves.wait()
 
-    @one_unit
+    @restart_scope
     def prepare(self, state: Any) -> None:
         """Allocate the slots for a state like this one before the first save; their pages are made in the background.
 
@@ -169,7 +168,7 @@ class Checkpointer:
 
     # Restoring
 
-    @one_unit
+    @restart_scope
     def restore(
         self, state: Any, step: int | None = None, *, before: int | None = None, certified: bool = False,
         source: str | os.PathLike[str] | None = None,
@@ -219,7 +218,7 @@ class Checkpointer:
                         "one of them with other arguments, give it that name: job= or MLFLASH_JOB",
                         self._config.job, ", ".join(others))  # fmt: skip
 
-    @one_unit
+    @restart_scope
     def load(
         self, step: int | None = None, *, before: int | None = None, certified: bool = False,
         source: str | os.PathLike[str] | None = None, copy: bool = True,
@@ -384,10 +383,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def _unit(self) -> contextlib.AbstractContextManager[None]:
-        return self._courier.unit()
-
-    @one_unit
+    @restart_scope
     def close(self) -> None:
         """Wait for the saves and drains so far, and free windows and communicators; the slots stay in memory.
 

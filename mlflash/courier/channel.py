@@ -74,7 +74,7 @@ class PendingCall:
         answers: what the courier may ask in the middle of the job.
         on_late, on_refused: called when its deadline has passed; if no courier will do it.
         is_kept: whether the next courier gets it, or does it again, if this one ends.
-        unit: the unit that a job belongs to; 0: none.
+        scope: the restart scope that a job belongs to, see `Client`; 0: none.
         was_staged: whether the slots of a save were filled when its courier ended.
         sent, woken: set when the courier has it; when it has ended, or is late.
     """
@@ -85,7 +85,7 @@ class PendingCall:
         self.answers: Any = None
         self.on_late: Callable[[DeadlineExceeded], None] | None = None
         self.on_refused: Callable[[MlflashError], None] | None = None
-        self.unit = 0
+        self.scope = 0
         self.is_sent = self.was_staged = False
         self.sent, self.woken = Event(), Event()
         self.result: Any = None

@@ -47,10 +47,10 @@ _WATCH_S = 1.0  # time between two looks for a job that is late
 class Client:
     """Calls methods of the session that a Checkpointer has in its courier: see `session.session.Session`.
 
-    Jobs belong to units: operations, such as a restore, that fail together if couriers are started anew in the middle
-    of them. All ranks do the same operations in the same order and number them alike. When couriers end, the jobs that
-    they were doing are lost, and each rank may have reached another job. So no rank continues a unit that any rank was
-    in: its next job would meet other jobs on the other ranks.
+    Jobs belong to restart scopes: operations, such as a restore, that fail together if couriers are started anew in the
+    middle of them. All ranks do the same operations in the same order and number them alike. When couriers end, the
+    jobs that they were doing are lost, and each rank may have reached another job. So no rank continues a scope that
+    any rank was in: its next job would meet other jobs on the other ranks.
 
     Attributes:
         late: the error of the job that has passed its deadline and still runs.
@@ -77,10 +77,10 @@ class Client:
         self._starting: PendingCall | None = None  # the job that introduces it for the first time
         self._jobs: dict[int, PendingCall] = {}
         self._asked: dict[int, PendingCall] = {}  # calls that are no jobs
-        self._unit_numbers = itertools.count(1)
-        self._units: dict[int, int] = {}  # the unit that each thread is in
-        # the newest units that this rank was in when its courier ended, and that any rank was in; 0: none
-        self._interrupted_unit = self._failed_unit = 0
+        self._scope_numbers = itertools.count(1)
+        self._scopes: dict[int, int] = {}  # the restart scope that each thread is in
+        # the newest scopes that this rank was in when its courier ended, and that any rank was in; 0: none
+        self._interrupted_scope = self._failed_scope = 0
         self._frames: queue.SimpleQueue[Call | Reply | Event | None] = queue.SimpleQueue()
         self.ranks, self._before = ranks, link.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
@@ -139,7 +139,7 @@ class Client:
         job.is_kept = method in ("commit", "free")
         if method == "free":
             self._free = job
-        job.unit = self._units.get(threading.get_ident(), 0)
+        job.scope = self._scopes.get(threading.get_ident(), 0)
         self._jobs[job.number] = job
         return job
 
@@ -155,23 +155,23 @@ class Client:
         job.sent.wait(_ANSWER_S)
 
     @contextlib.contextmanager
-    def unit(self, joins: bool = False) -> Iterator[None]:
-        """Put all jobs that this thread posts in the ``with`` block into one unit, or (``joins``) into an outer one.
+    def restart_scope(self, joins: bool = False) -> Iterator[None]:
+        """Put all jobs that this thread posts in the ``with`` block into one scope, or (``joins``) into an outer one.
 
-        Collective: all ranks do the same units in the same order. If couriers are started anew on any rank during a
-        unit, its calls raise Closed on all ranks.
+        Collective: all ranks enter the same scopes in the same order. If couriers are started anew on any rank during
+        a scope, its calls raise Closed on all ranks.
         """
         thread = threading.get_ident()
-        outer = self._units.get(thread)
+        outer = self._scopes.get(thread)
         if outer is None or not joins:
-            self._units[thread] = next(self._unit_numbers)
+            self._scopes[thread] = next(self._scope_numbers)
         try:
             yield
         finally:
             if outer is None:
-                self._units.pop(thread, None)
+                self._scopes.pop(thread, None)
             else:
-                self._units[thread] = outer
+                self._scopes[thread] = outer
 
     def call(self, method: str, *args: Any, answers: Any = None, fds: tuple[int, ...] = ()) -> Any:
         """Post a job and wait for its result. Collective.
@@ -181,7 +181,7 @@ class Client:
             Closed: the courier has stopped working.
             MlflashError: on all ranks, as the method says.
         """
-        with self.unit(joins=True):
+        with self.restart_scope(joins=True):
             return self._result_of(self.job(method, *args, answers=answers, fds=fds))
 
     def _result_of(self, job: PendingCall) -> Any:
@@ -392,7 +392,7 @@ class Client:
             return
         if not self._is_down:
             self._is_down, self._is_unused, self.late = True, False, None
-            self._interrupted_unit = max([self._failed_unit, *list(self._units.values())])
+            self._interrupted_scope = max([self._failed_scope, *list(self._scopes.values())])
             if self.trainer is not None:
                 self.trainer.recorder.courier_died(pid, why)
             self.broken = None if self.start is not None else self.broken  # it failed because another one had ended
@@ -403,8 +403,8 @@ class Client:
             self._refuse(job, f"{_ANEW}: {why}")
 
     def check(self, job: PendingCall) -> None:
-        """Raise Closed if the courier has stopped, or a job is of a unit that no rank may continue."""
-        if 0 < job.unit <= self._failed_unit and not job.is_kept:
+        """Raise Closed if the courier has stopped, or a job is of a restart scope that no rank may continue."""
+        if 0 < job.scope <= self._failed_scope and not job.is_kept:
             raise Closed(_ANEW)
         if self.broken is not None:
             raise Closed("mlflash stopped after an earlier error", found=self.broken)
@@ -461,7 +461,9 @@ class Client:
             if self.is_closed or time.monotonic() > end:
                 return
         assert self.trainer is not None
-        start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._interrupted_unit, goes_on=True)
+        start = dataclasses.replace(
+            self.start, left_at=self._left_at, interrupted=self._interrupted_scope, goes_on=True
+        )
         for method, args in (("start", (start,)), ("protect_left", ())):
             job = self.job(method, *args)
             self._link.send_first(job)
@@ -470,7 +472,7 @@ class Client:
             if job.error is not None:
                 raise job.error
             if method == "start":
-                self._failed_unit = max(self._failed_unit, job.result.interrupted)
+                self._failed_scope = max(self._failed_scope, job.result.interrupted)
                 self.trainer.sharing, self.trainer.is_unhealed = job.result.sharing, False
                 self.trainer.slots.update(job.result.files)
             elif method == "protect_left":
@@ -511,21 +513,21 @@ class Client:
         job.end(job.error or why)
 
 
-class _HasUnits(Protocol):
-    def _unit(self) -> contextlib.AbstractContextManager[None]: ...
+class _HasClient(Protocol):
+    _courier: Client
 
 
-_Me = TypeVar("_Me", bound=_HasUnits)
+_Me = TypeVar("_Me", bound=_HasClient)
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
 
 
-def one_unit(method: Callable[Concatenate[_Me, _Takes], _Gives]) -> Callable[Concatenate[_Me, _Takes], _Gives]:
-    """Make all calls of a method one unit, see `Client.unit`. The method `_unit` of its object makes the unit."""
+def restart_scope(method: Callable[Concatenate[_Me, _Takes], _Gives]) -> Callable[Concatenate[_Me, _Takes], _Gives]:
+    """Put all jobs that a method posts into one scope; see `Client.restart_scope`."""
 
     @functools.wraps(method)
-    def whole(self: _Me, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
-        with self._unit():
+    def wrapper(self: _Me, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
+        with self._courier.restart_scope():
             return method(self, *args, **kwargs)
 
-    return whole
+    return wrapper

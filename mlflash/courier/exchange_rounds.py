@@ -38,7 +38,7 @@ def exchange(courier: Client, ranks: Ranks, attempt: Attempt, homes: Mapping[int
 
     Collective over the world. The courier does each round; see `RestoreSession.exchange`.
     """
-    with courier.unit(joins=True):
+    with courier.restart_scope(joins=True):
         mine = [*rounds(asked)]
         most = ranks.largest(len(mine))
         if not most:

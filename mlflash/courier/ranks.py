@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..errors import ConfigError, DeadlineExceeded, MlflashError, WorldMismatch, text_of
@@ -58,9 +57,6 @@ class Ranks(Agreement):
 
     def raise_together(self, error: MlflashError | None) -> None:
         self._courier.call("raise_together", error)
-
-    def unit(self) -> AbstractContextManager[None]:
-        return self._courier.unit()
 
     def renew_deadline(self) -> None:
         """Do nothing: each call has its own deadline."""

@@ -198,7 +198,7 @@ def out_of_step(settings: dict[str, Any], late: bool) -> None:
         link, ranks = ckpt._courier._link, ckpt.adapting.ranks
         before = link.pid
         try:
-            with ckpt._courier.unit():
+            with ckpt._courier.restart_scope():
                 ranks.barrier()
                 note("inside", rank=RANK, courier=before)
                 if RANK == 0:
