@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from ..config import Config
+from ..courier import connection
 from ..courier.client import Client
-from ..courier.connection import link
 from ..courier.loaded_versions import loaded_versions, not_run_with
 from ..courier.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
 from ..courier.records import Start, Started
@@ -43,14 +43,14 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
         ConfigError: on all ranks, if ``replicated`` or ``domains`` make no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, if any rank finds it.
     """
-    connection = link(config, comm)
-    rank, size = connection.couriers.rank, connection.couriers.size
-    ranks = connection.ranks_of(comm)
+    shared = connection.get(config, comm)
+    rank, size = shared.couriers.rank, shared.couriers.size
+    ranks = shared.ranks_of(comm)
     assert ranks is not None
     if comm is None:
         ranks = some_ranks(process_group, rank, size) or ranks
-    courier = Client(connection, config, ranks)
-    whole = connection.group()  # `replicated` may be a communicator of the program's MPI
+    courier = Client(shared, config, ranks)
+    whole = shared.group()  # `replicated` may be a communicator of the program's MPI
     group = None if whole is None else whole.Incl(ranks)
     start = _start(ranks.index(rank), len(ranks), group, process_group, replicated, domains)
     started = _started(courier, start)

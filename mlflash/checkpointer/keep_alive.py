@@ -163,7 +163,7 @@ class _Rounds:
             lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
             check=lambda: self._link.check(seat.round),
         )
-        connection.link_anew(self._config(), meeting)
+        connection.reset(self._config(), meeting)
         meeting.check()  # an interruption a moment earlier would have found nothing to interrupt
         times.note("couriers")
         reach("round.couriers")

@@ -42,7 +42,7 @@ def _end_all() -> None:
         except Exception:  # the other Checkpointers must be ended, too
             log.exception("a Checkpointer could not be ended")
     if connection := sys.modules.get("mlflash.courier.connection"):
-        connection.close_links()
+        connection.close_all()
 
 
 def _leave_all() -> None:

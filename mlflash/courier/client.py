@@ -25,7 +25,7 @@ from ..events import Event
 from ..memory.own_slots import SlotFile
 from ..version import __version__
 from .channel import Call, PendingCall, Reply
-from .link import CourierLink
+from .connection import Connection
 from .records import SaveRequest, Start, Started
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class Client:
     drain_moved: Callable[[int, Mapping[str, Any]], None]
     _drains_lost: Callable[[], None]
 
-    def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
-        self._link, self._config, self.number = link, config, link.number()
+    def __init__(self, connection: Connection, config: Config, ranks: tuple[int, ...]):
+        self._connection, self._config, self.number = connection, config, connection.number()
         self.late: DeadlineExceeded | None = None
         self.broken: BaseException | None = None
         self.is_closed = self._is_down = self._is_unused = False
@@ -82,7 +82,7 @@ class Client:
         # the newest scopes that this rank was in when its courier ended, and that any rank was in; 0: none
         self._interrupted_scope = self._failed_scope = 0
         self._frames: queue.SimpleQueue[Call | Reply | Event | None] = queue.SimpleQueue()
-        self.ranks, self._before = ranks, link.add(self.number, self, ranks)
+        self.ranks, self._before = ranks, connection.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
         self._over = Event()
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
@@ -100,7 +100,7 @@ class Client:
         job = self.job("start", start)
         job.is_kept = True
         self.start, self._starting = start, job
-        self._link.queue.put(self._opened())
+        self._connection.queue.put(self._opened())
         started: Started = self._result_of(job)
         return started
 
@@ -119,7 +119,7 @@ class Client:
     @property
     def is_a(self) -> str:
         """Which process it is, where it runs, and how the ranks met."""
-        return self._link.is_a
+        return self._connection.is_a
 
     # Jobs
 
@@ -134,7 +134,7 @@ class Client:
             on_late: called when the deadline has passed.
             on_refused: called if the courier does not do the job because of an earlier error.
         """
-        job = PendingCall(self, Call(self.number, self._link.number(), method, args, job=1))
+        job = PendingCall(self, Call(self.number, self._connection.number(), method, args, job=1))
         job.answers, job.fds, job.on_late, job.on_refused = answers, fds, on_late, on_refused
         job.is_kept = method in ("commit", "free")
         if method == "free":
@@ -148,7 +148,7 @@ class Client:
 
         A job that is posted twice is done once: who is interrupted by an exception of a signal handler posts it again.
         """
-        self._link.queue.put(job)
+        self._connection.queue.put(job)
 
     def wait_sent(self, job: PendingCall) -> None:
         """Wait until the courier has a posted job, not until it is done: then it does not depend on this process."""
@@ -204,17 +204,17 @@ class Client:
 
     def ask(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Call a method that is no job and is answered at once. Raises DeadlineExceeded or Closed if it is not."""
-        return self._ask(self._link.queue.put, method, args, timeout_s)
+        return self._ask(self._connection.queue.put, method, args, timeout_s)
 
     def _ask(self, send: Callable[[PendingCall], None], method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        call = PendingCall(self, Call(self.number, self._link.number(), method, args), is_kept=True)
+        call = PendingCall(self, Call(self.number, self._connection.number(), method, args), is_kept=True)
         self._asked[call.number] = call
         try:
             send(call)
             end = time.monotonic() + timeout_s
-            self._link.check()
+            self._connection.check()
             while not call.woken.wait(_LOOK_S):
-                self._link.check()
+                self._connection.check()
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"the courier of this rank did not answer for {timeout_s:g} s")
             if call.error is not None:
@@ -225,7 +225,7 @@ class Client:
 
     def notify(self, method: str, *args: Any, is_kept: bool = False) -> None:
         """Call a method without waiting for it; ``is_kept``: of the next courier, if there is none now."""
-        self._link.queue.put(PendingCall(self, Call(self.number, 0, method, args), is_kept))
+        self._connection.queue.put(PendingCall(self, Call(self.number, 0, method, args), is_kept))
 
     def lease(self, number: int, leave: bool, lent: Collection[int]) -> Sequence[SlotFile]:
         """Lease own slots; see `SlotPool.lease`. Empty if the courier does not answer: who saves finds out why."""
@@ -270,7 +270,7 @@ class Client:
                 late.be_late(error)
         elif isinstance(frame, Call) and frame.number and self.is_closed:
             gone = Closed("this Checkpointer was closed")  # a save that an exception left is still under way
-            self._link.queue.put(PendingCall(self, Reply(self.number, frame.number, None, gone)))
+            self._connection.queue.put(PendingCall(self, Reply(self.number, frame.number, None, gone)))
         else:
             self._frames.put(frame)
 
@@ -294,12 +294,12 @@ class Client:
         except DeadlineExceeded:
             job = self._jobs.get(number)
             if job is not None and not self._is_down:
-                rank = self._link.couriers.rank
+                rank = self._connection.couriers.rank
                 node = None if self.trainer is None else self.trainer.ranks.node_name
                 self.late = DeadlineExceeded(
-                    f"waited {self._config.timeout_s:g} s, and the courier of this rank (pid {self._link.pid}) does "
-                    "not answer: look whether it is stopped. The last committed step is untouched. When it goes on, "
-                    "saves work again; if it does not, relaunch the job", rank=rank, node=node, ranks=[rank],
+                    f"waited {self._config.timeout_s:g} s, and the courier of this rank (pid {self._connection.pid}) "
+                    "does not answer: look whether it is stopped. The last committed step is untouched. When it goes "
+                    "on, saves work again; if it does not, relaunch the job", rank=rank, node=node, ranks=[rank],
                 )  # fmt: skip
                 job.be_late(self.late)
 
@@ -352,7 +352,7 @@ class Client:
         except Exception as problem:  # from torch, a device or an adapter
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
         # Who asks waits for it, also a courier that is still coming up, for which the queue is held back.
-        self._link.send_first(PendingCall(self, Reply(self.number, call.number, result, error)))
+        self._connection.send_first(PendingCall(self, Reply(self.number, call.number, result, error)))
 
     def broke(self, error: MlflashError) -> None:
         """Note that the courier has stopped working."""
@@ -362,7 +362,7 @@ class Client:
         """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `Free` was posted."""
         if self._free is not None and not self._is_freed:
             self._is_freed = True
-            self._link.freed.append(self._name)
+            self._connection.freed.append(self._name)
             self._jobs.pop(self._free.number, None)
             self._free.woken.set()
 
@@ -372,7 +372,8 @@ class Client:
         if self.is_closed or self._is_freed:
             return
         if self.start is not None or self.broken is None:  # it was not lost before
-            is_meant = sys.is_finalizing() or self._link.is_closing or self._link.is_kept  # kept: the next round saves
+            # kept: the next round saves
+            is_meant = sys.is_finalizing() or self._connection.is_closing or self._connection.is_kept
             log.log(logging.DEBUG if is_meant else logging.WARNING, "nothing is saved any more: %s", why)
         self.broken, self.start = self.broken or why, None  # permanently
         self._lose_drains()
@@ -447,14 +448,15 @@ class Client:
 
     def come_up(self) -> None:
         """Introduce this Checkpointer to the next courier. Collective over its ranks."""
-        if self._name in self._link.couriers.freed:
+        if self._name in self._connection.couriers.freed:
             self._note_freed()
         if self.is_closed or self._is_freed or self.start is None or self._starting is None:
             return
-        self._link.send_first(self._opened())
+        self._connection.send_first(self._opened())
         if not self._starting.woken.is_set():  # its constructor waits for that, perhaps for other ranks
             self._send_again()
-            self._ask(self._link.send_first, "tell_doing", ("",), self._config.timeout_s)  # it has its MPI, and answers
+            # it has its MPI, and answers
+            self._ask(self._connection.send_first, "tell_doing", ("",), self._config.timeout_s)
             return
         end = time.monotonic() + self._config.timeout_s
         while not self._has_trainer.wait(_LOOK_S):  # its constructor makes that
@@ -466,7 +468,7 @@ class Client:
         )
         for method, args in (("start", (start,)), ("protect_left", ())):
             job = self.job(method, *args)
-            self._link.send_first(job)
+            self._connection.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
                 raise DeadlineExceeded("the next courier has not started in time")
             if job.error is not None:
@@ -484,7 +486,7 @@ class Client:
         self._is_down = False
         for job in [job for job in list(self._jobs.values()) if job.is_sent]:
             job.is_sent = False
-            self._link.send_first(job)
+            self._connection.send_first(job)
 
     def _find_committed(self, step: int | None, generation: int) -> None:
         """Complete a save that was committed when its courier ended, so that the courier could not report it."""

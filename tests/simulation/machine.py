@@ -181,7 +181,7 @@ def process_globals() -> dict[tuple[Any, str], Any]:
     import mlflash.save.lazy as lazy
 
     return {
-        (connection, "_links"): [], (connection, "_making"): None, (connection, "_left"): set(),
+        (connection, "_connections"): [], (connection, "_starting"): None,
         (program_mpi, "_pending"): [],
         (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
         (lazy.HOOK, "listeners"): weakref.WeakSet(), (lazy.HOOK, "heard"): weakref.WeakSet(),

@@ -226,7 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/client.py",
-        "job.is_sent = False\n            self._link.send_first(job)\n", "job.is_sent = False\n",
+        "job.is_sent = False\n            self._connection.send_first(job)\n", "job.is_sent = False\n",
     ),
     # Waits
     Mutant(
