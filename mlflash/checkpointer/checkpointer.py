@@ -364,7 +364,7 @@ class Checkpointer:
         return survives
 
     def report(self) -> dict[str, Any]:
-        """Return counters, seconds per operation, placement and last drain of this rank; see `session.report_of`.
+        """Return counters, seconds per operation, placement and last drain of this rank; see `Session.report`.
 
         The entry ``courier`` says which process it is, where it runs, and how the ranks met. Not collective.
         """

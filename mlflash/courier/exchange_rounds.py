@@ -36,7 +36,7 @@ def exchange(courier: Client, ranks: Ranks, attempt: Attempt, homes: Mapping[int
              asked: Mapping[int, Sequence[WantedPart]]) -> bool:  # fmt: skip
     """Get parts from other ranks, as much per round as the file can hold. Return whether all arrived intact.
 
-    Collective over the world. The courier does each round; see `RestoreSession.exchange`.
+    Collective over the world. The courier does each round; see `Session.exchange`.
     """
     with courier.restart_scope(joins=True):
         mine = [*rounds(asked)]

@@ -396,7 +396,7 @@ class Restores:
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
     ) -> FoundInMemory | OpenInDirectory | None:  # fmt: skip
-        """Choose a checkpoint; see `RestoreSession.choose`. One of a directory is opened."""
+        """Choose a checkpoint; see `Session.choose`. One of a directory is opened."""
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.settle()

@@ -421,7 +421,7 @@ def install() -> None:
     connection.Couriers = Couriers  # type: ignore[misc,assignment]
     channel.socket = Sockets  # type: ignore[assignment]
     courier_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
-    courier_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
+    courier_main._Forward = lambda trainer: logging.NullHandler()  # type: ignore[assignment,misc]
     connection.find_agent = lambda config, size: Agent()  # type: ignore[assignment,return-value]
 
 
