@@ -22,10 +22,7 @@ import numpy as np
 import threads
 
 MPI = mpi.Mpi()
-_ROOMS = (
-    "memory mpi courier saving restoring draining protocol redundancy placement startup state telemetry checkpointer "
-    "value_checks storage in_place"
-)
+_PACKAGES = "checkpointer courier drain memory mpi placement protect restore run save session state storage telemetry"
 _REAL = {name: getattr(os, name) for name in ("urandom", "getpid", "posix_fallocate", "fsync", "_exit", "environ")}
 
 
@@ -116,9 +113,11 @@ def _replace_modules() -> None:
     import mlflash
 
     root = Path(mlflash.__file__).parent
-    for room in _ROOMS.split():
-        for module in pkgutil.iter_modules([str(root / room)]):
-            importlib.import_module(f"mlflash.{room}.{module.name}")
+    for package in _PACKAGES.split():
+        modules = [module.name for module in pkgutil.iter_modules([str(root / package)])]
+        assert modules, f"mlflash has no package {package}"
+        for name in modules:
+            importlib.import_module(f"mlflash.{package}.{name}")
     real_event = importlib.import_module("mlflash.events").Event
     stands_for = {"threading": threads.Threading(), "queue": threads.Queues()}
     for name, loaded in list(sys.modules.items()):
