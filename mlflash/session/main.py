@@ -10,22 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
-import mmap
-import os
 import select
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from ..config import Config
 from ..courier.channel import Broken, Call, Channel, Reply
-from ..courier.exchange_rounds import Part
 from ..courier.records import SaveRequest
-from ..courier.wanted_parts import WantedPart
+from ..courier.wanted_parts import Landing
 from ..drain.drain import Drain
 from ..errors import Closed, MlflashError, SaveFailed, text_of
 from ..events import Event
@@ -168,8 +162,8 @@ class SessionThread:
             args = (*args, TrainerProxy(self._trainer, self.number, self.world, call.number, request))
         elif call.method == "exchange":
             *others, asked = args
-            landing = Landing(self._trainer.channel.descriptors.popleft(), asked)
-            args = (*others, landing.asked)
+            landing = Landing(self._trainer.channel.descriptors.popleft())
+            args = (*others, landing.wanted(asked))
         self._posted += 1
         work = functools.partial(self._do, call.method, args, landing)
         late = lambda error: self._trainer.send(Call(self.number, 0, "late", (call.number, error)))
@@ -247,25 +241,6 @@ class SessionThread:
 
         drain.told = tell
         tell()
-
-
-class Landing:
-    """A file for parts from other ranks, which the trainer also maps."""
-
-    def __init__(self, fd: int, asked: Mapping[int, Sequence[Part]]):
-        self._fd = fd
-        size = os.fstat(fd).st_size
-        self._view = np.frombuffer(mmap.mmap(fd, size) if size else b"", np.uint8)
-        self.asked = {rank: [self._wanted(part) for part in parts] for rank, parts in asked.items()}
-
-    def _wanted(self, part: Part) -> WantedPart:
-        raw = self._view[part.at : part.at + part.nbytes]
-        target = raw.reshape(*part.shape, part.nbytes // max(1, math.prod(part.shape)))
-        return WantedPart(part.rank, part.number, part.source, part.shape, target)
-
-    def close(self) -> None:
-        self.asked, self._view = {}, np.empty(0, np.uint8)
-        os.close(self._fd)
 
 
 class TrainerLost(MlflashError):
