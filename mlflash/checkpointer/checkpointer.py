@@ -24,7 +24,7 @@ from ..memory.wanted_step import WantedStep
 from ..restore.load import Restores
 from ..save.queue import SaveQueue
 from ..save.snapshot import Snapshot
-from . import off, uncaught, unclosed
+from . import off, process_end
 from .adapter_api import AdapterAPI
 from .connect import connect
 
@@ -94,17 +94,17 @@ class Checkpointer:
         self._courier = self._drains = self._saves = self._restores = self.adapting = disabled
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
-        uncaught.show_briefly()
+        process_end.show_briefly()
         self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
         trainer, self._courier = self._trainer, self._trainer.courier
-        uncaught.is_of_rank(trainer.ranks.rank)
+        process_end.is_of_rank(trainer.ranks.rank)
         if trainer.ranks.rank == 0:
             for name in config.unknown_variables(os.environ):
                 log.warning("the environment sets %s, which is no setting of mlflash", name)
         self._saves = SaveQueue(trainer)
         self._restores = Restores(trainer, self._saves, self._drains)
         self.adapting = AdapterAPI(trainer, self._saves, self._restores, self._drains, self._check_open)
-        unclosed.add(
+        process_end.add(
             self, lambda me, state: me._end_alone(state, "this Checkpointer was left open"), Checkpointer._leave
         )
         try:
@@ -412,7 +412,7 @@ class Checkpointer:
         self._is_ended = True
         self._closed = "this Checkpointer was closed"
         with contextlib.ExitStack() as steps:  # they run in reverse order, and each one runs even if another raises
-            steps.callback(unclosed.discard, self)
+            steps.callback(process_end.discard, self)
             steps.callback(self._trainer.memory.close)
             steps.callback(self._trainer.slots.close)
             steps.callback(self._saves.end)

@@ -172,7 +172,7 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
-    import mlflash.checkpointer.unclosed as unclosed
+    import mlflash.checkpointer.process_end as process_end
     import mlflash.courier.connection as connection
     import mlflash.launch.program_mpi as program_mpi
     import mlflash.memory.node_directory as node_directory
@@ -182,7 +182,7 @@ def process_globals() -> dict[tuple[Any, str], Any]:
     return {
         (connection, "_connections"): [], (connection, "_starting"): None,
         (program_mpi, "_pending"): [],
-        (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
+        (node_directory, "_locked_here"): set(), (process_end, "_open"): weakref.WeakKeyDictionary(),
         (lazy.HOOK, "listeners"): weakref.WeakSet(), (lazy.HOOK, "heard"): weakref.WeakSet(),
         (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),
     }  # fmt: skip
