@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..courier.client import restart_scope
+from ..courier.client import TrainerContext, restart_scope
 from ..courier.ranks import Ranks
-from ..courier.trainer_context import TrainerContext
 from ..courier.wanted_parts import WantedPart
 from ..drain.drain import Drains
 from ..errors import MlflashError, SaveFailed, StateError, StepOrderError, Unrestorable

@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
-from ..courier.client import FORKED, Client, restart_scope
-from ..courier.trainer_context import TrainerContext
+from ..courier.client import FORKED, Client, TrainerContext, restart_scope
 from ..drain.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.node_directory import jobs_of

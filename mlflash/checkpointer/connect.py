@@ -8,11 +8,10 @@ from typing import Any
 
 from ..config import Config
 from ..courier import connection
-from ..courier.client import Client
+from ..courier.client import Client, TrainerContext
 from ..courier.loaded_versions import loaded_versions, not_run_with
 from ..courier.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
 from ..courier.records import Start, Started
-from ..courier.trainer_context import TrainerContext
 from ..drain.drain import Drains
 from ..errors import MlflashError
 from ..memory.copy_threads import CopyThreads

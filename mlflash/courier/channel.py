@@ -3,7 +3,7 @@
 A frame is its length in eight bytes and a pickle of a `Call` or a `Reply`. Both ends are processes of one user and one
 installation, and the channel is a socketpair that the courier was forked with, so a pickle is as safe as the fork.
 Which methods there are is said by the classes at both ends: `session.Session` in the courier; `client.Client`,
-`trainer_context.TrainerContext` and the trainer's part of a save (`records.Trainer`) in the trainer.
+`client.TrainerContext` and the trainer's part of a save (`records.Trainer`) in the trainer.
 
 A long tuple, such as the layout of a state, travels once: later frames refer to it. Both ends keep the last `_KEPT`.
 """

@@ -16,20 +16,23 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, SaveFailed, text_of
 from ..events import Event
-from ..memory.own_slots import SlotFile
+from ..memory.copy_threads import CopyThreads
+from ..memory.node_directory import NodeDirectory
+from ..memory.own_slots import OwnSlots, SlotFile
+from ..protect.deduplication import SharingNews, key_of
+from ..state.leaves import Leaf
+from ..telemetry.recorder import TrainerRecorder
 from ..version import __version__
 from .channel import Call, PendingCall, Reply
 from .connection import Connection
+from .ranks import Ranks
 from .records import SaveRequest, Start, Started
-
-if TYPE_CHECKING:
-    from .trainer_context import TrainerContext
 
 log = logging.getLogger("mlflash")
 
@@ -42,6 +45,38 @@ _ANSWER_S = 10.0  # limit for answers outside of jobs, and for an error after it
 _CLOSE_S = 3.0  # limit to close a session that is abandoned or has no courier any more
 _LOOK_S = 0.2
 _WATCH_S = 1.0  # time between two looks for a job that is late
+
+
+@dataclasses.dataclass
+class TrainerContext:
+    """What saving and restoring work with in the trainer."""
+
+    config: Config
+    courier: Client
+    ranks: Ranks
+    memory: NodeDirectory
+    slots: OwnSlots
+    copy_threads: CopyThreads
+    recorder: TrainerRecorder
+    provenance: Mapping[str, Any]
+    sharing: SharingNews = dataclasses.field(default_factory=SharingNews)
+    is_unhealed: bool = False  # whether the restored step does not have full redundancy yet
+
+    def is_shared(self, leaf: Leaf) -> bool:
+        """Whether the ranks have agreed that all that share hold this leaf alike."""
+        return key_of(leaf.entry) in self.sharing.agreed
+
+    def freed(self) -> None:
+        self.slots.freed()
+
+    def update(self, files: Iterable[SlotFile]) -> None:
+        self.slots.update(files)
+
+    def set_sharing(self, sharing: SharingNews) -> None:
+        self.sharing = sharing
+
+    def set_unhealed(self, is_unhealed: bool) -> None:
+        self.is_unhealed = is_unhealed
 
 
 class Client:

@@ -15,9 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import xxhash
 
+from ..courier.client import TrainerContext
 from ..courier.ranks import Ranks
 from ..courier.records import FoundInMemory
-from ..courier.trainer_context import TrainerContext
 from ..courier.wanted_parts import WantedPart
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed

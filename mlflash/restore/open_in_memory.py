@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
+from ..courier.client import TrainerContext
 from ..courier.describe_ranks import Described, gather_ranks
-from ..courier.trainer_context import TrainerContext
 from ..courier.wanted_parts import WantedPart, exchange, items
 from ..memory.node_directory import file_number
 from ..memory.slot import Attempt

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ..courier.client import TrainerContext
 from ..courier.ranks import Ranks, check_torch_rank
 from ..courier.records import SaveRequest
-from ..courier.trainer_context import TrainerContext
 from ..crash_points import reach
 from ..errors import (
     DeadlineExceeded,
