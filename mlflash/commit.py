@@ -184,33 +184,33 @@ def _announce(save: Save, context: CourierState) -> bool:
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = request.step
     settled = not request.is_unsettled or request.problem is not None
-    told = world.agree(
+    agreed = world.agree(
         all_of={"settled": settled, "drains_idle": save.drains_idle},
         any_of={"grows": grow, "skips": request.skip, "drain_asked": save.drain_asked, "damaged": context.damaged,
                 "failed": request.problem is not None},
         min_of={"low": step}, max_of={"high": step, "newest": context.generation},
     )  # fmt: skip
     save.times.announced()
-    if told.damaged and not save.is_restored:
+    if agreed.damaged and not save.is_restored:
         raise RepairFirst
-    if not told.settled:
+    if not agreed.settled:
         return False
-    context.generation = 1 + told.newest
+    context.generation = 1 + agreed.newest
     save.attempt = Attempt(context.run_id, context.generation)
-    save.drains_idle, save.drain_asked = told.drains_idle, told.drain_asked
-    catches_up = told.low != told.high and _catches_up(context, step, told.low)
-    if catches_up and step > told.low:
+    save.drains_idle, save.drain_asked = agreed.drains_idle, agreed.drain_asked
+    catches_up = agreed.low != agreed.high and _catches_up(context, step, agreed.low)
+    if catches_up and step > agreed.low:
         raise RankSkippedSave
-    if told.failed and not catches_up:
+    if agreed.failed and not catches_up:
         world.raise_together(request.problem)
-    if told.low != told.high:
+    if agreed.low != agreed.high:
         unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
-                                found=f"steps {told.low} to {told.high}, {step} here")  # fmt: skip
+                                found=f"steps {agreed.low} to {agreed.high}, {step} here")  # fmt: skip
         unlike.agreed = True
         raise unlike
-    save.skipped = told.skips
+    save.skipped = agreed.skips
     reach("protect.announced")
-    if told.grows and not told.skips:
+    if agreed.grows and not agreed.skips:
         context.make_room(demand, context.pool.leased(request.lease) if request.waits_for_room else [])
     return True
 
@@ -438,8 +438,8 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, 
         if save.due is not None and certify(context, save.due):
             drains.certified(save.due.attempt)
         replicas = context.replicas
-        is_there = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
-        if replicas is not None and is_there and save.slot is not None and request.plan is not None:
+        is_kept = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
+        if replicas is not None and is_kept and save.slot is not None and request.plan is not None:
             replicas.compare(save.slot, request.plan, request.step)
     except MlflashError as error:
         recorder.failed(request.step, error)
@@ -490,7 +490,7 @@ class ValueLooks:
 
     @property
     def findings(self) -> list[Finding]:
-        return [finding for one in self._begun for finding in one.findings]
+        return [finding for examination in self._begun for finding in examination.findings]
 
 
 def tell(context: CourierState, step: int, findings: Sequence[Finding]) -> None:
@@ -532,7 +532,7 @@ def _findings_in_all(context: CourierState, due: Saved) -> list[Finding] | None:
 
 
 def _in_slot(layout: Layout) -> Iterator[Stored]:
-    return (Stored(one, one.start, one.nbytes) for one in layout.entries if not layout.is_shared(one))
+    return (Stored(entry, entry.start, entry.nbytes) for entry in layout.entries if not layout.is_shared(entry))
 
 
 def _in_share(plan: Plan) -> Iterator[Stored]:

@@ -172,12 +172,12 @@ class AdapterAPI:
                 seen = look()
             except Exception as error:  # other ranks must not wait for this one
                 problem = error
-        found, why = self.ranks.broadcast((seen, problem and repr(problem)), 0)
+        seen, why = self.ranks.broadcast((seen, problem and repr(problem)), 0)
         if problem is not None:
             raise problem
         if why is not None:
             raise StateError(f"rank 0 could not read what all ranks need to know: {why}", rank=0)
-        return found
+        return seen
 
     @restart_scope
     def save_or_warn(

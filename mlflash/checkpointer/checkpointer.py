@@ -203,10 +203,10 @@ class Checkpointer:
         """
         self._check_open()
         wanted = _wanted(step, before, certified)
-        found = self._restores.restore(state, wanted, None if source is None else os.fspath(source))
-        if found is None:
+        restored = self._restores.restore(state, wanted, None if source is None else os.fspath(source))
+        if restored is None:
             self._name_others()
-        return found
+        return restored
 
     def _name_others(self) -> None:
         """Warn if memory has nothing of this training, but of others of the same Slurm job. Not collective."""
@@ -369,8 +369,8 @@ class Checkpointer:
         """
         report: dict[str, Any] = self._courier.ask("report") | {"courier": self._courier.is_a}
         if self.enabled:
-            mine = self._trainer.recorder
-            report["counts"], report["seconds"] = mine.together(report["counts"], report["seconds"])
+            recorder = self._trainer.recorder
+            report["counts"], report["seconds"] = recorder.together(report["counts"], report["seconds"])
         return report
 
     def _check_open(self) -> None:

@@ -65,8 +65,8 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
 def _say(trainer: TrainerContext) -> None:
     if not trainer.ranks.rank:
         log.info("courier: %s", trainer.courier.is_a)
-        if (torch := loaded_versions().get("torch")) is not None and (said := not_run_with(torch)) is not None:
-            log.warning("%s", said)
+        if (torch := loaded_versions().get("torch")) is not None and (warning := not_run_with(torch)) is not None:
+            log.warning("%s", warning)
 
 
 def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any, domains: Any) -> Start:

@@ -270,7 +270,7 @@ class Connection:
         if self._held is not None:  # a courier had ended just before
             self._lose(Closed(str(departure)))
         end = time.monotonic() + _LAST_S
-        for session in [one for one in self.sessions.values() if departure.rank in one.ranks]:
+        for session in [client for client in self.sessions.values() if departure.rank in client.ranks]:
             session.wait_done(end - time.monotonic())
             session.lose(Closed(str(departure)))
 

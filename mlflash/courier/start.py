@@ -99,7 +99,7 @@ def _assemble(
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
-    examiner = Examiner(config.check_values, [one for one in config.check_skip.split(",") if one])
+    examiner = Examiner(config.check_values, [pattern for pattern in config.check_skip.split(",") if pattern])
     certification = Certification(config.certify_after, config.on_suspect == "keep")
     pool.certified = certification.certified_attempt
     if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
@@ -183,16 +183,16 @@ def find_domains(world: World, given: Any) -> Domains | None:
         ConfigError: on all ranks, if ``given`` makes no sense.
     """
     # Only one rank reads the file, so that all ranks have the same version of it.
-    found: Domains | None = world.on_all(lambda: from_argument(given) if world.rank == 0 else None)
+    domains: Domains | None = world.on_all(lambda: from_argument(given) if world.rank == 0 else None)
     if given is None:
         own = discover(os.environ, world.node_name) if world.local_rank == 0 else None
-        told = world.gather_nodes(own)
-        found = join_domains(list(zip(world.topology.node_names, told, strict=True)))
-        if found is None and world.rank == 0 and "SLURM_JOB_ID" in os.environ and len(told) > 2:
-            found = ask_slurm()
-    found = world.broadcast(found, 0)
-    unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
+        of_nodes = world.gather_nodes(own)
+        domains = join_domains(list(zip(world.topology.node_names, of_nodes, strict=True)))
+        if domains is None and world.rank == 0 and "SLURM_JOB_ID" in os.environ and len(of_nodes) > 2:
+            domains = ask_slurm()
+    domains = world.broadcast(domains, 0)
+    unknown = [] if domains is None else [name for name in world.topology.node_names if not domains.knows(name)]
     if unknown and given is not None and world.rank == 0:
         log.warning("the failure domains of %s are not given: each of these nodes counts as a domain of its own",
                     listed(unknown, _NAMED))  # fmt: skip
-    return found
+    return domains

@@ -265,10 +265,10 @@ class SampledBytes:
 
     def changed(self) -> str | None:
         """Return the name of a tensor whose copy does not have the noted bytes; None if all have them."""
-        found = _first_unlike(self._noted, self._names, self._rooms)
+        name = _first_unlike(self._noted, self._names, self._rooms)
         for into, names, rooms in self._elsewhere:
-            found = found or _first_unlike(into.numpy(), names, rooms)
-        return found
+            name = name or _first_unlike(into.numpy(), names, rooms)
+        return name
 
 
 def _step(nbytes: int) -> int:

@@ -87,12 +87,12 @@ class Staging:
     @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
         """Lay out a state, or find it laid out; ``is_shared``: which parts ranks hold alike, if it is new."""
-        its, known = flat.structure, self.knows(flat)
-        if not known or its.tree is not self._tree:
-            self._tree_bytes = manifest.encode_tree(its.tree)  # not compared, because 1 == True == 1.0
-            self._tree = its.tree
+        structure, known = flat.structure, self.knows(flat)
+        if not known or structure.tree is not self._tree:
+            self._tree_bytes = manifest.encode_tree(structure.tree)  # not compared, because 1 == True == 1.0
+            self._tree = structure.tree
         if known and self._layout is not None:
-            self._structure = its
+            self._structure = structure
             planned = self._planned(flat, self._layout, sharing)
             if len(planned.manifest) <= self._layout.extents.manifest_room:
                 return planned
@@ -103,12 +103,12 @@ class Staging:
                 if leaf.tie in shared or (leaf.tie < 0 and is_shared is not None and is_shared(leaf)):
                     shared.add(i)
         # The length of the entries' text depends on their places. Twice the text without places is enough room.
-        draft = manifest.encode_entries(its.entries)
+        draft = manifest.encode_entries(structure.entries)
         joined = manifest.join(draft, self._tree_bytes, flat.plain, None, self._provenance)
-        length = len(joined) + 20 * len(its.entries) + 80
+        length = len(joined) + 20 * len(structure.entries) + 80
         self._layout = plan(flat, length, shared)
         self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
-        self._structure = its
+        self._structure = structure
         self._entries = manifest.encode_entries(self._layout.entries)
         self._ways.clear()
         return self._planned(flat, self._layout, sharing)
@@ -176,7 +176,7 @@ class Staging:
             return checks, None
         samples.note()
         names = flat.structure.entries
-        watched = ((names[n].name, one) for n, owner in lazy.items() for one in (flat.values[n], owner))
+        watched = ((names[n].name, tensor) for n, owner in lazy.items() for tensor in (flat.values[n], owner))
         copies = DeferredCopies(later, transfers, watched, self._timeout_s, samples)
         for segment in way.segments:
             segment.writers.append(copies)
@@ -405,10 +405,10 @@ class ReservedSaves:
 
     def end(self, at_once: bool = False) -> None:
         """Post the failure of saves that their thread has left; ``at_once``: also of those whose thread still works."""
-        here = threading.current_thread()
+        current = threading.current_thread()
         with self._lock:
             waiting = [begun for begun in self._all if not begun.came]
-            over = [one for one in waiting if at_once or one.thread is here or not one.thread.is_alive()]
+            over = [save for save in waiting if at_once or save.thread is current or not save.thread.is_alive()]
             self._all = [begun for begun in self._all if begun not in over]
         for begun in over:
             if at_once:

@@ -361,15 +361,15 @@ class Session:
         """Write a verdict on a step into all files that hold it; return in how many places it was found."""
         context, verdict = self.context, Verdict.GOOD if is_good else Verdict.BAD
         world = context.world
-        mine: set[Attempt] = set()
+        marked: set[Attempt] = set()
         folders: list[str] = []
 
         def write() -> None:
             if world.local_rank == 0:
-                mine.update(write_verdict(context.memory, step, verdict))
+                marked.update(write_verdict(context.memory, step, verdict))
 
         world.on_all(write)
-        found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)
+        attempts = frozenset(attempt for of_rank in world.gather([*marked]) for attempt in of_rank)
         listed, store = self._drains.look().listed, self._drains.store
 
         def write_folders() -> None:
@@ -377,16 +377,16 @@ class Session:
                 folders.extend(checkpoint_directory.mark(store, listed, step, verdict))
 
         world.on_all(write_folders)
-        context.certification.mark(found, is_good)
+        context.certification.mark(attempts, is_good)
         if is_good and context.certification.certified is not None:
             context.examiner.forget()  # from now on the present values are the normal ones
-        return len(found) + int(world.broadcast(len(folders), 0))
+        return len(attempts) + int(world.broadcast(len(folders), 0))
 
     def steps(self, alike: bool) -> list[int]:
         """List the steps that can be restored, according to headers; ``alike``: only those of as many ranks as now."""
         context = self.context
-        size = context.world.size
-        drained = {one.step for one in self._drains.look().listed if not alike or one.card.world_size == size}
+        size, listed = context.world.size, self._drains.look().listed
+        drained = {folder.step for folder in listed if not alike or folder.card.world_size == size}
         return sorted(drained.union(fetch.restorable_steps(context, alike=alike)))
 
     # Jobs: draining, and what needs no training
