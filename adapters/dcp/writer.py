@@ -210,7 +210,7 @@ class MemoryWriter(StorageWriter):
 
     def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Copy a state dict into a slot. You may change the state dict when this returns."""
-        self._here.adapting.end_begun()
+        self._here.adapting.end_reservations()
         laid = self._layouts.lay_out(state_dict, self._room)
         staged = Staged(self._here, state_dict, laid, self.until, self.owned)
         self._staged[staged.token] = staged
@@ -277,7 +277,7 @@ class MemoryWriter(StorageWriter):
         self._room = (max(self._room[0], len(index)), max(self._room[1], len(blob)))
         if staged is None:
             live = flat_of(written.chunks, index, blob)
-            ahead = self._here.adapting.stage_ahead(live)
+            ahead = self._here.adapting.stage_early(live)
             # Clones: this rank may hear of a failure and train on before there is room and the tensors are copied.
             return ahead or flat_of(map(cloned, written.chunks), index, blob)
         if staged.ahead is not None and staged.ahead.write(0, index) and staged.ahead.write(1, blob):

@@ -290,29 +290,29 @@ class AdapterAPI:
         self._check_open()
         return self._saves.begin(step, thread)
 
-    def end_begun(self) -> None:
+    def end_reservations(self) -> None:
         """Fail the saves that were begun by this thread or by dead threads, if these have not come back to them."""
         self._check_open()
-        self._saves.begun.end()
+        self._saves.reservations.end()
 
     @restart_scope
-    def save_again(self, state: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
+    def save_again(self, state: Flat | StagedState | MlflashError, reservation: ReservedSave) -> Snapshot:
         """Save leaves that an adapter made, as :meth:`.Checkpointer.save` does, as the step that was begun.
 
         Collective over comm, but a rank may leave it out: then the save fails on the others as soon as that rank
         continues.
 
         Args:
-            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` returned; or
+            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_early` returned; or
                 the reason why this rank cannot save, and then no rank does.
 
         Raises:
             SaveFailed: its thread had already ended.
         """
         self._check_open()
-        return self._saves.save_again(state, begun)
+        return self._saves.save_again(state, reservation)
 
-    def stage_ahead(
+    def stage_early(
         self, state: Flat, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> StagedState | None:
         """Copy leaves into a slot before their step is known, for :meth:`save_again`.
@@ -321,14 +321,14 @@ class AdapterAPI:
 
         Returns:
             What was staged. None if this would need other ranks: the first time, if the state has grown, or if
-            something is already staged ahead.
+            something is already staged early.
         """
         self._check_open()
-        return self._saves.stage_ahead(state, self._saves.lazy.until(until, owned))
+        return self._saves.stage_early(state, self._saves.lazy.until(until, owned))
 
-    def give_up(self, ahead: StagedState) -> None:
-        """Free the slot of a state that was staged ahead and will not be saved. Not collective."""
-        self._saves.staged_states.give_up(ahead)
+    def give_up(self, early: StagedState) -> None:
+        """Free the slot of a state that was staged early and will not be saved. Not collective."""
+        self._saves.staged_states.give_up(early)
 
     def ask_drain(self) -> None:
         """Ask for a drain of the checkpoint that is saved next, without waiting as :meth:`.Checkpointer.drain` does.

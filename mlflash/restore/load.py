@@ -178,7 +178,7 @@ class Restores:
     @_told
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
-        self._saves.begun.wait()
+        self._saves.reservations.wait()
         self._saves.find_replicas(state)
         bad: dict[str, str] = {}
         while isinstance(found := self._choose(wanted, others=True, source=source, bad=bad), OpenInDirectory):

@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, StateError, text_of
 from ..events import Event
+from ..state.leaves import flat_bytes
 
 if TYPE_CHECKING:
     from ..memory.shared_memory_segment import Segment
-
-import numpy as np
-
-from ..state.leaves import flat_bytes
 
 Work = Callable[[], None]
 
