@@ -409,17 +409,17 @@ class PhaseTimes:
 
 
 def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, drains: DrainQueue,
-                 heal: Callable[[Slot], None], mend: Callable[[], None]) -> None:  # fmt: skip
+                 reprotect: Callable[[Slot], None], repair: Callable[[], None]) -> None:  # fmt: skip
     """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
 
-    Collective over the world, and so are ``heal`` and ``mend``.
+    Collective over the world, and so are ``reprotect`` and ``repair``.
     """
     start, world, recorder = time.perf_counter(), context.world, context.recorder
     save = Save(request, trainer, context)
     try:
         while True:
-            if context.unhealed is not None:
-                heal(context.unhealed)
+            if context.unprotected is not None:
+                reprotect(context.unprotected)
             save.drains_idle, save.drain_asked = drains.idle, drains.asked
             try:
                 run(save, context, lambda: _committed(save, context, drains))
@@ -428,7 +428,7 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, 
                 world.job_number += 1
             except RepairFirst:  # afterwards no rank reports damage any more
                 try:
-                    mend()
+                    repair()
                 except MlflashError as error:
                     trainer.ended(error)
                     raise
@@ -456,7 +456,7 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, 
 def _committed(save: Save, context: CourierState, drains: DrainQueue) -> None:
     recorder = context.recorder
     if not save.is_given_up:
-        context.unhealed = None  # a newer step has full redundancy
+        context.unprotected = None  # a newer step has full redundancy
     drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
     recorder.holds(context.pool.nbytes)
     recorder.committed(save.request.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)

@@ -335,7 +335,7 @@ class Checkpointer:
             MemoryTooSmall, SaveFailed: healing failed; what was in memory is untouched.
         """
         self._check_open()
-        step: int | None = self._courier.call("heal_newest")
+        step: int | None = self._courier.call("reprotect_newest")
         return step
 
     # Information

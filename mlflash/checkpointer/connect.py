@@ -52,8 +52,13 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     whole = shared.group()  # `replicated` may be a communicator of the program's MPI
     group = None if whole is None else whole.Incl(ranks)
     start = _start(ranks.index(rank), len(ranks), group, process_group, replicated, domains)
-    started = _started(courier, start)
-    trainer = _trainer(config, courier, process_group, start, started)
+    try:
+        started = courier.introduce(start)
+        memory = NodeDirectory(config.memory, config.job, make=False, top=started.top)
+    except BaseException:
+        courier.stop(abandon=True)
+        raise
+    trainer = _trainer(config, courier, process_group, memory, start, started)
     drains = Drains(courier, trainer.ranks, config)
     courier.attach(trainer, drains.moved, drains.lost)
     if started.goes_on:  # a rank that had started before this one has lost its courier, and does the same
@@ -82,22 +87,9 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
     return Start(problem, replicas, domains, os.urandom(8).hex())
 
 
-def _started(courier: Client, start: Start) -> Started:
-    try:
-        return courier.introduce(start)
-    except BaseException:
-        courier.stop(abandon=True)
-        raise
-
-
-def _trainer(config: Config, courier: Client, process_group: Any, start: Start, started: Started
+def _trainer(config: Config, courier: Client, process_group: Any, memory: NodeDirectory, start: Start, started: Started
              ) -> TrainerContext:  # fmt: skip
     """Make what saving and restoring work with."""
-    try:
-        memory = NodeDirectory(config.memory, config.job, make=False, top=started.top)
-    except BaseException:
-        courier.stop(abandon=True)
-        raise
     ranks = Ranks(courier, started.rank, started.topology, config.timeout_s, process_group)
     slots = OwnSlots(memory, started.slots, courier)
     slots.update(started.files)

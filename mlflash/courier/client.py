@@ -60,7 +60,7 @@ class TrainerContext:
     recorder: TrainerRecorder
     provenance: Mapping[str, Any]
     sharing: SharingNews = dataclasses.field(default_factory=SharingNews)
-    is_unhealed: bool = False  # whether the restored step does not have full redundancy yet
+    is_unprotected: bool = False  # whether the restored step does not have full redundancy yet
 
     def is_shared(self, leaf: Leaf) -> bool:
         """Whether the ranks have agreed that all that share hold this leaf alike."""
@@ -75,8 +75,8 @@ class TrainerContext:
     def set_sharing(self, sharing: SharingNews) -> None:
         self.sharing = sharing
 
-    def set_unhealed(self, is_unhealed: bool) -> None:
-        self.is_unhealed = is_unhealed
+    def set_unprotected(self, is_unprotected: bool) -> None:
+        self.is_unprotected = is_unprotected
 
 
 class Client:
@@ -510,7 +510,7 @@ class Client:
                 raise job.error
             if method == "start":
                 self._failed_scope = max(self._failed_scope, job.result.interrupted)
-                self.trainer.sharing, self.trainer.is_unhealed = job.result.sharing, False
+                self.trainer.sharing, self.trainer.is_unprotected = job.result.sharing, False
                 self.trainer.slots.update(job.result.files)
             elif method == "protect_left":
                 self._find_committed(*job.result)

@@ -62,7 +62,7 @@ class CourierState:
 
     Attributes:
         replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
-        unhealed: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
+        unprotected: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
         looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
             only intact one.
     """
@@ -82,13 +82,13 @@ class CourierState:
     run_id: bytes = b""
     generation: int = 0  # number of the newest known attempt; the next one is larger
     restored: Restored = dataclasses.field(default_factory=Restored)
-    unhealed: Slot | None = None
+    unprotected: Slot | None = None
     left_at: int | None = None  # this rank's step when the ranks last were found to save different steps; None: never
     floor: int = 0  # attempts with a smaller generation are skipped, because this run goes back to a fresh start
     left: Left = dataclasses.field(default_factory=Left)
     looked: bool = False
     gives_way: bool = False
-    damaged: bool = False  # whether the scrubber has found damage here that a mend may repair
+    damaged: bool = False  # whether the scrubber has found damage here that can perhaps be repaired
     trainer: Trainer | None = None
     _reported: tuple[SharingNews, bool] = (SharingNews(), False)
 
@@ -145,12 +145,12 @@ class CourierState:
             self.trainer.update(files)
         if self.pool.has_free:
             self.trainer.freed()
-        sharing, is_unhealed = self.sharing, self.unhealed is not None
+        sharing, is_unprotected = self.sharing, self.unprotected is not None
         if sharing != self._reported[0]:
             self.trainer.set_sharing(sharing)
-        if is_unhealed != self._reported[1]:
-            self.trainer.set_unhealed(is_unhealed)
-        self._reported = sharing, is_unhealed
+        if is_unprotected != self._reported[1]:
+            self.trainer.set_unprotected(is_unprotected)
+        self._reported = sharing, is_unprotected
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots of at least a given size, and those for their redundancy. Collective over the world.

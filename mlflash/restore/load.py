@@ -191,7 +191,7 @@ class Restores:
         opened, filling = compared.opened, compared.filling
         if isinstance(opened, RankCheckpoint) and filling is None:  # other shards
             home, opened = opened, self._as_elsewhere(opened)
-            self._courier.call("heal_first", self._number_of(home))
+            self._courier.call("reprotect_first", self._number_of(home))
         if isinstance(opened, FoundElsewhere):
             return self._put_together(OpenInMemory(self._trainer, opened, checks=True), state)
         assert filling is not None
@@ -258,7 +258,7 @@ class Restores:
             return found
         if isinstance(found, RankCheckpoint):
             home = found
-            self._courier.call("heal_first", self._number_of(home))
+            self._courier.call("reprotect_first", self._number_of(home))
             found = self._as_elsewhere(home, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
 
@@ -456,7 +456,7 @@ class Restores:
         reach("restore.loaded")
         step, own = home.header.step, self._number_of(home)
         self._count(step, home, own)
-        self._courier.post(self._courier.job("heal_restored", own))
+        self._courier.post(self._courier.job("reprotect_restored", own))
         return step
 
     def _number_of(self, home: RankCheckpoint) -> int:

@@ -40,13 +40,13 @@ def heal_or_remember(context: CourierState, home: Slot) -> None:
         try:
             heal(context, home)
         except MlflashError as error:  # the same on all ranks
-            if context.unhealed is None and context.world.rank in (0, error.rank):
+            if context.unprotected is None and context.world.rank in (0, error.rank):
                 log.warning("the restored step has no full redundancy: %s", error)
-            context.unhealed = home
+            context.unprotected = home
             if not isinstance(error, CorruptSlot):
                 return  # only a copy that arrived damaged may arrive whole at another try
         else:
-            context.unhealed = None
+            context.unprotected = None
             assert home.header is not None
             context.pool.free_older(home.header.attempt)
             return
@@ -73,7 +73,7 @@ def protect_left(context: CourierState) -> tuple[int | None, int]:
     else:
         heal_or_remember(context, home)
     assert home.header is not None
-    counts = context.unhealed is None or not context.restored.rolled_forward
+    counts = context.unprotected is None or not context.restored.rolled_forward
     return (home.header.step, attempt.generation) if counts else (None, 0)
 
 
@@ -146,7 +146,7 @@ def mend(context: CourierState, scrubber: Scrubber) -> None:
     start, world = time.perf_counter(), context.world
     home = max((slot for slot in context.pool.own if slot.use is Use.HOLDS and slot.header is not None),
                key=lambda slot: slot.generation, default=None)  # fmt: skip
-    told = None if home is None or home.header is None or context.unhealed is not None else home.header
+    told = None if home is None or home.header is None or context.unprotected is not None else home.header
     attempts = world.gather(None if told is None else (told.attempt, told.world_size))
     if home is None or told is None or any(one != (told.attempt, world.size) for one in attempts):
         return  # on all ranks: there is no attempt that all of them hold

@@ -339,13 +339,13 @@ class SaveQueue:
             taken = self._slots.take(0, request)
             request.skip = taken is None
             return taken
-        # A failed heal may hold back slots. Then do not wait here: the job of this save tries the heal again.
-        end = time.monotonic() + (0.0 if self._trainer.is_unhealed else self._config.timeout_s)
+        # Do not wait for slots that are held back until the restored step is protected: this save's job tries that.
+        end = time.monotonic() + (0.0 if self._trainer.is_unprotected else self._config.timeout_s)
         while (taken := self._slots.take(0.05, request)) is None:
             self._refuse_if_stuck(save)
             if time.monotonic() > end:
                 held = "both slots are still busy with earlier saves"
-                if self._trainer.is_unhealed:
+                if self._trainer.is_unprotected:
                     held = "the restored step has no full redundancy yet, and both slots are needed for it"
                 raise self._failure(save, held)
         return taken

@@ -321,8 +321,8 @@ class TrainerProxy:
     def set_sharing(self, sharing: SharingNews) -> None:
         self._tell("set_sharing", sharing)
 
-    def set_unhealed(self, is_unhealed: bool) -> None:
-        self._tell("set_unhealed", is_unhealed)
+    def set_unprotected(self, is_unprotected: bool) -> None:
+        self._tell("set_unprotected", is_unprotected)
 
     # In the middle of a job
 

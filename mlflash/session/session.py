@@ -322,10 +322,10 @@ class Session:
         Until the copies of the restored step are made, only the step before survives the loss of a node.
         """
         self.context.pool.hold_older()
-        self.context.unhealed = self.context.pool.own[own]
+        self.context.unprotected = self.context.pool.own[own]
 
-    def heal_first(self, own: int) -> None:
-        """Heal before what was found, in own slot ``own``, is read or put together anew, if that needs it.
+    def reprotect_first(self, own: int) -> None:
+        """Protect what was found, in own slot ``own``, before it is read or put together anew, if that needs it.
 
         If a step was rolled forward, no other slots may have it. And a rank whose slot came from another node may hold
         a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
@@ -343,12 +343,12 @@ class Session:
         if own is not None:
             home = context.pool.own[own]
             fetch.count(context, home)
-            context.unhealed = None  # the heal comes now, and saves wait for it
+            context.unprotected = None  # it is protected again now, and saves wait for it
             assert home.header is not None
             is_suspect = context.restored.verdict in (Verdict.SUSPECT, Verdict.BAD)
             context.certification.restored(Saved(home.header.attempt, home.header.step), is_suspect)
 
-    def heal_restored(self, own: int) -> None:
+    def reprotect_restored(self, own: int) -> None:
         """Restore the redundancy of the restored step, which own slot ``own`` holds."""
         context, recorder, home = self.context, self.context.recorder, self.context.pool.own[own]
         start, step = time.perf_counter(), 0 if home.header is None else home.header.step
@@ -399,7 +399,7 @@ class Session:
         """Begin to drain the newest checkpoint in memory, without training. Returns whether there is one."""
         return fetch.scavenge(self.context, self._drains) is not None
 
-    def heal_newest(self) -> int | None:
+    def reprotect_newest(self) -> int | None:
         """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
         return fetch.heal_newest(self.context)
 
