@@ -33,10 +33,10 @@ from .session import Session
 
 log = logging.getLogger("mlflash")
 
-ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; see `zygote.ENDS_S`
+ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; see `fork_server.ENDS_S`
 _CLOSED = 8  # sessions that can still be asked for their report
-_TOLD_S = 0.05  # shortest time between two reports of a drain's progress
-_TOLD_OF_DRAIN = ("step", "path", "nbytes", "written", "progress", "moved", "silent", "seconds", "error", "done")
+_REPORT_S = 0.05  # shortest time between two reports of a drain's progress
+_DRAIN_FIELDS = ("step", "path", "nbytes", "written", "progress", "moved", "silent", "seconds", "error", "done")
 
 
 def run(forked: Forked) -> None:
@@ -230,13 +230,13 @@ class SessionThread:
 
     def _drain_began(self, drain: Drain) -> None:
         self._drains += 1
-        number, told_at = self._drains, [0.0]
+        number, reported_at = self._drains, [0.0]
 
         def tell() -> None:
             now = time.monotonic()
-            if drain.done or now - told_at[0] > _TOLD_S:
-                told_at[0] = now
-                state = {name: getattr(drain, name) for name in _TOLD_OF_DRAIN}
+            if drain.done or now - reported_at[0] > _REPORT_S:
+                reported_at[0] = now
+                state = {name: getattr(drain, name) for name in _DRAIN_FIELDS}
                 self._trainer.send(Call(self.number, 0, "drain_moved", (number, state)))
 
         drain.told = tell
