@@ -15,17 +15,27 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
+from ..config import Config
+from ..courier import connection
 from ..courier.client import FORKED, Client, TrainerContext, restart_scope
+from ..courier.loaded_versions import loaded_versions, not_run_with
+from ..courier.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
+from ..courier.records import Start, Started
 from ..drain.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
-from ..memory.node_directory import jobs_of
+from ..memory.copy_threads import CopyThreads
+from ..memory.node_directory import NodeDirectory, jobs_of
+from ..memory.own_slots import OwnSlots
 from ..memory.wanted_step import WantedStep
 from ..restore.load import Restores
 from ..save.queue import SaveQueue
 from ..save.snapshot import Snapshot
+from ..state.manifest import provenance_of
+from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
+from ..telemetry.prometheus_metrics import Metrics
+from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
 from . import off, process_end
 from .adapter_api import AdapterAPI
-from .connect import connect
 
 log = logging.getLogger("mlflash")
 
@@ -94,7 +104,7 @@ class Checkpointer:
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         process_end.show_briefly()
-        self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
+        self._trainer, self._drains, started = _connect(self._config, comm, process_group, replicated, domains)
         trainer, self._courier = self._trainer, self._trainer.courier
         process_end.is_of_rank(trainer.ranks.rank)
         if trainer.ranks.rank == 0:
@@ -468,13 +478,90 @@ def _signature() -> inspect.Signature:
     parameters = [each for each in written.parameters.values() if each.kind is not each.VAR_KEYWORD]
     settings = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in dataclasses.fields(config.Config)
+        for field in dataclasses.fields(Config)
         if field.name not in written.parameters
     ]
     return written.replace(parameters=[*parameters, *settings])
 
 
 Checkpointer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+# What a Checkpointer works with in its trainer
+
+
+def _connect(settings: Config, comm: Any, process_group: Any, replicated: Any, domains: Any
+             ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
+    """Start a rank's courier, connect the ranks, and make what saving and restoring work with.
+
+    Collective, with the arguments and exceptions of `Checkpointer`.
+    """
+    shared = connection.get(settings, comm)
+    rank, size = shared.couriers.rank, shared.couriers.size
+    ranks = shared.ranks_of(comm)
+    assert ranks is not None
+    if comm is None:
+        ranks = some_ranks(process_group, rank, size) or ranks
+    courier = Client(shared, settings, ranks)
+    whole = shared.group()  # `replicated` may be a communicator of the program's MPI
+    group = None if whole is None else whole.Incl(ranks)
+    start = _start(ranks.index(rank), len(ranks), group, process_group, replicated, domains)
+    try:
+        started = courier.introduce(start)
+        memory = NodeDirectory(settings.memory, settings.job, make=False, top=started.top)
+    except BaseException:
+        courier.stop(abandon=True)
+        raise
+    trainer = _trainer(settings, courier, process_group, memory, start, started)
+    drains = Drains(courier, trainer.ranks, settings)
+    courier.attach(trainer, drains.moved, drains.lost)
+    if started.goes_on:  # a rank that had started before this one has lost its courier, and does the same
+        courier.call("protect_left")
+    if not trainer.ranks.rank:
+        log.info("courier: %s", courier.is_a)
+        if (torch := loaded_versions().get("torch")) is not None and (warning := not_run_with(torch)) is not None:
+            log.warning("%s", warning)
+    return trainer, drains, started
+
+
+def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any, domains: Any) -> Start:
+    """How this rank starts, or why it cannot."""
+    problem, replicas = None, None
+    try:
+        check_torch_rank(rank, size, process_group)
+        replicas = replicas_of(replicated, rank, size, group, process_group)
+    except MlflashError as error:
+        problem = error
+    if isinstance(domains, os.PathLike):
+        domains = os.fspath(domains)  # messages are plain data
+    return Start(problem, replicas, domains, os.urandom(8).hex())
+
+
+def _trainer(settings: Config, courier: Client, process_group: Any, memory: NodeDirectory, start: Start,
+             started: Started) -> TrainerContext:  # fmt: skip
+    """Make what saving and restoring work with."""
+    ranks = Ranks(courier, started.rank, started.topology, settings.timeout_s, process_group)
+    slots = OwnSlots(memory, started.slots, courier)
+    slots.update(started.files)
+    recorder = _recorder(settings, ranks, memory, start.name, started)
+    threads = CopyThreads(started.copy_threads)
+    provenance = provenance_of(loaded_versions(), settings.provenance)
+    return TrainerContext(settings, courier, ranks, memory, slots, threads, recorder, provenance, started.sharing)
+
+
+def _recorder(settings: Config, ranks: Ranks, memory: NodeDirectory, start: str, started: Started) -> TrainerRecorder:
+    local_rank = ranks.topology.ranks_on[ranks.node_index].index(ranks.rank)
+    run = os.environ.get("MLFLASH_RUN", "")
+    facts = RankFacts(ranks.rank, ranks.size, local_rank, ranks.node_name, run, start)
+    metrics = None
+    if settings.metrics and not local_rank:  # the first rank of each node exports those of all
+        metrics = Metrics(settings.metrics, settings.job, lambda: read_heartbeats(settings.memory, settings.job))
+    file = file_of_node(settings.log, ranks.node_index) if settings.log else None
+    events = EventLog(file, run=started.run, rank=ranks.rank, node=ranks.node_name)
+    return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts, settings.heartbeat), events, metrics)
+
+
+# Steps
 
 
 def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep:
